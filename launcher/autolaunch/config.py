@@ -1,0 +1,254 @@
+"""The schema of what `conf/` composes to: one dataclass per config group, a sentence of help under every key.
+
+Torch-free. `autolaunch.validate` checks a composed config against it; `autolaunch.help` prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from autolaunch_strategies.config import AXES, DEFAULT_ORDER, DataParallel, option
+
+TASKS = {
+    "fit": "train the model",
+    "validate": "run the validation data through a trained model",
+    "test": "run the test data through a trained model",
+    "predict": "write the model's predictions to <output_dir>/predictions",
+    "plan": "show what a run would do, and write it to plan.yaml, without starting it",
+    "export": "write a checkpoint as safetensors that `transformers` loads",
+}
+"""The first word of the command line; `fit` if there is none."""
+
+
+@dataclass
+class Mesh:
+    """mesh=AxBxCxD (dp, mp, pp, cp), mesh=dp4xmp2, or a preset of conf/mesh."""
+
+    dp: int = option("Ranks along the data parallel axis (-1: what is left).", 1, ge=-1)
+    mp: int = option("Ranks along the model (tensor) parallel axis.", 1, ge=-1)
+    pp: int = option("Ranks along the pipeline parallel axis.", 1, ge=-1)
+    cp: int = option("Ranks along the context parallel axis.", 1, ge=-1)
+    order: list[str] = option(f"Rank order, outermost axis first: a permutation of {', '.join(AXES)}.", list(DEFAULT_ORDER))
+
+
+@dataclass
+class LlamaModel:
+    """model=llama: the decoder of Llama 2 and 3 in plain PyTorch."""
+
+    name: str = option("Which model this is; set by the group.", "llama")
+    size: str = option("Published shape to start from.", "debug", choices=("debug", "1b", "8b", "70b", "405b"))
+    vocab_size: int | None = option("Number of token ids (null: the size's own).", None, ge=1)
+    hidden_size: int | None = option("Width of the residual stream (null: the size's own).", None, ge=1)
+    intermediate_size: int | None = option("Width of the SwiGLU (null: the size's own).", None, ge=1)
+    num_layers: int | None = option("Number of decoder blocks (null: the size's own).", None, ge=1)
+    num_heads: int | None = option("Number of query heads (null: the size's own).", None, ge=1)
+    num_kv_heads: int | None = option("Number of key/value heads (null: the size's own).", None, ge=1)
+    head_dim: int | None = option("Width of one head (null: hidden_size / num_heads).", None, ge=1)
+    max_seq_len: int | None = option("Longest sequence the model takes (null: the size's own).", None, ge=1)
+    rope_theta: float | None = option("Base of the rotary frequencies (null: the size's own).", None, gt=0)
+    rope_scaling: dict[str, Any] | None = option(
+        "Llama 3 rotary scaling: factor, low_freq_factor, high_freq_factor, original_max_seq_len (null: the size's own; "
+        "{} for none).",
+        None,
+    )
+    norm_eps: float | None = option("Epsilon of the RMS norms (null: the size's own).", None, gt=0)
+    tie_embeddings: bool | None = option("Use the embedding as the output head (null: the size's own).", None)
+    init_std: float = option("Standard deviation of the initial weights.", 0.02, gt=0)
+
+
+@dataclass
+class HFModel:
+    """model=hf: any causal language model of `transformers` (install autolaunch[hf])."""
+
+    name: str = option("Which model this is; set by the group.", "hf")
+    path: str | None = option("Local directory with config.json and safetensors to start from.", None)
+    config: dict[str, Any] = option(
+        "A `transformers` config: model_type and its fields (random weights), or overrides of the one in model.path.", {}
+    )
+    pretrained: bool = option("With model.path: read its weights (false: only its config, random weights).", True)
+    attn_implementation: str = option("Attention of `transformers`.", "sdpa", choices=("sdpa", "eager", "flash_attention_2"))
+
+
+@dataclass
+class CustomModel:
+    """model=custom (or any model file of yours with `_target_`): every other key goes to the class as an argument."""
+
+    name: str = option("Which model this is; shown in the summary.", "custom")
+    _target_: str = option("Import path of a torch.nn.Module class, or of a function that returns a module.")
+    loss: Any = option(
+        "Loss of (output, target): cross_entropy, mse, or {_target_: ...}; `output` for a model that returns its loss.",
+        "cross_entropy",
+    )
+
+
+@dataclass
+class TextData:
+    """data=text: text files cut into sequences of tokens."""
+
+    name: str = option("Which data this is; set by the group.", "text")
+    path: Any = option(
+        "A file, a directory, a glob, or a list of them (null: the English text inside Python's standard library).", None
+    )
+    tokenizer: str = option("`bytes` (one token per byte, 256 + 1 ids), or the path of a tokenizer.json.", "bytes")
+    seq_len: int = option("Tokens per sequence.", 256, ge=1)
+    batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
+    microbatches: int = option("Parts into which a rank's share of the batch is cut (gradient accumulation).", 1, ge=1)
+    validation_fraction: float = option("Share of the text, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
+    shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
+
+
+@dataclass
+class TokenData:
+    """data=tokens: tokens in memory-mapped .bin or .npy files of any size."""
+
+    name: str = option("Which data this is; set by the group.", "tokens")
+    path: Any = option("A .bin or .npy file, a directory, a glob, or a list of them.", None)
+    validation_path: Any = option("The same for validation (null: the last part of data.path).", None)
+    dtype: str = option("Type of the tokens in .bin files.", "uint16", choices=("uint8", "uint16", "int32", "uint32", "int64"))
+    seq_len: int = option("Tokens per sequence.", 256, ge=1)
+    batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
+    microbatches: int = option("Parts into which a rank's share of the batch is cut (gradient accumulation).", 1, ge=1)
+    validation_fraction: float = option("Share of the tokens, at their end, that is kept for validation.", 0.05, ge=0, lt=1)
+    num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
+    shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
+
+
+@dataclass
+class SyntheticData:
+    """data=synthetic: token sequences made from the seed; a pattern that a model can learn."""
+
+    name: str = option("Which data this is; set by the group.", "synthetic")
+    vocab_size: int = option("Number of token ids that occur.", 256, ge=2)
+    num_sequences: int = option("Sequences in the training set.", 65536, ge=1)
+    num_validation_sequences: int = option("Sequences in the validation set.", 256, ge=0)
+    seq_len: int = option("Tokens per sequence.", 256, ge=1)
+    batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
+    microbatches: int = option("Parts into which a rank's share of the batch is cut (gradient accumulation).", 1, ge=1)
+    num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
+    shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
+
+
+@dataclass
+class CustomData:
+    """data=custom (or any data file of yours with `_target_`): every other key goes to the class as an argument."""
+
+    name: str = option("Which data this is; shown in the summary.", "custom")
+    _target_: str = option("Import path of a LightningDataModule class, or of a function that returns one.")
+
+
+@dataclass
+class Optimizer:
+    """optimizer=adamw, adam, sgd, or a file of yours with `_target_`."""
+
+    name: str = option("Which optimizer this is; set by the group.", "adamw", choices=("adamw", "adam", "sgd", "custom"))
+    _target_: str | None = option("Import path of a torch.optim.Optimizer class (optimizer=custom).", None)
+    lr: float = option("Learning rate (after warm-up).", 3e-4, ge=0)
+    weight_decay: float = option("Weight decay, on matrices only (norms and biases have none).", 0.1, ge=0)
+    betas: list[float] = option("Averaging factors of adam and adamw.", [0.9, 0.95])
+    eps: float = option("Epsilon of adam and adamw.", 1e-8, gt=0)
+    momentum: float = option("Momentum of sgd.", 0.0, ge=0)
+
+
+@dataclass
+class Scheduler:
+    """scheduler=constant, cosine, linear: the learning rate per optimizer step."""
+
+    name: str = option("Shape of the decay after warm-up.", "cosine", choices=("constant", "cosine", "linear"))
+    warmup_steps: int = option("Steps over which the rate rises linearly from zero.", 0, ge=0)
+    min_lr_ratio: float = option("Final rate as a share of optimizer.lr.", 0.0, ge=0, le=1)
+    total_steps: int | None = option("Step at which the decay ends (null: trainer.max_steps).", None, ge=1)
+
+
+@dataclass
+class Trainer:
+    """trainer.*: the arguments of lightning's Trainer, by its names."""
+
+    accelerator: str = option("Kind of device.", "auto", choices=("auto", "cpu", "gpu", "cuda"))
+    max_steps: int = option("Optimizer steps after which training ends (-1: no limit).", 100, ge=-1)
+    max_epochs: int | None = option("Passes over the data after which training ends (null: no limit).", None, ge=-1)
+    max_time: str | None = option("Time after which training ends, DD:HH:MM:SS.", None)
+    limit_train_batches: int | float | None = option("Batches of an epoch to use (a count or a share).", None, ge=0)
+    limit_val_batches: int | float | None = option("Validation batches to use (a count or a share).", None, ge=0)
+    limit_test_batches: int | float | None = option("Test batches to use (a count or a share).", None, ge=0)
+    limit_predict_batches: int | float | None = option("Batches to predict (a count or a share).", None, ge=0)
+    val_check_interval: int | float | None = option("Validate every so many batches or share of an epoch.", None, ge=0)
+    check_val_every_n_epoch: int | None = option("Validate every so many epochs (null: count steps across epochs).", 1, ge=1)
+    num_sanity_val_steps: int = option("Validation batches run before training starts.", 0, ge=-1)
+    log_every_n_steps: int = option("Write a row of metrics every so many optimizer steps.", 1, ge=1)
+    accumulate_grad_batches: int | None = option(
+        "Batches per optimizer step for a data module of your own (null: data.microbatches).", None, ge=1
+    )
+    gradient_clip_val: float | None = option("Clip gradients at this value (null: never).", 1.0, gt=0)
+    gradient_clip_algorithm: str = option("What is clipped: the norm over all parameters, or each value.", "norm", choices=("norm", "value"))
+    deterministic: bool = option("Use deterministic algorithms only.", False)
+    benchmark: bool | None = option("Let cuDNN choose its algorithms by measuring.", None)
+    detect_anomaly: bool = option("Check every backward operation for NaN (slow).", False)
+    fast_dev_run: int | bool = option("Run this many batches of everything and stop, to try the code.", False)
+    overfit_batches: int | float = option("Train and validate on this many batches or share only.", 0.0, ge=0)
+    enable_progress_bar: bool = option("Show the progress bar.", True)
+    enable_model_summary: bool = option("Show lightning's table of modules.", False)
+    sync_batchnorm: bool = option("Share batch norm statistics over dp.", False)
+    profiler: str | None = option("Lightning's profiler.", None, choices=("simple", "advanced", "pytorch", None))
+    callbacks: dict[str, Any] = option("Callbacks of your own: {name: {_target_: ...}}.", {})
+
+
+@dataclass
+class Checkpoint:
+    """When and how checkpoints are written to <output_dir>/checkpoints."""
+
+    enabled: bool = option("Write checkpoints.", True)
+    every_n_steps: int | None = option("Write one every so many optimizer steps (null: only at the end).", None, ge=1)
+    keep_last: int = option("How many to keep (-1: all).", 2, ge=-1)
+    monitor: str | None = option("Keep the best by this logged value instead of the last.", None)
+    mode: str = option("Whether the best is the lowest or the highest.", "min", choices=("min", "max"))
+    asynchronous: bool = option("Write in the background while training goes on.", False)
+
+
+@dataclass
+class Launch:
+    """How the processes of a run are started."""
+
+    name: str = option("Which launcher this is; set by the group.", "local", choices=("local",))
+    devices: int | None = option("Devices of this machine to use (null: all that are visible).", None, ge=1)
+    start_timeout: float = option("Seconds in which every rank must have begun its task.", 600.0, gt=0)
+    stop_timeout: float = option("Seconds in which ranks may end by themselves after Ctrl-C or a failure.", 10.0, gt=0)
+    collective_timeout: float = option("Seconds after which a collective that a rank never joins is an error.", 1800.0, gt=0)
+    logs: str = option("Who writes to the terminal; every rank has a log file.", "rank0", choices=("rank0", "all"))
+
+
+@dataclass
+class Job:
+    """Everything a run needs, composed and resolved once, by the parent."""
+
+    task: str = option("What to do; the first word of the command line.", "fit", choices=TASKS)
+    name: str = option("Name of the run: part of its output directory.", "run")
+    output_dir: str | None = option("Where everything is written (null: outputs/<name>/<date>_<time>).", None)
+    seed: int = option("Seed of the initial weights, the data order and every random number.", 0, ge=0)
+    precision: str = option("Arithmetic, by lightning's names.", "32-true", choices=("32-true", "bf16-mixed", "bf16-true"))
+    recompute: Any = option("Activation checkpointing: none, full, a number n (every n-th block), selective.", "none")
+    recompute_save: list[str] = option("With recompute=selective: operators whose outputs are kept.", ["mm", "attention"])
+    compile: bool | str = option("torch.compile every block: true, or a mode such as max-autotune.", False)
+    ckpt_path: str | None = option("Checkpoint to go on from: a path, or `last`.", None)
+    export_path: str | None = option("Where `autolaunch export` writes (null: <output_dir>/export).", None)
+    module: dict[str, Any] | None = option(
+        "A LightningModule of your own: {_target_: ..., arguments}; then model, optimizer and scheduler are its own.", None
+    )
+    mesh: Mesh = field(default_factory=Mesh)
+    model: Any = field(default_factory=LlamaModel)
+    data: Any = field(default_factory=TextData)
+    dp: DataParallel = field(default_factory=DataParallel)
+    mp: dict[str, Any] | None = None
+    pp: dict[str, Any] | None = None
+    cp: dict[str, Any] | None = None
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    trainer: Trainer = field(default_factory=Trainer)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    logger: dict[str, Any] = option("Loggers beside metrics.csv: {name: {_target_: ...}}.", {})
+    launch: Launch = field(default_factory=Launch)
+
+
+MODELS: dict[str, type] = {"llama": LlamaModel, "hf": HFModel, "custom": CustomModel}
+DATA: dict[str, type] = {"text": TextData, "tokens": TokenData, "synthetic": SyntheticData, "custom": CustomData}

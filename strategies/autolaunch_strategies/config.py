@@ -1,0 +1,383 @@
+"""What a parallel run is, as plain data: the mesh and one dataclass per axis, their parsing and their static checks.
+
+Imports neither torch nor anything of ours, so that the command can check a config in milliseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+AXES = ("dp", "mp", "pp", "cp")
+"""The axes in the order in which `AxBxCxD` names them."""
+
+DEFAULT_ORDER = ("pp", "dp", "cp", "mp")
+"""Outermost to innermost: ranks that differ in the last axis only are neighbours."""
+
+AXIS_SPELLINGS = {"dp": "dp", "mp": "mp", "tp": "mp", "pp": "pp", "cp": "cp"}
+
+
+class ConfigError(ValueError):
+    """One thing that is wrong with a config, and what to write instead.
+
+    Args:
+        where: the key and the value as the person would write them, e.g. ``mesh=2x0``.
+        problem: what is wrong, in one sentence without a full stop.
+        allowed: what is allowed (may be empty).
+        write: the line to write (may be empty).
+    """
+
+    def __init__(self, where: str, problem: str = "", allowed: str = "", write: str = "") -> None:
+        self.where, self.problem, self.allowed, self.write = where, problem, allowed, write
+        super().__init__(where, problem, allowed, write)  # all of it, so that it survives pickling
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.problem}" if self.problem else self.where]
+        if self.allowed:
+            lines.append(f"  allowed: {self.allowed}")
+        if self.write:
+            lines.append(f"  write:   {self.write}")
+        return "\n".join(lines)
+
+
+class ConfigErrors(ValueError):
+    """Several `ConfigError`s found in one look; `str()` is all of them, one after the other."""
+
+    def __init__(self, errors: Iterable[ConfigError]) -> None:
+        self.errors = list(errors)
+        super().__init__(self.errors)
+
+    def __str__(self) -> str:
+        return "\n".join(str(error) for error in self.errors)
+
+
+def raise_all(errors: list[ConfigError]) -> None:
+    """Raise the one error there is, or all of them together; return if there is none."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that `name` was most likely meant to be, or an empty string."""
+    known = list(known)
+    for cutoff in (0.6, 0.45):
+        if found := difflib.get_close_matches(name, known, n=1, cutoff=cutoff):
+            return found[0]
+    return ""
+
+
+# --- the mesh ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the four axes and the order in which ranks are laid out; one size may be -1 until `resolve`."""
+
+    dp: int = 1
+    mp: int = 1
+    pp: int = 1
+    cp: int = 1
+    order: tuple[str, ...] = DEFAULT_ORDER
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, in the order of `AXES`."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def size(self) -> int:
+        """How many ranks the mesh has. `assert`s that no size is left open."""
+        assert -1 not in self.sizes.values(), "the mesh still has an open size; call resolve() first"
+        return math.prod(self.sizes.values())
+
+    @property
+    def name(self) -> str:
+        """Short canonical text that `parse_mesh` reads back: `2x2x2`, without trailing ones."""
+        sizes = [str(self.sizes[axis]) for axis in AXES]
+        while len(sizes) > 1 and sizes[-1] == "1":
+            sizes.pop()
+        return "x".join(sizes)
+
+    def resolve(self, world_size: int, where: str = "mesh") -> MeshShape:
+        """Fill the size written as -1 so that the mesh has `world_size` ranks.
+
+        Raises:
+            ConfigError: the other sizes do not divide `world_size`.
+        """
+        open_axis = next((axis for axis, size in self.sizes.items() if size == -1), None)
+        if open_axis is None:
+            return self
+        rest = math.prod(size for size in self.sizes.values() if size != -1)
+        if world_size % rest:
+            raise ConfigError(
+                where,
+                f"{open_axis}=-1 takes what is left of {world_size} devices, "
+                f"but the other axes need multiples of {rest}",
+                allowed=f"other axes whose product divides {world_size}",
+            )
+        return dataclasses.replace(self, **{open_axis: world_size // rest})
+
+
+_SIZE = r"-1|\d+"
+_BY_SHAPE = re.compile(rf"(?:{_SIZE})(?:x(?:{_SIZE}))*")
+_BY_NAME = re.compile(rf"[a-z]+(?:{_SIZE})(?:x[a-z]+(?:{_SIZE}))*")
+_MESH_ALLOWED = "dp, mp, pp, cp sizes in this order (8, 4x2, 2x2x2) or by name (dp4xmp2, dp-1xmp2)"
+
+
+def looks_like_mesh(text: str) -> bool:
+    """Whether `text` is meant as a mesh shape (right or wrong) and not as the name of a preset."""
+    return re.fullmatch(r"-?\d[\dx.\-_]*|(?:[a-z]{2}-?\d+)(?:x[a-z]*-?\d*)*", text) is not None
+
+
+def parse_mesh(text: str | int, order: Iterable[str] | str = DEFAULT_ORDER) -> MeshShape:
+    """Read a mesh shape: ``8``, ``4x2``, ``2x2x2``, ``dp4xmp2``, ``dp-1xmp2`` (`tp` is another spelling of `mp`).
+
+    Raises:
+        ConfigError: what is wrong with it, in one line.
+    """
+    where = f"mesh={text}"
+    text = str(text).strip().lower()
+    if _BY_SHAPE.fullmatch(text):
+        parts = text.split("x")
+        if len(parts) > len(AXES):
+            raise ConfigError(where, f"{len(parts)} sizes, but there are four axes", _MESH_ALLOWED)
+        named = list(zip(AXES, parts, strict=False))
+    elif _BY_NAME.fullmatch(text):
+        named = []
+        for part in text.split("x"):
+            found = re.fullmatch(rf"([a-z]+)({_SIZE})", part)
+            assert found is not None
+            if found[1] not in AXIS_SPELLINGS:
+                raise ConfigError(where, f"no axis is called {found[1]!r}", _MESH_ALLOWED)
+            named.append((AXIS_SPELLINGS[found[1]], found[2]))
+    else:
+        raise ConfigError(where, "not a mesh shape", _MESH_ALLOWED)
+    sizes: dict[str, int] = {}
+    for axis, digits in named:
+        if axis in sizes:
+            raise ConfigError(where, f"the axis {axis} is given twice", _MESH_ALLOWED)
+        if len(digits) > 1 and digits[0] == "0":
+            raise ConfigError(where, f"a size with a leading zero: {digits}", _MESH_ALLOWED)
+        sizes[axis] = int(digits)
+        if sizes[axis] == 0:
+            raise ConfigError(where, "an axis of size 0", "every size is 1 or more; one may be -1 (what is left)")
+    if list(sizes.values()).count(-1) > 1:
+        raise ConfigError(where, "more than one size is -1", "every size is 1 or more; one may be -1 (what is left)")
+    return MeshShape(**sizes, order=parse_order(order))
+
+
+def parse_order(order: Iterable[str] | str) -> tuple[str, ...]:
+    """Read a rank order, outermost axis first: ``pp,dp,cp,mp`` or a list of these names.
+
+    Raises:
+        ConfigError: it does not name each of the four axes once.
+    """
+    names = order.replace(" ", "").split(",") if isinstance(order, str) else [str(name) for name in order]
+    axes = tuple(AXIS_SPELLINGS.get(name, name) for name in names)
+    if sorted(axes) != sorted(AXES):
+        raise ConfigError(
+            f"mesh.order={','.join(names)}",
+            "it must name each of the four axes once",
+            "outermost to innermost, e.g. pp,dp,cp,mp",
+            f"mesh.order=[{','.join(DEFAULT_ORDER)}]",
+        )
+    return axes
+
+
+# --- the axes ----------------------------------------------------------------------------------------------------
+
+
+def option(help: str, default: Any = dataclasses.MISSING, *, choices: Iterable[Any] | None = None, **limits: Any) -> Any:
+    """A dataclass field with a sentence of help, its choices and its limits (`ge=`, `gt=`, `le=`) as metadata."""
+    metadata = {"help": help, "choices": None if choices is None else tuple(choices), **limits}
+    if isinstance(default, dict | list):
+        value = default
+        return field(default_factory=lambda: type(value)(value), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class DataParallel:
+    """How the ranks of the dp axis share the work and the state."""
+
+    sharding_level: int = option(
+        "What is sharded over dp: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
+        3,
+        choices=(0, 1, 2, 3),
+    )
+    replicate: int | None = option("Hybrid sharding: how many replicas of the sharded model.", None, ge=1)
+    shard: int | None = option("Hybrid sharding: over how many ranks each replica is sharded.", None, ge=1)
+    param_dtype: str | None = option(
+        "Type in which sharded parameters are gathered and computed with (null: the type they are stored in).",
+        None,
+        choices=("fp32", "bf16", "fp16", None),
+    )
+    reduce_dtype: str | None = option(
+        "Type in which gradients are summed over dp (null: the type they are computed in).",
+        None,
+        choices=("fp32", "bf16", "fp16", None),
+    )
+    cpu_offload: bool = option("Keep sharded parameters, gradients and optimizer state in host memory.", False)
+
+    def split(self, dp: int) -> tuple[int, int]:
+        """(replicas, shards): into how many copies and shards the `dp` ranks of the axis hold the state.
+
+        Raises:
+            ConfigError: `replicate * shard` is not `dp`, or is set where nothing is sharded.
+        """
+        if self.sharding_level == 0:
+            if (self.shard or 1) != 1 or (self.replicate or dp) != dp:
+                raise ConfigError(
+                    f"dp.sharding_level=0 with dp.replicate={_yaml(self.replicate)} dp.shard={_yaml(self.shard)}",
+                    "level 0 shards nothing",
+                    "levels 1, 2 and 3 with dp.replicate and dp.shard",
+                    "dp=hsdp dp.replicate=...",
+                )
+            return dp, 1
+        replicate, shard = self.replicate, self.shard
+        if replicate is None and shard is None:
+            return 1, dp
+        if replicate is None:
+            replicate = dp // shard if shard and dp % shard == 0 else -1
+        if shard is None:
+            shard = dp // replicate if replicate > 0 and dp % replicate == 0 else -1
+        if replicate * shard != dp or min(replicate, shard) < 1:
+            pairs = ", ".join(f"{r} x {dp // r}" for r in range(1, dp + 1) if dp % r == 0)
+            raise ConfigError(
+                f"dp.replicate={_yaml(self.replicate)} dp.shard={_yaml(self.shard)}",
+                f"their product must be the size of the dp axis, {dp}",
+                f"replicate x shard = {pairs}",
+            )
+        return replicate, shard
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+RECOMPUTE_MODES = ("none", "full", "selective")
+
+
+@dataclass
+class Recompute:
+    """Activation checkpointing: what is computed again in the backward pass instead of being kept."""
+
+    mode: str | int = "none"
+    """`none`, `full` (every block), an integer n (every n-th block) or `selective` (keep the outputs of `save`)."""
+    save: tuple[str, ...] = ("mm", "attention")
+    """Selective only: operators whose outputs are kept: `mm`, `attention`, `collective`, or `aten.<name>`."""
+
+
+def parse_recompute(value: Any, save: Iterable[str] = ("mm", "attention")) -> Recompute:
+    """Read ``recompute=``: none, full, selective, or an integer n >= 1 for every n-th block.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    mode = "none" if value in (None, False) else "full" if value is True else value
+    if isinstance(mode, str) and mode.isdecimal():
+        mode = int(mode)
+    if not (mode in RECOMPUTE_MODES or (isinstance(mode, int) and mode >= 1)):
+        raise ConfigError(
+            f"recompute={value}",
+            "no such way of activation checkpointing",
+            "none, full, selective, or a number n for every n-th block",
+        )
+    return Recompute(mode, tuple(save))
+
+
+@dataclass
+class ParallelConfig:
+    """Everything the engine needs to know: the mesh, one config per axis, recomputation and compilation."""
+
+    mesh: MeshShape = field(default_factory=MeshShape)
+    dp: DataParallel = field(default_factory=DataParallel)
+    mp: Mapping[str, Any] | None = None
+    pp: Mapping[str, Any] | None = None
+    cp: Mapping[str, Any] | None = None
+    recompute: Recompute = field(default_factory=Recompute)
+    compile: bool | str = False
+
+    def check(self) -> list[ConfigError]:
+        """Every problem that can be seen without a model and without a device; an empty list if there is none."""
+        errors = []
+        try:
+            self.dp.split(self.mesh.dp)
+        except ConfigError as error:
+            errors.append(error)
+        if self.dp.cpu_offload and self.dp.sharding_level == 0:
+            errors.append(
+                ConfigError(
+                    "dp.cpu_offload=true with dp.sharding_level=0",
+                    "only sharded state can be kept in host memory",
+                    "dp.sharding_level 1, 2 or 3",
+                    "dp.sharding_level=3 dp.cpu_offload=true",
+                )
+            )
+        for axis in ("mp", "pp", "cp"):
+            if self.mesh.sizes[axis] != 1 and not getattr(self, axis):
+                sizes = {**self.mesh.sizes, "dp": self.mesh.size, "mp": 1, "pp": 1, "cp": 1}
+                errors.append(
+                    ConfigError(
+                        f"mesh={self.mesh.name} with {axis}=none",
+                        f"the mesh has {self.mesh.sizes[axis]} ranks along {axis}, but {axis}=none uses only one, "
+                        f"and this version has nothing else for {axis}",
+                        f"a mesh with {axis} of size 1",
+                        f"mesh={sizes['dp']}",
+                    )
+                )
+        return errors
+
+
+def parallel_config(
+    mesh: str | int | MeshShape | Mapping[str, Any] = 1,
+    dp: DataParallel | Mapping[str, Any] | int | None = None,
+    mp: Mapping[str, Any] | None = None,
+    pp: Mapping[str, Any] | None = None,
+    cp: Mapping[str, Any] | None = None,
+    recompute: Any = "none",
+    recompute_save: Iterable[str] = ("mm", "attention"),
+    compile: bool | str = False,
+) -> ParallelConfig:
+    """Build a `ParallelConfig` from what people write in Python or YAML.
+
+    Args:
+        mesh: a shape (``"4x2"``), a number of ranks, or ``{dp: 4, mp: 2, order: [...]}``.
+        dp: a `DataParallel`, its fields as a mapping, or a sharding level.
+
+    Raises:
+        ConfigError: an unknown field, a wrong shape or a wrong value.
+    """
+    if isinstance(mesh, Mapping):
+        known = {key: mesh[key] for key in AXES if key in mesh}
+        mesh = MeshShape(**known, order=parse_order(mesh.get("order") or DEFAULT_ORDER))
+    elif not isinstance(mesh, MeshShape):
+        mesh = parse_mesh(mesh)
+    if isinstance(dp, int) and not isinstance(dp, bool):
+        dp = {"sharding_level": dp}
+    if not isinstance(dp, DataParallel):
+        dp = _from_mapping(DataParallel, dp or {}, "dp")
+    return ParallelConfig(mesh, dp, mp, pp, cp, parse_recompute(recompute, recompute_save), compile)
+
+
+def _from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:
+    fields = {item.name: item for item in dataclasses.fields(cls)}
+    for key, value in values.items():
+        if key not in fields:
+            close = nearest(str(key), fields)
+            raise ConfigError(
+                f"{where}.{key}",
+                "no such key" + (f"; did you mean {where}.{close}?" if close else ""),
+                ", ".join(fields),
+            )
+        choices = fields[key].metadata.get("choices")
+        if choices and (value not in choices or isinstance(value, bool) != isinstance(choices[0], bool)):
+            raise ConfigError(f"{where}.{key}={value}", "not one of the choices", ", ".join(_yaml(c) for c in choices))
+    return cls(**values)
