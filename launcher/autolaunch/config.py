@@ -70,7 +70,7 @@ class HFModel:
     attn_implementation: str = option("Attention of `transformers`.", "sdpa", choices=("sdpa", "eager", "flash_attention_2"))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CustomModel:
     """model=custom (or any model file of yours with `_target_`): every other key goes to the class as an argument."""
 
@@ -130,7 +130,7 @@ class SyntheticData:
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CustomData:
     """data=custom (or any data file of yours with `_target_`): every other key goes to the class as an argument."""
 
