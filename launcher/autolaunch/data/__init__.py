@@ -1,0 +1,35 @@
+"""Training data: text, tokens in files, synthetic sequences, or a data module of the user's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule
+
+
+def build_data(data_cfg: dict[str, Any], seed: int) -> LightningDataModule:
+    """The data module that the config group `data` describes; nothing is read before its `setup`.
+
+    Args:
+        data_cfg: every key of `TextData`, `TokenData` or `SyntheticData`, or ``_target_`` and its arguments.
+        seed: of the order of samples, of synthetic sequences and of loader workers.
+    """
+    # Lazily: the command checks data without torch.
+    if "_target_" in data_cfg:
+        from autolaunch.instantiate import build
+
+        return build({key: value for key, value in data_cfg.items() if key != "name"})
+    from autolaunch.data import synthetic, text, tokens
+    from autolaunch.data.module import TokenDataModule
+
+    kind = {"text": text, "tokens": tokens, "synthetic": synthetic}[data_cfg["name"]]
+    return TokenDataModule(
+        partial(kind.open_sequences, data_cfg, seed),
+        batch_size=data_cfg["batch_size"],
+        microbatches=data_cfg["microbatches"],
+        seed=seed,
+        num_workers=data_cfg["num_workers"],
+        shuffle=data_cfg["shuffle"],
+    )

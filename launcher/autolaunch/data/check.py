@@ -1,0 +1,265 @@
+"""What can be wrong with the data, found by the parent before any process starts; imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from autolaunch.data.counts import (
+    ITEM_SIZES,
+    bytes_token_count,
+    npy_length,
+    split_counts,
+    token_file_length,
+    window_count,
+)
+from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, find_files, standard_library_documents
+from autolaunch_strategies.config import ConfigError
+
+BYTES_VOCABULARY = 257
+_SAMPLE_BYTES = 2**20
+
+
+def check_data(data_cfg: dict[str, Any], dp: int, facts: Any) -> list[ConfigError]:
+    """Every problem of the config group `data`; an empty list if there is none.
+
+    Args:
+        data_cfg: every key of `TextData`, `TokenData` or `SyntheticData`; a data module of one's own is not checked.
+        dp: size of the data parallel axis.
+        facts: what is known about the model: `vocab_size` and `max_seq_len`, an int or None (not known) each.
+    """
+    if "_target_" in data_cfg:
+        return []
+    errors = _batch_errors(data_cfg, dp) + _length_errors(data_cfg, getattr(facts, "max_seq_len", None))
+    vocab_size = getattr(facts, "vocab_size", None)
+    check = {"text": _text_errors, "tokens": _token_errors, "synthetic": _synthetic_errors}[data_cfg["name"]]
+    return errors + check(data_cfg, vocab_size)
+
+
+def _batch_errors(config: dict[str, Any], dp: int) -> list[ConfigError]:
+    batch, microbatches = config["batch_size"], config["microbatches"]
+    parts = dp * microbatches
+    if batch % parts == 0:
+        return []
+    below = batch // parts * parts
+    sizes = [size for size in (below, below + parts) if size]
+    return [
+        ConfigError(
+            f"data.batch_size={batch}",
+            f"{batch} sequences cannot be shared evenly by {dp} data parallel ranks in {microbatches} microbatches",
+            f"multiples of {dp} x {microbatches} = {parts}",
+            " or ".join(f"data.batch_size={size}" for size in sizes),
+        )
+    ]
+
+
+def _length_errors(config: dict[str, Any], max_seq_len: int | None) -> list[ConfigError]:
+    if max_seq_len is None or config["seq_len"] <= max_seq_len:
+        return []
+    return [
+        ConfigError(
+            f"data.seq_len={config['seq_len']}",
+            f"the model takes sequences of at most {max_seq_len} tokens",
+            f"1 to {max_seq_len}",
+            f"data.seq_len={max_seq_len}",
+        )
+    ]
+
+
+def _amount_errors(config: dict[str, Any], where: str, training: int, validation: int | None) -> list[ConfigError]:
+    """Too few sequences for one training batch or, where validation is wanted (not None), one validation batch."""
+    errors = []
+    batch, per_validation_batch = config["batch_size"], config["batch_size"] // config["microbatches"]
+    if training < batch:
+        errors.append(
+            ConfigError(
+                where,
+                f"{training} training sequences of {config['seq_len']} tokens, fewer than one batch of {batch}",
+                "more data, or a smaller data.batch_size or data.seq_len",
+            )
+        )
+    if validation is not None and validation < per_validation_batch:
+        part = (
+            ""
+            if config["microbatches"] == 1
+            else f" (data.batch_size={batch} / data.microbatches={config['microbatches']})"
+        )
+        key, write = "more validation data", ""
+        if config["name"] == "synthetic":
+            write = f"data.num_validation_sequences={per_validation_batch}, or 0 for no validation"
+        elif config.get("validation_path") is None:
+            key = "a larger data.validation_fraction, more data, or a smaller data.batch_size or data.seq_len"
+            fraction = math.ceil(100 * (per_validation_batch + 1) / max(training + validation, 1)) / 100
+            larger = f"data.validation_fraction={fraction}, or " if fraction <= 0.5 else ""
+            write = f"{larger}data.validation_fraction=0 for no validation"
+        errors.append(
+            ConfigError(
+                where,
+                f"{validation} validation sequences of {config['seq_len']} tokens, "
+                f"fewer than one batch of {per_validation_batch}{part}",
+                key,
+                write,
+            )
+        )
+    return errors
+
+
+def _vocabulary_error(where: str, needed: int, vocab_size: int | None) -> list[ConfigError]:
+    if vocab_size is None or vocab_size >= needed:
+        return []
+    return [
+        ConfigError(
+            where,
+            f"token ids up to {needed - 1}, but the model knows only {vocab_size}",
+            f"a model with a vocabulary of {needed} or more",
+            f"model.vocab_size={needed}",
+        )
+    ]
+
+
+def _text_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
+    path, tokenizer = config["path"], config["tokenizer"]
+    errors = []
+    sizes = None
+    try:
+        if path is None:
+            sizes = [len(document) for document in standard_library_documents()]
+        else:
+            sizes = [file.stat().st_size for file in find_files(path, TEXT_SUFFIXES)]
+    except ConfigError as error:
+        errors.append(error)
+    if tokenizer != "bytes":
+        return errors + _tokenizer_errors(tokenizer, vocab_size)
+    errors += _vocabulary_error("data.tokenizer=bytes", BYTES_VOCABULARY, vocab_size)
+    if sizes is not None:
+        windows = window_count(bytes_token_count(sizes), config["seq_len"])
+        training, validation = split_counts(windows, config["validation_fraction"])
+        where = f"data.path={'null' if path is None else path}"
+        errors += _amount_errors(config, where, training, validation if config["validation_fraction"] else None)
+    return errors
+
+
+def _tokenizer_errors(tokenizer: str, vocab_size: int | None) -> list[ConfigError]:
+    where = f"data.tokenizer={tokenizer}"
+    file = Path(tokenizer).expanduser()
+    allowed = "bytes, or the path of a tokenizer.json"
+    if not file.is_file():
+        inside = file / "tokenizer.json"
+        write = f"data.tokenizer={inside}" if inside.is_file() else ""
+        return [ConfigError(where, "a directory" if file.is_dir() else "no such file", allowed, write)]
+    try:
+        size = tokenizer_vocabulary(json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [ConfigError(where, "not a tokenizer of the library `tokenizers`", allowed)]
+    if importlib.util.find_spec("tokenizers") is None:
+        return [missing_tokenizers(tokenizer)]
+    return _vocabulary_error(where, size, vocab_size)
+
+
+def tokenizer_vocabulary(tokenizer: dict[str, Any]) -> int:
+    """One more than the largest token id of a tokenizer.json."""
+    vocabulary = tokenizer["model"]["vocab"]
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return 1 + max([*ids, *(token["id"] for token in tokenizer.get("added_tokens") or [])])
+
+
+def missing_tokenizers(tokenizer: str) -> ConfigError:
+    """The error for a tokenizer.json without the library that reads it."""
+    return ConfigError(
+        f"data.tokenizer={tokenizer}",
+        "a tokenizer file needs the library `tokenizers`, which is not installed",
+        "bytes, or a tokenizer.json with `tokenizers` installed",
+        "pip install 'autolaunch[hf]'",
+    )
+
+
+def _token_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
+    if config["path"] is None:
+        return [
+            ConfigError(
+                "data=tokens",
+                "no file is given",
+                "data.path: a .bin or .npy file, a directory, a glob, or a list of them",
+                "data.path=tokens.bin",
+            )
+        ]
+    keys = ["path"] if config["validation_path"] is None else ["path", "validation_path"]
+    errors: list[ConfigError] = []
+    counts: list[int] = []
+    for key in keys:
+        name = f"data.{key}"
+        try:
+            files = find_files(config[key], TOKEN_SUFFIXES, name)
+        except ConfigError as error:
+            errors.append(error)
+            continue
+        faults = [fault for file in files if (fault := _token_file_error(file, config["dtype"], name))]
+        if not faults:
+            counts.append(
+                sum(window_count(token_file_length(file, config["dtype"]), config["seq_len"]) for file in files)
+            )
+            faults = _first_unknown_token(files, config["dtype"], vocab_size, name)
+        errors += faults
+    if len(counts) < len(keys):
+        return errors
+    if len(counts) == 2:
+        training, validation = counts
+        wanted = True
+    else:
+        training, validation = split_counts(counts[0], config["validation_fraction"])
+        wanted = config["validation_fraction"] > 0
+    return errors + _amount_errors(config, f"data.path={config['path']}", training, validation if wanted else None)
+
+
+def _token_file_error(file: Path, dtype: str, key: str) -> ConfigError | None:
+    where = f"{key}={file}"
+    if file.suffix == ".npy":
+        try:
+            npy_length(file)
+        except (OSError, ValueError) as error:
+            return ConfigError(
+                where, f"not a .npy file of tokens ({error})", "one dimension of integers, as numpy.save writes"
+            )
+    elif file.suffix == ".bin":
+        size = file.stat().st_size
+        if size % ITEM_SIZES[dtype]:
+            return ConfigError(
+                where,
+                f"{size} bytes are no whole number of {dtype} tokens",
+                f"a multiple of {ITEM_SIZES[dtype]} bytes, or another data.dtype",
+            )
+    else:
+        return ConfigError(where, f"a file that ends in {file.suffix or 'nothing'}", "files that end in .bin or .npy")
+    return None
+
+
+def _first_unknown_token(files: list[Path], dtype: str, vocab_size: int | None, key: str) -> list[ConfigError]:
+    """A wrong vocabulary shows in the first tokens; the rest of a file of any size is left alone."""
+    if vocab_size is None:
+        return []
+    from autolaunch.data.windows import TokenFile
+
+    for file in files[:16]:
+        tokens = TokenFile(file, dtype)[: _SAMPLE_BYTES // 8]
+        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        if len(outside):
+            return [
+                ConfigError(
+                    f"{key}={file}",
+                    f"it holds the token {int(outside[0])}, but the model knows only {vocab_size}",
+                    "the dtype and the vocabulary that the file was written with",
+                )
+            ]
+    return []
+
+
+def _synthetic_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
+    validation = config["num_validation_sequences"]
+    where = f"data.num_sequences={config['num_sequences']}"
+    errors = _amount_errors(config, where, config["num_sequences"], None)
+    where = f"data.num_validation_sequences={validation}"
+    errors += _amount_errors(config, where, config["batch_size"], validation or None)
+    return errors + _vocabulary_error(f"data.vocab_size={config['vocab_size']}", config["vocab_size"], vocab_size)

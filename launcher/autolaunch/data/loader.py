@@ -1,0 +1,146 @@
+"""From sequences to batches of tensors, in an order that can be left and resumed at any microbatch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from autolaunch.data.order import BatchOrder, random_keys
+from autolaunch.data.windows import Sequences
+
+Batch = dict[str, torch.Tensor]
+"""input_ids and labels, int64 [b, s]; label t is the token after input t."""
+
+
+class TokenDataset(Dataset[Batch]):
+    """Sequences as tensors; a list of indices gives one stacked batch."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        self.sequences = sequences
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: rows[0] for name, rows in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        """The sequences `indices` as one batch: torch's loader hands over all indices of a batch at once."""
+        tokens = torch.from_numpy(self.sequences.tokens(np.asarray(indices, np.int64)))
+        return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+class PositionedLoader(DataLoader[Batch]):
+    """A loader that goes through a `BatchOrder` from any position; its state is one number.
+
+    One pass gives ``len(loader)`` microbatches (an epoch) from the position on; the next pass goes on where the last
+    one was left. The position counts what was handed out, not what workers have prepared ahead, and does not
+    depend on the number of workers or of data parallel ranks.
+
+    Args:
+        repeat: hand out the first so many microbatches of the order over and over (null: the whole order).
+        pin_memory: put batches into page-locked memory (for CUDA).
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        order: BatchOrder,
+        num_workers: int = 0,
+        repeat: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self.order = order
+        self.position = 0
+        super().__init__(
+            TokenDataset(sequences),
+            batch_sampler=_FromPosition(self, repeat),
+            **_worker_options(num_workers, order.seed, order.dp_rank, pin_memory),
+        )
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        # A generator starts at its first next(): a position that is loaded after iter() still counts.
+        for batch in super().__iter__():
+            self.position += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """``{"microbatches": how many were handed out since the start of the run}``."""
+        return {"microbatches": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after ``state["microbatches"]`` microbatches, from the next pass on."""
+        self.position = state["microbatches"]
+
+
+class _FromPosition(Sampler[list[int]]):
+    def __init__(self, loader: PositionedLoader, repeat: int | None) -> None:
+        self.loader, self.repeat = loader, repeat
+
+    def __len__(self) -> int:
+        return len(self.loader.order)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.loader.position
+        for number in range(first, first + len(self)):
+            yield self.loader.order.indices(number % self.repeat if self.repeat else number).tolist()
+
+
+class _Share(Sampler[int]):
+    """The indices of one pass through an order, as one run of numbers: `order.per_rank` of them are a batch."""
+
+    def __init__(self, order: BatchOrder) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order) * self.order.per_rank
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(len(self.order)):
+            yield from self.order.indices(number).tolist()
+
+
+def evaluation_loader(
+    sequences: Sequences, order: BatchOrder, num_workers: int = 0, pin_memory: bool = False
+) -> DataLoader[Batch]:
+    """A loader that gives one pass through `order`, always from its start."""
+    # A plain sampler and batch size: lightning takes prediction loaders apart and builds them again.
+    return DataLoader(
+        TokenDataset(sequences),
+        batch_size=order.per_rank,
+        sampler=_Share(order),
+        **_worker_options(num_workers, order.seed, order.dp_rank, pin_memory),
+    )
+
+
+def _worker_options(num_workers: int, seed: int, dp_rank: int, pin_memory: bool) -> dict[str, Any]:
+    # Without a generator of its own a loader draws from torch's global one whenever a pass begins,
+    # and random numbers of the model would depend on how often a run was resumed.
+    generator = torch.Generator()
+    generator.manual_seed(int(random_keys(seed, dp_rank, count=1)[0] >> np.uint64(1)))
+    return {
+        "collate_fn": _as_it_is,
+        "num_workers": num_workers,
+        "persistent_workers": num_workers > 0,
+        "worker_init_fn": partial(_seed_worker, seed, dp_rank),
+        "generator": generator,
+        "pin_memory": pin_memory,
+    }
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _seed_worker(seed: int, dp_rank: int, worker: int) -> None:
+    """Seed a worker's random generators: equal on all ranks of a replica, different between replicas and workers."""
+    key = int(random_keys(seed, dp_rank, worker, count=1)[0])
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.manual_seed(key >> 1)

@@ -1,0 +1,119 @@
+"""The LightningDataModule of text, tokens and synthetic data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+from autolaunch.data.loader import Batch, PositionedLoader, evaluation_loader
+from autolaunch.data.order import BatchOrder
+from autolaunch.data.windows import Sequences
+from autolaunch_strategies.config import ConfigError
+
+
+class TokenDataModule(LightningDataModule):
+    """Batches ``{input_ids, labels}``, int64 [b, s], of this rank's share of the data.
+
+    The share is that of ``trainer.strategy.dp_rank`` among ``trainer.strategy.dp_size`` ranks (0 of 1 where the
+    strategy has no such attributes). Training batches follow a `BatchOrder`. Validation sequences are cut to whole microbatches,
+    so that every data parallel size averages over the same ones. The training position is part of the checkpoint.
+
+    Args:
+        open_sequences: gives the (training, validation) sequences; slow only in the first call on a machine.
+        batch_size: sequences per optimizer step, over all ranks.
+        microbatches: parts of a step; the Trainer must accumulate as many batches.
+    """
+
+    def __init__(
+        self,
+        open_sequences: Callable[[], tuple[Sequences, Sequences]],
+        *,
+        batch_size: int,
+        microbatches: int = 1,
+        seed: int = 0,
+        num_workers: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        super().__init__()
+        self.open_sequences = open_sequences
+        self.batch_size, self.microbatches = batch_size, microbatches
+        self.seed, self.num_workers, self.shuffle = seed, num_workers, shuffle
+        self._sequences: tuple[Sequences, Sequences] | None = None
+        self._train_loader: PositionedLoader | None = None
+        self._resume_from: dict[str, int] | None = None
+
+    def prepare_data(self) -> None:
+        # One process of a machine fills the cache of tokenised text, the others then find it.
+        self._sequences = self.open_sequences()
+
+    def setup(self, stage: str) -> None:
+        self._sequences = self._sequences or self.open_sequences()
+        self._train_loader = self._resume_from = None
+
+    def train_dataloader(self) -> PositionedLoader:
+        sequences = self._opened[0]
+        order = BatchOrder(
+            len(sequences), self.batch_size, self.microbatches, self.seed, self.shuffle, self._dp_rank, self._dp_size
+        )
+        overfit = self.trainer.overfit_batches if self.trainer else 0  # type: ignore[attr-defined]
+        repeat = overfit if isinstance(overfit, int) else int(overfit * len(order))
+        self._train_loader = PositionedLoader(sequences, order, self.num_workers, repeat or None, self._pin_memory)
+        if self._resume_from is not None:
+            self._train_loader.load_state_dict(self._resume_from)
+        return self._train_loader
+
+    def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        sequences = self._opened[1]
+        per_batch = self.batch_size // self.microbatches
+        whole = len(sequences) // per_batch * per_batch
+        if not whole:
+            return []  # how lightning is told that there is nothing to validate on
+        order = BatchOrder(whole, per_batch, 1, self.seed, False, self._dp_rank, self._dp_size)
+        return evaluation_loader(sequences, order, self.num_workers, self._pin_memory)
+
+    test_dataloader = val_dataloader
+    predict_dataloader = val_dataloader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The training position. Lightning stores the loader's own state too, but drops it at the end of an epoch."""
+        if self._train_loader is None:
+            return {}
+        return {**self._train_loader.state_dict(), "microbatches_per_step": self.microbatches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at the position of a checkpoint.
+
+        Raises:
+            ConfigError: the steps of the checkpoint had another number of microbatches, by which lightning counts too.
+        """
+        before = state_dict["microbatches_per_step"]
+        if before != self.microbatches:
+            raise ConfigError(
+                f"data.microbatches={self.microbatches}",
+                f"the checkpoint counts its position in steps of {before} microbatches",
+                "the number of microbatches that the checkpoint was written with",
+                f"data.microbatches={before}",
+            )
+        self._resume_from = {"microbatches": state_dict["microbatches"]}
+        if self._train_loader is not None:  # made early by `trainer.estimated_stepping_batches`
+            self._train_loader.load_state_dict(self._resume_from)
+
+    @property
+    def _opened(self) -> tuple[Sequences, Sequences]:
+        assert self._sequences is not None, "setup() comes before the loaders"
+        return self._sequences
+
+    @property
+    def _dp_rank(self) -> int:
+        return getattr(self.trainer.strategy, "dp_rank", 0) if self.trainer else 0
+
+    @property
+    def _dp_size(self) -> int:
+        return getattr(self.trainer.strategy, "dp_size", 1) if self.trainer else 1
+
+    @property
+    def _pin_memory(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

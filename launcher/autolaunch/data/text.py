@@ -1,0 +1,139 @@
+"""data=text: text files as tokens; one token per byte, or those of a tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autolaunch.data.check import missing_tokenizers
+from autolaunch.data.counts import bytes_token_count
+from autolaunch.data.documents import TEXT_SUFFIXES, find_files, standard_library_documents
+from autolaunch.data.windows import Sequences, TokenFile, Windows, split
+from autolaunch_strategies.config import ConfigError
+
+BYTES_END_OF_DOCUMENT = 256
+IN_MEMORY_TOKENS = 64 * 2**20
+"""Byte-tokenised text smaller than this is tokenised at every start instead of being cached."""
+
+_END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+_PIECE = 8 * 2**20
+
+
+def open_sequences(config: dict[str, Any], seed: int) -> tuple[Sequences, Sequences]:
+    """(training, validation) sequences of a `TextData` config; the text is tokenised unless that was done before.
+
+    Raises:
+        ConfigError: files or a tokenizer that are absent, empty or unreadable; `tokenizers` is not installed.
+    """
+    files = None if config["path"] is None else find_files(config["path"], TEXT_SUFFIXES)
+    encoder = BytesEncoder() if config["tokenizer"] == "bytes" else FileEncoder(Path(config["tokenizer"]).expanduser())
+    documents = standard_library_documents() if files is None else files
+    sizes = [document.stat().st_size if isinstance(document, Path) else len(document) for document in documents]
+    tokens: np.ndarray | TokenFile
+    if isinstance(encoder, BytesEncoder) and bytes_token_count(sizes) < IN_MEMORY_TOKENS:
+        tokens = np.concatenate(list(_encoded(documents, encoder)))
+    else:
+        tokens = TokenFile(_cached(documents, encoder))
+    return split(Windows([tokens], config["seq_len"]), config["validation_fraction"])
+
+
+class BytesEncoder:
+    """UTF-8 bytes as ids 0 to 255, and 256 between documents."""
+
+    identity = "bytes"
+    dtype = np.dtype("<u2")
+    end_of_document: int | None = BYTES_END_OF_DOCUMENT
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, np.uint8).astype(self.dtype)
+
+
+class FileEncoder:
+    """The tokens of a tokenizer.json; between documents its end-of-text token, if it has one."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise missing_tokenizers(str(path)) from None
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(
+                f"data.tokenizer={path}", f"not a tokenizer of the library `tokenizers` ({error})"
+            ) from None
+        self.identity = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.dtype = np.dtype("<u2" if self.tokenizer.get_vocab_size() <= 2**16 else "<u4")
+        ids = (self.tokenizer.token_to_id(name) for name in _END_OF_DOCUMENT_NAMES)
+        self.end_of_document: int | None = next((number for number in ids if number is not None), None)
+
+    def encode(self, text: bytes) -> np.ndarray:
+        # Special tokens would otherwise be put around every piece.
+        encoding = self.tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        return np.asarray(encoding.ids, self.dtype)
+
+
+def _encoded(documents: list[bytes] | list[Path], encoder: BytesEncoder | FileEncoder) -> Iterator[np.ndarray]:
+    for number, document in enumerate(documents):
+        if number and encoder.end_of_document is not None:
+            yield np.asarray([encoder.end_of_document], encoder.dtype)
+        for piece in _pieces(document):
+            yield encoder.encode(piece)
+
+
+def _pieces(document: bytes | Path) -> Iterator[bytes]:
+    """The document in pieces that end with a line, so that a file of any size is tokenised in little memory."""
+    with document.open("rb") if isinstance(document, Path) else io.BytesIO(document) as file:
+        while piece := file.read(_PIECE):
+            yield piece + file.readline()
+
+
+def cache_directory() -> Path:
+    """Where tokenised text is kept: ``$XDG_CACHE_HOME/autolaunch`` or ``~/.cache/autolaunch``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autolaunch"
+
+
+def _cached(documents: list[bytes] | list[Path], encoder: BytesEncoder | FileEncoder) -> Path:
+    identity = hashlib.sha256(encoder.identity.encode())
+    for document in documents:
+        if isinstance(document, Path):
+            status = document.stat()
+            identity.update(repr((str(document.resolve()), status.st_size, status.st_mtime_ns)).encode())
+        else:
+            identity.update(hashlib.sha256(document).digest())
+    path = cache_directory() / f"{identity.hexdigest()[:32]}.npy"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Several ranks may come here at once: each writes its own file, and the last rename wins with equal content.
+        handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                _write_npy(file, _encoded(documents, encoder), encoder.dtype)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    return path
+
+
+def _write_npy(file: Any, chunks: Iterator[np.ndarray], dtype: np.dtype) -> None:
+    def write_header(length: int) -> None:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+        np.lib.format.write_array_header_1_0(file, header)
+
+    # The length is known only at the end; numpy pads headers so that a longer length fits in the same place.
+    write_header(0)
+    start, length = file.tell(), 0
+    for chunk in chunks:
+        file.write(chunk.tobytes())
+        length += len(chunk)
+    file.seek(0)
+    write_header(length)
+    assert file.tell() == start, "the header changed its size"

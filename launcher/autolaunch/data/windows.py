@@ -1,0 +1,87 @@
+"""Sequences as windows over tokens that lie in memory or in memory-mapped files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from autolaunch.data.counts import split_counts, token_file_length, window_count
+
+
+class Sequences(Protocol):
+    """Numbered token sequences of one length."""
+
+    def __len__(self) -> int: ...
+
+    def tokens(self, indices: np.ndarray) -> np.ndarray:
+        """The sequences `indices` (int64 [b]) as int64 [b, seq_len + 1]: inputs, and labels one further."""
+        ...
+
+
+class TokenFile:
+    """A .bin file of `dtype` (little-endian) or a .npy file; mapped into memory when it is first read."""
+
+    def __init__(self, path: Path, dtype: str = "uint16") -> None:
+        self.path, self.dtype = path, dtype
+        self._length = token_file_length(path, dtype)
+        self._mapped: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        if self._mapped is None:
+            if self.path.suffix == ".npy":
+                self._mapped = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            else:
+                dtype = np.dtype(self.dtype).newbyteorder("<")
+                self._mapped = np.memmap(self.path, dtype, mode="r", shape=(self._length,))
+        return self._mapped[span]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # numpy would pickle the whole file into every loader worker.
+        return {**self.__dict__, "_mapped": None}
+
+
+class Windows:
+    """Consecutive windows over several token arrays or files, numbered through; none crosses from one to the next."""
+
+    def __init__(self, parts: Sequence[np.ndarray | TokenFile], seq_len: int) -> None:
+        self.parts, self.seq_len = parts, seq_len
+        self._ends = np.cumsum([window_count(len(part), seq_len) for part in parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def tokens(self, indices: np.ndarray) -> np.ndarray:
+        rows = np.empty((len(indices), self.seq_len + 1), np.int64)
+        parts = np.searchsorted(self._ends, indices, side="right")
+        for row, index, part in zip(rows, indices, parts, strict=True):
+            start = int(index - (self._ends[part - 1] if part else 0)) * self.seq_len
+            row[:] = self.parts[part][start : start + self.seq_len + 1]
+        return rows
+
+
+@dataclass
+class Span:
+    """The sequences `first` to ``first + count - 1`` of others, numbered from zero."""
+
+    sequences: Sequences
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def tokens(self, indices: np.ndarray) -> np.ndarray:
+        return self.sequences.tokens(np.asarray(indices) + self.first)
+
+
+def split(sequences: Sequences, validation_fraction: float) -> tuple[Sequences, Sequences]:
+    """(training, validation): the first part, and the last `validation_fraction` of `sequences`."""
+    training, validation = split_counts(len(sequences), validation_fraction)
+    return Span(sequences, 0, training), Span(sequences, training, validation)
