@@ -1,0 +1,355 @@
+"""What is measured at every logged step, and `metrics.csv`, where it is written."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import statistics
+import time
+from array import array
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import Logger
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The values of one optimizer step; the fields are the first columns of `metrics.csv`, in this order."""
+
+    step: int
+    """Optimizer steps done, the first one is 1."""
+    loss: float | None
+    """Mean over the microbatches of the step and over data parallel ranks."""
+    grad_norm: float | None
+    """Norm over all parameters before clipping; None if the strategy does not measure it."""
+    lr: float | None
+    """Learning rate that the step used (of the first parameter group)."""
+    tokens: int
+    """Tokens seen since the start of training, by all ranks; samples if batches hold no tokens."""
+    step_time_s: float
+    """Mean wall time per optimizer step since the last record, without validation and checkpoints."""
+
+
+COLUMNS = tuple(field.name for field in fields(StepRecord))
+
+
+class MetricsCsv(Logger):
+    """`<output_dir>/metrics.csv`: one row per logged step, written by rank 0 as soon as the step is complete.
+
+    `StepMetrics` opens it and fills `COLUMNS`. Whatever else is logged at that step (by the LightningModule, by
+    validation) joins its row; a name seen for the first time adds a column, for which the file is written anew and
+    renamed into place (`tail -F` follows that). Floats are written in full, so that two runs can be compared line by
+    line.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path = Path(output_dir) / "metrics.csv"
+        self._columns: list[str] = list(COLUMNS)
+        self._file: IO[bytes] | None = None
+        self._row: dict[str, Any] = {}
+        self._row_start = 0
+        self._unwritten = False
+
+    # Empty, so that lightning's default place for checkpoints is <output_dir>/checkpoints.
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.path.parent)
+
+    def open(self, step: int) -> None:
+        """Start the file, or go on with the one that is there after dropping its rows beyond `step`."""
+        self._columns, rows = _read(self.path)
+        rows = [row for row in rows if int(row["step"]) <= step]
+        self._replace(rows)
+        assert self._file is not None
+        self._row, self._row_start, self._unwritten = {"step": step}, self._file.seek(0, os.SEEK_END), False
+        if rows and int(rows[-1]["step"]) == step:  # an interrupted validation may still add to it
+            self._row_start -= len(_line(rows[-1], self._columns))
+            self._row |= {name: value for name, value in rows[-1].items() if value and name != "step"}
+
+    def begin_row(self, step: int) -> None:
+        """From now on values belong to the row of `step`, which is written only if there are any."""
+        if self._file is not None and self._row.get("step") != step:
+            self.write_row()
+            self._row, self._row_start = {"step": step}, self._file.seek(0, os.SEEK_END)
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add values to the current row; ones that are None stay empty."""
+        values = {name: value for name, value in values.items() if value is not None}
+        if self._file is not None and values:
+            self._row.update(values)
+            self._unwritten = True
+
+    def write_row(self) -> None:
+        """Write the current row if it holds anything new; a row that was written before is extended in place."""
+        if self._file is None or not self._unwritten:
+            return
+        self._unwritten = False
+        if new := [name for name in self._row if name not in self._columns]:
+            rows = _read(self.path)[1]
+            if rows and rows[-1]["step"] == str(self._row["step"]):
+                rows.pop()
+            self._columns += new
+            self._replace(rows)
+            self._row_start = self._file.seek(0, os.SEEK_END)
+        self._file.seek(self._row_start)
+        self._file.write(_line(self._row, self._columns))
+        self._file.truncate()
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add what the LightningModule logged; `step` is lightning's own count and not used."""
+        self.add({k: v for k, v in metrics.items() if k not in (*COLUMNS, "epoch") and isinstance(v, int | float)})
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Hyperparameters are in plan.yaml."""
+
+    def finalize(self, status: str) -> None:
+        """Write the last row and close the file."""
+        self.write_row()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _replace(self, rows: list[dict[str, str]]) -> None:
+        if self._file is not None:
+            self._file.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_name(self.path.name + ".new")
+        header = dict(zip(self._columns, self._columns, strict=True))
+        beside.write_bytes(b"".join(_line(row, self._columns) for row in (header, *rows)))
+        beside.replace(self.path)
+        self._file = self.path.open("r+b", buffering=0)
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """(columns, complete rows) of a metrics.csv; the default columns and no rows if there is none."""
+    if path.exists():
+        with path.open(newline="") as file:
+            lines = list(csv.reader(file))
+        if lines and tuple(lines[0][: len(COLUMNS)]) == COLUMNS:
+            columns = lines[0]
+            # A process that was killed while writing leaves half a row behind.
+            complete = [line for line in lines[1:] if len(line) == len(columns) and line[0].isdecimal()]
+            return columns, [dict(zip(columns, line, strict=True)) for line in complete]
+    return list(COLUMNS), []
+
+
+def _line(row: Mapping[str, Any], columns: list[str]) -> bytes:
+    text = io.StringIO()
+    values = (row.get(name, "") for name in columns)
+    csv.writer(text, lineterminator="\n").writerow([repr(v) if isinstance(v, float) else v for v in values])
+    return text.getvalue().encode()
+
+
+class StepMetrics(pl.Callback):
+    """Measures loss, gradient norm, learning rate, tokens and time at every `trainer.log_every_n_steps`-th step.
+
+    The values go to every logger of the Trainer; `latest` and the histories are there for the progress line and the
+    summary. Every rank needs this callback: there is one collective per logged step, and nothing waits for the device on
+    other steps.
+    """
+
+    def __init__(self) -> None:
+        self.latest: StepRecord | None = None
+        self.tokens = 0
+        # One entry per record; arrays, because a run may have millions of them.
+        self.steps, self.losses = array("q"), array("d")
+        self.seconds, self.steps_timed, self.tokens_timed = array("d"), array("q"), array("q")
+        self._csv: MetricsCsv | None = None
+        self._data_parallel = 1
+        self._loss_sum: torch.Tensor | None = None
+        self._batches = 0
+        self._uncounted_tokens = 0
+        self._lr: Any = None
+        self._step = self._recorded_step = 0
+        self._since = self._last_event = self._excluded = 0.0
+        self._paused_at: float | None = None
+
+    # --- what lightning calls ------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._data_parallel = getattr(trainer.strategy, "dp_size", trainer.world_size)
+        self._step = self._recorded_step = trainer.global_step
+        self._csv = next((logger for logger in trainer.loggers if isinstance(logger, MetricsCsv)), None)
+        if not trainer.is_global_zero:
+            self._csv = None
+        if self._csv is not None:
+            self._csv.open(trainer.global_step)
+        self._since = self._last_event = time.perf_counter()
+        self._excluded, self._paused_at = 0.0, None
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._csv is not None:
+            self._csv.write_row()  # whatever was logged at the step before has arrived by now
+        if self._paused_at is not None:
+            self._excluded += time.perf_counter() - self._paused_at
+            self._paused_at = None
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        # Now, because schedulers have moved on when the batch ends.
+        lr = optimizer.param_groups[0].get("lr")
+        self._lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._batches == 0:
+            self._loss_sum = None
+        self._batches += 1
+        self._uncounted_tokens += count_tokens(batch)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor):
+            # Lightning has divided it by the number of microbatches, so the sum is the mean already.
+            wide = torch.float32 if loss.device.type == "mps" else torch.float64
+            share = loss.detach().to(wide).mean()
+            self._loss_sum = share if self._loss_sum is None else self._loss_sum + share
+        if trainer.global_step > self._step:
+            self._end_step(trainer, pl_module)
+        self._last_event = time.perf_counter()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            if trainer.strategy.root_device.type != "cpu":
+                torch.accelerator.synchronize()  # the device may still be at work on the steps to be timed
+            self._pause(time.perf_counter())
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._csv is not None:
+            self._csv.write_row()  # a run that is killed from here on resumes behind this row
+        self._pause(self._last_event)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._step > self._recorded_step:
+            self._record(trainer)
+        if self._csv is not None:
+            self._csv.write_row()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._csv is not None:
+            self._csv.write_row()
+
+    def state_dict(self) -> dict[str, Any]:
+        # Ranks have equal shares here; the exact sum is only known at logged steps.
+        return {"tokens": self.tokens + self._uncounted_tokens * self._data_parallel}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.tokens = state_dict["tokens"]
+
+    # --- what the summary reads ----------------------------------------------------------------------------------
+
+    def median_step_time(self) -> float | None:
+        """Median seconds per optimizer step after warm-up (the first tenth, at least 3 steps); None without a step."""
+        timed = self._after_warm_up()
+        return statistics.median(self.seconds[i] / self.steps_timed[i] for i in timed) if timed else None
+
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all ranks per second of training after warm-up; None without a step."""
+        timed = self._after_warm_up()
+        return sum(self.tokens_timed[i] for i in timed) / sum(self.seconds[i] for i in timed) if timed else None
+
+    def _after_warm_up(self) -> list[int]:
+        if not self.steps:
+            return []
+        first = self.steps[0] - self.steps_timed[0]
+        warm_up = max(3, (self.steps[-1] - first) // 10)
+        behind = [i for i, step in enumerate(self.steps) if step - self.steps_timed[i] - first >= warm_up]
+        return behind or list(range(len(self.steps)))
+
+    # --- one step ------------------------------------------------------------------------------------------------
+
+    def _end_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._step = trainer.global_step
+        if self._loss_sum is not None:
+            expected = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            if self._batches != expected:  # the last step of an epoch may have fewer microbatches
+                self._loss_sum = self._loss_sum * (expected / self._batches)
+        self._batches = 0
+        if self._csv is not None:
+            self._csv.begin_row(self._step)
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and self._step % every == 0:
+            values = asdict(self._record(trainer))
+            if trainer.is_global_zero:
+                for logger in trainer.loggers:
+                    if isinstance(logger, MetricsCsv):
+                        logger.add(values)
+                    else:
+                        known = {k: v for k, v in values.items() if v is not None and k != "step"}
+                        logger.log_metrics(known, step=self._step - 1)  # lightning counts from 0
+
+    def _record(self, trainer: pl.Trainer) -> StepRecord:
+        """Measure the step that has just ended. A collective over the data parallel ranks."""
+        device = trainer.strategy.root_device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        loss = torch.tensor(torch.nan) if self._loss_sum is None else self._loss_sum
+        here = torch.stack(
+            [loss.to(device, wide), torch.tensor(float(self._uncounted_tokens), dtype=wide, device=device)]
+        )
+        mean_loss, mean_tokens = trainer.strategy.reduce(here, reduce_op="mean").tolist()
+        grad_norm = getattr(trainer.strategy, "last_grad_norm", None)
+        grad_norm = None if grad_norm is None else float(grad_norm)
+        now = time.perf_counter()  # after the values have arrived: the device is done with the step
+
+        new_tokens = round(mean_tokens * self._data_parallel)
+        self.tokens += new_tokens
+        self._uncounted_tokens = 0
+        paused = self._excluded + (now - self._paused_at if self._paused_at is not None else 0.0)
+        elapsed, steps = now - self._since - paused, self._step - self._recorded_step
+        record = StepRecord(
+            step=self._step,
+            loss=None if self._loss_sum is None else mean_loss,
+            grad_norm=grad_norm,
+            lr=None if self._lr is None else float(self._lr),
+            tokens=self.tokens,
+            step_time_s=elapsed / steps,
+        )
+        self.steps.append(self._step)
+        self.losses.append(mean_loss)
+        self.seconds.append(elapsed)
+        self.steps_timed.append(steps)
+        self.tokens_timed.append(new_tokens)
+        self.latest, self._recorded_step, self._since, self._excluded = record, self._step, now, 0.0
+        if self._paused_at is not None:
+            self._paused_at = now
+        return record
+
+    def _pause(self, since: float) -> None:
+        """Stop the clock until the next batch starts."""
+        if self._paused_at is None:
+            self._paused_at = since
+
+
+def count_tokens(batch: Any) -> int:
+    """Tokens in a batch: elements of `input_ids` or `labels`; else its samples, the first dim of its first tensor."""
+    if isinstance(batch, Mapping):
+        for name in ("input_ids", "labels"):
+            if isinstance(batch.get(name), torch.Tensor):
+                return int(batch[name].numel())
+        parts: Any = batch.values()
+    elif isinstance(batch, torch.Tensor):
+        return int(batch.shape[0]) if batch.ndim else 1
+    elif isinstance(batch, list | tuple):
+        parts = batch
+    else:
+        return 0
+    return next((count for count in map(count_tokens, parts) if count), 0)
