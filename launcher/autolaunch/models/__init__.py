@@ -1,0 +1,90 @@
+"""What is trained: the model of a resolved job, and the LightningModule around it. Imports torch only to build."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autolaunch_strategies.config import ConfigError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from torch import nn
+
+
+def build_model(model_cfg: Mapping[str, Any]) -> nn.Module:
+    """The module that the group `model` describes, on torch's default device and in its default dtype.
+
+    Args:
+        model_cfg: the fields of `autolaunch.config.LlamaModel` or `HFModel`, or any dict with `_target_`.
+
+    Raises:
+        ConfigError: shapes that do not fit together, a config that `transformers` refuses, or a wrong `_target_`.
+    """
+    if "_target_" in model_cfg:
+        from torch import nn
+
+        from autolaunch.instantiate import build
+
+        model = build(model_cfg, "model", ("name", "loss"))
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model._target_={model_cfg['_target_']}",
+                f"it returns a {type(model).__name__}",
+                "a torch.nn.Module class, or a function that returns a module",
+            )
+        return model
+    name = model_cfg.get("name")
+    if name == "llama":
+        from autolaunch.models.llama import Llama
+        from autolaunch.models.llama_config import llama_config
+
+        return Llama(llama_config(model_cfg))
+    if name == "hf":
+        from autolaunch.models.hf import build_hf
+
+        return build_hf(model_cfg)
+    raise ConfigError(
+        f"model.name={name}",
+        "no such model",
+        "llama, hf, or any model with _target_",
+        "model=custom model._target_=...",
+    )
+
+
+def build_module(job_config: Mapping[str, Any]) -> LightningModule:
+    """The LightningModule of a resolved job: the user's own, or one around the model of the group `model`.
+
+    Args:
+        job_config: the fields of `autolaunch.config.Job`.
+
+    Raises:
+        ConfigError: as `build_model`, a wrong `module._target_`, or no such loss.
+    """
+    from lightning.pytorch import LightningModule
+
+    if job_config.get("module"):
+        from autolaunch.instantiate import build
+
+        node = job_config["module"]
+        if "_target_" not in node:
+            raise ConfigError(
+                "module",
+                "it does not say which LightningModule",
+                "the import path of a LightningModule class, and its arguments",
+                "module._target_=my_project.MyModule",
+            )
+        module = build(node, "module")
+        if not isinstance(module, LightningModule):
+            raise ConfigError(
+                f"module._target_={node['_target_']}", f"it returns a {type(module).__name__}", "a LightningModule"
+            )
+        return module
+    from autolaunch.models.language_model import LanguageModel, SupervisedModule
+
+    model_cfg = job_config["model"]
+    model = build_model(model_cfg)
+    rest = job_config["optimizer"], job_config["scheduler"], job_config["trainer"]["max_steps"]
+    if "_target_" in model_cfg:
+        return SupervisedModule(model, model_cfg.get("loss", "cross_entropy"), *rest)
+    return LanguageModel(model, *rest)

@@ -1,0 +1,63 @@
+"""The sizes of a model that the rest of a config must fit: known before the model is built, and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autolaunch.models.hf_config import read_hf_config
+from autolaunch.models.llama_config import llama_config
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of a model; None where they cannot be known without building it."""
+
+    name: str
+    num_layers: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    vocab_size: int | None = None
+    max_seq_len: int | None = None
+
+
+# How the families of `transformers` spell the same size, the usual spelling first.
+_SPELLINGS = {
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size"),
+    "vocab_size": ("vocab_size",),
+    "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+}
+
+
+def model_facts(model_cfg: Mapping[str, Any]) -> ModelFacts:
+    """What can be said of a model from its config alone.
+
+    Args:
+        model_cfg: the group `model` of a resolved job.
+
+    Raises:
+        ConfigError: the shapes of a llama do not fit together, or a `transformers` config cannot be read.
+    """
+    name = str(model_cfg.get("name") or "custom")
+    if "_target_" in model_cfg:
+        return ModelFacts(name)
+    if name == "llama":
+        config = llama_config(model_cfg)
+        return ModelFacts(name, **{size: getattr(config, size) for size in _SPELLINGS})
+    fields = read_hf_config(model_cfg)
+    # Models of text and images keep the sizes of their decoder one level down.
+    fields = {**fields, **fields.get("text_config", {})}
+    sizes: dict[str, int] = {}
+    for size, spellings in _SPELLINGS.items():
+        values = (fields.get(spelling) for spelling in spellings)
+        found = next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
+        if found is not None:
+            sizes[size] = found
+    return ModelFacts(name, **sizes)

@@ -1,0 +1,95 @@
+"""``model=hf``: any causal language model of `transformers`, built from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autolaunch.models.hf_config import read_hf_config
+from autolaunch_strategies.config import ConfigError, nearest
+
+# Fields of older config files that transformers 5 still reads but no longer keeps under these names.
+_OLD_FIELDS = {"model_type", "rope_theta", "rope_scaling", "torch_dtype"}
+
+# Where a model class says which attention it can do.
+_SUPPORTS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
+
+
+def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
+    """The `...ForCausalLM` of a `transformers` config, with its class's own random weights and no key/value cache.
+
+    The model takes ``input_ids`` [b, s] and returns an output with ``logits`` [b, s, vocab]. Weights have torch's
+    default dtype, whatever the config file says: the precision of a run is the trainer's.
+
+    Args:
+        model_cfg: the fields of `autolaunch.config.HFModel`. `pretrained` is not looked at: weights are read later,
+            one at a time (`autolaunch.models.pretrained`).
+
+    Raises:
+        ConfigError: no such model_type, not a causal language model, an unknown field, or values that the class or
+            the attention implementation refuses.
+    """
+    fields = read_hf_config(model_cfg)
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    model_type = fields.pop("model_type")
+    where = (
+        f"model.config.model_type={model_type}" if model_cfg.get("path") is None else f"model.path={model_cfg['path']}"
+    )
+    if model_type not in CONFIG_MAPPING:
+        close = nearest(model_type, CONFIG_MAPPING.keys())
+        raise ConfigError(
+            where,
+            f"transformers has no model_type {model_type}" + (f"; did you mean {close}?" if close else ""),
+            "a model_type of the installed transformers",
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            where, f"{model_type} has no causal language model", "a model_type with a ...ForCausalLM class"
+        )
+    _check_fields(config_class, model_cfg.get("config") or {})
+    try:
+        config = config_class.from_dict(fields)
+    except Exception as error:  # every family validates in its own way
+        raise ConfigError(where, f"transformers refuses this config: {_one_line(error)}") from error
+    config.use_cache = False
+    config.get_text_config().use_cache = False
+    attention = model_cfg.get("attn_implementation") or "sdpa"
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    if not getattr(model_class, _SUPPORTS.get(attention, ""), True):
+        raise ConfigError(
+            f"model.attn_implementation={attention}",
+            f"transformers' {model_class.__name__} does not have it",
+            ", ".join(["eager", *(name for name, flag in _SUPPORTS.items() if getattr(model_class, flag, True))]),
+            "model.attn_implementation=eager",
+        )
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.get_default_dtype())
+    except (ImportError, ValueError, TypeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
+        raise ConfigError(where, f"transformers cannot build this model: {_one_line(error)}") from error
+    if not getattr(model, "_is_hf_initialized", False):
+        # On the meta device transformers skips the initial weights; whoever records the constructor needs them.
+        model.initialize_weights()
+    return model
+
+
+def _check_fields(config_class: Any, overrides: Mapping[str, Any]) -> None:
+    # A transformers config takes any keyword, so that a misspelt field would silently change nothing.
+    defaults = config_class()
+    known = sorted({*defaults.to_dict(), *config_class.attribute_map})
+    for key in overrides:
+        if key not in _OLD_FIELDS and not hasattr(defaults, key):
+            close = nearest(key, known)
+            raise ConfigError(
+                f"model.config.{key}",
+                f"{config_class.__name__} has no such field" + (f"; did you mean {close}?" if close else ""),
+                f"the fields of transformers.{config_class.__name__}",
+            )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,76 @@
+"""The `transformers` config that ``model=hf`` means, as a dict: from a directory, from YAML, or both. Torch-free."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autolaunch_strategies.config import ConfigError
+
+WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
+"""What a pretrained directory holds: the index of several files, or one file."""
+
+
+def read_hf_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of config.json in `model.path`, replaced by those of `model.config`.
+
+    Args:
+        model_cfg: the fields of `autolaunch.config.HFModel`.
+
+    Raises:
+        ConfigError: `transformers` is not installed, neither a directory nor a model_type is given, or the directory
+            lacks config.json or (with `pretrained`) the weights.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("model=hf", "transformers is not installed", write="pip install 'autolaunch[hf]'")
+    overrides = dict(model_cfg.get("config") or {})
+    if model_cfg.get("path") is None:
+        if not overrides.get("model_type"):
+            raise ConfigError(
+                "model=hf",
+                "neither model.path nor model.config.model_type says which model",
+                "a local directory with config.json, or a model_type of transformers and its fields",
+                "model.path=DIRECTORY, or '+model.config={model_type: llama, hidden_size: 256, ...}'",
+            )
+        return overrides
+    fields = _read_json(Path(model_cfg["path"]).expanduser(), f"model.path={model_cfg['path']}")
+    if model_cfg.get("pretrained", True):
+        _check_weights(Path(model_cfg["path"]).expanduser(), f"model.path={model_cfg['path']}")
+    return merged(fields, overrides)
+
+
+def merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` with `overrides` on top, key by key at every depth."""
+    result = dict(fields)
+    for key, value in overrides.items():
+        below = result.get(key)
+        result[key] = merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def _read_json(directory: Path, where: str) -> dict[str, Any]:
+    allowed = "a directory on this machine with config.json and safetensors (nothing is downloaded)"
+    if not directory.is_dir():
+        raise ConfigError(where, "there is no such directory", allowed)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(where, "there is no config.json in it", allowed)
+    try:
+        fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(where, f"its config.json cannot be read: {error}") from error
+    if not isinstance(fields, dict) or not fields.get("model_type"):
+        raise ConfigError(where, "its config.json names no model_type", "the config.json of a transformers model")
+    return fields
+
+
+def _check_weights(directory: Path, where: str) -> None:
+    if not any((directory / name).is_file() for name in WEIGHT_FILES):
+        raise ConfigError(
+            where,
+            "there are no weights in it",
+            " or ".join(reversed(WEIGHT_FILES)),
+            "model.pretrained=false for random weights",
+        )

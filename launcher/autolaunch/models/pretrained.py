@@ -1,0 +1,182 @@
+"""Weights in safetensors files, read a piece at a time: whole models never sit in memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from autolaunch.models.hf_config import WEIGHT_FILES
+from autolaunch_strategies.config import ConfigError
+
+_SHOWN = 5  # names in a message
+
+
+class SafetensorsWeights:
+    """The tensors of a directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and its shards.
+
+    Args:
+        directory: where the files are.
+
+    Raises:
+        ConfigError: neither file is there, the index cannot be read, or a shard is absent or corrupt.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory).expanduser()
+        self._where = f"model.path={directory}"
+        self._open_files: dict[Path, Any] = {}
+        index, single = (self.directory / name for name in WEIGHT_FILES)
+        if index.is_file():
+            self._files = self._read_index(index)
+        elif single.is_file():
+            self._files = dict.fromkeys(self._open(single).keys(), single)
+        else:
+            raise ConfigError(self._where, "there are no weights in it", " or ".join(reversed(WEIGHT_FILES)))
+
+    def names(self) -> set[str]:
+        """The names of all tensors, as the files have them."""
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor, read from the header of its file.
+
+        Raises:
+            ConfigError: its file is corrupt or does not hold it.
+        """
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """One tensor on the CPU in the type of the file, or its part at `index` (one slice per leading dim, step 1).
+
+        Only the pages of the file that hold this part are read. The result may share memory with the file: copy it.
+
+        Raises:
+            ConfigError: its file is corrupt or does not hold it.
+        """
+        if index is None or not self.shape(name):
+            return self._open(self._files[name]).get_tensor(name)
+        return self._slice(name)[index]
+
+    def matching(self, model: nn.Module) -> dict[str, str]:
+        """Which tensor of the files each parameter and persistent buffer of `model` starts from.
+
+        Names are compared as `transformers` does: after the renamings that the class declares, and with or without
+        `base_model_prefix`, so that a base model's files serve a model with a head and the reverse. A tied weight that
+        the files hold once serves all its names.
+
+        Args:
+            model: a model on any device, `meta` included.
+
+        Returns:
+            name in ``model.state_dict()`` -> name in the files. What the class declares as dispensable may be absent.
+
+        Raises:
+            ConfigError: the files lack a weight, hold it in another shape, or only in parts that have to be merged.
+        """
+        wanted = model.state_dict(keep_vars=True)
+        rename = _renaming(model)
+        prefix = getattr(model, "base_model_prefix", "")
+        found: dict[str, str] = {}
+        in_parts: list[str] = []
+        for name in sorted(self._files):
+            target, is_part = rename(name)
+            target = next((choice for choice in _with_and_without(prefix, target) if choice in wanted), target)
+            if target not in wanted and name in wanted:
+                target, is_part = name, False
+            if target in wanted:
+                found[target] = name
+                if is_part:
+                    in_parts.append(target)
+        self._share_tied(wanted, found)
+        self._refuse(
+            sorted(set(in_parts)),
+            f"{{}} of the weights of {type(model).__name__} would have to be merged from several tensors",
+        )
+        optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        missing = [name for name in wanted if name not in found and not any(re.search(p, name) for p in optional)]
+        self._refuse(missing, f"{{}} of the {len(wanted)} weights of {type(model).__name__} are not in its files")
+        self._refuse(
+            [
+                f"{name} {list(self.shape(source))} instead of {list(wanted[name].shape)}"
+                for name, source in found.items()
+                if self.shape(source) != tuple(wanted[name].shape)
+            ],
+            f"{{}} of the weights of {type(model).__name__} have another shape in its files",
+        )
+        return {name: found[name] for name in wanted if name in found}
+
+    @staticmethod
+    def _share_tied(wanted: dict[str, Any], found: dict[str, str]) -> None:
+        by_tensor = {id(wanted[name]): source for name, source in found.items()}
+        for name, tensor in wanted.items():
+            if name not in found and id(tensor) in by_tensor:
+                found[name] = by_tensor[id(tensor)]
+
+    def _refuse(self, names: list[str], problem: str) -> None:
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise ConfigError(self._where, f"{problem.format(len(names))}: {', '.join(names[:_SHOWN])}{more}")
+
+    def _read_index(self, index: Path) -> dict[str, Path]:
+        try:
+            files = {
+                name: self.directory / file for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                self._where, f"{index.name} is not an index of safetensors: {type(error).__name__}: {error}"
+            ) from error
+        absent = sorted({file.name for file in files.values() if not file.is_file()})
+        if absent:
+            more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
+            raise ConfigError(
+                self._where, f"{index.name} names files that are not there: {', '.join(absent[:_SHOWN])}{more}"
+            )
+        return files
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._open_files:
+            try:
+                self._open_files[file] = safe_open(str(file), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(self._where, f"{file.name} is corrupt or cut short: {error}") from error
+        return self._open_files[file]
+
+    def _slice(self, name: str) -> Any:
+        file = self._files[name]
+        try:
+            return self._open(file).get_slice(name)
+        except SafetensorError as error:
+            raise ConfigError(self._where, f"{file.name} does not hold {name}, although the index says so") from error
+
+
+def _with_and_without(prefix: str, name: str) -> Iterable[str]:
+    yield name
+    if prefix:
+        yield name.removeprefix(f"{prefix}.")
+        yield f"{prefix}.{name}"
+
+
+def _renaming(model: Any) -> Callable[[str], tuple[str, bool]]:
+    """A function from a name in the files to (name in the model, whether it is only a part of that weight)."""
+    if not hasattr(model, "base_model_prefix"):  # not a transformers model
+        return lambda name: (name, False)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    declared = get_model_conversion_mapping(model)
+    renamings = [item for item in declared if isinstance(item, WeightRenaming)]
+    converters = [item for item in declared if isinstance(item, WeightConverter)]
+
+    def rename(name: str) -> tuple[str, bool]:
+        renamed, part = rename_source_key(name, renamings, converters)
+        return renamed, part is not None
+
+    return rename
