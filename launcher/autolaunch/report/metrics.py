@@ -159,8 +159,8 @@ class StepMetrics(pl.Callback):
     """Measures loss, gradient norm, learning rate, tokens and time at every `trainer.log_every_n_steps`-th step.
 
     The values go to every logger of the Trainer; `latest` and the histories are there for the progress line and the
-    summary. Every rank needs this callback: there is one collective per logged step, and nothing waits for the device on
-    other steps.
+    summary. Every rank needs this callback: there is one collective per logged step, and nothing waits for the device
+    on other steps.
     """
 
     def __init__(self) -> None:

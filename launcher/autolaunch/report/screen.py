@@ -1,0 +1,237 @@
+"""The two panels of a run: what is about to happen, and how it went."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from autolaunch.report.readable import readable_bytes, readable_count, readable_seconds
+from autolaunch_strategies.config import AXES
+
+WIDEST = 100
+"""Columns: lines longer than this are hard to read, however wide the terminal is."""
+
+SHARDED = {
+    0: "nothing",
+    1: "optimizer state",
+    2: "optimizer state and gradients",
+    3: "optimizer state, gradients and parameters",
+}
+
+OUTCOMES = {"finished": "green", "failed": "red", "interrupted": "yellow"}
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+PLAIN_SIGNS = str.maketrans(BLOCKS + "·×→", "_.,-=+*#-x>")
+
+
+def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Console, parameters: int = 0) -> None:
+    """Show what is about to run, on rank 0.
+
+    Args:
+        describe: what the strategy has applied (`MeshStrategy.describe()`); its warnings, if any, are shown.
+        job: the resolved job as plain dicts.
+        parameters: of the whole model; 0 if not known.
+    """
+    rows = [
+        ("model", _model(job, parameters)),
+        ("mesh", _mesh(job)),
+        ("data", _data(job)),
+        ("training", _training(job) if job["task"] == "fit" else ""),
+        ("precision", _precision(job)),
+        ("sharded", _sharded(job)),
+        ("output", _short_path(job.get("output_dir"))),
+    ]
+    warnings = [("note", str(warning)) for warning in describe.get("warnings") or ()]
+    name = f" · {job['name']}" if job.get("name") not in (None, "run") else ""
+    _show_panel(f"autolaunch {job['task']}{name}", "cyan", [*rows, *warnings], console)
+
+
+def show_end(summary: Mapping[str, Any], console: Console, losses: Sequence[float] = ()) -> None:
+    """Show how a run ended, on rank 0.
+
+    Args:
+        summary: what `collect_summary` returned; `output_dir` is shown if it is in it.
+        losses: the loss of every logged step, for its curve.
+    """
+    steps, seconds = summary.get("steps") or 0, readable_seconds(summary["seconds"])
+    fit = summary["task"] == "fit"
+    rows = [
+        ("loss", _loss(summary, losses) if fit else ""),
+        ("steps", f"{steps:,} in {seconds}") if fit else ("time", seconds),
+        ("speed", _speed(summary)),
+        ("memory", _peak(summary)),
+        *((name, f"{value:.6g}") for name, value in (summary.get("metrics") or {}).items()),
+        ("checkpoint", _short_path(summary.get("checkpoint"))),
+        ("output", _short_path(summary.get("output_dir"))),
+        ("error", str(summary.get("error") or "")),
+    ]
+    title = summary["status"] if fit else f"{summary['task']} {summary['status']}"
+    _show_panel(title, OUTCOMES.get(summary["status"], "cyan"), rows, console)
+
+
+def loss_sparkline(values: Iterable[float], width: int = 32) -> str:
+    """The curve of `values` in at most `width` characters: low to high is ▁ to █, and × where it was not finite.
+
+    More values than characters are averaged. Empty if there are less than two values.
+    """
+    values = list(values)
+    if len(values) < 2:
+        return ""
+    width = min(width, len(values))
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    means = [
+        math.fsum(part) / len(part) if all(map(math.isfinite, part := values[a:b])) else math.nan
+        for a, b in itertools.pairwise(edges)
+    ]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if not finite:
+        return "×" * width
+    low, high = min(finite), max(finite)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((mean - low) * scale)] if math.isfinite(mean) else "×" for mean in means)
+
+
+# --- lines of the first panel ----------------------------------------------------------------------------------------
+
+
+def _model(job: Mapping[str, Any], parameters: int) -> str:
+    if job.get("module"):
+        name = str(job["module"].get("_target_", "module"))
+    else:
+        model = job["model"]
+        name = f"{model['name']} {model['size']}" if "size" in model else str(model.get("path") or model["name"])
+    return _joined(name, f"{readable_count(parameters)} parameters" if parameters else "")
+
+
+def _mesh(job: Mapping[str, Any]) -> str:
+    sizes = {axis: job["mesh"].get(axis, 1) for axis in AXES}
+    ranks = math.prod(sizes.values())
+    if ranks == 1:
+        return "1 rank"
+    return _joined(" × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1), f"{ranks} ranks")
+
+
+def _data(job: Mapping[str, Any]) -> str:
+    data = job["data"]
+    name = str(data.get("name", "custom"))
+    if "seq_len" not in data:
+        return name
+    sequences, length, microbatches = data["batch_size"], data["seq_len"], data.get("microbatches", 1)
+    return _joined(
+        name,
+        f"{sequences:,} × {length:,} = {sequences * length:,} tokens per step",
+        f"{microbatches} microbatches" if microbatches > 1 else "",
+    )
+
+
+def _training(job: Mapping[str, Any]) -> str:
+    trainer, optimizer = job["trainer"], job["optimizer"]
+    limits = []
+    if trainer["max_steps"] >= 0:
+        limits.append(f"{trainer['max_steps']:,} steps")
+    if trainer["max_epochs"] is not None and trainer["max_epochs"] >= 0:
+        limits.append(f"{trainer['max_epochs']:,} epochs")
+    if trainer["max_time"] is not None:
+        limits.append(str(trainer["max_time"]))
+    if job.get("module"):
+        return " or ".join(limits)
+    return _joined(" or ".join(limits), f"{optimizer['name']}, lr {optimizer['lr']:g} {job['scheduler']['name']}")
+
+
+def _precision(job: Mapping[str, Any]) -> str:
+    recompute, compiled = job["recompute"], job["compile"]
+    if isinstance(recompute, int) and not isinstance(recompute, bool):
+        recompute = f"every {recompute} blocks" if recompute > 1 else "full"
+    mode = "on" if compiled is True else compiled or "off"
+    return _joined(job["precision"], f"recompute {recompute}", f"compile {mode}")
+
+
+def _sharded(job: Mapping[str, Any]) -> str:
+    dp = job["dp"]
+    if job["mesh"].get("dp", 1) == 1:
+        return ""
+    level = dp["sharding_level"]
+    if level == 0:
+        return "nothing: every rank of dp holds all of it"
+    over = f"over {dp['shard']} ranks of dp" if dp.get("shard") else "over dp"
+    return _joined(
+        f"{SHARDED[level]}, {over}",
+        f"{dp['replicate']} replicas" if (dp.get("replicate") or 1) > 1 else "",
+        "kept in host memory" if dp.get("cpu_offload") else "",
+    )
+
+
+# --- lines of the last panel -----------------------------------------------------------------------------------------
+
+
+def _loss(summary: Mapping[str, Any], losses: Sequence[float]) -> str:
+    last = summary.get("loss")
+    if last is None:
+        return ""
+    if len(losses) < 2:
+        return f"{last:.4f}"
+    return f"{losses[0]:.4f} → {last:.4f}   {loss_sparkline(losses)}"
+
+
+def _speed(summary: Mapping[str, Any]) -> str:
+    rate, step_time = summary.get("tokens_per_second"), summary.get("step_time_s")
+    return _joined(
+        f"{readable_count(rate)} tokens/s" if rate else "",
+        f"{readable_seconds(step_time)} per step (median)" if step_time else "",
+    )
+
+
+def _peak(summary: Mapping[str, Any]) -> str:
+    rank = f" (largest of {summary['world_size']} ranks)" if summary["world_size"] > 1 else ""
+    return f"{readable_bytes(summary['peak_memory_bytes'])} at its peak{rank}"
+
+
+# --- the panel -------------------------------------------------------------------------------------------------------
+
+
+def _show_panel(title: str, colour: str, rows: Iterable[tuple[str, str]], console: Console) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        if text:
+            table.add_row(label, Text(_writable(text, console)))
+    panel = Panel(
+        table,
+        title=Text(_writable(title, console), style=f"bold {colour}"),
+        title_align="left",
+        border_style=colour,
+        box=ROUNDED,
+        width=min(console.width, WIDEST),
+        padding=(0, 1),
+    )
+    console.print(panel)
+
+
+def _writable(text: str, console: Console) -> str:
+    """The text with plain letters in place of signs that the console's encoding lacks."""
+    if console.encoding.lower().startswith("utf"):
+        return text
+    plain = text.translate(PLAIN_SIGNS)
+    return plain.encode(console.encoding, "replace").decode(console.encoding)
+
+
+def _joined(*parts: str) -> str:
+    return " · ".join(part for part in parts if part)
+
+
+def _short_path(path: Any) -> str:
+    """The path as seen from the working directory, if it is below that."""
+    if not path:
+        return ""
+    path, here = Path(path), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
