@@ -1,0 +1,71 @@
+"""Every private or version-dependent torch name that the engine uses, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """The 1-D sub-mesh over `axes` taken together, outermost first, named `a_b`."""
+    if len(axes) == 1:
+        return mesh[axes[0]]
+    return mesh[axes]._flatten("_".join(axes))
+
+
+def local_index(tensor: DTensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank holds, as one slice per dim."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that two tensors have in common exactly when they share memory (true on meta, too)."""
+    return tensor.untyped_storage()._cdata
+
+
+def initialise_fsdp(root: nn.Module) -> None:
+    """Make `root` the outermost sharded module now, not at its first forward.
+
+    Blocks may then be called by themselves (a callback that runs part of the model) before the first step.
+    """
+    assert isinstance(root, FSDPModule)
+    root._get_fsdp_state()._lazy_init()  # type: ignore[attr-defined]
+
+
+def process_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let collectives of `group` fail after `seconds` without an answer."""
+    from datetime import timedelta
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+@contextmanager
+def saved_random_state(device: torch.device) -> Iterator[None]:
+    """Run a block with torch's random state put back afterwards, on the CPU and on `device`."""
+    devices = [] if device.type in ("cpu", "meta") else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        yield
+
+
+def is_random(operator: Any) -> bool:
+    """Whether an `OpOverload` draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def writes_to(operator: Any) -> list[str]:
+    """Names of the arguments that an `OpOverload` changes in place."""
+    return [
+        argument.name
+        for argument in operator._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

@@ -1,0 +1,73 @@
+"""Find the repeated blocks of a model by its structure: the units of sharding, recomputation and compilation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Block:
+    """One repeated block: its dotted name in the model and the module itself."""
+
+    name: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks in definition order, and in `reasons` why they are what they are (for plan.yaml)."""
+
+    found: list[Block]
+    reasons: dict[str, str]
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+
+def find_blocks(root: nn.Module) -> Blocks:
+    """The outermost repeated sub-modules of `root`.
+
+    A container (ModuleList, Sequential, ModuleDict) in which at least two children are of one class and have parts of
+    their own holds blocks; all its children with parameters and parts are blocks. Blocks do not nest. Blocks that
+    share a parameter with another module are left out, since their parameters can't be sharded by themselves.
+    """
+    found: list[Block] = []
+    reasons: dict[str, str] = {}
+    owners = Counter(
+        id(parameter) for module in root.modules() for parameter in set(module.parameters(recurse=False))
+    )
+
+    def visit(module: nn.Module, name: str) -> None:
+        children = {key: child for key, child in module.named_children() if _is_compound(child)}
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            kinds = Counter(type(child) for child in children.values())
+            repeated = [kind for kind, count in kinds.items() if count > 1]
+            if repeated:
+                taken = 0
+                for key, child in children.items():
+                    child_name = f"{name}.{key}" if name else key
+                    if any(owners[id(parameter)] > 1 for parameter in child.parameters()):
+                        reasons[child_name] = "not a block of its own: it shares a parameter with another module"
+                        continue
+                    found.append(Block(child_name, child))
+                    taken += 1
+                names = ", ".join(sorted(kind.__name__ for kind in repeated))
+                reasons[name or "(the model)"] = f"{taken} blocks: a {type(module).__name__} of repeated {names}"
+                return
+        for key, child in children.items():
+            visit(child, f"{name}.{key}" if name else key)
+
+    visit(root, "")
+    return Blocks(found, reasons)
+
+
+def _is_compound(module: nn.Module) -> bool:
+    """Whether a module has parts of its own and something to train or store in them."""
+    has_parts = next(module.children(), None) is not None
+    return has_parts and next(module.parameters(), None) is not None

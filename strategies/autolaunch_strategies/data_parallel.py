@@ -1,0 +1,129 @@
+"""Data parallelism: what each sharding level does to a module, and when gradients are exchanged.
+
+Level 0 keeps whole parameters and averages gradients (`GradientAverage`). Levels 1 to 3 are FSDP2 (`fully_shard`),
+one group per block and one for the rest:
+
+level 1  parameters are gathered once per step; gradients stay whole while a step accumulates, and are exchanged once;
+level 2  as 1, but gradients are exchanged and sharded after each backward;
+level 3  as 2, and parameters are freed after each use and gathered again for the backward pass.
+
+At all three, what outlives a step (parameters, optimizer state) is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from autolaunch_strategies._torch import initialise_fsdp
+from autolaunch_strategies.blocks import Blocks
+from autolaunch_strategies.config import DataParallel
+from autolaunch_strategies.gradients import GradientAverage
+from autolaunch_strategies.mesh import RankMesh
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+@dataclass
+class DataParallelModule:
+    """A module with data parallelism applied: switches gradient exchange on and off."""
+
+    root: nn.Module
+    level: int
+    averaged_names: list[str] = field(default_factory=list)
+    group: dist.ProcessGroup | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+    average: GradientAverage | None = None
+
+    def begin(self) -> None:
+        """Start exchanging gradients. Called once, when every parameter has its values."""
+        if isinstance(self.root, FSDPModule):
+            initialise_fsdp(self.root)
+        if self.group is not None and self.averaged_names:
+            parameters = dict(self.root.named_parameters())
+            self.average = GradientAverage([parameters[name] for name in self.averaged_names], self.group)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Within it, backward passes add to the gradients and exchange no more than the level needs to save memory."""
+        sharded = self.root if isinstance(self.root, FSDPModule) else None
+        if self.average is not None:
+            self.average.enabled = False
+        if sharded is not None:
+            if self.level == 1:
+                sharded.set_requires_gradient_sync(False)
+            else:
+                sharded.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            if self.average is not None:
+                self.average.enabled = True
+            if sharded is not None:
+                if self.level == 1:
+                    sharded.set_requires_gradient_sync(True)
+                else:
+                    sharded.set_requires_all_reduce(True)
+
+    def finish_backward(self) -> None:
+        """Complete the exchange of gradients after a backward pass."""
+        if self.average is not None:
+            self.average.finish()
+
+
+def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: DataParallel) -> DataParallelModule:
+    """Apply a sharding level to `root` in place: one group of parameters per block, one for everything else.
+
+    Parameters may be on meta. Names of parameters do not change. With one rank along dp and cp and no offload nothing
+    is done at all.
+    """
+    group = mesh.group("dp", "cp")
+    if group is None and not dp.cpu_offload:
+        return DataParallelModule(root, 0, reasons={"all parameters": "one rank along dp: nothing to exchange"})
+    if dp.sharding_level == 0:
+        assert group is not None
+        reasons = {"all parameters": "level 0: whole on every rank; gradients averaged in buckets during backward"}
+        return DataParallelModule(root, 0, [name for name, _ in root.named_parameters()], group, reasons)
+
+    scalars = {name: parameter for name, parameter in root.named_parameters() if parameter.dim() == 0}
+    options = {
+        "mesh": mesh.sharding_mesh(),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[dp.param_dtype], reduce_dtype=DTYPES[dp.reduce_dtype], cast_forward_inputs=False
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+        if dp.cpu_offload
+        else OffloadPolicy(),
+        "ignored_params": set(scalars.values()),
+    }
+    free_after_use = dp.sharding_level == 3
+    reasons = {}
+    for block in blocks:
+        fully_shard(block.module, reshard_after_forward=free_after_use, **options)
+        reasons[block.name] = "gathered for its forward and freed; again for its backward" if free_after_use else (
+            "gathered once per step"
+        )
+    fully_shard(root, reshard_after_forward=False, **options)
+    reasons["everything else"] = "gathered once per step: it is used at the start and at the end of it"
+    # A callback may run a part of the model outside of a training step: gather what that part needs.
+    for child in root.children():
+        child.register_forward_pre_hook(_gather_rest_of(root))
+    if scalars:
+        reasons[", ".join(scalars)] = "whole on every rank: a scalar can't be sharded"
+    return DataParallelModule(root, dp.sharding_level, list(scalars), group, reasons)
+
+
+def _gather_rest_of(root: nn.Module) -> Callable[[nn.Module, Any], None]:
+    assert isinstance(root, FSDPModule)
+
+    def gather(module: nn.Module, args: Any) -> None:
+        root.unshard()
+
+    return gather

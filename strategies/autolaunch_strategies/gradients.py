@@ -1,0 +1,166 @@
+"""Gradients of replicated parameters summed over ranks, and one gradient norm over every axis of the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients travel in pieces of about this size, so that communication overlaps with the backward pass."""
+
+
+class GradientAverage:
+    """Averages the gradients of replicated parameters over a group, in buckets, while the backward pass runs.
+
+    Used for everything at sharding level 0, and at the other levels for what `fully_shard` cannot hold (scalars).
+    A parameter without a gradient on this rank counts as zero if another rank has one, and keeps none otherwise.
+
+    Args:
+        parameters: in the order of definition; gradients are expected in about the reverse order.
+        group: the ranks to average over.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.enabled = True
+        self._buckets = _buckets([parameter for parameter in parameters if parameter.requires_grad])
+        self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
+        self._ready: list[set[nn.Parameter]] = [set() for _ in self._buckets]
+        self._next = 0
+        self._running: list[tuple[list[nn.Parameter], torch.Tensor, dist.Work]] = []
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._gradient_ready) for parameter in self._bucket_of]
+
+    def finish(self) -> None:
+        """Wait until every gradient is the average. Every rank calls it once after each synchronised backward."""
+        if not self.enabled:
+            return
+        while self._next < len(self._buckets):
+            self._start(self._next)
+        for bucket, flat, work in self._running:
+            work.wait()
+            flat.div_(self.group.size())
+            pieces = flat.split([*(_local(parameter).numel() for parameter in bucket), len(bucket)])
+            for index, (parameter, piece) in enumerate(zip(bucket, pieces, strict=False)):
+                if parameter.grad is None:
+                    if pieces[-1][index] == 0:  # no rank has one
+                        continue
+                    parameter.grad = torch.zeros_like(parameter)
+                elif parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
+                _local(parameter.grad).copy_(piece.view_as(_local(parameter)))
+        self._running.clear()
+        self._ready = [set() for _ in self._buckets]
+        self._next = 0
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _gradient_ready(self, parameter: nn.Parameter) -> None:
+        if not self.enabled:
+            return
+        self._ready[self._bucket_of[parameter]].add(parameter)
+        # In order on every rank, whatever the order of the gradients: collectives must match.
+        while self._next < len(self._buckets) and len(self._ready[self._next]) == len(self._buckets[self._next]):
+            self._start(self._next)
+
+    def _start(self, index: int) -> None:
+        bucket = self._buckets[index]
+        pieces = [
+            torch.zeros_like(_local(parameter)).flatten()
+            if parameter.grad is None
+            else _dense(_local(parameter.grad)).flatten()
+            for parameter in bucket
+        ]
+        has_gradient = [float(parameter.grad is not None) for parameter in bucket]
+        flat = torch.cat([*pieces, pieces[0].new_tensor(has_gradient)])
+        self._running.append((bucket, flat, dist.all_reduce(flat, group=self.group, async_op=True)))
+        self._next = index + 1
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = []
+    filled, kind = 0, None
+    for parameter in reversed(parameters):
+        size = _local(parameter).numel() * parameter.dtype.itemsize
+        if not buckets or kind != (parameter.dtype, parameter.device) or filled + size > BUCKET_BYTES:
+            buckets.append([])
+            filled, kind = 0, (parameter.dtype, parameter.device)
+        buckets[-1].append(parameter)
+        filled += size
+    return buckets
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients as if they stood on one device: a 0-dim fp32 tensor, equal on every rank.
+
+    Collective over the meshes of the gradients. A gradient that is sharded counts each element once, one that is
+    replicated counts once. Parameters without a gradient count as zero.
+    """
+    groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        sharded_over: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(gradient, DTensor):
+            if any(placement.is_partial() for placement in gradient.placements):
+                gradient = gradient.redistribute(
+                    placements=[Replicate() if item.is_partial() else item for item in gradient.placements]
+                )
+            sharded_over = tuple(
+                gradient.device_mesh.get_group(dim)
+                for dim, placement in enumerate(gradient.placements)
+                if not placement.is_replicate()
+            )
+        groups[sharded_over].append(_dense(_local(gradient)))
+    total: torch.Tensor | None = None
+    for sharded_over, gradients in groups.items():
+        part = torch.zeros((), device=gradients[0].device)
+        if filled := [gradient for gradient in gradients if gradient.numel()]:  # a small shard may be empty
+            norms = torch._foreach_norm(filled, norm_type, dtype=torch.float32)
+            part = torch.linalg.vector_norm(torch.stack([norm.to(part.device) for norm in norms]), norm_type)
+        part = part if math.isinf(norm_type) else part**norm_type
+        for group in sharded_over:
+            dist.all_reduce(part, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+        if total is None:
+            total = part
+        else:
+            total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
+    if total is None:
+        return torch.zeros(())
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their `norm` is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = _local(parameter.grad)
+            local.mul_(factor.to(local.device))
+
+
+@torch.no_grad()
+def clip_values(parameters: Iterable[nn.Parameter], limit: float) -> None:
+    """Clamp every element of every gradient to [-limit, limit]."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            _local(parameter.grad).clamp_(-limit, limit)

@@ -1,0 +1,95 @@
+"""Ranks and coordinates, and the `DeviceMesh` that torch works with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autolaunch_strategies._torch import flatten_mesh
+from autolaunch_strategies.config import AXES, MeshShape
+
+_PARTS = {"dp": ("dp_replicate", "dp_shard")}
+
+
+def coordinates(shape: MeshShape, rank: int) -> dict[str, int]:
+    """Position of `rank` along each axis; the last axis of `shape.order` varies fastest."""
+    position = {}
+    for axis in reversed(shape.order):
+        rank, position[axis] = divmod(rank, shape.sizes[axis])
+    assert rank == 0, "the rank lies outside the mesh"
+    return {axis: position[axis] for axis in AXES}
+
+
+def rank_at(shape: MeshShape, position: dict[str, int]) -> int:
+    """The rank at a position along each axis (0 where an axis is not named); inverse of `coordinates`."""
+    rank = 0
+    for axis in shape.order:
+        rank = rank * shape.sizes[axis] + position.get(axis, 0)
+    return rank
+
+
+@dataclass(frozen=True)
+class RankMesh:
+    """This process in the mesh: its coordinates, and the torch sub-meshes and groups it belongs to.
+
+    The dp axis is held as `dp_replicate` x `dp_shard`, so that hybrid sharding is a choice of sizes. Axes of size 1
+    are left out of torch's mesh: asking for them gives None, and nothing is created for them.
+    """
+
+    shape: MeshShape
+    rank: int
+    replicate: int
+    shard: int
+    device_mesh: DeviceMesh
+
+    @classmethod
+    def build(cls, shape: MeshShape, replicate: int, shard: int, device_type: str) -> RankMesh:
+        """Create torch's mesh over the default process group. Collective: every rank calls it once.
+
+        Args:
+            replicate, shard: how the dp axis is divided; their product is `shape.dp`.
+            device_type: `cpu` or `cuda`.
+        """
+        assert replicate * shard == shape.dp and dist.get_world_size() == shape.size
+        sizes = {**shape.sizes, "dp_replicate": replicate, "dp_shard": shard}
+        names = [part for axis in shape.order for part in _PARTS.get(axis, (axis,)) if sizes[part] > 1]
+        names = names or ["dp_shard"]
+        device_mesh = init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
+        return cls(shape, dist.get_rank(), replicate, shard, device_mesh)
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Position of this rank along each axis."""
+        return coordinates(self.shape, self.rank)
+
+    def sub_mesh(self, *axes: str) -> DeviceMesh | None:
+        """The 1-D mesh of this rank's peers along `axes` taken together; None if they have one rank in all."""
+        assert self.device_mesh.mesh_dim_names is not None
+        wanted = {part for axis in axes for part in _PARTS.get(axis, (axis,))}
+        present = tuple(name for name in self.device_mesh.mesh_dim_names if name in wanted)
+        if not present or math.prod(self.device_mesh[name].size() for name in present) == 1:
+            return None
+        return flatten_mesh(self.device_mesh, present)
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The process group of `sub_mesh(*axes)`; None if it has one rank only."""
+        mesh = self.sub_mesh(*axes)
+        return None if mesh is None else mesh.get_group()
+
+    def sharding_mesh(self) -> DeviceMesh:
+        """The mesh for `fully_shard`: 1-D over what is sharded, or 2-D (replicate, shard) for hybrid sharding.
+
+        Parameters are sharded over dp_shard x cp together.
+        """
+        assert self.device_mesh.mesh_dim_names is not None
+        names = self.device_mesh.mesh_dim_names
+        shard = tuple(name for name in names if name in ("dp_shard", "cp"))
+        assert shard, "nothing to shard over"
+        flat = flatten_mesh(self.device_mesh, shard)
+        if "dp_replicate" not in names:
+            return flat
+        assert flat.mesh_dim_names is not None
+        return self.device_mesh["dp_replicate", flat.mesh_dim_names[0]]

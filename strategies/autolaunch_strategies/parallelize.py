@@ -1,0 +1,95 @@
+"""The one fixed order in which everything is applied to a module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autolaunch_strategies.blocks import Blocks, find_blocks
+from autolaunch_strategies.config import ParallelConfig
+from autolaunch_strategies.construction import Construction
+from autolaunch_strategies.data_parallel import DataParallelModule, apply_data_parallel
+from autolaunch_strategies.materialise import WeightFiles, materialise, share_values
+from autolaunch_strategies.mesh import RankMesh
+from autolaunch_strategies.recompute import apply_compile, apply_recompute
+
+ORDER = ("recompute", "compile", "shard (dp)", "materialise", "optimizer")
+
+
+@dataclass
+class Parallelized:
+    """What was done to a module: handles for the strategy, and an account of it for plan.yaml."""
+
+    module: nn.Module
+    data_parallel: DataParallelModule
+    parameter_count: int
+    blocks: Blocks
+    account: dict[str, Any] = field(default_factory=dict)
+
+
+def apply_parallelism(
+    module: nn.Module,
+    config: ParallelConfig,
+    mesh: RankMesh,
+    device: torch.device,
+    construction: Construction | None = None,
+    files: WeightFiles | None = None,
+) -> Parallelized:
+    """Apply a parallel config to `module` in place and give it its values. Collective over the whole mesh.
+
+    Args:
+        module: any module; parameters on meta if it was built within `construction.recording()`.
+        device: where this rank computes.
+        files: weights to start from, by parameter name.
+    """
+    count = sum(parameter.numel() for parameter in module.parameters())
+    if construction is not None:
+        construction.remember(module)
+    share_values(_moved(module, device), mesh.group("pp", "dp", "cp", "mp"))
+    blocks = find_blocks(module)
+    recomputed = apply_recompute(blocks, config.recompute)
+    compiled = apply_compile(blocks, config.compile)
+    data_parallel = apply_data_parallel(module, blocks, mesh, config.dp)
+    materialise(module, device, construction, files)
+    data_parallel.begin()
+    account = account_of(config, mesh.replicate, mesh.shard, blocks, recomputed, compiled, data_parallel.reasons)
+    return Parallelized(module, data_parallel, count, blocks, account)
+
+
+def account_of(
+    config: ParallelConfig,
+    replicate: int,
+    shard: int,
+    blocks: Blocks,
+    recomputed: dict[str, str],
+    compiled: list[str],
+    sharding: dict[str, str],
+) -> dict[str, Any]:
+    """Everything that is applied, in order and with reasons, as plain data for plan.yaml."""
+    return {
+        "order": list(ORDER),
+        "mesh": {"shape": config.mesh.name, "ranks": config.mesh.size, "rank_order": list(config.mesh.order)},
+        "blocks": {"found": [block.name for block in blocks], **_if_any("reasons", blocks.reasons)},
+        "recompute": {"mode": config.recompute.mode, **_if_any("blocks", recomputed)},
+        "compile": {"mode": config.compile, **_if_any("blocks", compiled)},
+        "dp": {
+            "sharding_level": config.dp.sharding_level,
+            "replicate": replicate,
+            "shard": shard,
+            "groups": sharding,
+        },
+    }
+
+
+def _if_any(key: str, value: Any) -> dict[str, Any]:
+    return {key: value} if value else {}
+
+
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """`module` with everything that is not on meta on `device`."""
+    if device.type == "cpu":
+        return module
+    return module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

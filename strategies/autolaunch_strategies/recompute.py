@@ -1,0 +1,90 @@
+"""Activation checkpointing and compilation of blocks, in place: names of parameters stay what they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autolaunch_strategies.blocks import Block
+from autolaunch_strategies.config import ConfigError, Recompute
+
+SAVE_GROUPS: dict[str, tuple[str, ...]] = {
+    "mm": ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm"),
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_attention_math",
+    ),
+}
+"""What the names in `recompute_save` stand for: aten operators."""
+
+
+def apply_recompute(blocks: Iterable[Block], recompute: Recompute) -> dict[str, str]:
+    """Let blocks compute their activations again in the backward pass. Returns block name -> what was done.
+
+    Raises:
+        ConfigError: selective with a name that is neither a group nor an aten operator.
+    """
+    done = {}
+    context_fn = _selective(recompute.save) if recompute.mode == "selective" else None
+    for number, block in enumerate(blocks):
+        if recompute.mode == "none" or (isinstance(recompute.mode, int) and number % recompute.mode):
+            continue
+        _replace_forward(block.module, functools.partial(_checkpointed, context_fn))
+        done[block.name] = "selective" if context_fn else "full"
+    return done
+
+
+def apply_compile(blocks: Iterable[Block], mode: bool | str) -> list[str]:
+    """Compile the forward of every block by itself (hooks around it stay eager). Returns the blocks' names."""
+    if not mode:
+        return []
+    options = {} if mode is True else {"mode": mode}
+    names = []
+    for block in blocks:
+        _replace_forward(block.module, lambda forward: torch.compile(forward, **options))
+        names.append(block.name)
+    return names
+
+
+def _replace_forward(module: nn.Module, change: Callable[[Callable], Callable]) -> None:
+    forward = module.forward
+    module.forward = functools.wraps(forward)(change(forward))  # type: ignore[method-assign]
+
+
+def _checkpointed(context_fn: Callable | None, forward: Callable) -> Callable:
+    options = {} if context_fn is None else {"context_fn": context_fn}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return run
+
+
+def _selective(save: Iterable[str]) -> Callable:
+    kept: set[Any] = set()
+    for name in save:
+        operators = SAVE_GROUPS.get(name, (name.removeprefix("aten."),))
+        found = {getattr(torch.ops.aten, operator) for operator in operators if hasattr(torch.ops.aten, operator)}
+        if not found:
+            raise ConfigError(
+                f"recompute_save={name}",
+                "neither a group of operators nor an aten operator",
+                f"{', '.join(SAVE_GROUPS)}, or aten.<name>",
+            )
+        kept |= found
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        packet = getattr(operator, "overloadpacket", None)
+        return CheckpointPolicy.MUST_SAVE if packet in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
