@@ -26,10 +26,11 @@ def standard_library_documents() -> list[bytes]:
 def find_files(path: Any, suffixes: Iterable[str], key: str = "data.path") -> list[Path]:
     """The readable, non-empty files that `path` means: a file, a directory, a glob or a list of them.
 
-    A directory is searched recursively. Files of a directory and of a glob come sorted by name, entries of a list in the list's order.
+    A directory is searched recursively. Files of a directory and of a glob come sorted by name, without empty ones;
+    entries of a list come in the list's order.
 
     Raises:
-        ConfigError: nothing is there, a file is empty or cannot be read; `key` is how the message calls the setting.
+        ConfigError: nothing is there, it is empty or cannot be read; `key` is how the message calls the setting.
     """
     if isinstance(path, list | tuple):
         if not path:
@@ -42,13 +43,14 @@ def find_files(path: Any, suffixes: Iterable[str], key: str = "data.path") -> li
     if place.is_dir():
         files = _files_in(place, tuple(suffixes))
         if not files:
-            raise ConfigError(where, f"no file in this directory ends in {', '.join(suffixes)}")
+            raise ConfigError(where, f"no file with anything in it ends in {', '.join(suffixes)} in this directory")
     elif place.exists():
         files = [place]
     elif glob.has_magic(str(place)):
-        files = sorted(Path(name) for name in glob.iglob(str(place), recursive=True) if Path(name).is_file())
+        # pathlib's own globbing takes no absolute pattern.
+        files = sorted(filter(_has_content, map(Path, glob.iglob(str(place), recursive=True))))  # noqa: PTH207
         if not files:
-            raise ConfigError(where, "no file matches")
+            raise ConfigError(where, "no file with anything in it matches")
     else:
         close = nearest(place.name, [file.name for file in place.parent.iterdir()]) if place.parent.is_dir() else ""
         raise ConfigError(where, "no such file or directory", write=f"{key}={place.parent / close}" if close else "")
@@ -61,10 +63,14 @@ def find_files(path: Any, suffixes: Iterable[str], key: str = "data.path") -> li
     return files
 
 
+def _has_content(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size > 0
+
+
 def _files_in(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
     visible = (
         file
         for file in directory.rglob("*")
         if not any(part.startswith(".") for part in file.relative_to(directory).parts)
     )
-    return sorted(file for file in visible if file.suffix.lower() in suffixes and file.is_file())
+    return sorted(file for file in visible if file.suffix.lower() in suffixes and _has_content(file))

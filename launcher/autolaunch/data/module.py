@@ -18,8 +18,9 @@ class TokenDataModule(LightningDataModule):
     """Batches ``{input_ids, labels}``, int64 [b, s], of this rank's share of the data.
 
     The share is that of ``trainer.strategy.dp_rank`` among ``trainer.strategy.dp_size`` ranks (0 of 1 where the
-    strategy has no such attributes). Training batches follow a `BatchOrder`. Validation sequences are cut to whole microbatches,
-    so that every data parallel size averages over the same ones. The training position is part of the checkpoint.
+    strategy has no such attributes). Training batches follow a `BatchOrder`. Validation sequences are cut to whole
+    microbatches, so that every data parallel size averages over the same ones. The training position is part of the
+    checkpoint.
 
     Args:
         open_sequences: gives the (training, validation) sequences; slow only in the first call on a machine.

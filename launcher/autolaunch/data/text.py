@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def open_sequences(config: dict[str, Any], seed: int) -> tuple[Sequences, Sequen
     """
     files = None if config["path"] is None else find_files(config["path"], TEXT_SUFFIXES)
     encoder = BytesEncoder() if config["tokenizer"] == "bytes" else FileEncoder(Path(config["tokenizer"]).expanduser())
-    documents = standard_library_documents() if files is None else files
+    documents: Sequence[bytes | Path] = standard_library_documents() if files is None else files
     sizes = [document.stat().st_size if isinstance(document, Path) else len(document) for document in documents]
     tokens: np.ndarray | TokenFile
     if isinstance(encoder, BytesEncoder) and bytes_token_count(sizes) < IN_MEMORY_TOKENS:
@@ -80,7 +80,7 @@ class FileEncoder:
         return np.asarray(encoding.ids, self.dtype)
 
 
-def _encoded(documents: list[bytes] | list[Path], encoder: BytesEncoder | FileEncoder) -> Iterator[np.ndarray]:
+def _encoded(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncoder) -> Iterator[np.ndarray]:
     for number, document in enumerate(documents):
         if number and encoder.end_of_document is not None:
             yield np.asarray([encoder.end_of_document], encoder.dtype)
@@ -100,7 +100,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autolaunch"
 
 
-def _cached(documents: list[bytes] | list[Path], encoder: BytesEncoder | FileEncoder) -> Path:
+def _cached(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncoder) -> Path:
     identity = hashlib.sha256(encoder.identity.encode())
     for document in documents:
         if isinstance(document, Path):
