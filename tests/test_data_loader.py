@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ def test_validation_sees_the_same_sequences_on_every_dp_size(dp_size: int) -> No
         trainer = Trainer(accelerator="cpu", strategy=OnRank(rank, dp_size), logger=False, enable_progress_bar=False)
         trainer.predict(model, datamodule=data)
         assert model.predicted == model.validated
-    together = [sum(parts, []) for parts in zip(*batches, strict=True)]
+    together = [list(chain(*parts)) for parts in zip(*batches, strict=True)]
     assert together == [[0, 1, 2, 3], [4, 5, 6, 7]]  # whole batches of 8 / 2; three are left over
 
 

@@ -52,7 +52,9 @@ def find_files(path: Any, suffixes: Iterable[str], key: str = "data.path") -> li
         if not files:
             raise ConfigError(where, "no file with anything in it matches")
     else:
-        close = nearest(place.name, [file.name for file in place.parent.iterdir()]) if place.parent.is_dir() else ""
+        # By the name without its ending: that they end alike makes no two files similar.
+        names = {file.stem: file.name for file in place.parent.iterdir()} if place.parent.is_dir() else {}
+        close = names.get(nearest(place.stem, names))
         raise ConfigError(where, "no such file or directory", write=f"{key}={place.parent / close}" if close else "")
     for file in files:
         name = where if file == place else f"{where}: {file}"

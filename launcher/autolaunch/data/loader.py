@@ -44,7 +44,7 @@ class PositionedLoader(DataLoader[Batch]):
     depend on the number of workers or of data parallel ranks.
 
     Args:
-        repeat: hand out the first so many microbatches of the order over and over (null: the whole order).
+        repeat: hand out the first so many microbatches of the order over and over (None: the whole order).
         pin_memory: put batches into page-locked memory (for CUDA).
     """
 
