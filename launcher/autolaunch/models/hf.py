@@ -59,7 +59,7 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
     config.use_cache = False
     config.get_text_config().use_cache = False
     attention = model_cfg.get("attn_implementation") or "sdpa"
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     if not getattr(model_class, _SUPPORTS.get(attention, ""), True):
         raise ConfigError(
             f"model.attn_implementation={attention}",

@@ -1,0 +1,336 @@
+"""model=hf: families of transformers from a config, and pretrained weights read piece by piece."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autolaunch.models import build_model
+from autolaunch.models.facts import ModelFacts, model_facts
+from autolaunch.models.llama import Llama
+from autolaunch.models.llama_config import llama_config
+from autolaunch.models.pretrained import SafetensorsWeights
+from autolaunch_strategies.config import ConfigError
+
+transformers = pytest.importorskip("transformers")
+
+USUAL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": USUAL,
+    "gpt2": {
+        "vocab_size": 96,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen3": {**USUAL, "head_dim": 8},
+    "gemma3_text": {**USUAL, "head_dim": 8},
+    "gpt_neox": {key: USUAL[key] for key in USUAL if key != "num_key_value_heads"},
+    "mixtral": {**USUAL, "num_local_experts": 4},
+}
+
+
+def hf(model_type: str = "llama", **keys: Any) -> dict[str, Any]:
+    return {"name": "hf", "path": None, "config": {"model_type": model_type, **FAMILIES[model_type]}, **keys}
+
+
+def local(path: Path, **keys: Any) -> dict[str, Any]:
+    return {"name": "hf", "path": str(path), "config": {}, "pretrained": True, **keys}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, torch.nn.Module]:
+    """A directory with a tiny pretrained llama in several files, and the model that is in it."""
+    torch.manual_seed(0)
+    model = build_model(hf())
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    return tmp_path, model
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_families_from_a_config(model_type: str) -> None:
+    torch.manual_seed(0)
+    model = build_model(hf(model_type))
+    assert type(model) is transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    output = model(torch.randint(0, 96, (2, 16)))
+    assert output.logits.shape == (2, 16, 96) and getattr(output, "past_key_values", None) is None
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    assert all(0.005 < matrix.std().item() < 0.03 for matrix in matrices)  # the family's own 0.02, not torch's defaults
+    facts = model_facts(hf(model_type))
+    assert (facts.num_layers, facts.num_heads, facts.hidden_size, facts.vocab_size) == (2, 4, 32, 96)
+
+
+def test_a_recorded_constructor_draws_the_weights_of_the_family() -> None:
+    class Recorder(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drawn: dict[int, float] = {}
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.normal_.default:
+                self.drawn[id(args[0])] = args[2] if len(args) > 2 else 1.0
+            return func(*args, **(kwargs or {}))
+
+    # On the meta device transformers itself skips them.
+    with torch.device("meta"), Recorder() as recorder:
+        model = build_model(hf(config={"model_type": "llama", **USUAL, "initializer_range": 0.125}))
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    assert all(matrix.is_meta for matrix in matrices)
+    assert [recorder.drawn.get(id(matrix)) for matrix in matrices] == [0.125] * len(matrices)
+
+
+def test_weights_take_the_default_dtype_whatever_the_file_says(saved: tuple[Path, torch.nn.Module]) -> None:
+    path, _ = saved
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**fields, "dtype": "bfloat16"}))
+    assert {parameter.dtype for parameter in build_model(local(path)).parameters()} == {torch.float32}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert {parameter.dtype for parameter in build_model(local(path)).parameters()} == {torch.bfloat16}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_config_of_a_directory_and_overrides(saved: tuple[Path, torch.nn.Module]) -> None:
+    path, _ = saved
+    cfg = local(path, config={"num_hidden_layers": 1, "rope_parameters": {"rope_theta": 5.0}})
+    model = build_model(cfg)
+    assert model.config.rope_parameters == {"rope_theta": 5.0, "rope_type": "default"}
+    assert len(model.model.layers) == 1 and model.config.hidden_size == 32
+    assert model_facts(cfg) == ModelFacts("hf", 1, 4, 2, 32, 64, 96, 2048)
+
+
+def test_facts_of_a_model_of_text_and_images() -> None:
+    config = {"model_type": "gemma3", "text_config": {"num_hidden_layers": 3, "hidden_size": 8}, "vision_config": {}}
+    assert model_facts({"name": "hf", "config": config}) == ModelFacts("hf", num_layers=3, hidden_size=8)
+
+
+# --- weights -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "mixtral"])
+@pytest.mark.parametrize("shard", ["20KB", "1GB"])
+def test_weights_come_back_one_by_one(tmp_path: Path, model_type: str, shard: str) -> None:
+    torch.manual_seed(0)
+    model = build_model(hf(model_type))
+    with torch.no_grad():
+        for parameter in model.parameters():  # the weight of every norm is 1 at first: make each tensor its own
+            parameter.add_(torch.randn_like(parameter))
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    weights = SafetensorsWeights(tmp_path)
+    with torch.device("meta"):
+        empty = build_model(local(tmp_path))
+    sources = weights.matching(empty)
+    assert sources.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(weights.read(sources[name]), tensor), name
+
+
+def test_slices(saved: tuple[Path, torch.nn.Module]) -> None:
+    path, model = saved
+    weights, name = SafetensorsWeights(path), "model.layers.1.mlp.up_proj.weight"
+    expected = model.state_dict()[name]
+    assert weights.names() == set(model.state_dict())
+    assert weights.shape(name) == (64, 32)
+    assert torch.equal(weights.read(name, (slice(5, 20),)), expected[5:20])
+    assert torch.equal(weights.read(name, (slice(None), slice(8, 9))), expected[:, 8:9])
+    assert torch.equal(weights.read(name, (slice(60, 64), slice(30, 32))), expected[60:, 30:])
+    assert weights.read(name, (slice(64, 64),)).shape == (0, 32)
+    assert torch.equal(weights.read("model.norm.weight", (slice(1, 3),)), model.state_dict()["model.norm.weight"][1:3])
+
+
+def test_a_base_models_files_serve_the_model_with_a_head_and_the_reverse(tmp_path: Path) -> None:
+    gpt = build_model(hf("gpt2"))
+    gpt.transformer.save_pretrained(tmp_path / "base")
+    gpt.save_pretrained(tmp_path / "head")
+    from_base = SafetensorsWeights(tmp_path / "base").matching(gpt)
+    assert from_base["transformer.h.0.ln_1.weight"] == "h.0.ln_1.weight"
+    assert from_base["lm_head.weight"] == "wte.weight"
+    assert from_base.keys() == gpt.state_dict().keys()
+    to_base = SafetensorsWeights(tmp_path / "head").matching(gpt.transformer)
+    assert to_base["h.0.ln_1.weight"] == "transformer.h.0.ln_1.weight"
+    assert to_base.keys() == gpt.transformer.state_dict().keys()
+
+
+def test_our_llama_takes_the_files_of_transformers(saved: tuple[Path, torch.nn.Module]) -> None:
+    path, model = saved
+    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "norm_eps": 1e-6}
+    ours = Llama(llama_config(shape))
+    weights = SafetensorsWeights(path)
+    with torch.no_grad():
+        for name, source in weights.matching(ours).items():
+            ours.get_parameter(name).copy_(weights.read(source))
+    ids = torch.randint(0, 96, (1, 12))
+    torch.testing.assert_close(ours(ids), model(ids).logits, rtol=1e-4, atol=1e-6)
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+DIRECTORY = "a directory on this machine with config.json and safetensors (nothing is downloaded)"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        pytest.param(None, f"there is no such directory\n  allowed: {DIRECTORY}", id="no-directory"),
+        pytest.param({}, f"there is no config.json in it\n  allowed: {DIRECTORY}", id="no-config"),
+        pytest.param(
+            {"config.json": "{"},
+            "its config.json cannot be read: "
+            "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+            id="not-json",
+        ),
+        pytest.param(
+            {"config.json": "{}"},
+            "its config.json names no model_type\n  allowed: the config.json of a transformers model",
+            id="no-model-type",
+        ),
+        pytest.param(
+            {"config.json": '{"model_type": "llama"}', "pytorch_model.bin": ""},
+            "there are no weights in it\n"
+            "  allowed: model.safetensors or model.safetensors.index.json\n"
+            "  write:   model.pretrained=false for random weights",
+            id="no-safetensors",
+        ),
+    ],
+)
+def test_directories_that_hold_no_model(tmp_path: Path, files: dict[str, str] | None, message: str) -> None:
+    path = tmp_path / "model"
+    if files is not None:
+        path.mkdir()
+        for name, text in files.items():
+            (path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'model.path={path}: {message}')}$"):
+        model_facts(local(path))
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        pytest.param(
+            {"name": "hf"},
+            "model=hf: neither model.path nor model.config.model_type says which model\n"
+            "  allowed: a local directory with config.json, or a model_type of transformers and its fields\n"
+            "  write:   model.path=DIRECTORY, or '+model.config={model_type: llama, hidden_size: 256, ...}'",
+            id="nothing",
+        ),
+        pytest.param(
+            {"name": "hf", "config": {"model_type": "lama"}},
+            "model.config.model_type=lama: transformers has no model_type lama; did you mean llama?\n"
+            "  allowed: a model_type of the installed transformers",
+            id="model-type",
+        ),
+        pytest.param(
+            {"name": "hf", "config": {"model_type": "vit"}},
+            "model.config.model_type=vit: vit has no causal language model\n"
+            "  allowed: a model_type with a ...ForCausalLM class",
+            id="not-causal",
+        ),
+        pytest.param(
+            {"name": "hf", "config": {"model_type": "llama", "num_hidden_layer": 2}},
+            "model.config.num_hidden_layer: LlamaConfig has no such field; did you mean num_hidden_layers?\n"
+            "  allowed: the fields of transformers.LlamaConfig",
+            id="unknown-field",
+        ),
+        pytest.param(
+            {"name": "hf", "config": {"model_type": "gemma2"}, "attn_implementation": "sdpa"},
+            "model.attn_implementation=sdpa: transformers' Gemma2ForCausalLM does not have it\n"
+            "  allowed: eager, flash_attention_2\n"
+            "  write:   model.attn_implementation=eager",
+            id="attention",
+        ),
+    ],
+)
+def test_configs_that_are_no_model(cfg: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        build_model(cfg)
+
+
+def test_values_that_transformers_refuses() -> None:
+    cfg = {"name": "hf", "config": {"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}}
+    with pytest.raises(
+        ConfigError, match=r"^model\.config\.model_type=llama: transformers refuses this config: .*30.*4"
+    ):
+        build_model(cfg)
+
+
+def refused(path: Path, model: torch.nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'model.path={path}: ')}{message}$"):
+        SafetensorsWeights(path).matching(model)
+
+
+def test_an_absent_shard_is_named(saved: tuple[Path, torch.nn.Module]) -> None:
+    path, model = saved
+    shard = sorted(path.glob("model-*.safetensors"))[2]
+    shard.unlink()
+    refused(path, model, re.escape(f"model.safetensors.index.json names files that are not there: {shard.name}"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage"])
+def test_a_corrupt_shard_is_named(saved: tuple[Path, torch.nn.Module], damage: str) -> None:
+    path, model = saved
+    shard = sorted(path.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100] if damage == "cut" else b"\xff" * 4096)
+    refused(path, model, re.escape(f"{shard.name} is corrupt or cut short: ") + ".*")
+
+
+def test_an_index_that_is_none(saved: tuple[Path, torch.nn.Module]) -> None:
+    path, model = saved
+    (path / "model.safetensors.index.json").write_text("{}")
+    refused(
+        path, model, re.escape("model.safetensors.index.json is not an index of safetensors: KeyError: 'weight_map'")
+    )
+
+
+def test_an_index_that_promises_too_much(saved: tuple[Path, torch.nn.Module]) -> None:
+    path, model = saved
+    index = path / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    shard = fields["weight_map"]["model.embed_tokens.weight"]
+    index.write_text(json.dumps({"weight_map": {**fields["weight_map"], "model.norm.weight": shard}}))
+    refused(path, model, re.escape(f"{shard} does not hold model.norm.weight, although the index says so"))
+
+
+def test_missing_weights_are_counted_and_named(saved: tuple[Path, torch.nn.Module]) -> None:
+    path, _ = saved
+    deeper = build_model(local(path, config={"num_hidden_layers": 3}))
+    layer = "model.layers.2"
+    refused(
+        path,
+        deeper,
+        re.escape(
+            f"9 of the 30 weights of LlamaForCausalLM are not in its files: {layer}.self_attn.q_proj.weight, "
+            f"{layer}.self_attn.k_proj.weight, {layer}.self_attn.v_proj.weight, {layer}.self_attn.o_proj.weight, "
+            f"{layer}.mlp.gate_proj.weight and 4 more"
+        ),
+    )
+
+
+def test_another_shape_is_refused(saved: tuple[Path, torch.nn.Module]) -> None:
+    path, _ = saved
+    wider = build_model(local(path, config={"vocab_size": 100}))
+    refused(
+        path,
+        wider,
+        re.escape(
+            "2 of the weights of LlamaForCausalLM have another shape in its files: lm_head.weight [96, 32] instead of "
+            "[100, 32], model.embed_tokens.weight [96, 32] instead of [100, 32]"
+        ),
+    )
