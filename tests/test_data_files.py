@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pickle
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,7 @@ def test_synthetic_sequences_have_a_pattern_to_learn() -> None:
     follower = {first: max(range(64), key=lambda second: pairs[first, second]) for first in range(64)}
     assert sorted(follower.values()) == list(range(64))
     rows = everything(validation)
-    hits = np.mean([follower[first] == second for row in rows for first, second in zip(row, row[1:], strict=False)])
+    hits = np.mean([follower[first] == second for row in rows for first, second in pairwise(row)])
     assert abs(hits - (1 - synthetic.JUMP_PROBABILITY)) < 0.02
     counts = np.bincount(rows.flat, minlength=64) / rows.size
     assert counts.min() > 0.5 / 64 and counts.max() < 2 / 64
