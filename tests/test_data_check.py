@@ -123,6 +123,9 @@ BAD = [
         id="absent file",
     ),
     pytest.param("text", {"path": "a/b.txt"}, "data.path=a/b.txt: no such file or directory", id="absent directory"),
+    pytest.param(
+        "text", {"path": "~no_such_user/a"}, "data.path=~no_such_user/a: no such file or directory", id="absent user"
+    ),
     pytest.param("text", {"path": "*.rst"}, "data.path=*.rst: no file with anything in it matches", id="empty glob"),
     pytest.param("text", {"path": "empty.txt"}, "data.path=empty.txt: the file is empty", id="empty file"),
     pytest.param(

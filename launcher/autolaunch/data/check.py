@@ -16,7 +16,7 @@ from autolaunch.data.counts import (
     token_file_length,
     window_count,
 )
-from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, find_files, standard_library_documents
+from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, expanded, find_files, standard_library_documents
 from autolaunch_strategies.config import ConfigError
 
 BYTES_VOCABULARY = 257
@@ -144,7 +144,7 @@ def _text_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigE
 
 def _tokenizer_errors(tokenizer: str, vocab_size: int | None) -> list[ConfigError]:
     where = f"data.tokenizer={tokenizer}"
-    file = Path(tokenizer).expanduser()
+    file = expanded(tokenizer)
     allowed = "bytes, or the path of a tokenizer.json"
     if not file.is_file():
         inside = file / "tokenizer.json"

@@ -40,7 +40,7 @@ def find_files(path: Any, suffixes: Iterable[str], key: str = "data.path") -> li
     where = f"{key}={path}"
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise ConfigError(where, "not a path", "a file, a directory, a glob, or a list of them")
-    place = Path(path).expanduser()
+    place = expanded(path)
     if place.is_dir():
         files = _files_in(place, tuple(suffixes))
         if not files:
@@ -65,6 +65,14 @@ def find_files(path: Any, suffixes: Iterable[str], key: str = "data.path") -> li
         if file.stat().st_size == 0:
             raise ConfigError(name, "the file is empty")
     return files
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path with the home directory in place of ``~``; unchanged where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def _has_content(file: Path) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from autolaunch.data.check import missing_tokenizers
 from autolaunch.data.counts import bytes_token_count
-from autolaunch.data.documents import TEXT_SUFFIXES, find_files, standard_library_documents
+from autolaunch.data.documents import TEXT_SUFFIXES, expanded, find_files, standard_library_documents
 from autolaunch.data.windows import Sequences, TokenFile, Windows, split
 from autolaunch_strategies.config import ConfigError
 
@@ -33,7 +33,7 @@ def open_sequences(config: dict[str, Any], seed: int) -> tuple[Sequences, Sequen
         ConfigError: files or a tokenizer that are absent, empty or unreadable; `tokenizers` is not installed.
     """
     files = None if config["path"] is None else find_files(config["path"], TEXT_SUFFIXES)
-    encoder = BytesEncoder() if config["tokenizer"] == "bytes" else FileEncoder(Path(config["tokenizer"]).expanduser())
+    encoder = BytesEncoder() if config["tokenizer"] == "bytes" else FileEncoder(expanded(config["tokenizer"]))
     documents: Sequence[bytes | Path] = standard_library_documents() if files is None else files
     sizes = [document.stat().st_size if isinstance(document, Path) else len(document) for document in documents]
     tokens: np.ndarray | TokenFile
