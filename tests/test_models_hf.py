@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**USUAL, "head_dim": 8},
     "gemma3_text": {**USUAL, "head_dim": 8},
     "gpt_neox": {key: USUAL[key] for key in USUAL if key != "num_key_value_heads"},
-    "mixtral": {**USUAL, "num_local_experts": 4},
+    "mixtral": {**USUAL, "num_local_experts": 11},  # expert 10 sorts between 1 and 2
 }
 
 
@@ -125,7 +125,7 @@ def test_facts_of_a_model_of_text_and_images() -> None:
 # --- weights -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "mixtral"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("shard", ["20KB", "1GB"])
 def test_weights_come_back_one_by_one(tmp_path: Path, model_type: str, shard: str) -> None:
     torch.manual_seed(0)
@@ -154,6 +154,16 @@ def test_slices(saved: tuple[Path, torch.nn.Module]) -> None:
     assert torch.equal(weights.read(name, (slice(60, 64), slice(30, 32))), expected[60:, 30:])
     assert weights.read(name, (slice(64, 64),)).shape == (0, 32)
     assert torch.equal(weights.read("model.norm.weight", (slice(1, 3),)), model.state_dict()["model.norm.weight"][1:3])
+
+
+def test_slices_of_a_merged_weight(tmp_path: Path) -> None:
+    model = build_model(hf("mixtral"))
+    model.save_pretrained(tmp_path)
+    weights, name = SafetensorsWeights(tmp_path), "model.layers.0.mlp.experts.gate_up_proj"
+    source = weights.matching(model)[name]
+    assert weights.shape(source) == (11, 128, 32)
+    part = weights.read(source, (slice(9, 11), slice(60, 70)))
+    assert torch.equal(part, model.state_dict()[name][9:11, 60:70])
 
 
 def test_a_base_models_files_serve_the_model_with_a_head_and_the_reverse(tmp_path: Path) -> None:
@@ -269,6 +279,20 @@ def test_values_that_transformers_refuses() -> None:
         ConfigError, match=r"^model\.config\.model_type=llama: transformers refuses this config: .*30.*4"
     ):
         build_model(cfg)
+
+
+def test_an_absent_expert_is_noticed(tmp_path: Path) -> None:
+    model = build_model(hf("mixtral"))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    del fields["weight_map"]["model.layers.1.block_sparse_moe.experts.4.w2.weight"]
+    index.write_text(json.dumps(fields))
+    weights = SafetensorsWeights(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj"
+    problem = f"model.path={tmp_path}: {name}, made of 10 tensors, is [10, 32, 64] instead of [11, 32, 64]"
+    with pytest.raises(ConfigError, match=f"^{re.escape(problem)}$"):
+        weights.read(weights.matching(model)[name])
 
 
 def refused(path: Path, model: torch.nn.Module, message: str) -> None:

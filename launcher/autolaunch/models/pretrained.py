@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from autolaunch.models.conversion import Converted, sources
 from autolaunch.models.hf_config import WEIGHT_FILES
 from autolaunch_strategies.config import ConfigError
+
+Source = str | Converted
+"""A name in the files, or a weight that is computed from several of them."""
 
 _SHOWN = 5  # names in a message
 
@@ -44,61 +47,53 @@ class SafetensorsWeights:
         """The names of all tensors, as the files have them."""
         return set(self._files)
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, source: Source) -> tuple[int, ...]:
         """Shape of one tensor, read from the header of its file.
 
         Raises:
             ConfigError: its file is corrupt or does not hold it.
         """
-        return tuple(self._slice(name).get_shape())
+        return source.shape if isinstance(source, Converted) else tuple(self._slice(source).get_shape())
 
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+    def read(self, source: Source, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """One tensor on the CPU in the type of the file, or its part at `index` (one slice per leading dim, step 1).
 
-        Only the pages of the file that hold this part are read. The result may share memory with the file: copy it.
+        Only the pages of the file that hold this part are read; a converted weight is computed in full first. The
+        result may share memory with the file: copy it.
+
+        Args:
+            source: a name, or what `matching` returned.
 
         Raises:
-            ConfigError: its file is corrupt or does not hold it.
+            ConfigError: its file is corrupt or does not hold it, or the parts of a converted weight do not fit.
         """
-        if index is None or not self.shape(name):
-            return self._open(self._files[name]).get_tensor(name)
-        return self._slice(name)[index]
+        if isinstance(source, Converted):
+            whole = self._convert(source)
+            return whole if index is None else whole[index].clone()
+        if index is None or not self.shape(source):
+            return self._open(self._files[source]).get_tensor(source)
+        return self._slice(source)[index]
 
-    def matching(self, model: nn.Module) -> dict[str, str]:
-        """Which tensor of the files each parameter and persistent buffer of `model` starts from.
+    def matching(self, model: nn.Module) -> dict[str, Source]:
+        """What each parameter and persistent buffer of `model` starts from; every value can be given to `read`.
 
-        Names are compared as `transformers` does: after the renamings that the class declares, and with or without
-        `base_model_prefix`, so that a base model's files serve a model with a head and the reverse. A tied weight that
-        the files hold once serves all its names.
+        Names are compared as `transformers` does: after the renamings and conversions that the class declares, and with
+        or without `base_model_prefix`, so that a base model's files serve a model with a head and the reverse. A tied
+        weight that the files hold once serves all its names.
 
         Args:
             model: a model on any device, `meta` included.
 
         Returns:
-            name in ``model.state_dict()`` -> name in the files. What the class declares as dispensable may be absent.
+            name in ``model.state_dict()`` -> name in the files, or the conversion that makes it. What the class
+            declares as dispensable may be absent.
 
         Raises:
-            ConfigError: the files lack a weight, hold it in another shape, or only in parts that have to be merged.
+            ConfigError: the files lack a weight, or hold it in another shape.
         """
         wanted = model.state_dict(keep_vars=True)
-        rename = _renaming(model)
-        prefix = getattr(model, "base_model_prefix", "")
-        found: dict[str, str] = {}
-        in_parts: list[str] = []
-        for name in sorted(self._files):
-            target, is_part = rename(name)
-            target = next((choice for choice in _with_and_without(prefix, target) if choice in wanted), target)
-            if target not in wanted and name in wanted:
-                target, is_part = name, False
-            if target in wanted:
-                found[target] = name
-                if is_part:
-                    in_parts.append(target)
+        found = sources(model, self._files, wanted)
         self._share_tied(wanted, found)
-        self._refuse(
-            sorted(set(in_parts)),
-            f"{{}} of the weights of {type(model).__name__} would have to be merged from several tensors",
-        )
         optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
         missing = [name for name in wanted if name not in found and not any(re.search(p, name) for p in optional)]
         self._refuse(missing, f"{{}} of the {len(wanted)} weights of {type(model).__name__} are not in its files")
@@ -112,8 +107,19 @@ class SafetensorsWeights:
         )
         return {name: found[name] for name in wanted if name in found}
 
+    def _convert(self, source: Converted) -> torch.Tensor:
+        tensors = {name: self.read(name) for _, name in source.parts}
+        try:
+            whole = source.compute(tensors)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ConfigError(self._where, f"{source.target} cannot be made of its parts: {error}") from error
+        if tuple(whole.shape) != source.shape:
+            made_of = f"{source.target}, made of {len(tensors)} tensors,"
+            raise ConfigError(self._where, f"{made_of} is {list(whole.shape)} instead of {list(source.shape)}")
+        return whole
+
     @staticmethod
-    def _share_tied(wanted: dict[str, Any], found: dict[str, str]) -> None:
+    def _share_tied(wanted: dict[str, Any], found: dict[str, Source]) -> None:
         by_tensor = {id(wanted[name]): source for name, source in found.items()}
         for name, tensor in wanted.items():
             if name not in found and id(tensor) in by_tensor:
@@ -155,28 +161,3 @@ class SafetensorsWeights:
             return self._open(file).get_slice(name)
         except SafetensorError as error:
             raise ConfigError(self._where, f"{file.name} does not hold {name}, although the index says so") from error
-
-
-def _with_and_without(prefix: str, name: str) -> Iterable[str]:
-    yield name
-    if prefix:
-        yield name.removeprefix(f"{prefix}.")
-        yield f"{prefix}.{name}"
-
-
-def _renaming(model: Any) -> Callable[[str], tuple[str, bool]]:
-    """A function from a name in the files to (name in the model, whether it is only a part of that weight)."""
-    if not hasattr(model, "base_model_prefix"):  # not a transformers model
-        return lambda name: (name, False)
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    declared = get_model_conversion_mapping(model)
-    renamings = [item for item in declared if isinstance(item, WeightRenaming)]
-    converters = [item for item in declared if isinstance(item, WeightConverter)]
-
-    def rename(name: str) -> tuple[str, bool]:
-        renamed, part = rename_source_key(name, renamings, converters)
-        return renamed, part is not None
-
-    return rename
