@@ -23,7 +23,7 @@ class Converted:
     shape: tuple[int, ...]
     """Its shape in the model."""
     parts: tuple[tuple[str, str], ...]
-    """(pattern of the converter that found it, name in the files) of each tensor, in the order in which they are merged."""
+    """(pattern of the converter that found it, name in the files) of each tensor, in the order of merging."""
     first_target: str
     """The first of the weights that come out of the same conversion."""
     converter: Any
