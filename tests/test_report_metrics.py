@@ -12,11 +12,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from autolaunch.report import metrics
-from autolaunch.report.metrics import COLUMNS, MetricsCsv, StepMetrics, count_tokens
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.utils.data import DataLoader
+
+from autolaunch.report import metrics
+from autolaunch.report.metrics import COLUMNS, MetricsCsv, StepMetrics, count_tokens
 
 
 class Regression(pl.LightningModule):

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from autolaunch.mesh_source import register
-from autolaunch.report.plan_file import read_plan, write_plan
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
+
+from autolaunch.mesh_source import register
+from autolaunch.report.plan_file import read_plan, write_plan
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -71,7 +72,9 @@ def test_the_text(tmp_path: Path) -> None:
     path = write_plan(tmp_path, config, {"order": ["styles", "shard"]}, choices)
     assert path == tmp_path / "plan.yaml"
     assert [item.name for item in tmp_path.iterdir()] == ["plan.yaml"]
-    assert path.read_text() == """\
+    assert (
+        path.read_text()
+        == """\
 # @package _global_
 # Written by autolaunch. Do the same again with `autolaunch experiment=<this file>`; change it here, or behind that
 # with key=value: the keys below win over the options of their groups.
@@ -117,3 +120,4 @@ reasons:
   - styles
   - shard
 """
+    )
