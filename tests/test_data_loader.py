@@ -38,7 +38,9 @@ class Numbered:
 
 
 class OnRank(SingleDeviceStrategy):
-    """One process that takes the share of one rank of several."""
+    """One process that takes the share of one rank of several; like MeshStrategy it restores after its setup."""
+
+    restore_checkpoint_after_setup = True
 
     def __init__(self, dp_rank: int, dp_size: int) -> None:
         super().__init__("cpu")
@@ -182,11 +184,14 @@ def test_resume_with_another_number_of_workers(tmp_path: Path) -> None:
     assert train(6, data=numbered_data(workers=0), resume=checkpoint).batches == expected(range(3, 6))
 
 
-def test_resume_when_the_loader_was_made_before_the_checkpoint_was_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_when_the_loader_was_made_before_the_checkpoint_was_read(tmp_path: Path, workers: int) -> None:
     checkpoint = tmp_path / "a.ckpt"
     limits = {"max_epochs": 3}
     train(12, model=Recorder(ask_for_steps=True), callbacks=[SaveAt(3, checkpoint)], **limits)
-    resumed = train(12, model=Recorder(ask_for_steps=True), resume=checkpoint, **limits)
+    data = numbered_data(workers=workers)
+    model = Recorder(ask_for_steps=True)
+    resumed = train(12, data=data, model=model, resume=checkpoint, strategy=OnRank(0, 1), **limits)
     assert resumed.batches == expected(range(3, 12))
 
 
@@ -212,9 +217,10 @@ def test_overfitting_repeats_the_first_batches(overfit: float) -> None:
     assert seen == expected(range(2)) * 3  # 4 of the 8 microbatches of an epoch
 
 
-def test_a_new_fit_begins_at_the_beginning() -> None:
-    data = numbered_data()
-    train(3, data=data)
+def test_a_new_fit_begins_at_the_beginning(tmp_path: Path) -> None:
+    data, checkpoint = numbered_data(), tmp_path / "a.ckpt"
+    train(3, data=data, callbacks=[SaveAt(3, checkpoint)])
+    assert train(5, data=data, resume=checkpoint).batches == expected(range(3, 5))
     assert train(2, data=data).batches == expected(range(2))
 
 

@@ -56,40 +56,43 @@ class PositionedLoader(DataLoader[Batch]):
         repeat: int | None = None,
         pin_memory: bool = False,
     ) -> None:
-        self.order = order
-        self.position = 0
+        # It holds the position, not the loader: in a cycle of references workers would be collected in an order in
+        # which they end only after a timeout.
+        self._microbatches = _FromPosition(order, repeat)
         super().__init__(
             TokenDataset(sequences),
-            batch_sampler=_FromPosition(self, repeat),
+            batch_sampler=self._microbatches,
             **_worker_options(num_workers, order.seed, order.dp_rank, pin_memory),
         )
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         # A generator starts at its first next(): a position that is loaded after iter() still counts.
         for batch in super().__iter__():
-            self.position += 1
+            self._microbatches.position += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
         """``{"microbatches": how many were handed out since the start of the run}``."""
-        return {"microbatches": self.position}
+        return {"microbatches": self._microbatches.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after ``state["microbatches"]`` microbatches, from the next pass on."""
-        self.position = state["microbatches"]
+        self._microbatches.position = state["microbatches"]
 
 
 class _FromPosition(Sampler[list[int]]):
-    def __init__(self, loader: PositionedLoader, repeat: int | None) -> None:
-        self.loader, self.repeat = loader, repeat
+    """The indices of one pass through an order, from `position` on, as the microbatches that they form."""
+
+    def __init__(self, order: BatchOrder, repeat: int | None) -> None:
+        self.order, self.repeat = order, repeat
+        self.position = 0
 
     def __len__(self) -> int:
-        return len(self.loader.order)
+        return len(self.order)
 
     def __iter__(self) -> Iterator[list[int]]:
-        first = self.loader.position
-        for number in range(first, first + len(self)):
-            yield self.loader.order.indices(number % self.repeat if self.repeat else number).tolist()
+        for number in range(self.position, self.position + len(self)):
+            yield self.order.indices(number % self.repeat if self.repeat else number).tolist()
 
 
 class _Share(Sampler[int]):
