@@ -1,0 +1,299 @@
+"""What can only be seen from several keys at once, or from the machine: sizes that do not divide, absent devices and files.
+
+Runs after `autolaunch.validate`, without torch and before any process is started.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autolaunch.data.check import check_data
+from autolaunch.launch.devices import visible_devices
+from autolaunch.models.facts import ModelFacts, model_facts
+from autolaunch.resume import resolve_ckpt_path
+from autolaunch.validate import Where, typed, written
+from autolaunch_strategies.config import (
+    AXES,
+    ConfigError,
+    ConfigErrors,
+    MeshShape,
+    parallel_config,
+    parse_mesh,
+    parse_order,
+    parse_recompute,
+)
+
+
+def check(
+    config: Mapping[str, Any], output_dir: Path, where: Where = typed, started_ranks: int | None = None
+) -> tuple[MeshShape, list[ConfigError]]:
+    """Check a validated config.
+
+    Args:
+        config: every key of the schema, resolved.
+        output_dir: where the run will write; `ckpt_path=last` looks there.
+        where: says where a value came from.
+        started_ranks: how many ranks torchrun or srun has started; None if we start them.
+
+    Returns:
+        The mesh, with a size of -1 filled in, and every problem found.
+    """
+    errors: list[ConfigError] = []
+    mesh = _mesh(config, started_ranks, errors)
+    if mesh is not None:
+        parallel = {axis: config[axis] for axis in AXES}
+        errors += parallel_config(mesh, **parallel, compile=config["compile"]).check()
+    try:
+        parse_recompute(config["recompute"], config["recompute_save"])
+    except ConfigError as error:
+        errors.append(error)
+    errors += _schedule(config, where)
+    errors += _checkpoint(config, output_dir, where)
+    errors += _own_objects(config)
+    if config["module"] is None:
+        facts = _facts(config["model"], errors)
+        if mesh is not None:
+            errors += _divisibility(config, mesh, facts, where)
+        errors += check_data(config["data"], mesh.dp if mesh is not None else 1, facts)
+    return mesh or MeshShape(), errors
+
+
+def _mesh(config: Mapping[str, Any], started_ranks: int | None, errors: list[ConfigError]) -> MeshShape | None:
+    values = config["mesh"]
+    try:
+        # By the rules of a typed mesh, so that `mesh.dp=0` is refused like `mesh=0`.
+        shape = parse_mesh("x".join(f"{axis}{values[axis]}" for axis in AXES), parse_order(values["order"]))
+        return _fitted(shape, config, started_ranks)
+    except ConfigError as error:
+        errors.append(error)
+        return None
+
+
+def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | None) -> MeshShape:
+    """The mesh on the devices that there are, or on the ranks that were started."""
+    name = f"mesh={shape.name}"
+    if started_ranks is not None:
+        shape = shape.resolve(started_ranks, name)
+        if shape.size != started_ranks:
+            raise ConfigError(
+                name,
+                f"{_count(shape.size, 'rank')}, but {started_ranks} were started",
+                f"a mesh of {_count(started_ranks, 'rank')}; -1 for an axis that takes what is left",
+                f"mesh={_with_ranks(shape, started_ranks)}",
+            )
+        return shape
+    devices, source = _devices(config)
+    if -1 in shape.sizes.values() and devices is None:
+        raise ConfigError(
+            name,
+            "-1 takes what is left of the devices, but any number of ranks can share a CPU",
+            "a size, or launch.devices beside it",
+            f"{name} launch.devices=2",
+        )
+    if devices is None:
+        return shape
+    shape = shape.resolve(devices, name)
+    if shape.size > devices:
+        raise ConfigError(
+            name,
+            f"{_count(shape.size, 'rank')}, but {source}",
+            f"a mesh of up to {_count(devices, 'rank')}",
+            f"mesh={_with_ranks(shape, devices)}" if devices else "trainer.accelerator=cpu",
+        )
+    return shape
+
+
+def _devices(config: Mapping[str, Any]) -> tuple[int | None, str]:
+    """(how many ranks can have a device of their own, who says so); None where there is no limit."""
+    kind, count = visible_devices(config["trainer"]["accelerator"])
+    machine = f"this machine shows {_count(count, kind.upper())}" if count is not None else ""
+    wanted = config["launch"]["devices"]
+    if wanted is None:
+        return count, machine
+    if count is not None and wanted > count:
+        raise ConfigError(f"launch.devices={wanted}", machine, f"1 to {count}" if count else "", "launch.devices=null")
+    return wanted, f"launch.devices={wanted}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _with_ranks(shape: MeshShape, ranks: int) -> str:
+    """The mesh with dp changed so that it has so many ranks, or plain dp if the other axes do not divide them."""
+    rest = shape.size // shape.dp
+    return (replace(shape, dp=ranks // rest) if ranks % rest == 0 else MeshShape(dp=ranks)).name
+
+
+def _facts(model: Mapping[str, Any], errors: list[ConfigError]) -> ModelFacts | None:
+    try:
+        return model_facts(model)
+    except ConfigErrors as several:
+        errors += several.errors
+    except ConfigError as error:
+        errors.append(error)
+    return None
+
+
+def _divisibility(
+    config: Mapping[str, Any], mesh: MeshShape, facts: ModelFacts | None, where: Where
+) -> Iterator[ConfigError]:
+    seq_len = config["data"].get("seq_len")
+    if isinstance(seq_len, int) and mesh.cp > 1 and seq_len % (2 * mesh.cp):
+        below = max(seq_len // (2 * mesh.cp), 1) * 2 * mesh.cp
+        yield ConfigError(
+            where("data.seq_len", seq_len),
+            f"cp={mesh.cp} cuts a sequence into 2 x {mesh.cp} parts of equal length",
+            f"multiples of {2 * mesh.cp}",
+            f"data.seq_len={below}",
+        )
+    if facts is None:
+        return
+    for axis, noun, count in (
+        ("mp", "attention heads", facts.num_heads),
+        ("mp", "key/value heads", facts.num_kv_heads),
+    ):
+        size = mesh.sizes[axis]
+        # Key/value heads may also be fewer than the ranks: then several ranks hold the same one.
+        if count is None or count % size == 0 or (noun == "key/value heads" and size % count == 0):
+            continue
+        fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        yield ConfigError(
+            f"mesh={mesh.name} with model={facts.name}",
+            f"{count} {noun} cannot be shared evenly by {size} ranks of {axis}",
+            f"{axis} of size {fitting}",
+        )
+    if facts.num_layers is not None and facts.num_layers < mesh.pp:
+        yield ConfigError(
+            f"mesh={mesh.name} with model={facts.name}",
+            f"{facts.num_layers} layers cannot fill {mesh.pp} pipeline stages",
+            f"pp of size {facts.num_layers} or less, or more layers",
+        )
+
+
+def _schedule(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    if config["module"] is not None or config["task"] != "fit":
+        return
+    scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
+    decays = scheduler["name"] != "constant"
+    total = scheduler["total_steps"] or (max_steps if max_steps > 0 else None)
+    if decays and total is None and max_steps == -1:
+        yield ConfigError(
+            f"{where('trainer.max_steps', max_steps)} with scheduler={scheduler['name']}",
+            "without a last step the rate has no step at which its decay ends",
+            "a scheduler.total_steps, a trainer.max_steps, or scheduler=constant",
+            "scheduler.total_steps=10000",
+        )
+    if decays and total is not None and scheduler["warmup_steps"] > total:
+        yield ConfigError(
+            where("scheduler.warmup_steps", scheduler["warmup_steps"]),
+            f"the warm-up is longer than the {total} steps of the schedule",
+            f"0 to {total}",
+            f"scheduler.warmup_steps={total // 10}",
+        )
+    trainer = config["trainer"]
+    if max_steps == -1 and trainer["max_epochs"] in (None, -1) and trainer["max_time"] is None:
+        yield ConfigError(
+            where("trainer.max_steps", max_steps),
+            "the training would never end",
+            "a limit in trainer.max_steps, trainer.max_epochs or trainer.max_time",
+            "trainer.max_epochs=1",
+        )
+
+
+def _checkpoint(config: Mapping[str, Any], output_dir: Path, where: Where) -> Iterator[ConfigError]:
+    path = config["ckpt_path"]
+    if path is None:
+        if config["task"] == "export":
+            yield ConfigError(
+                "autolaunch export",
+                "which checkpoint is to be exported is not said",
+                "the path of a checkpoint, or `last` with the output_dir of the run",
+                "autolaunch export ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
+            )
+        return
+    try:
+        resolve_ckpt_path(config, output_dir)
+    except ConfigErrors as several:
+        yield from several.errors
+    except ConfigError as error:
+        yield error
+
+
+def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Callbacks, loggers, the module, the optimizer: each a mapping that says what it is by `_target_`."""
+    for key in ("model", "data", "optimizer"):
+        yield from _absent_module(key, config[key])
+    nodes = {f"trainer.callbacks.{name}": node for name, node in config["trainer"]["callbacks"].items()}
+    nodes |= {f"logger.{name}": node for name, node in (config["logger"] or {}).items()}
+    if config["module"] is not None:
+        nodes["module"] = config["module"]
+    for key, node in nodes.items():
+        if node is None:
+            continue  # `trainer.callbacks.x=null` switches one off
+        if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
+            yield ConfigError(
+                f"{key}={written(node)}",
+                "says not what it is",
+                "a mapping with _target_, the import path of a class",
+                f"+{key}._target_=package.Class",
+            )
+            continue
+        yield from _absent_module(key, node)
+        if key.startswith("logger.") and (extra := _absent_logger_package(node["_target_"])):
+            yield ConfigError(
+                f"{key}._target_={node['_target_']}",
+                f"the package {extra[0]} is not installed",
+                write=f"pip install 'autolaunch[{extra[1]}]'",
+            )
+    optimizer = config["optimizer"]
+    if optimizer["name"] == "custom" and optimizer["_target_"] is None:
+        yield ConfigError(
+            "optimizer.name=custom",
+            "says not which optimizer",
+            "the import path of a torch.optim.Optimizer class",
+            "optimizer=custom optimizer._target_=torch.optim.RMSprop",
+        )
+    elif optimizer["name"] != "custom" and optimizer["_target_"] is not None:
+        yield ConfigError(
+            f"optimizer._target_={optimizer['_target_']}",
+            f"optimizer={optimizer['name']} is a class of its own",
+            "optimizer=custom with optimizer._target_",
+            f"optimizer=custom optimizer._target_={optimizer['_target_']}",
+        )
+
+
+def _absent_module(key: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """A `_target_` whose package cannot be found; looked for without importing anything."""
+    target = node.get("_target_")
+    if not isinstance(target, str):
+        return
+    package, _, name = target.partition(".")
+    if not name or not all(part.isidentifier() for part in target.split(".")):
+        yield ConfigError(f"{key}._target_={target}", "not an import path", "module.Name, e.g. my_models.Net")
+    elif importlib.util.find_spec(package) is None:
+        yield ConfigError(
+            f"{key}._target_={target}",
+            f"no module {package} can be imported from here",
+            f"an installed package, or {package}.py in the working directory",
+        )
+
+
+_LOGGER_PACKAGES = {
+    "TensorBoardLogger": (("tensorboard", "tensorboardX"), "tensorboard"),
+    "WandbLogger": (("wandb",), "wandb"),
+    "MLFlowLogger": (("mlflow",), "mlflow"),
+}
+
+
+def _absent_logger_package(target: str) -> tuple[str, str] | None:
+    """(package, extra of ours) that a logger of Lightning needs and that is not installed."""
+    module, _, name = target.rpartition(".")
+    if not module.startswith("lightning") or name not in _LOGGER_PACKAGES:
+        return None
+    packages, extra = _LOGGER_PACKAGES[name]
+    return None if any(importlib.util.find_spec(package) for package in packages) else (packages[0], extra)

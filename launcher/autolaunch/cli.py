@@ -1,0 +1,69 @@
+"""The command `autolaunch`: what was typed, in; jobs run, a page printed or one message, out. Imports no torch.
+
+Exit codes: 0 done, 2 wrong config, 1 a run failed, 130 Ctrl-C, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from autolaunch import __version__
+from autolaunch.command_line import HYDRA_INFO, CommandLine, parse
+from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
+
+
+def main() -> None:
+    """Entry point of the console script and of `python -m autolaunch`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Do what a command line says and return the exit code; messages go to stderr."""
+    try:
+        return _run(parse(argv))
+    except (ConfigError, ConfigErrors) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("autolaunch: ended by Ctrl-C", file=sys.stderr)
+        return 130
+
+
+def _run(line: CommandLine) -> int:
+    if line.version:
+        print(f"autolaunch {__version__}")
+        return 0
+    if line.help or (line.info is not None and line.info not in HYDRA_INFO):
+        return _print_page(line)
+    if line.runs:
+        from autolaunch.jobs import run_jobs
+
+        return run_jobs(line)
+    from autolaunch.compose import compose, enter_hydra
+
+    if line.cfg is not None:
+        raise_all(compose(line).errors)  # Hydra's own messages speak of its inner workings
+    return enter_hydra(line, line.hydra_flags, line.overrides, _nothing)
+
+
+def _nothing(config: object) -> None:
+    raise AssertionError("Hydra was asked for a page and ran a job")
+
+
+def _print_page(line: CommandLine) -> int:
+    from autolaunch.config_directories import CONF
+    from autolaunch.help import print_help, print_info
+    from rich.console import Console
+
+    directories: list[Path] = [path for path in (line.config_path or CONF, line.config_dir) if path is not None]
+    if line.help:
+        print_help(directories, Console())
+    else:
+        assert line.info is not None
+        print_info(line.info, directories, Console())
+    return 0

@@ -1,0 +1,164 @@
+"""What was typed: the task, the flags and the overrides, before Hydra sees them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from autolaunch.config import TASKS
+from autolaunch_strategies.config import ConfigError, looks_like_mesh, nearest
+
+HYDRA_INFO = ("all", "aliases", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+"""What `--info` of Hydra takes; any other word is a key of the config."""
+
+
+@dataclass
+class CommandLine:
+    """One call of the command, taken apart."""
+
+    overrides: list[str]
+    """`key=value` items as Hydra reads them; the task is the first of them if it was given."""
+    multirun: bool = False
+    cfg: str | None = None
+    """`--cfg`: job, hydra or all."""
+    info: str | None = None
+    """`--info`: one of `HYDRA_INFO` or a key of the config."""
+    help: bool = False
+    version: bool = False
+    hydra_flags: list[str] = field(default_factory=list)
+    """Flags that only Hydra reads."""
+    config_dir: Path | None = None
+    config_path: Path | None = None
+    config_name: str | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether jobs are to be run, and not something printed."""
+        return self.cfg is None and self.info is None and not self.hydra_flags
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        flag = re.match(r"argument (\S+): (.*)", message)
+        if flag:
+            raise ConfigError(flag[1].split("/")[0], flag[2], write="autolaunch --help")
+        raise ConfigError("autolaunch", message, write="autolaunch --help")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="autolaunch", add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("overrides", nargs="*")
+    add("--help", "-h", action="store_true")
+    add("--version", action="store_true")
+    add("--info", "-i", nargs="?", const="all")
+    add("--cfg", "-c", choices=("job", "hydra", "all"))
+    add("--package", "-p")
+    add("--resolve", action="store_true")
+    add("--multirun", "-m", action="store_true")
+    add("--run", "-r", action="store_true")
+    add("--config-dir", "-cd", type=Path)
+    add("--config-path", "-cp", type=Path)
+    add("--config-name", "-cn")
+    add("--hydra-help", action="store_true")
+    add("--shell-completion", "-sc", action="store_true")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> CommandLine:
+    """Take a command line (without the program's name) apart.
+
+    Raises:
+        ConfigError: an unknown flag or task, or a word that is neither.
+    """
+    parser = _parser()
+    known, unknown = parser.parse_known_intermixed_args(list(argv))
+    if unknown:
+        raise _unknown_flag(unknown[0], [flag for action in parser._actions for flag in action.option_strings])
+    for flag in ("config_dir", "config_path"):
+        directory = getattr(known, flag)
+        if directory is not None and not directory.is_dir():
+            raise ConfigError(f"--{flag.replace('_', '-')} {directory}", "no such directory")
+    if known.multirun and (known.cfg or known.run):
+        raise ConfigError("--multirun", f"cannot go together with {'--cfg' if known.cfg else '--run'}")
+    if known.resolve and not known.cfg:
+        raise ConfigError("--resolve", "needs --cfg", write="autolaunch --cfg job --resolve")
+    if known.package and not known.cfg:
+        raise ConfigError(f"--package {known.package}", "needs --cfg", write=f"autolaunch --cfg job -p {known.package}")
+    hydra_flags = ["--hydra-help"] * known.hydra_help + ["--shell-completion"] * known.shell_completion
+    if known.cfg:
+        hydra_flags += ["--cfg", known.cfg, *(["--package", known.package] if known.package else [])]
+        hydra_flags += ["--resolve"] * known.resolve
+    if known.info in HYDRA_INFO:
+        hydra_flags += ["--info", known.info]
+    return CommandLine(
+        overrides=known.overrides if known.shell_completion else _overrides(known.overrides),
+        multirun=known.multirun,
+        cfg=known.cfg,
+        info=known.info,
+        help=known.help,
+        version=known.version,
+        hydra_flags=hydra_flags,
+        config_dir=known.config_dir.resolve() if known.config_dir else None,
+        config_path=known.config_path.resolve() if known.config_path else None,
+        config_name=known.config_name,
+    )
+
+
+def _unknown_flag(typed: str, flags: list[str]) -> ConfigError:
+    name, _, value = typed.partition("=")
+    flags = [flag for flag in flags if flag.startswith("--")]
+    very_close = difflib.get_close_matches(name, flags, n=1, cutoff=0.8)
+    if very_close:
+        return ConfigError(typed, f"no such flag; did you mean {very_close[0]}?", write="autolaunch --help")
+    if value:
+        key = name.lstrip("-").replace("-", "_")
+        return ConfigError(typed, "keys are written without dashes", write=f"autolaunch {key}={value}")
+    close = nearest(name, flags) if name.startswith("--") else ""
+    return ConfigError(typed, "no such flag" + (f"; did you mean {close}?" if close else ""), write="autolaunch --help")
+
+
+_OTHER_WORDS = {"train": "fit", "run": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict"}
+"""What other tools call our tasks."""
+
+
+def _overrides(words: list[str]) -> list[str]:
+    overrides = []
+    for position, word in enumerate(words):
+        if "=" in word or word.startswith("~"):
+            overrides.append(quoted_mesh(word))
+        elif position == 0 and word in TASKS:
+            overrides.append(f"task={word}")
+        elif looks_like_mesh(word):
+            raise ConfigError(word, "a mesh is given by its key", write=f"mesh={word}")
+        elif position == 0:
+            close = _OTHER_WORDS.get(nearest(word, [*TASKS, *_OTHER_WORDS])) or nearest(word, TASKS)
+            raise ConfigError(
+                f"autolaunch {word}",
+                "no such task" + (f"; did you mean {close}?" if close else ""),
+                ", ".join(TASKS),
+                " ".join(["autolaunch", close or "fit", *words[1:]]),
+            )
+        elif word in TASKS:
+            others = [other for other in words if other is not word]
+            raise ConfigError(word, "the task is the first word", write=" ".join(["autolaunch", word, *others]))
+        else:
+            raise ConfigError(word, "neither a task nor key=value", write=f"{word}=...")
+    return overrides
+
+
+def quoted_mesh(override: str) -> str:
+    """Quote bare numbers in `mesh=8` and `mesh=1,2`: Hydra reads them as numbers, but an option of a group is a text."""
+    if not override.startswith("mesh="):
+        return override
+    return re.sub(r"(?<=[=,(\[])\s*(-?\d+(?:\.\d*)?(?:e\d+)?)\s*(?=$|[,)\]])", r"'\1'", override)
+
+
+def unquoted(override: str) -> str:
+    """The override as it was typed before `quoted_mesh`."""
+    return override.replace("'", "") if override.startswith("mesh=") else override

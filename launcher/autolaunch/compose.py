@@ -1,0 +1,424 @@
+"""conf/ and the overrides, composed by Hydra once before anything is run, so that a mistake costs a message and no more.
+
+Hydra stops at the first override that it cannot apply and speaks of its own workings. Here the override is set aside, the
+rest composed again, and every mistake told in the words of the command line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from autolaunch.command_line import CommandLine, unquoted
+from autolaunch.config import Job
+from autolaunch.mesh_source import MeshSearchPath, register
+from autolaunch.config_directories import CONF, shown
+from autolaunch.origin import Origin
+from autolaunch.validate import MISSING, alike, field_types, keys_text, node_schema
+from autolaunch_strategies.config import ConfigError, nearest, raise_all
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+
+VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+"""Hydra 1.3 warns if it is absent, 1.4 if it is present."""
+
+JOB_NAME = "autolaunch"
+
+
+@dataclass
+class Composed:
+    """What a command line composes to."""
+
+    config: DictConfig
+    """The whole config with its `hydra` node; of a sweep, its first job."""
+    multirun: bool
+    errors: list[ConfigError]
+    """Overrides that could not be applied; `config` is composed without them."""
+
+
+@contextmanager
+def search_path(line: CommandLine) -> Iterator[str]:
+    """Have Hydra look where this command line says; yields the directory of the primary config."""
+    register()
+    MeshSearchPath.config_dir = line.config_dir
+    try:
+        yield str(line.config_path or CONF)
+    finally:
+        MeshSearchPath.config_dir = None
+
+
+def compose(line: CommandLine) -> Composed:
+    """Compose a command line; for a sweep, every combination of its config groups.
+
+    Raises:
+        ConfigError, ConfigErrors: nothing can be composed, be it without the overrides that are wrong.
+    """
+    name = line.config_name or "config"
+    with search_path(line) as directory, hydra.initialize_config_dir(directory, JOB_NAME, **VERSION_BASE):
+        loader = GlobalHydra.instance().config_loader()
+        multirun = line.multirun or _wants_multirun(line.overrides)
+        errors: list[ConfigError] = []
+        parsed = _parse(line.overrides, loader, errors)
+        if not multirun and line.runs:
+            errors += [_sweep_without_m(item, loader) for item in parsed if item.is_sweep_override()]
+            parsed = [item for item in parsed if not item.is_sweep_override()]
+        composed = None
+        for overrides in _combinations(parsed, loader, errors):
+            config = _compose(name, overrides, loader, line, errors)
+            composed = composed or config
+        errors = list({str(error): error for error in errors}.values())  # a combination repeats those of another
+        if composed is None:
+            raise_all(errors)
+        assert composed is not None
+        mode = composed.hydra.mode
+        return Composed(composed, multirun or (mode is not None and mode.name == "MULTIRUN"), errors)
+
+
+def enter_hydra(
+    line: CommandLine, flags: Sequence[str], overrides: Sequence[str], task_function: Callable[[DictConfig], Any]
+) -> int:
+    """Let Hydra do what these flags and overrides say, running jobs by `task_function`; returns the exit code."""
+    typed = sys.argv
+    # Hydra reads sys.argv itself. Its own flags first: Hydra 1.3 does not take overrides in two groups.
+    sys.argv = [typed[0], *flags, *overrides]
+    try:
+        with search_path(line) as directory:
+            hydra.main(config_path=directory, config_name=line.config_name or "config", **VERSION_BASE)(task_function)()
+        return 0
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    finally:
+        sys.argv = typed
+
+
+def _wants_multirun(overrides: Sequence[str]) -> bool:
+    return "hydra.mode=MULTIRUN" in overrides
+
+
+def _parse(overrides: Sequence[str], loader: ConfigLoader, errors: list[ConfigError]) -> list[Override]:
+    parser = OverridesParser.create(config_loader=loader)
+    parsed = []
+    for override in overrides:
+        try:
+            parsed += parser.parse_overrides([override])
+        except OverrideParseException as error:
+            if users_want_tracebacks():
+                raise
+            errors.append(_unreadable(override, error))
+    return parsed
+
+
+def users_want_tracebacks() -> bool:
+    """Whether the person asked Hydra for tracebacks instead of messages."""
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
+    key, _, value = override.partition("=")
+    if not re.fullmatch(r"[+~]{0,2}[A-Za-z_$][\w.$/@:-]*", key):
+        return ConfigError(
+            override, f"{key!r} cannot be the name of a key", "names of keys joined by dots", "key=value"
+        )
+    position = re.search(r"\n( *)\^", str(error))
+    at = len(position[1]) if position else None
+    spoilt = f": {override[at]!r} has a meaning of its own" if at is not None and at < len(override) else ""
+    quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+    return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", f"'{key}=\"{quoted}\"'")
+
+
+def _sweep_without_m(item: Override, loader: ConfigLoader) -> ConfigError:
+    override = unquoted(str(item.input_line))
+    key, _, value = override.partition("=")
+    listable = "(" not in value and not _is_group(loader, item.key_or_group)
+    return ConfigError(
+        override,
+        "several values, but no -m to run them one after the other",
+        f"one value, or a list: '{key}=[{value}]'" if listable else "one value",
+        f"autolaunch -m {override}",
+    )
+
+
+def _combinations(parsed: list[Override], loader: ConfigLoader, errors: list[ConfigError]) -> Iterator[list[str]]:
+    """The overrides of every combination of swept groups, each with the first value of every other swept key."""
+    choices: list[list[str]] = []
+    for item in parsed:
+        if not item.is_sweep_override():
+            choices.append([str(item.input_line)])
+        elif item.is_discrete_sweep():
+            try:
+                values = [f"{item.get_key_element()}={value}" for value in item.sweep_string_iterator()]
+            except Exception as error:
+                errors.append(ConfigError(str(item.input_line), _first_line(error)))
+                continue
+            if not values:
+                errors.append(ConfigError(str(item.input_line), "stands for no value at all"))
+                continue
+            choices.append(values if _is_group(loader, item.key_or_group) else values[:1])
+        # An interval is drawn from by its sweeper only, so that there is no value to try here.
+    yield from (list(combination) for combination in itertools.product(*choices))
+
+
+def _is_group(loader: ConfigLoader, name: str) -> bool:
+    return bool(loader.get_group_options(name, ObjectType.CONFIG)) or any(
+        source.is_group(name) for source in loader.get_sources() if name
+    )
+
+
+def _compose(
+    name: str, overrides: list[str], loader: ConfigLoader, line: CommandLine, errors: list[ConfigError]
+) -> DictConfig | None:
+    """Compose; each override that cannot be applied is set aside with an error. None if the YAML itself is at fault."""
+    rest, refused = list(overrides), []
+    while True:
+        try:
+            config = hydra.compose(name, rest, return_hydra_config=True)
+            break
+        except Exception as error:
+            if users_want_tracebacks():
+                raise
+            culprit = next((item for item in rest if _is_about(item, error)), None)
+            if culprit is None:
+                errors.extend(_refusal(item, problem, {}, loader) for item, problem in refused)
+                errors.append(_yaml_at_fault(error, name, line))
+                return None
+            rest.remove(culprit)
+            refused.append((culprit, error))
+    errors.extend(_refusal(item, problem, _without_hydra(config), loader) for item, problem in refused)
+    HydraConfig.instance().set_config(config)
+    return config
+
+
+def _without_hydra(config: DictConfig) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    del values["hydra"]
+    return dict(values)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _is_about(override: str, error: Exception) -> bool:
+    """Whether Hydra's refusal is about this override: it quotes the override, its key, or the option that is not there."""
+    key, _, value = override.partition("=")
+    key, value = key.lstrip("+~"), value.strip("'\"")
+    for link in _chain(error):
+        if isinstance(link, MissingConfigException):
+            options = [part.strip(" '\"") for part in value.strip("[]").split(",")]
+            return any(link.missing_cfg_file == f"{key.split('@')[0]}/{option}" for option in options)
+        if isinstance(link, ConfigError):
+            return link.where == f"{key}={value}"
+    text = str(error)
+    return any(f"'{quoted}'" in text for quoted in (key, override)) or override in text.split("\n")[0]
+
+
+def _refusal(override: str, error: Exception, config: Mapping[str, Any], loader: ConfigLoader) -> ConfigError:
+    """Why an override cannot be applied, told by what the rest of the config holds."""
+    for link in _chain(error):
+        if isinstance(link, ConfigError):
+            return link
+        if isinstance(link, MissingConfigException):
+            return _no_such_option(override, link)
+    sign = "".join(itertools.takewhile(lambda letter: letter in "+~", override))
+    typed, _, value = override[len(sign) :].partition("=")
+    if sign.startswith("~"):
+        return ConfigError(override, "there is no such key to delete", write=f"autolaunch --info {typed.split('.')[0]}")
+    if sign == "+" and _select(config, typed) is not _ABSENT:
+        return ConfigError(override, "the key is there already; + adds new keys", write=f"{typed}={value}")
+    if _is_group(loader, typed) and _select(config, typed) is _ABSENT:
+        return ConfigError(override, "this group is not in the defaults list", write=f"+{override}")
+    if "/" in typed or "@" in typed:
+        groups = _groups(loader)
+        close = nearest(typed, groups)
+        return ConfigError(
+            override,
+            "no such config group" + (f"; did you mean {close}?" if close else ""),
+            ", ".join(groups),
+            f"{close}={value}" if close else "",
+        )
+    if typed.startswith("hydra."):
+        return ConfigError(override, _first_line(error.__cause__ or error))
+    return _no_such_key(override, typed, value, config, loader)
+
+
+def _no_such_option(override: str, error: MissingConfigException) -> ConfigError:
+    override = unquoted(override)
+    key, _, typed = override.partition("=")
+    group, _, option = str(error.missing_cfg_file).partition("/")
+    options = sorted(error.options or ())
+    if group == "experiment" and re.search(r"/|\.ya?ml$", option):
+        problem = "no such file"
+        if option.endswith(".yml") and Path(option).is_file():
+            problem = "config files end in .yaml"
+        return ConfigError(
+            override, problem, "a name of conf/experiment or of --config-dir, or the path of a .yaml file"
+        )
+    close = nearest(option, options)
+    several = typed.startswith("[")
+    return ConfigError(
+        override,
+        f"{group} has no option {option!r}" + (f"; did you mean {close}?" if close else ""),
+        ", ".join(options) + (", or any other shape" if group == "mesh" else ""),
+        f"{key}={typed.replace(option, close) if several else close}" if close else "",
+    )
+
+
+def _no_such_key(override: str, key: str, value: str, config: Mapping[str, Any], loader: ConfigLoader) -> ConfigError:
+    parent, node = _deepest(config, key)
+    known = _dotted(config)
+    rest = key[len(parent) + 1 :] if parent else key
+    if parent and not isinstance(node, Mapping) and node is not None:
+        return ConfigError(override, f"{parent} is a value, it has no keys of its own", write=f"{parent}=...")
+    schema, is_open = node_schema(parent, node)
+    in_schema = schema is not None and "." not in rest and rest in field_types(schema)
+    if parent and (in_schema or is_open):
+        reason = "the key is not in the YAML file of this group" if in_schema else f"{parent} has no such key yet"
+        return ConfigError(override, reason, "a + in front of a new key", f"+{override}")
+    name = key.rsplit(".", 1)[-1]
+    siblings = [item for item in known if item.rpartition(".")[0] == parent]
+    elsewhere = [item for item in known if item.rsplit(".", 1)[-1] == name]
+    siblings_by_name = {item.rsplit(".", 1)[-1]: item for item in siblings}
+    everywhere = {item.rsplit(".", 1)[-1]: item for item in reversed(known)}
+    close = siblings_by_name.get(alike(rest, siblings_by_name), "")
+    close = close or (elsewhere[0] if elsewhere else everywhere.get(alike(name, everywhere), ""))
+    if not close:
+        return ConfigError(override, "no such key", *keys_text(parent, siblings_by_name))
+    return ConfigError(override, f"no such key; did you mean {close}?", write=f"{close}={value}")
+
+
+_ABSENT = object()
+
+
+def _select(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(config, Mapping) or part not in config:
+            return _ABSENT
+        config = config[part]
+    return config
+
+
+def _deepest(config: Mapping[str, Any], key: str) -> tuple[str, Any]:
+    """The longest beginning of a dotted key that the config has, and what is there."""
+    parts = key.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        parent = ".".join(parts[:length])
+        if (node := _select(config, parent)) is not _ABSENT:
+            return parent, node
+    return "", config
+
+
+def _dotted(config: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Every dotted key of a config; of an empty one, of the schema."""
+    if not config and not prefix:
+        return list(field_types(Job))
+    keys = []
+    for name, value in config.items():
+        keys.append(f"{prefix}{name}")
+        if isinstance(value, Mapping):
+            keys += _dotted(value, f"{prefix}{name}.")
+    return keys
+
+
+def _groups(loader: ConfigLoader) -> list[str]:
+    return sorted(group for group in loader.list_groups("") if group not in ("hydra", "__pycache__"))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _yaml_at_fault(error: Exception, name: str, line: CommandLine) -> ConfigError:
+    """An error that no override caused: a primary config or an experiment that is absent, or a broken YAML file."""
+    for link in _chain(error):
+        if isinstance(link, ConfigError):
+            return ConfigError(f"{link.where} (in a YAML file)", link.problem, link.allowed, link.write)
+        if isinstance(link, yaml.MarkedYAMLError) and link.problem_mark is not None:
+            mark = link.problem_mark
+            return ConfigError(f"{_shown(mark.name)}, line {mark.line + 1}", f"not YAML: {link.problem}")
+        if isinstance(link, MissingConfigException):
+            return _missing_file(link, name, line)
+    for link in _chain(error):
+        if isinstance(link, GrammarParseError | OmegaConfBaseException):
+            key = getattr(link, "full_key", None)
+            return ConfigError(key or "config", _first_line(link))
+    return ConfigError("config", " ".join(str(error).split()))
+
+
+def _missing_file(error: MissingConfigException, name: str, line: CommandLine) -> ConfigError:
+    path = str(error.missing_cfg_file)
+    if path == name:
+        directories = [directory for directory in (line.config_path or CONF, line.config_dir) if directory]
+        names = sorted({file.stem for directory in directories for file in directory.glob("*.yaml")})
+        close = nearest(name, names)
+        return ConfigError(
+            f"--config-name {name}",
+            "no such primary config" + (f"; did you mean {close}?" if close else ""),
+            ", ".join(names),
+        )
+    group, _, option = path.rpartition("/")
+    close = nearest(option, error.options or ())
+    within = re.match(r"In '([^']*)'", str(error))
+    return ConfigError(
+        f"{group}: {option}" + (f" (in the defaults list of {within[1]}.yaml)" if within else ""),
+        f"{group} has no option {option!r}" + (f"; did you mean {close}?" if close else ""),
+        ", ".join(sorted(error.options or ())),
+    )
+
+
+def _shown(name: str) -> str:
+    return shown(Path(name)) if Path(name).is_file() else name
+
+
+def resolved(config: DictConfig, origin: Origin) -> tuple[dict[str, Any], list[ConfigError]]:
+    """The job's part of a composed config with every `${...}` replaced, and a problem for each that cannot be."""
+    errors: list[ConfigError] = []
+    for key, text in _interpolations(config):
+        try:
+            OmegaConf.select(config, key)
+        except OmegaConfBaseException as error:
+            errors.append(ConfigError(origin(key, text), _first_line(error)))
+    if errors:
+        return {}, errors
+    values: dict[str, Any] = {}
+    for key in config:
+        if key != "hydra":
+            value = MISSING if OmegaConf.is_missing(config, key) else config[key]
+            values[str(key)] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return values, []
+
+
+def _interpolations(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of every value outside the hydra node that holds a `${...}`."""
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    raw.pop("hydra", None)
+
+    def walk(values: Any, key: str) -> Iterator[tuple[str, str]]:
+        if isinstance(values, Mapping):
+            for name, value in values.items():
+                yield from walk(value, f"{key}.{name}" if key else str(name))
+        elif isinstance(values, list):
+            for index, value in enumerate(values):
+                yield from walk(value, f"{key}[{index}]")
+        elif isinstance(values, str) and "${" in values:
+            yield key, values
+
+    yield from walk(raw, "")

@@ -1,0 +1,241 @@
+"""`autolaunch --help` and `autolaunch --info KEY`: pages made from the schema and from the files of conf/."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autolaunch.command_line import HYDRA_INFO
+from autolaunch.config import DATA, MODELS, TASKS, Job
+from autolaunch.mesh_source import SHAPES
+from autolaunch.validate import field_types, limits_text, written
+from autolaunch_strategies.config import ConfigError, nearest
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_FAMILIES: dict[str, Mapping[str, type]] = {"model": MODELS, "data": DATA}
+
+GROUPS = {
+    "model": "what is trained",
+    "data": "on what",
+    "mesh": "how many ranks along each axis: dp x mp x pp x cp",
+    "dp": "data parallel: what is sharded",
+    "mp": "model (tensor) parallel",
+    "pp": "pipeline parallel",
+    "cp": "context parallel",
+    "optimizer": "",
+    "scheduler": "the learning rate over the steps",
+    "trainer": "arguments of Lightning's Trainer",
+    "logger": "loggers beside metrics.csv",
+    "launch": "how processes are started",
+    "experiment": "several choices at once; or the path of a YAML file, such as a plan.yaml",
+}
+
+_TYPED_KEYS = (
+    "model.size", "data.path", "data.seq_len", "data.batch_size", "data.microbatches", "optimizer.lr", "trainer.max_steps",
+    "precision", "recompute", "compile", "seed", "ckpt_path", "output_dir", "checkpoint.every_n_steps",
+)  # fmt: skip
+
+_EXAMPLES = (
+    ("autolaunch model=llama mesh=2 trainer.max_steps=200", "train on two ranks"),
+    ("autolaunch plan model=llama model.size=8b mesh=8 dp=fsdp precision=bf16-mixed", "show what a run would do"),
+    ("autolaunch -m dp=fsdp,zero1 mesh=1,2", "four runs, one after the other, and a table"),
+)
+
+_FLAGS = (
+    ("--info KEY", "what a group or key means: --info trainer, --info trainer.max_steps"),
+    ("--cfg job", "the whole config, without running anything (--package KEY for a part of it)"),
+    ("-m", "run every combination of the values separated by commas"),
+    ("--config-dir DIR", "use your own files beside conf/: DIR/model/mine.yaml, DIR/experiment/e1.yaml"),
+    ("--config-name NAME", "begin with your own NAME.yaml instead of config.yaml"),
+    ("--version, --hydra-help", ""),
+)
+
+
+def print_help(directories: Sequence[Path], console: Console) -> None:
+    """Print the page of `--help`, with the options that these config directories offer."""
+    console.print("Train a single-device PyTorch model on many devices, from YAML.\n", highlight=False)
+    console.print("[bold]autolaunch[/] \\[task] \\[group=option] \\[key=value] ...\n", highlight=False)
+    _section("Tasks", [(name, text + (" (default)" if name == "fit" else "")) for name, text in TASKS.items()], console)
+    rows = [(f"{name}=", _options_line(name, text, directories)) for name, text in _groups(directories)]
+    _section("Groups and their options", rows, console)
+    _section("Keys people type", [(f"{key}=", _help_of(key)) for key in _TYPED_KEYS], console)
+    _section("Flags", _FLAGS, console)
+    _section("Examples", [], console)
+    for line, text in _EXAMPLES:
+        console.print(Text(f"  {line}", style="cyan"), soft_wrap=True)
+        console.print(Text(f"      {text}"))
+    console.print(
+        "\nMore: the files in conf/, `autolaunch --info all`, and https://hydra.cc for the rules of overrides."
+    )
+
+
+def _section(title: str, rows: Sequence[tuple[str, str]], console: Console) -> None:
+    console.print(Text(title, style="bold"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column()
+    for name, text in rows:
+        table.add_row(f"  {name}", Text(text))
+    console.print(table)
+    if rows:
+        console.print()
+
+
+def _groups(directories: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    yield from GROUPS.items()
+    found = {
+        entry.name for path in directories for entry in path.iterdir() if entry.is_dir() and any(entry.glob("*.yaml"))
+    }
+    for name in sorted(found - set(GROUPS) - {"hydra"}):
+        yield name, ""
+
+
+def options(group: str, directories: Sequence[Path]) -> list[str]:
+    """The YAML files of a config group in these directories, by name."""
+    return sorted({file.stem for directory in directories for file in (directory / group).glob("*.yaml")})
+
+
+def _options_line(group: str, text: str, directories: Sequence[Path]) -> str:
+    names = options(group, directories)
+    if group == "mesh":
+        names += SHAPES
+    return ", ".join(names) + (f"  ({text})" if text else "")
+
+
+def _fields(key: str) -> Iterator[tuple[type, dataclasses.Field[Any]]]:
+    """(schema, field) of a dotted key; several where models or data of different names share the key."""
+    parents: list[type] = [Job]
+    *groups, name = key.split(".")
+    for depth, group in enumerate(groups):
+        if depth == 0 and group in _FAMILIES:
+            parents = list(_FAMILIES[group].values())
+        else:
+            hints = [field_types(parent).get(group) for parent in parents]
+            parents = [hint for hint in hints if dataclasses.is_dataclass(hint)]  # type: ignore[misc]
+    for parent in parents:
+        yield from ((parent, item) for item in dataclasses.fields(parent) if item.name == name)
+
+
+def _help_of(key: str) -> str:
+    return next(str(item.metadata.get("help", "")) for _, item in _fields(key))
+
+
+def _schemas(key: str) -> list[type]:
+    """The dataclasses that describe a group: one, or one per name for `model` and `data`."""
+    if key in _FAMILIES:
+        return list(_FAMILIES[key].values())
+    hint = field_types(Job).get(key)
+    return [typing.cast(type, hint)] if dataclasses.is_dataclass(hint) else []
+
+
+def known_keys() -> list[str]:
+    """Every group and dotted key that the schema describes."""
+    keys = list(GROUPS)
+    for item in dataclasses.fields(Job):
+        if item.name not in keys:
+            keys.append(item.name)
+        for schema in _schemas(item.name):
+            keys += [f"{item.name}.{inner.name}" for inner in dataclasses.fields(schema)]
+    return list(dict.fromkeys(keys))
+
+
+def print_info(key: str, directories: Sequence[Path], console: Console) -> None:
+    """Print the page of `--info KEY`.
+
+    Raises:
+        ConfigError: no group or key of this name.
+    """
+    key = key.rstrip("=").removesuffix(".")
+    key, _, chosen = key.partition("=")
+    known = known_keys()
+    own = options(key, directories)
+    if key not in known and not own:
+        close = nearest(key, [*known, *HYDRA_INFO]) or next((k for k in known if k.endswith(f".{key}")), "")
+        same_name = [name for name in known if name.rsplit(".", 1)[-1] == key]
+        close = same_name[0] if same_name else close
+        raise ConfigError(
+            f"--info {key}",
+            "no such group or key" + (f"; did you mean {close}?" if close else ""),
+            f"a group ({', '.join(GROUPS)}), any key, or {', '.join(HYDRA_INFO)}",
+            f"autolaunch --info {close}" if close else "",
+        )
+    if key in GROUPS or own:
+        _print_group(key, chosen, directories, console)
+    schemas = _schemas(key)
+    if schemas:
+        for schema in schemas:
+            _print_schema(key, schema, console)
+    else:
+        for parent, item in _fields(key):
+            _print_key(key, parent, item, console)
+
+
+def _print_group(key: str, chosen: str, directories: Sequence[Path], console: Console) -> None:
+    console.print(Text(f"{key}=  {GROUPS.get(key, '')}".rstrip(), style="bold"))
+    console.print(Text(f"  options: {_options_line(key, '', directories)}"))
+    if chosen:
+        console.print(Text(f"  for the keys of one option: autolaunch {key}={chosen} --cfg job --package {key}"))
+    console.print()
+
+
+def _print_schema(key: str, schema: type, console: Console) -> None:
+    console.print(Text((schema.__doc__ or "").strip(), style="bold"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column(style="dim")
+    table.add_column()
+    hints = field_types(schema)
+    for item in dataclasses.fields(schema):
+        table.add_row(f"  {key}.{item.name}", Text(_default_text(item)), Text(_sentence(item, hints[item.name])))
+    console.print(table)
+    console.print()
+
+
+def _print_key(key: str, parent: type, item: dataclasses.Field[Any], console: Console) -> None:
+    hint = field_types(parent)[item.name]
+    of = f"  ({(parent.__doc__ or '').split(':')[0]})" if key.split(".")[0] in _FAMILIES else ""
+    console.print(Text(f"{key}{of}", style="bold"))
+    rows = [("", str(item.metadata.get("help", ""))), ("type", type_text(hint)), ("default", _default_text(item))]
+    if item.metadata.get("choices"):
+        rows.append(("choices", ", ".join(map(written, item.metadata["choices"]))))
+    if limits := limits_text(item.metadata):
+        rows.append(("limits", limits))
+    for name, text in rows:
+        console.print(Text(f"  {name + ': ' if name else ''}{text}"))
+    console.print()
+
+
+def _sentence(item: dataclasses.Field[Any], hint: Any) -> str:
+    sentence = str(item.metadata.get("help", ""))
+    choices = item.metadata.get("choices")
+    if choices:
+        return f"{sentence} [{', '.join(map(written, choices))}]"
+    return f"{sentence} [{type_text(hint)}{', ' + limits if (limits := limits_text(item.metadata)) else ''}]"
+
+
+def _default_text(item: dataclasses.Field[Any]) -> str:
+    if item.default is not dataclasses.MISSING:
+        return written(item.default)
+    if item.default_factory is not dataclasses.MISSING:
+        value = item.default_factory()
+        return "" if dataclasses.is_dataclass(value) else written(value)
+    return "???"
+
+
+def type_text(hint: Any) -> str:
+    """A type as one would say it in YAML: `int or null`, `list of float`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(type_text(option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is list:
+        return f"list of {type_text(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is dict or hint is dict:
+        return "mapping"
+    if hint is types.NoneType:
+        return "null"
+    return "any" if hint is Any else str(getattr(hint, "__name__", hint))

@@ -1,0 +1,176 @@
+"""From a command line to jobs that run: one, or those of a sweep, each checked, resolved and launched."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from autolaunch import __version__, launch
+from autolaunch.check import check
+from autolaunch.command_line import CommandLine, unquoted
+from autolaunch.compose import compose, enter_hydra, resolved
+from autolaunch.job import ResolvedJob
+from autolaunch.origin import Origin
+from autolaunch.sweep import JobEnd, forget_ends, print_table, read_ends
+from autolaunch.validate import validate
+from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from rich.console import Console
+
+FAILED, MISCONFIGURED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+
+
+def run_jobs(line: CommandLine) -> int:
+    """Run what a command line asks for and return the exit code.
+
+    Raises:
+        ConfigError, ConfigErrors: nothing was started and nothing was written.
+    """
+    let_imports_see_the_working_directory()
+    composed = compose(line)
+    hydra = composed.config.hydra
+    if composed.multirun:
+        raise_all(composed.errors)
+        return _run_sweep(line, composed.config)
+    if (launcher := hydra.runtime.choices["hydra/launcher"]) != "basic":
+        raise ConfigError(
+            f"hydra/launcher={launcher}",
+            "starts the jobs of a sweep, and this is a single run",
+            write="autolaunch -m ...",
+        )
+    directory = Path(composed.config.get("output_dir") or hydra.run.dir).absolute()
+    resolve_job(composed.config, hydra, directory, errors=composed.errors)
+    directory = _claim(directory, composed.config, hydra.run)
+    forget_ends(directory)
+    code = enter_hydra(line, [], [*line.overrides, f"hydra.run.dir={_quoted(directory)}"], run_job)
+    ends = read_ends(directory)
+    return ends[0].exit_code if ends else code
+
+
+def _run_sweep(line: CommandLine, config: DictConfig) -> int:
+    swept = [
+        item.key_or_group
+        for item in OverridesParser.create().parse_overrides(line.overrides)
+        if item.is_sweep_override()
+    ]
+    if "output_dir" in swept:
+        raise ConfigError(
+            next(item for item in line.overrides if item.startswith("output_dir=")),
+            "a sweep has one directory, and in it one for each job",
+            "one directory",
+            "output_dir=outputs/sweep",
+        )
+    directory = Path(config.get("output_dir") or config.hydra.sweep.dir).absolute()
+    directory = _claim(directory, config, config.hydra.sweep)
+    forget_ends(directory)
+    try:
+        code = enter_hydra(line, ["--multirun"], [*line.overrides, f"hydra.sweep.dir={_quoted(directory)}"], run_job)
+    finally:
+        ends = read_ends(directory)
+        if ends:
+            print_table(ends, directory, Console())
+        elif not any(directory.iterdir()):
+            directory.rmdir()
+    return code or (FAILED if any(end.exit_code for end in ends) else 0)
+
+
+def run_job(config: DictConfig) -> None:
+    """Run one job: what Hydra calls, in this process or in one that its launcher started."""
+    let_imports_see_the_working_directory()
+    hydra = HydraConfig.get()
+    sweep = hydra.mode == RunMode.MULTIRUN
+    directory, overrides = Path(hydra.runtime.output_dir), typed_overrides(hydra)
+    status, code, message = "interrupted", INTERRUPTED, ""
+    try:
+        job = resolve_job(config, hydra, directory)
+        job.write()
+        end = launch.run(job, isolated=sweep)
+        status, code, message = end.status, end.exit_code, end.message
+    except (ConfigError, ConfigErrors) as error:
+        status, code, message = "misconfigured", MISCONFIGURED, str(error)
+    except Exception:
+        # Not through Hydra: of a sweep it would show the first one only, and that at the very end.
+        status, code, message = "failed", FAILED, traceback.format_exc()
+    finally:
+        JobEnd(hydra.job.num if sweep else 0, overrides, status, code, str(directory)).write()
+        if message:
+            if sweep:
+                print(f"job {hydra.job.num} ({' '.join(overrides)}) {status}:", file=sys.stderr)
+            print(message, file=sys.stderr, flush=True)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code == TERMINATED:
+        sys.exit(code)
+
+
+def resolve_job(
+    config: DictConfig,
+    hydra: DictConfig,
+    output_dir: Path,
+    started_ranks: int | None = None,
+    errors: Sequence[ConfigError] = (),
+) -> ResolvedJob:
+    """Check a composed config and make the job of it that workers read.
+
+    Args:
+        hydra: the `hydra` node that it was composed with.
+        output_dir: absolute.
+        started_ranks: how many ranks torchrun or srun has started; None if we start them.
+        errors: what is known to be wrong already, to be told together with what is found here.
+
+    Raises:
+        ConfigError, ConfigErrors: all that is wrong with it.
+    """
+    origin = Origin.of(hydra)
+    config = config.copy()
+    with open_dict(config):
+        config.output_dir = str(output_dir)
+    values, unresolved = resolved(config, origin)
+    raise_all([*errors, *unresolved] if unresolved else [])
+    values, wrong = validate(values, origin)
+    raise_all([*errors, *wrong])
+    mesh, wrong = check(values, output_dir, origin, started_ranks)
+    raise_all(wrong)
+    values["mesh"] = {**mesh.sizes, "order": list(mesh.order)}
+    return ResolvedJob(values, output_dir, mesh.size, typed_overrides(hydra), __version__)
+
+
+def typed_overrides(hydra: DictConfig) -> list[str]:
+    """The overrides of a job as a person would type them."""
+    overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    assert isinstance(overrides, list)
+    return [unquoted(str(override)) for override in overrides]
+
+
+def let_imports_see_the_working_directory() -> None:
+    """Let `_target_: mymodel.Net` find ./mymodel.py; last, so that no file of the user's hides a package."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+
+
+def _claim(directory: Path, config: DictConfig, node: DictConfig) -> Path:
+    """Create the directory of a run or a sweep; where its name is a time, one that nobody else has."""
+    named_by_time = config.get("output_dir") is None and "${now" in OmegaConf.to_container(node, resolve=False)["dir"]  # type: ignore[index,call-overload]
+    candidate, number = directory, 1
+    while True:
+        try:
+            candidate.mkdir(parents=True, exist_ok=not named_by_time)
+            return candidate
+        except FileExistsError:
+            if not named_by_time:
+                raise ConfigError(
+                    f"output_dir={directory}", "is a file", "a directory, or a name that is free"
+                ) from None
+            number += 1
+            candidate = directory.with_name(f"{directory.name}_{number}")
+
+
+def _quoted(path: Path) -> str:
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'

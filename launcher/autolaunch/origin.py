@@ -1,0 +1,91 @@
+"""Where a value of the composed config was written: on the command line, or in which YAML file.
+
+Only error messages ask, so that it may read files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autolaunch.config_directories import shown
+from autolaunch.validate import written
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+
+class Origin:
+    """Says where the value of a key came from; called with a dotted key and its value, it gives the text for a message."""
+
+    def __init__(self, overrides: Sequence[str], config_name: str = "config", sources: Sequence[Any] = ()) -> None:
+        """`overrides` as typed; `sources`: the `hydra.runtime.config_sources` of the composed config."""
+        self._overrides, self._config_name = list(overrides), config_name
+        self._directories = [Path(source.path) for source in sources if source.schema == "file"]
+        self._files: list[tuple[str, str, Any]] | None = None
+
+    @classmethod
+    def of(cls, hydra: DictConfig) -> Origin:
+        """The origin of a config composed with this `hydra` node."""
+        typed: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
+        overrides = [*typed["hydra"], *typed["task"]]
+        return cls(overrides, hydra.job.config_name, hydra.runtime.config_sources)
+
+    def __call__(self, key: str, value: Any) -> str:
+        for override in reversed(self._overrides):
+            name = override.split("=", 1)[0].lstrip("+~")
+            if name == key:
+                return override
+            # `model={...}` is rare, but then the whole of it is what was typed.
+            if key.startswith(f"{name}.") and override.split("=", 1)[-1].lstrip().startswith("{"):
+                return override
+        file = self.file(key)
+        return f"{key}={written(value)}" + (f" ({file})" if file else "")
+
+    def file(self, key: str) -> str:
+        """The YAML file that set `key` last, as one would type its path; empty if no file is found that did."""
+        if self._files is None:
+            self._files = self._defaults()
+        for _, path, values in reversed(self._files):
+            if _has(values, key.split(".")):
+                return path
+        return ""
+
+    def _defaults(self) -> list[tuple[str, str, Any]]:
+        """(config path, file, its content placed under its package) of every file of the defaults list, in order."""
+        if not GlobalHydra.instance().is_initialized():
+            return []
+        try:
+            singles = [item for item in self._overrides if not _is_sweep(item)]
+            defaults = (
+                GlobalHydra.instance().config_loader().compute_defaults_list(self._config_name, singles, RunMode.RUN)
+            )
+        except Exception:
+            return []  # a file name in a message is a convenience; the message itself must come
+        found = []
+        for default in defaults.defaults:
+            if default.config_path is None or default.config_path.startswith("hydra/"):
+                continue
+            for directory in self._directories:
+                file = directory / (default.config_path.removesuffix(".yaml") + ".yaml")
+                if file.is_file():
+                    values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+                    for part in reversed(default.package.split(".") if default.package else []):
+                        values = {part: values}
+                    found.append((default.config_path, shown(file), values))
+                    break
+        return found
+
+
+def _has(values: Any, parts: list[str]) -> bool:
+    for part in parts:
+        if not isinstance(values, Mapping) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def _is_sweep(override: str) -> bool:
+    return OverridesParser.create().parse_override(override).is_sweep_override()

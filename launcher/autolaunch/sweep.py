@@ -1,0 +1,86 @@
+"""How each job ended, kept in its own directory, and the table that a sweep prints at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_FILE = ".hydra/end.json"
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended: what the process that runs it leaves for the one that started the command."""
+
+    number: int
+    """Of the job in its sweep."""
+    overrides: list[str]
+    status: str
+    """`finished`, `failed`, `misconfigured`, `interrupted`."""
+    exit_code: int
+    directory: str
+
+    def write(self) -> None:
+        """Write it into the job's directory, for the process that prints the table."""
+        path = Path(self.directory) / _FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(part, path)
+
+
+def forget_ends(directory: Path) -> None:
+    """Remove what earlier jobs have left in this directory or below, before it is run into again."""
+    for path in directory.rglob(_FILE):
+        path.unlink()
+
+
+def read_ends(directory: Path) -> list[JobEnd]:
+    """Every job that has ended in this directory or below, by number."""
+    found = [JobEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in directory.rglob(_FILE)]
+    return sorted(found, key=lambda end: end.number)
+
+
+def print_table(jobs: Sequence[JobEnd], sweep_dir: Path, console: Console) -> None:
+    """Print one row per job: number, overrides, status, loss, step time and its directory in the sweep's."""
+    failed = sum(job.exit_code != 0 for job in jobs)
+    console.print(Text(f"\n{len(jobs)} jobs, {failed} failed, in {_relative(sweep_dir)}", style="bold"), soft_wrap=True)
+    table = Table()
+    table.add_column("job", justify="right")
+    table.add_column("overrides", overflow="fold")
+    table.add_column("status")
+    table.add_column("loss", justify="right")
+    table.add_column("step time", justify="right")
+    table.add_column("directory", overflow="fold")
+    for job in jobs:
+        summary = _summary(Path(job.directory))
+        table.add_row(
+            str(job.number),
+            Text(" ".join(job.overrides)),
+            Text(job.status, style="green" if job.exit_code == 0 else "red"),
+            _number(summary.get("loss"), "{:.4f}"),
+            _number(summary.get("step_time_s"), "{:.3f} s"),
+            str(Path(job.directory).relative_to(sweep_dir)),
+        )
+    console.print(table)
+
+
+def _summary(directory: Path) -> dict[str, Any]:
+    path = directory / "summary.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _number(value: Any, form: str) -> str:
+    return form.format(value) if isinstance(value, int | float) else "-"
+
+
+def _relative(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,277 @@
+"""A composed config against the schema of `autolaunch.config`: types, choices, limits and unknown keys, all of them at once.
+
+Hydra composes plain YAML, so this is where `trainer.max_steps=abc` is found. Torch-free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, Union
+
+from autolaunch.config import DATA, MODELS, CustomData, CustomModel, Job
+from autolaunch_strategies.config import ConfigError, nearest
+
+Where = Callable[[str, Any], str]
+"""Says where the value of a dotted key came from, as the person wrote it: the command line or a YAML file."""
+
+_FAMILIES: dict[str, tuple[dict[str, type], type]] = {"model": (MODELS, CustomModel), "data": (DATA, CustomData)}
+_NOUNS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a mapping",
+}
+MISSING = "???"
+
+
+def written(value: Any) -> str:
+    """A value as one would type it behind `key=`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def typed(key: str, value: Any) -> str:
+    """The plainest `Where`: `key=value`."""
+    return f"{key}={written(value)}"
+
+
+@cache
+def field_types(schema: type) -> dict[str, Any]:
+    """The types of a schema's fields, by name."""
+    return typing.get_type_hints(schema)
+
+
+def node_schema(key: str, values: Any) -> tuple[type | None, bool]:
+    """(schema, open) of the node at a dotted key: its dataclass if it has one, and whether it takes keys of any name."""
+    if key in _FAMILIES:
+        named, custom = _FAMILIES[key]
+        values = values if isinstance(values, Mapping) else {}
+        if values.get("_target_") is not None:
+            return custom, True
+        return named.get(str(values.get("name"))), False
+    schema: Any = Job
+    for part in key.split(".") if key else []:
+        schema = field_types(schema).get(part) if dataclasses.is_dataclass(schema) else None
+    if not dataclasses.is_dataclass(schema):
+        return None, True
+    # An optimizer class of one's own has arguments of its own.
+    return typing.cast(type, schema), key == "optimizer" and bool(values) and values.get("_target_") is not None
+
+
+def validate(config: Mapping[str, Any], where: Where = typed) -> tuple[dict[str, Any], list[ConfigError]]:
+    """Check a composed and resolved config.
+
+    Returns:
+        The config with every key of the schema (absent ones at their defaults, whole numbers where the schema has
+        floats turned into floats), and every problem found; the config is of use only if there is none.
+    """
+    errors: list[ConfigError] = []
+    return _node(config, "", where, errors), errors
+
+
+def _node(values: Mapping[str, Any], key: str, where: Where, errors: list[ConfigError]) -> dict[str, Any]:
+    schema, is_open = node_schema(key, values)
+    if key in _FAMILIES and schema is None:
+        errors.append(_unknown_family(key, values, where))
+        return dict(values)
+    assert schema is not None
+    prefix = f"{key}." if key else ""
+    fields = {item.name: item for item in dataclasses.fields(schema)}
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if name in fields:
+            checked[name] = _value(value, fields[name], field_types(schema)[name], path, where, errors)
+        elif is_open:
+            checked[name] = value
+            if value == MISSING:
+                errors.append(ConfigError(path, "must be given", write=f"{path}=..."))
+        else:
+            errors.append(_unknown(path, value, fields, where))
+    for name, item in fields.items():
+        if name not in checked:
+            checked[name] = _default(item, f"{prefix}{name}", errors)
+    return checked
+
+
+def _default(item: dataclasses.Field[Any], path: str, errors: list[ConfigError]) -> Any:
+    if item.default is not dataclasses.MISSING:
+        return item.default
+    if item.default_factory is not dataclasses.MISSING:
+        value = item.default_factory()
+        return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+    errors.append(ConfigError(path, "must be given", item.metadata.get("help", ""), f"+{path}=..."))
+    return None
+
+
+def _value(
+    value: Any, item: dataclasses.Field[Any], wanted: Any, path: str, where: Where, errors: list[ConfigError]
+) -> Any:
+    if value == MISSING:
+        errors.append(ConfigError(path, "must be given", _sentence(item), f"{path}=..."))
+        return value
+    if dataclasses.is_dataclass(wanted) or path in _FAMILIES:
+        if isinstance(value, Mapping):
+            return _node(value, path, where, errors)
+        errors.append(ConfigError(where(path, value), "is a group of keys, not a single value", write=f"--info {path}"))
+        return value
+    options = _alternatives(wanted)
+    fitted = _fit(value, options)
+    if fitted is _MISFIT:
+        errors.append(ConfigError(where(path, value), *_type_problem(value, options, item, path)))
+        return value
+    choices = item.metadata.get("choices")
+    # True == 1 in Python, but `true` is not one of 0, 1, 2, 3.
+    if choices is not None and not any(
+        fitted == c and isinstance(fitted, bool) == isinstance(c, bool) for c in choices
+    ):
+        names = [written(choice) for choice in choices]
+        close = next((name for name in names if name.startswith(f"{written(value)}-")), "") or nearest(
+            written(value), names
+        )
+        errors.append(
+            ConfigError(
+                where(path, value),
+                "not one of the choices",
+                ", ".join(written(choice) for choice in choices),
+                f"{path}={close}" if close else "",
+            )
+        )
+    elif (
+        isinstance(fitted, int | float) and not isinstance(fitted, bool) and (limits := _broken(fitted, item.metadata))
+    ):
+        errors.append(ConfigError(where(path, value), "out of range", limits))
+    return fitted
+
+
+_MISFIT = object()
+
+
+def _alternatives(wanted: Any) -> tuple[Any, ...]:
+    """The plain types that a hint allows: `int | None` is (int, NoneType), `list[float]` is (list[float],)."""
+    return typing.get_args(wanted) if typing.get_origin(wanted) in (Union, types.UnionType) else (wanted,)
+
+
+def _fit(value: Any, options: tuple[Any, ...]) -> Any:
+    """`value` as one of the types, or `_MISFIT`."""
+    if Any in options or (value is None and types.NoneType in options):
+        return value
+    plain = [typing.get_origin(option) or option for option in options]
+    if type(value) in plain:
+        if isinstance(value, list):
+            (inner,) = next(typing.get_args(option) for option in options if typing.get_origin(option) is list)
+            items = [_fit(item, (inner,)) for item in value]
+            return _MISFIT if any(item is _MISFIT for item in items) else items
+        return value
+    if float in plain and type(value) is int:
+        return float(value)
+    if str in plain and type(value) in (int, float):
+        return str(value)  # name=2026 is a text that looks like a number
+    return _MISFIT
+
+
+def _type_problem(
+    value: Any, options: tuple[Any, ...], item: dataclasses.Field[Any], path: str
+) -> tuple[str, str, str]:
+    nouns = []
+    for option in options:
+        if typing.get_origin(option) is list:
+            nouns.append(f"a list of {_NOUNS[typing.get_args(option)[0]].split()[-1]}s")
+        elif option is not types.NoneType:
+            nouns.append(_NOUNS[typing.get_origin(option) or option])
+    if item.metadata.get("choices"):
+        allowed = ", ".join(written(choice) for choice in item.metadata["choices"])
+    else:
+        allowed = " or ".join(nouns) + (" or null" if types.NoneType in options else "")
+    write = ""
+    if int in options and isinstance(value, float) and value.is_integer():
+        write = f"{path}={int(value)}"
+    elif typing.get_origin(options[0]) is list and isinstance(value, str | int | float):
+        write = f"{path}=[{written(value)}]"
+    return f"must be {' or '.join(nouns)}", allowed if item.metadata.get("choices") or "null" in allowed else "", write
+
+
+_LIMITS = {
+    "ge": (lambda value, limit: value >= limit, "{} or more"),
+    "gt": (lambda value, limit: value > limit, "more than {}"),
+    "le": (lambda value, limit: value <= limit, "{} or less"),
+    "lt": (lambda value, limit: value < limit, "less than {}"),
+}
+
+
+def limits_text(metadata: Mapping[str, Any]) -> str:
+    """The limits of a field in words, `0 or more, less than 1`; empty if it has none."""
+    return ", ".join(words.format(metadata[name]) for name, (_, words) in _LIMITS.items() if name in metadata)
+
+
+def _broken(value: float, metadata: Mapping[str, Any]) -> str:
+    holds = all(test(value, metadata[name]) for name, (test, _) in _LIMITS.items() if name in metadata)
+    return "" if holds else limits_text(metadata)
+
+
+def _sentence(item: dataclasses.Field[Any]) -> str:
+    return str(item.metadata.get("help", ""))
+
+
+def _unknown_family(key: str, values: Mapping[str, Any], where: Where) -> ConfigError:
+    known = [name for name in _FAMILIES[key][0] if name != "custom"]
+    name = values.get("name")
+    if name is None:
+        return ConfigError(
+            key, f"has neither {key}.name nor {key}._target_", ", ".join(known), f"+{key}.name={known[0]}"
+        )
+    close = nearest(str(name), known)
+    return ConfigError(
+        where(f"{key}.name", name),
+        f"no such {key}" + (f"; did you mean {close}?" if close else ""),
+        f"{', '.join(known)}, or a {key} of your own with _target_",
+        f"{key}={close}" if close else "",
+    )
+
+
+def alike(name: str, known: Iterable[str]) -> str:
+    """The known key that was meant, or an empty string. Stricter than `nearest`: there are many keys to be wrong about."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
+
+
+def keys_text(parent: str, keys: Iterable[str]) -> tuple[str, str]:
+    """(allowed, write) of an error about a key that is like none: the keys there are if they are few, else who lists them."""
+    keys = list(keys)
+    if len(keys) <= 8:
+        return ", ".join(keys), ""
+    return "", f"autolaunch --info {parent}" if parent else "autolaunch --help"
+
+
+def _unknown(path: str, value: Any, fields: Mapping[str, Any], where: Where) -> ConfigError:
+    parent, _, name = path.rpartition(".")
+    close = alike(name, fields)
+    if not parent and name in ("experiment", "search"):
+        return ConfigError(
+            where(path, value),
+            f"the keys of the {name} file ended up under `{name}`",
+            "a file that begins with the line `# @package _global_`",
+        )
+    meant = f"{parent}.{close}" if parent and close else close
+    return ConfigError(
+        where(path, value),
+        "no such key" + (f"; did you mean {meant}?" if close else ""),
+        *(
+            ("", "" if isinstance(value, Mapping) else f"{meant}={written(value)}")
+            if close
+            else keys_text(parent, fields)
+        ),
+    )
