@@ -54,10 +54,9 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
     _check_fields(config_class, model_cfg.get("config") or {})
     try:
         config = config_class.from_dict(fields)
+        config.use_cache = config.get_text_config().use_cache = False
     except Exception as error:  # every family validates in its own way
         raise ConfigError(where, f"transformers refuses this config: {_one_line(error)}") from error
-    config.use_cache = False
-    config.get_text_config().use_cache = False
     attention = model_cfg.get("attn_implementation") or "sdpa"
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     if not getattr(model_class, _SUPPORTS.get(attention, ""), True):
@@ -69,7 +68,7 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
         )
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.get_default_dtype())
-    except (ImportError, ValueError, TypeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
+    except Exception as error:
         raise ConfigError(where, f"transformers cannot build this model: {_one_line(error)}") from error
     if not getattr(model, "_is_hf_initialized", False):
         # On the meta device transformers skips the initial weights; whoever records the constructor needs them.
@@ -82,7 +81,7 @@ def _check_fields(config_class: Any, overrides: Mapping[str, Any]) -> None:
     defaults = config_class()
     known = sorted({*defaults.to_dict(), *config_class.attribute_map})
     for key in overrides:
-        if key not in _OLD_FIELDS and not hasattr(defaults, key):
+        if key not in _OLD_FIELDS and key not in known and not hasattr(defaults, key):
             close = nearest(key, known)
             raise ConfigError(
                 f"model.config.{key}",
