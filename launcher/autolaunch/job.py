@@ -1,0 +1,71 @@
+"""The resolved job: what the parent composed, written once, read by every worker."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ResolvedJob:
+    """A run as plain data: nothing is left to compose, to interpolate or to guess."""
+
+    config: dict[str, Any]
+    """The composed and resolved config (keys of `autolaunch.config.Job`)."""
+    output_dir: Path
+    """Where everything is written; absolute, the same on every rank."""
+    world_size: int
+    """How many ranks run it."""
+    overrides: list[str]
+    """What was typed after the command, for people who read the job file."""
+    version: str
+    """The autolaunch version that composed it."""
+    choices: dict[str, str] = field(default_factory=dict)
+    """Config group to the option that was chosen, to write the run down as an experiment file."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "output_dir", Path(self.output_dir))
+        assert self.output_dir.is_absolute(), f"the output directory must be absolute: {self.output_dir}"
+        assert self.world_size >= 1, f"a job has at least one rank, not {self.world_size}"
+
+    @property
+    def path(self) -> Path:
+        """Where `write` puts it."""
+        return self.output_dir / ".hydra" / "job.json"
+
+    @property
+    def logs(self) -> Path:
+        """The directory of the ranks' logs and of what they report to the parent."""
+        return self.output_dir / "logs"
+
+    def to_json(self) -> str:
+        """The job as text; `from_json` reads it back."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return json.dumps(fields | {"output_dir": str(self.output_dir)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ResolvedJob:
+        """The job that `to_json` wrote."""
+        return cls(**json.loads(text))
+
+    def write(self) -> Path:
+        """Write it to `<output_dir>/.hydra/job.json`, complete or not at all, and return that path."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_beside(self.path, self.to_json())
+        return self.path
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> ResolvedJob:
+        """The job in the file that `write` left."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def write_beside(path: Path, text: str) -> None:
+    """Write `text` to a file beside `path` and rename it into place: a reader sees all of it or none."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

@@ -1,0 +1,231 @@
+"""What went wrong first.
+
+When one rank fails, the others lose their connection to it and fail too, often sooner than it ends. So every rank
+writes down its own failure in the moment it catches it, before it tears anything down, and the parent picks the one
+that was not somebody else's consequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autolaunch.job import write_beside
+from autolaunch_strategies.config import ConfigError, ConfigErrors
+
+PEER_LOST = re.compile(
+    r"connection closed by peer|connection reset by peer|broken pipe|socket timeout|remote worker (crashing|hanging)"
+    r"|timed out waiting \d+ms for (recv|send) operation|wait timeout after \d+ms|connectfullmesh failed"
+    r"|failed to recv|store.{0,40}tim(ed|eout)|client socket has timed out|ncclremoteerror|remote process exited"
+    r"|nccl communicator was aborted|collective operation timeout",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and torch's stores say on a rank that is fine itself but waits for one that is not."""
+
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of one rank, as it saw it itself, or as the parent saw it if the rank had no time to speak."""
+
+    rank: int
+    world_size: int
+    error: str
+    """One line: the exception's type and message, or how the process ended."""
+    details: str
+    """The traceback from the first frame of the user's code on, or the end of the log; may be empty."""
+    log: str
+    """Path of the rank's log file."""
+    host: str
+    pid: int
+    time_ns: int
+    peer_lost: bool = False
+    """The rank only lost contact with another."""
+    wrong_config: bool = False
+    """`error` is the whole message of a `ConfigError`: a person needs nothing else."""
+    others: int = 0
+    """How many more ranks failed."""
+
+    @property
+    def exit_code(self) -> int:
+        """What the shell gets: 2 for a wrong config, else 1."""
+        return 2 if self.wrong_config else 1
+
+    def render(self) -> str:
+        """The text that a person sees."""
+        if self.wrong_config:
+            return self.error
+        who = f"rank {self.rank} of {self.world_size}" if self.world_size > 1 else "the run"
+        lines = [f"{who} failed: {self.error}"]
+        lines += [self.details] if self.details else []
+        lines += [f"log: {self.log}"]
+        if self.peer_lost:
+            lines.append("this rank only lost contact with another; no rank wrote down an error of its own")
+        if self.others:
+            lines.append(f"{self.others} more rank{'s' if self.others > 1 else ''} failed after it")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a worker process ended, as the parent saw it."""
+
+    code: int
+    """As `subprocess` counts: the negative number of a signal."""
+    pid: int
+    time_ns: int
+    """A time at which it was still seen alive: errors of ranks that lost contact with it come later."""
+    stopped: bool = False
+    """The parent told it to end."""
+    done: bool = False
+    """It reported that its task was done."""
+    log_start: int = 0
+    """Size of the log before this run."""
+
+
+def failure_file(directory: Path, rank: int) -> Path:
+    """Where a rank writes its failure down."""
+    return directory / f"failure_{rank}.json"
+
+
+def log_file(directory: Path, rank: int) -> Path:
+    """The log of a rank."""
+    return directory / f"rank_{rank}.log"
+
+
+def describe(error: BaseException, directory: Path, rank: int, world_size: int) -> Failure:
+    """The failure that `error` is on this rank, now."""
+    wrong_config = isinstance(error, (ConfigError, ConfigErrors))
+    lines = traceback.format_exception_only(error)
+    return Failure(
+        rank=rank,
+        world_size=world_size,
+        error=str(error) if wrong_config else "".join(lines[-1:]).strip().split("\n")[0],
+        details="" if wrong_config else user_traceback(error),
+        log=str(log_file(directory, rank)),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        time_ns=time.time_ns(),
+        peer_lost=is_peer_lost(error),
+        wrong_config=wrong_config,
+    )
+
+
+def write_failure(failure: Failure, directory: Path) -> None:
+    """Write a rank's own failure down: complete or not at all."""
+    write_beside(failure_file(directory, failure.rank), json.dumps(dataclasses.asdict(failure), indent=1))
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether `error` is the consequence of another rank's end.
+
+    The first error of the chain decides: what is raised while a rank cleans up after an error of its own does not.
+    """
+    seen: set[int] = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__ or error
+    # A broken connection of the user's own, such as that of a download, is an OSError.
+    ours = isinstance(error, RuntimeError) and not isinstance(error, OSError)
+    return ours and PEER_LOST.search(str(error)) is not None
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of `error` without the frames of launcher and trainer that lead to the user's code.
+
+    Left whole if no frame is the user's.
+    """
+    report = traceback.TracebackException.from_exception(error)
+    plumbing = _plumbing()
+    current: traceback.TracebackException | None = report
+    while current is not None:
+        first = next((i for i, frame in enumerate(current.stack) if not frame.filename.startswith(plumbing)), 0)
+        current.stack[:] = current.stack[first:]
+        current = current.__cause__ or current.__context__
+    return "".join(report.format()).rstrip()
+
+
+def _plumbing() -> tuple[str, ...]:
+    import autolaunch
+    import autolaunch_strategies
+
+    paths = [str(Path(module.__file__).parent) for module in (autolaunch, autolaunch_strategies) if module.__file__]
+    site = sysconfig.get_path("purelib")
+    paths += [f"{site}/{name}" for name in ("torch", "lightning", "lightning_utilities", "hydra", "omegaconf")]
+    paths += [f"{sysconfig.get_path('stdlib')}/{name}" for name in ("contextlib.py", "importlib", "runpy.py")]
+    return (*(path if path.endswith(".py") else f"{path}/" for path in paths), "<frozen")
+
+
+def first_failure(directory: Path, exits: Mapping[int, Exit], world_size: int) -> Failure | None:
+    """The failure that the others follow from, or None if nothing failed.
+
+    Args:
+        directory: where the ranks wrote their failures.
+        exits: how those ranks ended that have ended.
+        world_size: how many ranks there are.
+    """
+    failures = []
+    for rank in range(world_size):
+        file = failure_file(directory, rank)
+        if file.exists():
+            failures.append(Failure(**json.loads(file.read_text(encoding="utf-8"))))
+        elif rank in exits and not exits[rank].stopped and not (exits[rank].code == 0 and exits[rank].done):
+            failures.append(_silent(directory, rank, world_size, exits[rank]))
+    if not failures:
+        return None
+    first = min(failures, key=lambda failure: (failure.peer_lost, failure.time_ns))
+    return dataclasses.replace(first, others=len(failures) - 1)
+
+
+def _silent(directory: Path, rank: int, world_size: int, end: Exit) -> Failure:
+    log = log_file(directory, rank)
+    lines = tail(log, end.log_start)
+    return Failure(
+        rank=rank,
+        world_size=world_size,
+        error=_ending(end.code),
+        details=f"the end of its log:\n{lines}" if lines else "",
+        log=str(log),
+        host=socket.gethostname(),
+        pid=end.pid,
+        time_ns=end.time_ns,
+    )
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"it left with exit code {code} before its task was done"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def tail(path: Path, start: int = 0) -> str:
+    """The last lines of a log, of what was written after its first `start` bytes; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(start, size - 65536))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
+
+
+def show(failure: Failure) -> None:
+    """Print a failure to stderr, for ranks whose parent is not ours."""
+    print(failure.render(), file=sys.stderr, flush=True)

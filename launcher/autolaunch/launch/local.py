@@ -1,0 +1,294 @@
+"""A run on this machine: one process per rank, started, watched and ended by this one.
+
+torch has a launcher, but importing it costs more than a second before the first worker starts, and it shows the failure
+that it notices first rather than the one that came first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import autolaunch
+import autolaunch_strategies
+from autolaunch.job import ResolvedJob
+from autolaunch.launch.end import RunEnd
+from autolaunch.launch.failure import Exit, Failure, first_failure, log_file, tail
+from autolaunch.launch.phase import Phase, forget_reports, read_phase, stack_file
+from autolaunch.launch.place import Place
+from autolaunch.worker import STOP_SIGNAL
+
+POLL_SECONDS = 0.05
+VERDICT_SECONDS = 1.0
+"""How long the rank that caused it may take to show, when all that is known is that others lost contact with it."""
+KILL_SECONDS = 5.0
+STACK_SECONDS = 2.0
+"""How long a rank may take to write its stack."""
+
+
+@dataclass
+class _Rank:
+    """One worker process."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_start: int
+    shown: int
+    """How much of the log was forwarded to the terminal."""
+    alive_ns: int = 0
+    told_to_stop: bool = False
+    exit: Exit | None = None
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM while a run lasts: counted here, acted on by the loop that watches the ranks."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[_Signals]:
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before: dict[int, Any] = {}
+        try:
+            for signum in (signal.SIGINT.value, signal.SIGTERM.value):
+                before[signum] = signal.signal(signum, self._note)
+            yield self
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.received.append(signum)
+
+
+def run_local(job: ResolvedJob, launch_cfg: dict[str, Any]) -> RunEnd:
+    """Run a job with one process per rank and wait for its end; whatever that is, no process is left.
+
+    Rank 0 has this process's terminal, the others write to `<output_dir>/logs/rank_<k>.log`; with `launch.logs=all`
+    every rank writes there and its lines are repeated here after `[rank k] `.
+
+    Args:
+        job: the job; its file is written here.
+        launch_cfg: the keys of `autolaunch.config.Launch`.
+    """
+    forget_reports(job.logs)
+    path = job.write()
+    with _Signals().caught() as signals:
+        ranks: list[_Rank] = []
+        try:
+            _start(job, path, launch_cfg["logs"] == "all", ranks)
+            return _Watch(job, launch_cfg, ranks, signals).until_the_end()
+        finally:
+            _kill(ranks)
+
+
+def _start(job: ResolvedJob, path: Path, all_logs: bool, ranks: list[_Rank]) -> None:
+    # Nobody can take the port: it is open from here on, and rank 0 gets the open socket.
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        for number in range(job.world_size):
+            where = Place(
+                kind="local",
+                rank=number,
+                world_size=job.world_size,
+                local_rank=number,
+                local_world_size=job.world_size,
+                master_port=listener.getsockname()[1],
+            )
+            # -P: a file in the working directory must not shadow an installed package.
+            command = [sys.executable, "-P", "-u", "-m", "autolaunch.worker", str(path), "--parent", str(os.getpid())]
+            descriptors: tuple[int, ...] = ()
+            if number == 0:
+                descriptors = (listener.fileno(),)
+                command += ["--listen", str(listener.fileno())]
+            log = log_file(job.logs, number)
+            with log.open("ab") as stream:
+                start = stream.tell()
+                process = subprocess.Popen(
+                    command,
+                    env=_environment(where, job),
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream if number or all_logs else None,
+                    stderr=subprocess.STDOUT if number or all_logs else None,
+                    pass_fds=descriptors,
+                    start_new_session=True,
+                )
+            ranks.append(_Rank(number, process, log, start, start))
+
+
+def _environment(where: Place, job: ResolvedJob) -> dict[str, str]:
+    env = os.environ | where.environment(job.output_dir.name)
+    env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // where.local_world_size)))
+    if "lo" in {name for _, name in socket.if_nameindex()}:
+        # gloo would ask for the address of the host's name, which many a laptop does not have.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    roots = {str(Path(module.__file__).parents[1]) for module in (autolaunch, autolaunch_strategies) if module.__file__}
+    # A worker must find the same code as this process, however this one found it.
+    roots -= {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    env["PYTHONPATH"] = os.pathsep.join([*filter(None, [env.get("PYTHONPATH")]), *sorted(roots)])
+    return env
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Watch:
+    """Looks after the ranks until all of them have ended."""
+
+    def __init__(self, job: ResolvedJob, launch_cfg: dict[str, Any], ranks: list[_Rank], signals: _Signals) -> None:
+        self.job, self.ranks, self.signals = job, ranks, signals
+        self.forward = launch_cfg["logs"] == "all"
+        self.start_timeout: float = launch_cfg["start_timeout"]
+        self.stop_timeout: float = launch_cfg["stop_timeout"]
+
+    def until_the_end(self) -> RunEnd:
+        deadline: float | None = time.monotonic() + self.start_timeout
+        while True:
+            self._look()
+            if self.signals.received:
+                return self._interrupted()
+            failure = self._first_failure()
+            if failure is not None:
+                return self._failed(failure)
+            if all(rank.exit for rank in self.ranks):
+                return RunEnd("finished", 0)
+            if deadline is not None:
+                if all(self._phase(rank) >= Phase.RUNNING for rank in self.ranks):
+                    deadline = None
+                elif time.monotonic() > deadline:
+                    return self._never_started()
+            time.sleep(POLL_SECONDS)
+
+    def _look(self) -> None:
+        for rank in self.ranks:
+            if rank.exit is None:
+                now = time.time_ns()
+                code = rank.process.poll()
+                if code is None:
+                    rank.alive_ns = now
+                else:
+                    done = self._phase(rank) == Phase.DONE
+                    rank.exit = Exit(code, rank.process.pid, rank.alive_ns, rank.told_to_stop, done, rank.log_start)
+            if self.forward:
+                self._forward(rank)
+
+    def _forward(self, rank: _Rank) -> None:
+        with rank.log.open("rb") as log:
+            log.seek(rank.shown)
+            text = log.read()
+        # A line is shown when it is whole, so that lines of ranks do not mix.
+        whole = text if rank.exit else text[: text.rfind(b"\n") + 1]
+        if whole:
+            rank.shown += len(whole)
+            for line in whole.decode(errors="replace").splitlines():
+                print(f"[rank {rank.number}] {line}")
+            sys.stdout.flush()
+
+    def _phase(self, rank: _Rank) -> Phase:
+        return read_phase(self.job.logs, rank.number)
+
+    def _first_failure(self) -> Failure | None:
+        exits = {rank.number: rank.exit for rank in self.ranks if rank.exit}
+        return first_failure(self.job.logs, exits, self.job.world_size)
+
+    def _interrupted(self) -> RunEnd:
+        signum = self.signals.received[0]
+        self._stop()
+        name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+        return RunEnd("interrupted", 128 + signum, message=f"stopped by {name}; every rank has ended")
+
+    def _failed(self, failure: Failure) -> RunEnd:
+        end = time.monotonic() + VERDICT_SECONDS
+        while failure.peer_lost and time.monotonic() < end and not self.signals.received:
+            time.sleep(POLL_SECONDS)
+            self._look()
+            failure = self._first_failure() or failure
+        hung = [rank for rank in self.ranks if failure.peer_lost and rank.exit is None and rank.number != failure.rank]
+        stacks = [f"rank {rank.number} was still running:\n{stack}" for rank in hung if (stack := self._stack(rank))]
+        # A rank that failed by itself may finish what it does at its end; the others wait for it in vain.
+        self._stop(spare=[number for number in range(len(self.ranks)) if self._failed_itself(number)])
+        failure = self._first_failure() or failure
+        return RunEnd("failed", failure.exit_code, failure, "\n".join([failure.render(), *stacks]))
+
+    def _failed_itself(self, number: int) -> bool:
+        return (self.job.logs / f"failure_{number}.json").exists()
+
+    def _never_started(self) -> RunEnd:
+        phases = {rank.number: self._phase(rank) for rank in self.ranks}
+        late = [number for number, phase in phases.items() if phase < Phase.RUNNING]
+        stuck = self.ranks[min(late, key=lambda number: (phases[number], number))]
+        lines = [
+            f"{len(late)} of {len(self.ranks)} ranks had not begun the task after {self.start_timeout:g} s "
+            "(launch.start_timeout):",
+            *(f"  rank {number}: {phase.name.lower()}" for number, phase in phases.items()),
+        ]
+        if stack := self._stack(stuck):
+            lines += [f"where rank {stuck.number} is:", stack]
+        if text := tail(stuck.log, stuck.log_start):
+            lines += [f"the end of its log:\n{text}"]
+        lines.append(f"log: {stuck.log}")
+        self._stop()
+        return RunEnd("timed_out", 1, message="\n".join(lines))
+
+    def _stack(self, rank: _Rank) -> str:
+        """Where a rank is right now: asked for with a signal that is answered even by one that hangs in C code."""
+        if self._phase(rank) < Phase.STARTED:
+            return ""  # the signal would kill it
+        file = stack_file(self.job.logs, rank.number)
+        rank.process.send_signal(signal.SIGUSR1)
+        end = time.monotonic() + STACK_SECONDS
+        text = ""
+        while time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+            before, text = text, file.read_text(errors="replace")
+            if text and text == before:
+                break
+        return text.rstrip()
+
+    def _stop(self, spare: Collection[int] = ()) -> None:
+        """End all ranks but `spare`, and after `launch.stop_timeout` or one more signal kill whatever is left."""
+        signals = len(self.signals.received)
+        for rank in self.ranks:
+            if rank.exit is None:
+                rank.told_to_stop = True
+                if rank.number not in spare:
+                    rank.process.send_signal(STOP_SIGNAL)
+        end = time.monotonic() + self.stop_timeout
+        while time.monotonic() < end and len(self.signals.received) == signals:
+            self._look()
+            if all(rank.exit for rank in self.ranks):
+                break
+            time.sleep(POLL_SECONDS)
+        _kill(self.ranks)
+        self._look()
+        if sys.stderr.isatty() and not self.forward:
+            # Rank 0 may have ended in the middle of a progress bar, with the cursor hidden.
+            sys.stderr.write("\x1b[?25h\n")
+            sys.stderr.flush()
+
+
+def _kill(ranks: list[_Rank]) -> None:
+    """Kill what is left of the ranks, their loader processes included."""
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
+    for rank in ranks:
+        # A process that waits for a dead file server cannot be killed; it will not do anything any more either.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.process.wait(KILL_SECONDS)

@@ -1,0 +1,165 @@
+"""Where ranks meet: one store that all of them reach, the job handed out over it, and the process group.
+
+torch is imported inside the functions, so that a rank knows its place before it pays for that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from autolaunch.job import ResolvedJob
+from autolaunch.launch.place import Place, check_master_resolves
+from autolaunch_strategies.config import ConfigError, ConfigErrors
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+FAREWELL_SECONDS = 10.0
+"""How long the rank that hosts the store waits for the others to need it no more."""
+
+
+class RankMissing(RuntimeError):
+    """A rank did not come to where all of them meet."""
+
+
+def connect(place: Place, timeout: float) -> Store:
+    """The store that all ranks of this run share.
+
+    In a local run rank 0 serves it, on the socket that the parent opened; under torchrun the agent does; else rank 0.
+
+    Args:
+        place: this rank.
+        timeout: seconds to wait for rank 0, and later for every key.
+
+    Raises:
+        ConfigError: the host of rank 0 has no address here, or the port on rank 0 is taken.
+        RankMissing: rank 0 did not answer in time.
+    """
+    from torch.distributed import DistError, PrefixStore, TCPStore
+
+    check_master_resolves(place)
+    agent = place.kind == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = place.rank == 0 and not agent
+    wait = timedelta(seconds=timeout)
+    try:
+        store = TCPStore(
+            place.master_addr,
+            place.master_port,
+            is_master=host,
+            timeout=wait,
+            wait_for_workers=False,
+            master_listen_fd=place.listen_fd,
+        )
+    except DistError as error:
+        where = f"{place.master_addr}:{place.master_port}"
+        if host:
+            raise ConfigError(
+                f"MASTER_PORT={place.master_port}",
+                f"rank 0 cannot listen on {where}: {str(error).splitlines()[0]}",
+                "a free port of the node of rank 0",
+                "export MASTER_PORT=<port>",
+            ) from error
+        raise RankMissing(
+            f"rank {place.rank} on {socket.gethostname()} got no answer from rank 0 at {where} within {timeout:g} s"
+        ) from error
+    # After a restart by torchrun the store still holds the keys of the attempt before.
+    return PrefixStore(f"autolaunch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def share_job(store: Store, place: Place, make_job: Callable[[], ResolvedJob], timeout: float = 600.0) -> ResolvedJob:
+    """The one job of this run: rank 0 makes it, every other rank gets a copy.
+
+    Args:
+        store: what `connect` returned.
+        place: this rank.
+        make_job: composes the job; called on rank 0 only.
+        timeout: seconds that rank 0 waits for every other rank to take it.
+
+    Raises:
+        RankMissing: on rank 0, when a rank did not come for the job in time; on the others, when rank 0 gave none.
+        SystemExit: on the other ranks, when rank 0 could not make it; with the exit code of rank 0, which says why.
+        BaseException: on rank 0, whatever `make_job` raised.
+    """
+    from torch.distributed import DistError
+
+    if place.rank:
+        try:
+            found = json.loads(store.get("job"))
+            store.set(f"job_taken/{place.rank}", "1")
+        except DistError as error:
+            raise RankMissing(f"rank {place.rank} got no job from rank 0: {str(error).splitlines()[0]}") from error
+        if "exit_code" in found:
+            raise SystemExit(found["exit_code"])
+        return ResolvedJob.from_json(found["job"])
+    try:
+        job = make_job()
+    except BaseException as error:
+        store.set("job", json.dumps({"exit_code": exit_code_of(error)}))
+        _missing(store, place.world_size, FAREWELL_SECONDS)
+        raise
+    store.set("job", json.dumps({"job": job.to_json()}))
+    if missing := _missing(store, place.world_size, timeout):
+        ranks = ", ".join(map(str, missing))
+        raise RankMissing(
+            f"rank{'s' if len(missing) > 1 else ''} {ranks} of {place.world_size} did not come within {timeout:g} s"
+        )
+    return job
+
+
+def _missing(store: Store, world_size: int, seconds: float) -> list[int]:
+    """The ranks that did not take the job until `seconds` were over."""
+    from torch.distributed import DistStoreError
+
+    end = time.monotonic() + seconds
+    missing = []
+    for rank in range(1, world_size):
+        try:
+            # A wait of nothing at all is refused.
+            store.wait([f"job_taken/{rank}"], timedelta(seconds=max(0.01, end - time.monotonic())))
+        except DistStoreError:
+            missing.append(rank)
+    return missing
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code that a command which ends with `error` should have: 2 for a wrong config, 1 for a failure."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if isinstance(error, (ConfigError, ConfigErrors)) else 1
+
+
+def join(store: Store, place: Place, backend: str, timeout: float) -> None:
+    """Join the process group of all ranks.
+
+    Args:
+        store: what `connect` returned.
+        place: this rank.
+        backend: as `torch.distributed.init_process_group` takes it, such as `cpu:gloo,cuda:nccl`.
+        timeout: seconds after which a collective that a rank never joins is an error.
+    """
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=timeout)
+    )
+
+
+def leave_store(store: Store, place: Place) -> None:
+    """Say that this rank needs the store no more; the rank that may host it waits until nobody does."""
+    from torch.distributed import DistError
+
+    try:
+        if place.rank:
+            store.set(f"left/{place.rank}", "1")
+        else:
+            store.wait([f"left/{rank}" for rank in range(1, place.world_size)], timedelta(seconds=FAREWELL_SECONDS))
+    except DistError:
+        pass  # the task is done on every rank: who is gone by now needs nothing

@@ -1,0 +1,25 @@
+"""What a run can do: one module per task, found by the first word of the command line."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from autolaunch.job import ResolvedJob
+from autolaunch.launch.place import Place
+
+RUNNERS: dict[str, str] = {
+    "fit": "autolaunch.tasks.fit:run",
+    "validate": "autolaunch.tasks.fit:run",
+    "test": "autolaunch.tasks.fit:run",
+    "predict": "autolaunch.tasks.fit:run",
+    "plan": "autolaunch.tasks.plan:run",
+    "export": "autolaunch.tasks.export:run",
+}
+"""Task to the function that runs it on one rank; a task of your own is written `module:function`."""
+
+
+def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
+    """Run the job's task on this rank and return what it reports."""
+    module, _, function = RUNNERS.get(job.config["task"], job.config["task"]).partition(":")
+    return getattr(import_module(module), function)(job, place)

@@ -1,0 +1,260 @@
+"""One rank of a run: join the others, run the task, leave.
+
+`python -m autolaunch.worker <job.json>` is what a local run starts; torchrun, srun and a run of one rank call
+`run_rank` or `run_here` from the command's own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from autolaunch.job import ResolvedJob
+from autolaunch.launch.devices import visible_devices
+from autolaunch.launch.end import RunEnd
+from autolaunch.launch.failure import Failure, describe, log_file, show, write_failure
+from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
+from autolaunch.launch.place import Place, place
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+STOP_SIGNAL = signal.SIGHUP
+"""How the parent ends a worker. Lightning puts a handler of its own on SIGTERM, which a rank that hangs never gets to
+run; a signal whose action is the kernel's ends it wherever it is."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Be one rank of a local run, as `autolaunch.launch.local` starts it; never returns."""
+    parser = argparse.ArgumentParser(prog="python -m autolaunch.worker", description=main.__doc__)
+    parser.add_argument("job", help="the job file")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
+    parser.add_argument("--listen", type=int, help="descriptor of the socket on which rank 0 serves the store")
+    arguments = parser.parse_args()
+    _die_with_parent(arguments.parent)
+    signal.signal(STOP_SIGNAL, signal.SIG_DFL)
+    job = ResolvedJob.read(arguments.job)
+    leave(run_rank(job, replace(place(), kind="local", listen_fd=arguments.listen)))
+
+
+def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
+    """Run the job's task as one rank of several, and return the exit code to `leave` with.
+
+    A failure is written to `<output_dir>/logs/failure_<rank>.json` in the moment it is caught; it is also printed here
+    if no parent of ours is there to read that file.
+
+    Args:
+        job: the job, the same on every rank.
+        place: this rank.
+        store: what `rendezvous.connect` returned, if the caller has connected already.
+    """
+    job.logs.mkdir(parents=True, exist_ok=True)
+    log = log_file(job.logs, place.rank)
+    launch = job.config["launch"]
+    terminal = place.rank == 0 and (place.kind != "local" or launch["logs"] == "rank0")
+    with log.open("a", encoding="utf-8") as log_stream, stack_file(job.logs, place.rank).open("w") as stack_stream:
+        try:
+            faulthandler.enable(log_stream)
+            faulthandler.register(signal.SIGUSR1, stack_stream)
+            write_phase(job.logs, place.rank, Phase.STARTED)
+            _log_records(log if terminal or place.kind != "local" else None, console=terminal or place.kind == "local")
+            _see_working_directory()
+
+            import torch.distributed as dist
+
+            from autolaunch import tasks
+            from autolaunch.launch import rendezvous
+
+            write_phase(job.logs, place.rank, Phase.IMPORTED)
+            if store is None:
+                store = rendezvous.connect(place, launch["start_timeout"])
+            write_phase(job.logs, place.rank, Phase.CONNECTED)
+            # What looks for torchrun's variables finds them under srun, too.
+            os.environ.update({k: v for k, v in place.environment(job.output_dir.name).items() if k not in os.environ})
+            rendezvous.join(store, place, _backend(job, place), launch["collective_timeout"])
+            write_phase(job.logs, place.rank, Phase.RUNNING)
+            tasks.run(job, place)
+            if dist.is_initialized():
+                # A rank that is done must not take the connection from one that is not.
+                dist.barrier()
+                gc.collect()  # device meshes hold groups that gloo cannot lose after the process group
+                dist.destroy_process_group()
+            write_phase(job.logs, place.rank, Phase.DONE)
+            rendezvous.leave_store(store, place)
+        except BaseException as error:
+            return _fail(error, job, place, log)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.enable()
+    return 0
+
+
+def run_here(job: ResolvedJob) -> RunEnd:
+    """Run a job of one rank in this process. What goes wrong is in the result, not raised."""
+    assert job.world_size == 1, f"{job.world_size} ranks do not fit in one process"
+    where = Place()
+    forget_reports(job.logs)
+    log = log_file(job.logs, 0)
+    _see_working_directory()
+    handler = _log_records(log, console=not logging.getLogger().handlers)
+    with _stoppable() as received:
+        try:
+            from autolaunch import tasks
+
+            tasks.run(job, where)
+        except BaseException as error:
+            # Lightning turns Ctrl-C into sys.exit(1).
+            signum = signal.SIGINT if _is_interrupt(error) else received[0] if received else None
+            if signum is not None:
+                return RunEnd("interrupted", 128 + signum, message="interrupted")
+            failure = _record(error, job, where, log)
+            return RunEnd("failed", failure.exit_code, failure, failure.render())
+        finally:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+    return RunEnd("finished", 0)
+
+
+def leave(code: int) -> None:
+    """End this process with `code`, now, after what others registered with `atexit`.
+
+    The interpreter's own way out would destroy what gloo's threads still use, and abort.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _backend(job: ResolvedJob, place: Place) -> str:
+    kind, _ = visible_devices(job.config["trainer"]["accelerator"])
+    if kind == "cpu":
+        return "gloo"
+    import torch
+
+    torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    return "cpu:gloo,cuda:nccl"
+
+
+def _fail(error: BaseException, job: ResolvedJob, place: Place, log: Path) -> int:
+    failure = _record(error, job, place, log)
+    if place.kind == "local":
+        return failure.exit_code
+    if failure.peer_lost:
+        print(f"rank {place.rank} of {place.world_size} stopped: it lost contact with another rank", file=sys.stderr)
+    else:
+        show(failure)
+        if place.kind == "torchrun":
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            # torchrun names the rank whose file is oldest: ranks that only lost contact write none.
+            get_error_handler().record_exception(error)
+    return failure.exit_code
+
+
+def _record(error: BaseException, job: ResolvedJob, place: Place, log: Path) -> Failure:
+    failure = describe(error, job.logs, place.rank, place.world_size)
+    write_failure(failure, job.logs)
+    with log.open("a", encoding="utf-8") as stream:
+        stream.write("".join(traceback.format_exception(error)))
+    return failure
+
+
+def _see_working_directory() -> None:
+    # At the end: a file of the user's must not shadow an installed package.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+
+
+def _log_records(file: Path | None, *, console: bool) -> logging.Handler:
+    """Send logging records to `file` and, where this rank has one, to the terminal; return the last handler added."""
+    root = logging.getLogger()
+    handlers: list[logging.Handler] = []
+    if console:
+        handlers.append(logging.StreamHandler())
+    if file is not None:
+        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for handler in handlers:
+        root.addHandler(handler)
+    for name in ("autolaunch", "autolaunch_strategies"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    return handlers[-1]
+
+
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process, and those it forks, when the one that started it is gone."""
+    if sys.platform != "linux":
+        return
+    prctl = ctypes.CDLL(None).prctl
+
+    def die_with_starter() -> None:
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+    die_with_starter()
+    if os.getppid() != parent:  # it went before the kernel was told
+        os._exit(1)
+
+    # The kernel means the thread that forked: a child of a short-lived thread is left alone.
+    by_main_thread: list[bool] = []
+
+    def before_fork() -> None:
+        by_main_thread[:] = [threading.current_thread() is threading.main_thread()]
+
+    def after_fork() -> None:
+        if by_main_thread == [True]:
+            die_with_starter()
+
+    os.register_at_fork(before=before_fork, after_in_child=after_fork)
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[list[int]]:
+    """While this lasts SIGTERM raises SystemExit, so that the task cleans up; gives the signals received so far."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
+        raise SystemExit(128 + signum)
+
+    before: dict[int, Any] = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+if __name__ == "__main__":
+    main()
