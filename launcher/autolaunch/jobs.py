@@ -13,6 +13,7 @@ from autolaunch.command_line import CommandLine, unquoted
 from autolaunch.compose import compose, enter_hydra, resolved
 from autolaunch.job import ResolvedJob
 from autolaunch.origin import Origin
+from autolaunch.resume import resolve_ckpt_path
 from autolaunch.sweep import JobEnd, forget_ends, print_table, read_ends
 from autolaunch.validate import validate
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
@@ -137,7 +138,10 @@ def resolve_job(
     mesh, wrong = check(values, output_dir, origin, started_ranks)
     raise_all(wrong)
     values["mesh"] = {**mesh.sizes, "order": list(mesh.order)}
-    return ResolvedJob(values, output_dir, mesh.size, typed_overrides(hydra), __version__)
+    values["ckpt_path"] = resolve_ckpt_path(values, output_dir)
+    choices = {group: option for group, option in hydra.runtime.choices.items() if option is not None}
+    choices["mesh"] = mesh.name
+    return ResolvedJob(values, output_dir, mesh.size, typed_overrides(hydra), __version__, choices)
 
 
 def typed_overrides(hydra: DictConfig) -> list[str]:

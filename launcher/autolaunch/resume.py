@@ -1,0 +1,70 @@
+"""From what `ckpt_path` says to a checkpoint that is whole. Torch-free: checked before a process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autolaunch_strategies.checkpoint_files import WRITING, complete_checkpoints, problem_with
+from autolaunch_strategies.config import ConfigError
+
+
+def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None:
+    """The absolute path of the checkpoint that `ckpt_path` means; None to start from scratch.
+
+    `last` is the furthest trained checkpoint in `<output_dir>/checkpoints`, or else that of the newest earlier run beside
+    it. Where there has never been one, `fit` starts from scratch, so that one command serves the first start of a
+    job and every restart of it.
+
+    Raises:
+        ConfigError: it does not exist, or is damaged or half-written; the previous whole one is offered.
+    """
+    asked = config["ckpt_path"]
+    if asked is None:
+        return None
+    if asked != "last":
+        path = Path(asked).expanduser().absolute()
+        _check(path, f"ckpt_path={asked}")
+        return str(path)
+    earlier_runs = sorted(
+        (item / "checkpoints" for item in output_dir.parent.iterdir() if item != output_dir)
+        if output_dir.parent.is_dir()
+        else (),
+        key=lambda item: item.parent.name,
+        reverse=True,
+    )
+    for directory in (output_dir / "checkpoints", *earlier_runs):
+        candidates = _candidates(directory)
+        if candidates:
+            _check(candidates[-1], "ckpt_path=last")
+            return str(complete_checkpoints(directory)[-1])
+    if config["task"] == "fit":
+        return None
+    raise ConfigError(
+        "ckpt_path=last",
+        f"there is no checkpoint in {output_dir / 'checkpoints'}, nor in a run beside it",
+        "the path of a checkpoint, or the output_dir of the run that wrote one",
+        f"autolaunch {config['task']} ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
+    )
+
+
+def _candidates(directory: Path) -> list[Path]:
+    """What stands in a checkpoint directory, oldest first; not what was being written when its run was killed."""
+    if not directory.is_dir():
+        return []
+    found = [item for item in directory.iterdir() if item.is_dir() and not item.name.endswith((WRITING, ".replaced"))]
+    return sorted(found, key=lambda item: item.stat().st_mtime_ns)
+
+
+def _check(path: Path, where: str) -> None:
+    problem = problem_with(path)
+    if problem is None:
+        return
+    whole = [item for item in complete_checkpoints(path.parent) if item != path]
+    raise ConfigError(
+        where,
+        f"{path} {problem}",
+        "a complete checkpoint" if whole else f"a complete checkpoint; there is none in {path.parent}",
+        f"ckpt_path={whole[-1]}" if whole else "",
+    )

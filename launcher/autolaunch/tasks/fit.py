@@ -1,0 +1,125 @@
+"""fit, validate, test and predict: a resolved job on one rank, through lightning's Trainer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from rich.console import Console
+
+from autolaunch.data import build_data
+from autolaunch.job import ResolvedJob
+from autolaunch.launch.place import Place
+from autolaunch.report.metrics import MetricsCsv, StepMetrics
+from autolaunch.report.plan_file import write_plan
+from autolaunch.report.progress import ProgressLine
+from autolaunch.report.screen import show_end, show_start
+from autolaunch.report.summary import collect_summary, write_summary
+from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, quiet_lightning
+
+
+def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
+    """Run the task of `job` on this rank; collective over all ranks. Returns what summary.json holds."""
+    with quiet_lightning():
+        return _run(job)
+
+
+def _run(job: ResolvedJob) -> dict[str, Any]:
+    config, task = job.config, job.config["task"]
+    started = time.time()
+    pl.seed_everything(config["seed"], workers=True, verbose=False)
+    torch.use_deterministic_algorithms(bool(config["trainer"]["deterministic"]))
+    strategy = build_strategy(config)
+    steps = StepMetrics()
+    screen = _Screen(job)
+    callbacks: list[pl.Callback] = [steps, screen]
+    if config["trainer"]["enable_progress_bar"]:
+        callbacks.append(ProgressLine(steps))
+    if task == "predict":
+        callbacks.append(_PredictionFiles(job.output_dir / "predictions"))
+    loggers = [MetricsCsv(job.output_dir)] if task == "fit" else []
+    trainer = build_trainer(job, strategy, callbacks, loggers)
+    module = construct_module(config, strategy, trainer.precision_plugin, strategy.root_device)
+    data = build_data(config["data"], config["seed"])
+    ckpt_path = config["ckpt_path"]
+    found: dict[str, Any] | None = None
+    try:
+        if task == "fit":
+            trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        elif task == "predict":
+            trainer.predict(module, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
+        else:
+            run_evaluation = trainer.validate if task == "validate" else trainer.test
+            results = run_evaluation(module, datamodule=data, ckpt_path=ckpt_path, verbose=False)
+            found = {name: value for result in results for name, value in result.items()}
+    except BaseException as error:
+        if screen.is_first_rank:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
+            reason = f"{type(error).__name__}: {error}" if status == "failed" else None
+            summary = collect_summary(trainer, steps, started, task=task, status=status, error=reason)
+            write_summary(job.output_dir, summary)
+        raise
+    summary = collect_summary(trainer, steps, started, task=task, metrics=found)
+    if screen.is_first_rank:
+        write_summary(job.output_dir, summary)
+        show_end({**summary, "output_dir": str(job.output_dir)}, Console(), steps.losses)
+    return summary
+
+
+class _Screen(pl.Callback):
+    """Shows and writes what is about to happen, once, on the first rank, when the model has been parallelised."""
+
+    def __init__(self, job: ResolvedJob) -> None:
+        self.job = job
+        self.is_first_rank = False
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        self.is_first_rank = trainer.is_global_zero
+        strategy: Any = trainer.strategy
+        if self.is_first_rank:
+            account = strategy.describe()
+            write_plan(self.job.output_dir, self.job.config, account, self.job.choices)
+            show_start(account, self.job.config, Console(), strategy.parameter_count)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.validating:
+            self._begin(trainer)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer)
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer)
+
+
+class _PredictionFiles(BasePredictionWriter):
+    """Writes each batch's predictions to `<directory>/batch_<n>_part_<dp rank>.pt`, beside and renamed."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(write_interval="batch")
+        self.directory = directory
+
+    def write_on_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        prediction: Any,
+        batch_indices: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        strategy: Any = trainer.strategy
+        loader = f"loader_{dataloader_idx}_" if dataloader_idx else ""
+        file = self.directory / f"{loader}batch_{batch_idx:06d}_part_{strategy.dp_rank:05d}.pt"
+        beside = file.with_suffix(".writing")
+        torch.save(prediction, beside)
+        beside.replace(file)

@@ -1,0 +1,196 @@
+"""The parts of a run on one rank: seeds, strategy, trainer, module, data, all from the resolved job."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import Precision
+
+from autolaunch.instantiate import build
+from autolaunch.job import ResolvedJob
+from autolaunch.models import build_module
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.construction import Construction
+from autolaunch_strategies.strategy import MeshStrategy
+
+TRAINER_ARGUMENTS = (
+    "max_steps",
+    "max_epochs",
+    "max_time",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "num_sanity_val_steps",
+    "log_every_n_steps",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "benchmark",
+    "detect_anomaly",
+    "fast_dev_run",
+    "overfit_batches",
+    "enable_progress_bar",
+    "enable_model_summary",
+    "sync_batchnorm",
+    "profiler",
+)
+"""Keys of `trainer` that are arguments of lightning's Trainer by the same name."""
+
+
+def build_strategy(config: Mapping[str, Any]) -> MeshStrategy:
+    """The strategy of a resolved job."""
+    return MeshStrategy(
+        mesh=config["mesh"],
+        dp=config["dp"],
+        mp=config["mp"],
+        pp=config["pp"],
+        cp=config["cp"],
+        recompute=config["recompute"],
+        recompute_save=config["recompute_save"],
+        compile=config["compile"],
+        timeout=config["launch"]["collective_timeout"],
+        asynchronous_checkpoints=config["checkpoint"]["asynchronous"],
+    )
+
+
+def build_trainer(
+    job: ResolvedJob, strategy: MeshStrategy, callbacks: list[pl.Callback], loggers: list[Any]
+) -> pl.Trainer:
+    """The lightning Trainer of a resolved job, with the user's own callbacks and loggers behind `callbacks`, `loggers`."""
+    config = job.config
+    trainer = config["trainer"]
+    own_callbacks = [
+        build(node, f"trainer.callbacks.{name}") for name, node in trainer["callbacks"].items() if node is not None
+    ]
+    own_loggers = [build(node, f"logger.{name}") for name, node in config["logger"].items() if node is not None]
+    checkpoints = config["checkpoint"]
+    saving = checkpoints["enabled"] and not trainer["fast_dev_run"]
+    if saving and config["task"] == "fit":
+        callbacks = [*callbacks, Checkpoints(job.output_dir / "checkpoints", checkpoints)]
+    arguments = {name: trainer[name] for name in TRAINER_ARGUMENTS}
+    arguments["max_epochs"] = -1 if trainer["max_epochs"] is None else trainer["max_epochs"]
+    return pl.Trainer(
+        strategy=strategy,
+        accelerator="cuda" if trainer["accelerator"] == "gpu" else trainer["accelerator"],
+        precision=config["precision"],
+        accumulate_grad_batches=trainer["accumulate_grad_batches"] or config["data"].get("microbatches", 1),
+        callbacks=[*callbacks, *own_callbacks],
+        logger=[*loggers, *own_loggers],
+        enable_checkpointing=saving,
+        default_root_dir=str(job.output_dir),
+        use_distributed_sampler="_target_" in config["data"],  # our own data know their share
+        **arguments,
+    )
+
+
+def construct_module(
+    config: Mapping[str, Any], strategy: MeshStrategy, precision: Precision, device: torch.device
+) -> pl.LightningModule:
+    """Build the LightningModule without memory for its parameters; the strategy gives each rank its part of them.
+
+    A constructor that can't run so (it reads a file into a parameter, say) runs in memory instead, on every rank.
+    """
+    construction = Construction(config["seed"])
+    try:
+        with precision.module_init_context(), construction.recording():
+            module = build_module(config)
+    except ConfigError:
+        raise
+    except Exception as reason:
+        pl.seed_everything(config["seed"], workers=True, verbose=False)
+        with precision.module_init_context():
+            module = build_module(config)
+        warnings.warn(
+            f"the model was built whole in memory on every rank, because its constructor can't run without: {reason}",
+            stacklevel=2,
+        )
+        return module
+    strategy.construction = construction
+    model = config["model"]
+    if not config["module"] and model.get("name") == "hf" and model.get("path") and model.get("pretrained"):
+        strategy.files = _PretrainedFiles(model["path"], module)
+    return module
+
+
+class _PretrainedFiles:
+    """The files of a pretrained model under the names of the LightningModule around it."""
+
+    def __init__(self, directory: str, module: pl.LightningModule) -> None:
+        from autolaunch.models.pretrained import SafetensorsWeights
+
+        self._weights = SafetensorsWeights(directory)
+        matching = self._weights.matching(module.model)  # type: ignore[arg-type]
+        self._sources = {f"model.{name}": source for name, source in matching.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        return self._weights.read(self._sources[name], index)
+
+
+class Checkpoints(ModelCheckpoint):
+    """Checkpoints every so many steps and at the end of training; the last few (or the best) are kept."""
+
+    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+        super().__init__(
+            dirpath=directory,
+            filename="step_{step:07.0f}",
+            auto_insert_metric_name=False,
+            # Kept are those with the highest step, unless another value says which are best.
+            monitor=config["monitor"] or "step",
+            mode=config["mode"] if config["monitor"] else "max",
+            save_top_k=config["keep_last"],
+            every_n_train_steps=config["every_n_steps"] or 0,
+            save_on_train_epoch_end=False,
+        )
+        self._at_steps = config["every_n_steps"]
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Nothing: checkpoints are written at steps and at the end."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._last_global_step_saved != trainer.global_step:
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        super().on_train_end(trainer, pl_module)
+
+
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Keep lightning's banners, hints and rank-zero notes off the terminal: our own screen says what matters."""
+    import logging
+
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        for message in (
+            ".*does not have many workers.*",
+            ".*`sync_dist=True`.*",
+            ".*Checkpoint directory .* exists and is not empty.*",
+            ".*functorch.*",
+            ".*number of training batches .* is smaller than the logging interval.*",
+            ".*You defined a `validation_step` but have no `val_dataloader`.*",
+            ".*Attempted to get default timeout for nccl backend.*",
+        ):
+            warnings.filterwarnings("ignore", message=message)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
