@@ -45,7 +45,8 @@ class Model(pl.LightningModule):
 
 step_metrics = StepMetrics()
 trainer = pl.Trainer(accelerator="cpu", max_steps=12, max_epochs=-1, logger=[MetricsCsv(output_dir)],
-    log_every_n_steps=1, callbacks=[step_metrics, ProgressLine(step_metrics)], enable_model_summary=False, enable_checkpointing=False,
+    log_every_n_steps=1, callbacks=[step_metrics, ProgressLine(step_metrics)],
+    enable_model_summary=False, enable_checkpointing=False,
     num_sanity_val_steps=0, val_check_interval=6, check_val_every_n_epoch=None, limit_val_batches=2)
 data = DataLoader(torch.randn(100, 4), batch_size=4)
 trainer.validate(Model(), data, verbose=False) if ending == "validates" else trainer.fit(Model(), data, data)

@@ -63,7 +63,8 @@ def summary(**changes: Any) -> dict[str, Any]:
 
 def test_the_first_panel() -> None:
     console, file = shown()
-    show_start({}, job(), console, parameters=1_240_123)
+    describe = {"dp": {"sharding_level": 3, "replicate": 1, "shard": 4}, "blocks": {"found": ["block"] * 12}}
+    show_start(describe, job(), console, parameters=1_240_123)
     assert (
         text(file)
         == """\
@@ -73,7 +74,7 @@ def test_the_first_panel() -> None:
 │ data       text · 16 × 256 = 4,096 tokens per step · 2 microbatches          │
 │ training   1,000 steps · adamw, lr 0.0003 cosine                             │
 │ precision  bf16-mixed · recompute none · compile off                         │
-│ sharded    optimizer state, gradients and parameters, over dp                │
+│ sharded    parameters, gradients, optimizer state over dp · 12 blocks        │
 │ output     outputs/run                                                       │
 ╰──────────────────────────────────────────────────────────────────────────────╯
 """
@@ -90,7 +91,7 @@ def test_the_first_panel() -> None:
         ),
         pytest.param(
             {"dp": {"sharding_level": 1, "replicate": 2, "shard": 2, "cpu_offload": False}},
-            "sharded    optimizer state, over 2 ranks of dp · 2 replicas",
+            "sharded    optimizer state over each replica · 2 replicas",
             id="hybrid",
         ),
         pytest.param({"dp": {"sharding_level": 0}}, "sharded    nothing: every rank of dp holds all of it", id="ddp"),

@@ -240,7 +240,7 @@ class StepMetrics(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._step > self._recorded_step:
-            self._record(trainer)
+            self._record(trainer, grad_norm=None)  # validation may have dropped the gradients
         if self._csv is not None:
             self._csv.write_row()
 
@@ -278,7 +278,7 @@ class StepMetrics(pl.Callback):
     # --- one step ------------------------------------------------------------------------------------------------
 
     def _end_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._step = trainer.global_step
+        previous, self._step = self._step, trainer.global_step  # with several optimizers it moves by more than one
         if self._loss_sum is not None:
             expected = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             if self._batches != expected:  # the last step of an epoch may have fewer microbatches
@@ -287,8 +287,8 @@ class StepMetrics(pl.Callback):
         if self._csv is not None:
             self._csv.begin_row(self._step)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and self._step % every == 0:
-            values = asdict(self._record(trainer))
+        if every and self._step // every > previous // every:
+            values = asdict(self._record(trainer, getattr(trainer.strategy, "last_grad_norm", None)))
             if trainer.is_global_zero:
                 for logger in trainer.loggers:
                     if isinstance(logger, MetricsCsv):
@@ -297,7 +297,7 @@ class StepMetrics(pl.Callback):
                         known = {k: v for k, v in values.items() if v is not None and k != "step"}
                         logger.log_metrics(known, step=self._step - 1)  # lightning counts from 0
 
-    def _record(self, trainer: pl.Trainer) -> StepRecord:
+    def _record(self, trainer: pl.Trainer, grad_norm: torch.Tensor | float | None) -> StepRecord:
         """Measure the step that has just ended. A collective over the data parallel ranks."""
         device = trainer.strategy.root_device
         wide = torch.float32 if device.type == "mps" else torch.float64
@@ -306,7 +306,6 @@ class StepMetrics(pl.Callback):
             [loss.to(device, wide), torch.tensor(float(self._uncounted_tokens), dtype=wide, device=device)]
         )
         mean_loss, mean_tokens = trainer.strategy.reduce(here, reduce_op="mean").tolist()
-        grad_norm = getattr(trainer.strategy, "last_grad_norm", None)
         grad_norm = None if grad_norm is None else float(grad_norm)
         now = time.perf_counter()  # after the values have arrived: the device is done with the step
 

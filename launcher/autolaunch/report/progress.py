@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console, RenderableType
 from rich.constrain import Constrain
 from rich.progress import (
@@ -260,5 +261,8 @@ def _last_step(trainer: pl.Trainer) -> int | None:
     """The step with which training will end, None if only time or the data tells."""
     if trainer.max_steps > 0 and trainer.max_epochs in (None, -1):
         return trainer.max_steps
-    steps = trainer.estimated_stepping_batches
+    try:
+        steps = trainer.estimated_stepping_batches
+    except MisconfigurationException:  # accumulation changes from epoch to epoch
+        steps = trainer.max_steps if trainer.max_steps > 0 else math.inf
     return None if math.isinf(steps) else int(steps)

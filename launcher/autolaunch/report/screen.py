@@ -21,10 +21,9 @@ WIDEST = 100
 """Columns: lines longer than this are hard to read, however wide the terminal is."""
 
 SHARDED = {
-    0: "nothing",
     1: "optimizer state",
-    2: "optimizer state and gradients",
-    3: "optimizer state, gradients and parameters",
+    2: "gradients, optimizer state",
+    3: "parameters, gradients, optimizer state",
 }
 
 OUTCOMES = {"finished": "green", "failed": "red", "interrupted": "yellow"}
@@ -37,7 +36,7 @@ def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Con
     """Show what is about to run, on rank 0.
 
     Args:
-        describe: what the strategy has applied (`MeshStrategy.describe()`); its warnings, if any, are shown.
+        describe: what the strategy has applied (`MeshStrategy.describe()`), empty for another strategy.
         job: the resolved job as plain dicts.
         parameters: of the whole model; 0 if not known.
     """
@@ -47,12 +46,11 @@ def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Con
         ("data", _data(job)),
         ("training", _training(job) if job["task"] == "fit" else ""),
         ("precision", _precision(job)),
-        ("sharded", _sharded(job)),
+        ("sharded", _sharded(job, describe)),
         ("output", _short_path(job.get("output_dir"))),
     ]
-    warnings = [("note", str(warning)) for warning in describe.get("warnings") or ()]
     name = f" · {job['name']}" if job.get("name") not in (None, "run") else ""
-    _show_panel(f"autolaunch {job['task']}{name}", "cyan", [*rows, *warnings], console)
+    _show_panel(f"autolaunch {job['task']}{name}", "cyan", rows, console)
 
 
 def show_end(summary: Mapping[str, Any], console: Console, losses: Sequence[float] = ()) -> None:
@@ -155,18 +153,19 @@ def _precision(job: Mapping[str, Any]) -> str:
     return _joined(job["precision"], f"recompute {recompute}", f"compile {mode}")
 
 
-def _sharded(job: Mapping[str, Any]) -> str:
-    dp = job["dp"]
+def _sharded(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
     if job["mesh"].get("dp", 1) == 1:
         return ""
-    level = dp["sharding_level"]
-    if level == 0:
+    dp = {**job["dp"], **describe.get("dp", {})}  # the strategy has worked out what the job leaves open
+    if dp["sharding_level"] == 0:
         return "nothing: every rank of dp holds all of it"
-    over = f"over {dp['shard']} ranks of dp" if dp.get("shard") else "over dp"
+    replicas = dp.get("replicate") or 1
+    blocks = len(describe.get("blocks", {}).get("found", ()))
     return _joined(
-        f"{SHARDED[level]}, {over}",
-        f"{dp['replicate']} replicas" if (dp.get("replicate") or 1) > 1 else "",
-        "kept in host memory" if dp.get("cpu_offload") else "",
+        f"{SHARDED[dp['sharding_level']]} over {'dp' if replicas == 1 else 'each replica'}",
+        f"{replicas} replicas" if replicas > 1 else "",
+        f"{blocks} blocks" if blocks else "",
+        "in host memory" if dp.get("cpu_offload") else "",
     )
 
 
