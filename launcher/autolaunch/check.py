@@ -1,4 +1,4 @@
-"""What can only be seen from several keys at once, or from the machine: sizes that do not divide, absent devices and files.
+"""What only shows in several keys at once, or on the machine: sizes that do not divide, absent devices and files.
 
 Runs after `autolaunch.validate`, without torch and before any process is started.
 """

@@ -56,9 +56,10 @@ def _nothing(config: object) -> None:
 
 
 def _print_page(line: CommandLine) -> int:
+    from rich.console import Console
+
     from autolaunch.config_directories import CONF
     from autolaunch.help import print_help, print_info
-    from rich.console import Console
 
     directories: list[Path] = [path for path in (line.config_path or CONF, line.config_dir) if path is not None]
     if line.help:

@@ -153,7 +153,7 @@ def _overrides(words: list[str]) -> list[str]:
 
 
 def quoted_mesh(override: str) -> str:
-    """Quote bare numbers in `mesh=8` and `mesh=1,2`: Hydra reads them as numbers, but an option of a group is a text."""
+    """Quote bare numbers in `mesh=8` and `mesh=1,2`: Hydra reads them as numbers, but options of groups are texts."""
     if not override.startswith("mesh="):
         return override
     return re.sub(r"(?<=[=,(\[])\s*(-?\d+(?:\.\d*)?(?:e\d+)?)\s*(?=$|[,)\]])", r"'\1'", override)

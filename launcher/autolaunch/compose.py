@@ -1,7 +1,7 @@
-"""conf/ and the overrides, composed by Hydra once before anything is run, so that a mistake costs a message and no more.
+"""conf/ and the overrides, composed once before anything is run, so that a mistake costs a message and no more.
 
-Hydra stops at the first override that it cannot apply and speaks of its own workings. Here the override is set aside, the
-rest composed again, and every mistake told in the words of the command line.
+Hydra stops at the first override that it cannot apply and speaks of its own workings. Here the override is set aside,
+the rest composed again, and every mistake told in the words of the command line.
 """
 
 from __future__ import annotations
@@ -18,13 +18,6 @@ from typing import Any
 
 import hydra
 import yaml
-from autolaunch.command_line import CommandLine, unquoted
-from autolaunch.config import Job
-from autolaunch.mesh_source import MeshSearchPath, register
-from autolaunch.config_directories import CONF, shown
-from autolaunch.origin import Origin
-from autolaunch.validate import MISSING, alike, field_types, keys_text, node_schema
-from autolaunch_strategies.config import ConfigError, nearest, raise_all
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -34,6 +27,14 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+
+from autolaunch.command_line import CommandLine, unquoted
+from autolaunch.config import Job
+from autolaunch.config_directories import CONF, shown
+from autolaunch.mesh_source import MeshSearchPath, register
+from autolaunch.origin import Origin
+from autolaunch.validate import MISSING, alike, field_types, keys_text, node_schema
+from autolaunch_strategies.config import ConfigError, nearest, raise_all
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
 """Hydra 1.3 warns if it is absent, 1.4 if it is present."""
@@ -184,7 +185,8 @@ def _compose(
     name: str, overrides: list[str], loader: ConfigLoader, line: CommandLine, errors: list[ConfigError]
 ) -> DictConfig | None:
     """Compose; each override that cannot be applied is set aside with an error. None if the YAML itself is at fault."""
-    rest, refused = list(overrides), []
+    rest = list(overrides)
+    refused: list[tuple[str, Exception]] = []
     while True:
         try:
             config = hydra.compose(name, rest, return_hydra_config=True)
@@ -218,7 +220,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_about(override: str, error: Exception) -> bool:
-    """Whether Hydra's refusal is about this override: it quotes the override, its key, or the option that is not there."""
+    """Whether Hydra's refusal is about this override: it quotes it, its key, or the option that is not there."""
     key, _, value = override.partition("=")
     key, value = key.lstrip("+~"), value.strip("'\"")
     for link in _chain(error):
@@ -399,10 +401,10 @@ def resolved(config: DictConfig, origin: Origin) -> tuple[dict[str, Any], list[C
     if errors:
         return {}, errors
     values: dict[str, Any] = {}
-    for key in config:
+    for key in map(str, config):
         if key != "hydra":
-            value = MISSING if OmegaConf.is_missing(config, key) else config[key]
-            values[str(key)] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            value: Any = MISSING if OmegaConf.is_missing(config, key) else config[key]
+            values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     return values, []
 
 

@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from autolaunch.command_line import HYDRA_INFO
 from autolaunch.config import DATA, MODELS, TASKS, Job
 from autolaunch.mesh_source import SHAPES
 from autolaunch.validate import field_types, limits_text, written
 from autolaunch_strategies.config import ConfigError, nearest
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 _FAMILIES: dict[str, Mapping[str, type]] = {"model": MODELS, "data": DATA}
 
@@ -37,8 +38,9 @@ GROUPS = {
 }
 
 _TYPED_KEYS = (
-    "model.size", "data.path", "data.seq_len", "data.batch_size", "data.microbatches", "optimizer.lr", "trainer.max_steps",
-    "precision", "recompute", "compile", "seed", "ckpt_path", "output_dir", "checkpoint.every_n_steps",
+    "model.size", "data.path", "data.seq_len", "data.batch_size", "data.microbatches", "optimizer.lr",
+    "trainer.max_steps", "precision", "recompute", "compile", "seed", "ckpt_path", "output_dir",
+    "checkpoint.every_n_steps",
 )  # fmt: skip
 
 _EXAMPLES = (

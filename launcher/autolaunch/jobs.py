@@ -6,24 +6,30 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from autolaunch import __version__, launch
-from autolaunch.check import check
-from autolaunch.command_line import CommandLine, unquoted
-from autolaunch.compose import compose, enter_hydra, resolved
-from autolaunch.job import ResolvedJob
-from autolaunch.origin import Origin
-from autolaunch.resume import resolve_ckpt_path
-from autolaunch.sweep import JobEnd, forget_ends, print_table, read_ends
-from autolaunch.validate import validate
-from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
+from autolaunch import __version__, launch
+from autolaunch.check import check
+from autolaunch.command_line import CommandLine, unquoted
+from autolaunch.compose import Composed, compose, enter_hydra, resolved
+from autolaunch.job import ResolvedJob
+from autolaunch.launch.place import Place, place
+from autolaunch.origin import Origin
+from autolaunch.resume import resolve_ckpt_path
+from autolaunch.sweep import JobEnd, forget_ends, print_table, read_ends
+from autolaunch.validate import validate
+from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
+
 FAILED, MISCONFIGURED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+
+START_TIMEOUT = 600.0
+"""Seconds to wait for the other ranks before there is a job whose `launch.start_timeout` could be read."""
 
 
 def run_jobs(line: CommandLine) -> int:
@@ -33,24 +39,69 @@ def run_jobs(line: CommandLine) -> int:
         ConfigError, ConfigErrors: nothing was started and nothing was written.
     """
     let_imports_see_the_working_directory()
+    here = place()
+    if here.kind != "alone":
+        return _run_as_rank(line, here)
     composed = compose(line)
-    hydra = composed.config.hydra
     if composed.multirun:
         raise_all(composed.errors)
         return _run_sweep(line, composed.config)
+    directory, overrides = _prepare(line, composed)
+    code = enter_hydra(line, [], overrides, run_job)
+    ends = read_ends(directory)
+    return ends[0].exit_code if ends else code
+
+
+def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = None) -> tuple[Path, list[str]]:
+    """Check a single run and create its directory; returns that, and the overrides with which Hydra uses it."""
+    hydra = composed.config.hydra
     if (launcher := hydra.runtime.choices["hydra/launcher"]) != "basic":
         raise ConfigError(
             f"hydra/launcher={launcher}",
             "starts the jobs of a sweep, and this is a single run",
-            write="autolaunch -m ...",
+            write=f"autolaunch -m {' '.join(map(unquoted, line.overrides))}",
         )
     directory = Path(composed.config.get("output_dir") or hydra.run.dir).absolute()
-    resolve_job(composed.config, hydra, directory, errors=composed.errors)
+    resolve_job(composed.config, hydra, directory, started_ranks, composed.errors)
     directory = _claim(directory, composed.config, hydra.run)
     forget_ends(directory)
-    code = enter_hydra(line, [], [*line.overrides, f"hydra.run.dir={_quoted(directory)}"], run_job)
-    ends = read_ends(directory)
-    return ends[0].exit_code if ends else code
+    return directory, [*line.overrides, f"hydra.run.dir={_quoted(directory)}"]
+
+
+def _run_as_rank(line: CommandLine, here: Place) -> int:
+    """Be one of the ranks that torchrun or srun has started: rank 0 composes the job, the others are given it."""
+    from autolaunch.launch.rendezvous import RankMissing, connect, share_job
+    from autolaunch.worker import leave, run_rank
+
+    def make_job() -> ResolvedJob:
+        composed = compose(line)
+        if composed.multirun:
+            raise ConfigError(
+                "-m",
+                f"a sweep starts its own processes, and these {here.world_size} were started by {here.kind}",
+                "a single run here, or the sweep without it",
+                f"autolaunch -m {' '.join(map(unquoted, line.overrides))}",
+            )
+        _, overrides = _prepare(line, composed, here.world_size)
+        made: list[ResolvedJob] = []
+
+        def make(config: DictConfig) -> None:
+            hydra = hydra_node()
+            made.append(resolve_job(config, hydra, Path(hydra.runtime.output_dir), here.world_size))
+            made[0].write()
+
+        code = enter_hydra(line, [], overrides, make)
+        if not made:
+            sys.exit(code)  # Hydra has said why
+        return made[0]
+
+    try:
+        store = connect(here, START_TIMEOUT)
+        job = share_job(store, here, make_job)
+    except RankMissing as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    leave(run_rank(job, here, store))
 
 
 def _run_sweep(line: CommandLine, config: DictConfig) -> int:
@@ -83,7 +134,7 @@ def _run_sweep(line: CommandLine, config: DictConfig) -> int:
 def run_job(config: DictConfig) -> None:
     """Run one job: what Hydra calls, in this process or in one that its launcher started."""
     let_imports_see_the_working_directory()
-    hydra = HydraConfig.get()
+    hydra = hydra_node()
     sweep = hydra.mode == RunMode.MULTIRUN
     directory, overrides = Path(hydra.runtime.output_dir), typed_overrides(hydra)
     status, code, message = "interrupted", INTERRUPTED, ""
@@ -142,6 +193,12 @@ def resolve_job(
     choices = {group: option for group, option in hydra.runtime.choices.items() if option is not None}
     choices["mesh"] = mesh.name
     return ResolvedJob(values, output_dir, mesh.size, typed_overrides(hydra), __version__, choices)
+
+
+def hydra_node() -> DictConfig:
+    """The `hydra` node of the job that Hydra is running."""
+    node: Any = HydraConfig.get()  # declared as the dataclass of its schema
+    return node
 
 
 def typed_overrides(hydra: DictConfig) -> list[str]:

@@ -1,7 +1,7 @@
 """Config options that are no files of conf/: `mesh=<any shape>` and `experiment=<path of a YAML file>`.
 
-Hydra asks every source of its search path for `mesh/4x2` or `experiment/outputs/.../plan.yaml`; the two sources here answer
-for these two groups, after conf/ and the directories of the user, so that a YAML file of that name always wins.
+Hydra asks every source of its search path for `mesh/4x2` or `experiment/outputs/.../plan.yaml`; the two sources here
+answer for these two groups, after conf/ and the directories of the user, so that a YAML file of that name always wins.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import builtins
 from pathlib import Path
 from typing import Any
 
-from autolaunch_strategies.config import ConfigError, looks_like_mesh, parse_mesh
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+
+from autolaunch_strategies.config import ConfigError, looks_like_mesh, parse_mesh
 
 SHAPES = ("2x2", "4x2", "2x2x2", "dp4xmp2", "dp-1xmp2")
 """Shapes that completion and `--help` show as examples. No bare integer: a `glob(*)` would read it as a number."""
@@ -45,7 +46,7 @@ class _GroupSource(ConfigSource):
 
 
 class MeshSource(_GroupSource):
-    """Serves the group `mesh` for any shape that `parse_mesh` reads; a wrong shape is a ConfigError when it is loaded."""
+    """Serves the group `mesh` for any shape that `parse_mesh` reads; loading a wrong one is a ConfigError."""
 
     group = "mesh"
 
@@ -93,7 +94,7 @@ class ExperimentFileSource(_GroupSource):
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self._option(config_path))
         values = OmegaConf.load(path)
-        if OmegaConf.is_dict(values):
+        if isinstance(values, DictConfig):
             values.pop("reasons", None)
         header = self._get_header_dict(path.read_text(encoding="utf-8")[:512])
         return self._result(values, package=header["package"])

@@ -9,16 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autolaunch.config_directories import shown
-from autolaunch.validate import written
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from autolaunch.config_directories import shown
+from autolaunch.validate import written
+
 
 class Origin:
-    """Says where the value of a key came from; called with a dotted key and its value, it gives the text for a message."""
+    """Says where a value came from: called with a dotted key and its value, it gives the text for a message."""
 
     def __init__(self, overrides: Sequence[str], config_name: str = "config", sources: Sequence[Any] = ()) -> None:
         """`overrides` as typed; `sources`: the `hydra.runtime.config_sources` of the composed config."""

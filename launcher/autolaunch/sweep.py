@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ class JobEnd:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        os.replace(part, path)
+        part.replace(path)
 
 
 def forget_ends(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""A composed config against the schema of `autolaunch.config`: types, choices, limits and unknown keys, all of them at once.
+"""A composed config against the schema of `autolaunch.config`: types, choices, limits and unknown keys, all at once.
 
 Hydra composes plain YAML, so this is where `trainer.max_steps=abc` is found. Torch-free.
 """
@@ -56,7 +56,7 @@ def field_types(schema: type) -> dict[str, Any]:
 
 
 def node_schema(key: str, values: Any) -> tuple[type | None, bool]:
-    """(schema, open) of the node at a dotted key: its dataclass if it has one, and whether it takes keys of any name."""
+    """(schema, open) of the node at a dotted key: its dataclass, if it has one; whether it takes keys of any name."""
     if key in _FAMILIES:
         named, custom = _FAMILIES[key]
         values = values if isinstance(values, Mapping) else {}
@@ -65,11 +65,13 @@ def node_schema(key: str, values: Any) -> tuple[type | None, bool]:
         return named.get(str(values.get("name"))), False
     schema: Any = Job
     for part in key.split(".") if key else []:
-        schema = field_types(schema).get(part) if dataclasses.is_dataclass(schema) else None
-    if not dataclasses.is_dataclass(schema):
+        schema = (
+            field_types(schema).get(part) if isinstance(schema, type) and dataclasses.is_dataclass(schema) else None
+        )
+    if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
         return None, True
     # An optimizer class of one's own has arguments of its own.
-    return typing.cast(type, schema), key == "optimizer" and bool(values) and values.get("_target_") is not None
+    return schema, key == "optimizer" and bool(values) and values.get("_target_") is not None
 
 
 def validate(config: Mapping[str, Any], where: Where = typed) -> tuple[dict[str, Any], list[ConfigError]]:
@@ -244,12 +246,12 @@ def _unknown_family(key: str, values: Mapping[str, Any], where: Where) -> Config
 
 
 def alike(name: str, known: Iterable[str]) -> str:
-    """The known key that was meant, or an empty string. Stricter than `nearest`: there are many keys to be wrong about."""
+    """The known key that was meant, or an empty string. Stricter than `nearest`, as there are many keys."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
 
 
 def keys_text(parent: str, keys: Iterable[str]) -> tuple[str, str]:
-    """(allowed, write) of an error about a key that is like none: the keys there are if they are few, else who lists them."""
+    """(allowed, write) of an error about a key that is like none: the keys if they are few, else who lists them."""
     keys = list(keys)
     if len(keys) <= 8:
         return ", ".join(keys), ""

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.devices import visible_devices
@@ -132,7 +132,7 @@ def run_here(job: ResolvedJob) -> RunEnd:
     return RunEnd("finished", 0)
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End this process with `code`, now, after what others registered with `atexit`.
 
     The interpreter's own way out would destroy what gloo's threads still use, and abort.
