@@ -13,6 +13,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.utils.data import DataLoader
 
@@ -64,9 +66,10 @@ def fit(output_dir: Path, module: pl.LightningModule, *callbacks: pl.Callback, *
         "num_sanity_val_steps": 0,
         "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
     }
+    others = arguments.pop("loggers", [])
     ckpt_path, data = arguments.pop("ckpt_path", None), arguments.pop("data", None) or loader()
     trainer = pl.Trainer(
-        logger=[MetricsCsv(output_dir)],
+        logger=[MetricsCsv(output_dir), *others],
         callbacks=[step_metrics, *callbacks],
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -146,6 +149,31 @@ def test_resume(tmp_path: Path, same_directory: bool) -> None:
         return [row | {"step_time_s": ""} for row in rows(directory)]
 
     assert comparable(second) == comparable(whole)[0 if same_directory else 4 :]
+
+
+def test_a_new_run_in_the_same_directory_starts_a_new_file(tmp_path: Path) -> None:
+    fit(tmp_path, Regression(log=True))
+    fit(tmp_path, Regression(), max_steps=2)
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2"]
+
+
+def test_other_loggers_get_the_values_at_the_step_of_lightnings_own(tmp_path: Path) -> None:
+    module = Regression(log=True)
+    fit(tmp_path, module, loggers=[csv_logger := CSVLogger(tmp_path / "other", version="")], max_steps=3)
+    with (Path(csv_logger.log_dir) / "metrics.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    ours, logged = found[0::2], found[1::2]  # this logger starts a row with every call
+    assert [row["step"] for row in ours] == [row["step"] for row in logged] == ["0", "1", "2"]
+    assert [float(row["lr"]) for row in ours] == [0.1, 0.05, pytest.approx(0.1 / 3)]
+    assert [float(row["accuracy"]) for row in logged] == pytest.approx([0.0, 0.1, 0.2])
+
+
+def test_the_gradient_norm_is_the_strategys(tmp_path: Path) -> None:
+    class Normed(SingleDeviceStrategy):
+        last_grad_norm = torch.tensor(0.125)
+
+    fit(tmp_path, Regression(), strategy=Normed("cpu"), max_steps=2)
+    assert [row["grad_norm"] for row in rows(tmp_path)] == ["0.125", "0.125"]
 
 
 def test_step_time_leaves_validation_and_checkpoints_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +262,8 @@ if __name__ == "__main__":
     torch.distributed.all_gather_object(others, summary)
     assert others[0] == others[1], others
     assert (summary["world_size"], summary["mesh"], summary["steps"], summary["parameters"]) == (2, "2", 4, 1)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 """
 
 
