@@ -37,6 +37,8 @@ class Converted:
         for pattern, name in self.parts:
             converter.add_tensor(self.first_target, name, pattern, tensors[name])
         results = converter.convert(self.first_target, config=self.config)
+        if isinstance(results, tuple):  # transformers 5.0: (results, errors)
+            results, _ = results
         result = results[self.target]
         return result[0] if isinstance(result, list) else result
 
