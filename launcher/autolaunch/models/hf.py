@@ -71,7 +71,7 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
     except Exception as error:
         raise ConfigError(where, f"transformers cannot build this model: {_one_line(error)}") from error
     if not getattr(model, "_is_hf_initialized", False):
-        # On the meta device transformers skips the initial weights, and before 5.1 also the tying of weights; whoever
+        # On the meta device transformers skips the initial weights, and 5.0 the tying of weights as well; whoever
         # records the constructor needs both.
         model.initialize_weights()
         model.tie_weights()
