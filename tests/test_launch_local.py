@@ -245,7 +245,7 @@ def test_lost_contact_shows_where_the_others_are(launcher: Launcher) -> None:
     assert message.startswith("rank 0 of 2 failed: RuntimeError: ")
     assert "this rank only lost contact with another; no rank wrote down an error of its own" in message
     assert "rank 1 was still running:\n" in message
-    assert f'File "{launcher.directory}/launch_tasks.py", line 66 in hang' in message
+    assert re.search(r'launch_tasks\.py", line \d+ in hang\n', message)
 
 
 def test_hung_start_says_who_and_where(launcher: Launcher) -> None:
@@ -269,19 +269,12 @@ def test_hung_start_says_who_and_where(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signals", "code"),
-    [
-        pytest.param([signal.SIGINT], 130, id="Ctrl-C"),
-        pytest.param([signal.SIGTERM], 143, id="SIGTERM"),
-    ],
+    ("signum", "code"), [pytest.param(signal.SIGINT, 130, id="Ctrl-C"), pytest.param(signal.SIGTERM, 143, id="SIGTERM")]
 )
 @pytest.mark.parametrize(("task", "ranks"), [("load", 2), ("alone_wait", 1)])
-def test_signal_ends_everything(
-    launcher: Launcher, task: str, ranks: int, signals: list[signal.Signals], code: int
-) -> None:
+def test_signal_ends_everything(launcher: Launcher, task: str, ranks: int, signum: signal.Signals, code: int) -> None:
     process = launcher.start(task, ranks)
-    for signum in signals:
-        os.killpg(process.pid, signum)
+    os.killpg(process.pid, signum)
     assert process.wait(15) == code
     assert launcher.end().status == "interrupted"
     assert not marked(launcher.marker)
@@ -319,10 +312,8 @@ def test_logs_of_all_ranks(launcher: Launcher) -> None:
     assert run.returncode == 0, run.stderr
     for rank in range(2):
         lines = [f"record of rank {rank}", f"line of rank {rank}, tty False", f"error line of rank {rank}"]
-        prefix = f"[rank {rank}] "
-        assert [line for line in run.stdout.splitlines() if line.startswith(prefix)] == [
-            prefix + line for line in lines
-        ]
+        shown = [line for line in run.stdout.splitlines() if line.startswith(f"[rank {rank}] ")]
+        assert shown == [f"[rank {rank}] {line}" for line in lines]
         assert launcher.log(rank).splitlines() == lines
 
 
@@ -371,19 +362,20 @@ def raised(error: BaseException, during: BaseException | None = None) -> BaseExc
         return caught
 
 
-PEER = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:48521")
+def peer() -> RuntimeError:
+    return RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:48521")
 
 
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        pytest.param(raised(PEER), True, id="gloo"),
+        pytest.param(raised(peer()), True, id="gloo"),
         pytest.param(raised(RuntimeError("NCCL error: ncclRemoteError: remote process exited")), True, id="nccl"),
         pytest.param(raised(RuntimeError("wait timeout after 50ms, keys: /a/x")), True, id="store"),
         pytest.param(raised(ConnectionResetError("Connection reset by peer")), False, id="a download of the user's"),
         pytest.param(raised(RuntimeError("shapes differ")), False, id="any other"),
-        pytest.param(raised(PEER, ValueError("boom")), False, id="while cleaning up after its own"),
-        pytest.param(raised(KeyError("x"), PEER), True, id="an error that follows from it"),
+        pytest.param(raised(peer(), ValueError("boom")), False, id="while cleaning up after its own"),
+        pytest.param(raised(KeyError("x"), peer()), True, id="an error that follows from it"),
     ],
 )
 def test_peer_lost(error: BaseException, expected: bool) -> None:
@@ -395,7 +387,7 @@ def test_first_failure_order(tmp_path: Path) -> None:
         return Exit(code, pid=1, time_ns=time_ns, stopped=stopped, done=done)
 
     assert first_failure(tmp_path, {0: exited(0, 1, done=True), 1: exited(-1, 1, stopped=True)}, 2) is None
-    write_failure(describe(PEER, tmp_path, 0, 4), tmp_path)
+    write_failure(describe(peer(), tmp_path, 0, 4), tmp_path)
     late = time.time_ns() + 10**9
     found = first_failure(tmp_path, {2: exited(-11, late), 3: exited(-1, 1, stopped=True)}, 4)
     assert found is not None
