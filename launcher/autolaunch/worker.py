@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.devices import visible_devices
 from autolaunch.launch.end import RunEnd
-from autolaunch.launch.failure import Failure, describe, log_file, show, write_failure
+from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, log_file, show, write_failure
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
 from autolaunch.launch.place import Place, place
 
@@ -160,12 +161,14 @@ def _fail(error: BaseException, job: ResolvedJob, place: Place, log: Path) -> in
         return failure.exit_code
     if failure.peer_lost:
         print(f"rank {place.rank} of {place.world_size} stopped: it lost contact with another rank", file=sys.stderr)
+        # Whoever started the ranks blames the first that ends.
+        time.sleep(VERDICT_SECONDS)
     else:
         show(failure)
         if place.kind == "torchrun":
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            # torchrun names the rank whose file is oldest: ranks that only lost contact write none.
+            # torchrun shows what it finds in the file that this writes.
             get_error_handler().record_exception(error)
     return failure.exit_code
 

@@ -33,6 +33,9 @@ PEER_LOST = re.compile(
 )
 """What gloo, NCCL and torch's stores say on a rank that is fine itself but waits for one that is not."""
 
+VERDICT_SECONDS = 1.0
+"""How long the rank that caused it may take to show, when all that is known is that others lost contact with it."""
+
 TAIL_LINES = 20
 
 

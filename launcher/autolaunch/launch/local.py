@@ -25,14 +25,12 @@ import autolaunch
 import autolaunch_strategies
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.end import RunEnd
-from autolaunch.launch.failure import Exit, Failure, first_failure, log_file, tail
+from autolaunch.launch.failure import VERDICT_SECONDS, Exit, Failure, failure_file, first_failure, log_file, tail
 from autolaunch.launch.phase import Phase, forget_reports, read_phase, stack_file
 from autolaunch.launch.place import Place
 from autolaunch.worker import STOP_SIGNAL
 
 POLL_SECONDS = 0.05
-VERDICT_SECONDS = 1.0
-"""How long the rank that caused it may take to show, when all that is known is that others lost contact with it."""
 KILL_SECONDS = 5.0
 STACK_SECONDS = 2.0
 """How long a rank may take to write its stack."""
@@ -227,7 +225,7 @@ class _Watch:
         return RunEnd("failed", failure.exit_code, failure, "\n".join([failure.render(), *stacks]))
 
     def _failed_itself(self, number: int) -> bool:
-        return (self.job.logs / f"failure_{number}.json").exists()
+        return failure_file(self.job.logs, number).exists()
 
     def _never_started(self) -> RunEnd:
         phases = {rank.number: self._phase(rank) for rank in self.ranks}
