@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autolaunch.config import IN_ONE_PROCESS
 from autolaunch.data.check import check_data
 from autolaunch.launch.devices import visible_devices
 from autolaunch.models.facts import ModelFacts, model_facts
@@ -66,7 +67,8 @@ def _mesh(config: Mapping[str, Any], started_ranks: int | None, errors: list[Con
     values = config["mesh"]
     try:
         # By the rules of a typed mesh, so that `mesh.dp=0` is refused like `mesh=0`.
-        shape = parse_mesh("x".join(f"{axis}{values[axis]}" for axis in AXES), parse_order(values["order"]))
+        typed_sizes = MeshShape(**{axis: values[axis] for axis in AXES}).name
+        shape = parse_mesh(typed_sizes, parse_order(values["order"]))
         return _fitted(shape, config, started_ranks)
     except ConfigError as error:
         errors.append(error)
@@ -85,6 +87,8 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
                 f"a mesh of {_count(started_ranks, 'rank')}; -1 for an axis that takes what is left",
                 f"mesh={_with_ranks(shape, started_ranks)}",
             )
+        return shape
+    if config["task"] in IN_ONE_PROCESS and -1 not in shape.sizes.values():
         return shape
     devices, source = _devices(config)
     if -1 in shape.sizes.values() and devices is None:
@@ -238,7 +242,7 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
             yield ConfigError(
                 f"{key}={written(node)}",
-                "says not what it is",
+                "does not say what it is",
                 "a mapping with _target_, the import path of a class",
                 f"+{key}._target_=package.Class",
             )
@@ -254,7 +258,7 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     if optimizer["name"] == "custom" and optimizer["_target_"] is None:
         yield ConfigError(
             "optimizer.name=custom",
-            "says not which optimizer",
+            "does not say which optimizer",
             "the import path of a torch.optim.Optimizer class",
             "optimizer=custom optimizer._target_=torch.optim.RMSprop",
         )

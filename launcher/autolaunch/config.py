@@ -20,6 +20,9 @@ TASKS = {
 }
 """The first word of the command line; `fit` if there is none."""
 
+IN_ONE_PROCESS = ("plan", "export")
+"""Tasks that one process does for a mesh of any size, without its devices."""
+
 
 @dataclass
 class Mesh:

@@ -17,7 +17,8 @@ from rich.console import Console
 from autolaunch import __version__, launch
 from autolaunch.check import check
 from autolaunch.command_line import CommandLine, unquoted
-from autolaunch.compose import Composed, compose, enter_hydra, resolved
+from autolaunch.compose import Composed, compose, enter_hydra, resolved, unresolvable
+from autolaunch.config import IN_ONE_PROCESS
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place, place
 from autolaunch.origin import Origin
@@ -45,6 +46,7 @@ def run_jobs(line: CommandLine) -> int:
     composed = compose(line)
     if composed.multirun:
         raise_all(composed.errors)
+        raise_all(unresolvable(composed.config, composed.origin))
         return _run_sweep(line, composed.config)
     directory, overrides = _prepare(line, composed)
     code = enter_hydra(line, [], overrides, run_job)
@@ -61,8 +63,11 @@ def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = 
             "starts the jobs of a sweep, and this is a single run",
             write=f"autolaunch -m {' '.join(map(unquoted, line.overrides))}",
         )
+    # The name of the directory may hold one of them.
+    unresolved = unresolvable(composed.config, composed.origin)
+    raise_all([*composed.errors, *unresolved] if unresolved else [])
     directory = Path(composed.config.get("output_dir") or hydra.run.dir).absolute()
-    resolve_job(composed.config, hydra, directory, started_ranks, composed.errors)
+    resolve_job(composed.config, hydra, directory, started_ranks, composed.origin, composed.errors)
     directory = _claim(directory, composed.config, hydra.run)
     forget_ends(directory)
     return directory, [*line.overrides, f"hydra.run.dir={_quoted(directory)}"]
@@ -165,6 +170,7 @@ def resolve_job(
     hydra: DictConfig,
     output_dir: Path,
     started_ranks: int | None = None,
+    origin: Origin | None = None,
     errors: Sequence[ConfigError] = (),
 ) -> ResolvedJob:
     """Check a composed config and make the job of it that workers read.
@@ -173,17 +179,18 @@ def resolve_job(
         hydra: the `hydra` node that it was composed with.
         output_dir: absolute.
         started_ranks: how many ranks torchrun or srun has started; None if we start them.
+        origin: says where its values came from.
         errors: what is known to be wrong already, to be told together with what is found here.
 
     Raises:
         ConfigError, ConfigErrors: all that is wrong with it.
     """
-    origin = Origin.of(hydra)
+    origin = origin or Origin(hydra)
     config = config.copy()
     with open_dict(config):
         config.output_dir = str(output_dir)
-    values, unresolved = resolved(config, origin)
-    raise_all([*errors, *unresolved] if unresolved else [])
+    raise_all(unresolvable(config, origin))
+    values = resolved(config)
     values, wrong = validate(values, origin)
     raise_all([*errors, *wrong])
     mesh, wrong = check(values, output_dir, origin, started_ranks)
@@ -192,7 +199,8 @@ def resolve_job(
     values["ckpt_path"] = resolve_ckpt_path(values, output_dir)
     choices = {group: option for group, option in hydra.runtime.choices.items() if option is not None}
     choices["mesh"] = mesh.name
-    return ResolvedJob(values, output_dir, mesh.size, typed_overrides(hydra), __version__, choices)
+    ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
+    return ResolvedJob(values, output_dir, ranks, typed_overrides(hydra), __version__, choices)
 
 
 def hydra_node() -> DictConfig:

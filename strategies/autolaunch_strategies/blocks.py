@@ -39,9 +39,7 @@ def find_blocks(root: nn.Module) -> Blocks:
     """
     found: list[Block] = []
     reasons: dict[str, str] = {}
-    owners = Counter(
-        id(parameter) for module in root.modules() for parameter in set(module.parameters(recurse=False))
-    )
+    owners = Counter(id(parameter) for module in root.modules() for parameter in set(module.parameters(recurse=False)))
 
     def visit(module: nn.Module, name: str) -> None:
         children = {key: child for key, child in module.named_children() if _is_compound(child)}

@@ -1,7 +1,8 @@
 """Checkpoints that any mesh can load: a torch.distributed.checkpoint directory with one name per parameter.
 
 `<directory>/` holds the sharded tensors (`model.*`, `optimizer_<i>.state.<parameter>.<key>`), `meta.pt` (everything
-else that lightning keeps, plus what differs by dp rank) and, written last, the manifest. It is written beside and renamed.
+else that lightning keeps, plus what differs by dp rank) and, written last, the manifest. It is written beside and
+renamed.
 """
 
 from __future__ import annotations

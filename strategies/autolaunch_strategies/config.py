@@ -194,7 +194,9 @@ def parse_order(order: Iterable[str] | str) -> tuple[str, ...]:
 # --- the axes ----------------------------------------------------------------------------------------------------
 
 
-def option(help: str, default: Any = dataclasses.MISSING, *, choices: Iterable[Any] | None = None, **limits: Any) -> Any:
+def option(
+    help: str, default: Any = dataclasses.MISSING, *, choices: Iterable[Any] | None = None, **limits: Any
+) -> Any:
     """A dataclass field with a sentence of help, its choices and its limits (`ge=`, `gt=`, `le=`) as metadata."""
     metadata = {"help": help, "choices": None if choices is None else tuple(choices), **limits}
     if isinstance(default, dict | list):

@@ -121,7 +121,9 @@ class Construction:
         name = operator.overloadpacket.__name__
         if name in _OVERWRITES and isinstance(args[0], torch.Tensor) and _covers_its_memory(args[0]):
             overwrites = storage_key(args[0])
-            if not any(leaf.storage == overwrites for leaf in tree_flatten(arguments[0][1:])[0] if isinstance(leaf, _View)):
+            if not any(
+                leaf.storage == overwrites for leaf in tree_flatten(arguments[0][1:])[0] if isinstance(leaf, _View)
+            ):
                 reads.discard(overwrites)
         index = len(self._operations)
         self._operations.append(_Operation(index, operator, arguments, outputs, reads, written, overwrites))

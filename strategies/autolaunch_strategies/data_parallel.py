@@ -85,14 +85,13 @@ def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: Dat
     is done at all.
     """
     group = mesh.group("dp", "cp")
-    if group is None and not dp.cpu_offload:
-        return DataParallelModule(root, 0, reasons={"all parameters": "one rank along dp: nothing to exchange"})
+    ranks = 1 if group is None else group.size()
+    reasons = sharding_reasons(root, blocks, dp, ranks)
+    if ranks == 1 and not dp.cpu_offload:
+        return DataParallelModule(root, 0, reasons=reasons)
     if dp.sharding_level == 0:
-        assert group is not None
-        reasons = {"all parameters": "level 0: whole on every rank; gradients averaged in buckets during backward"}
         return DataParallelModule(root, 0, [name for name, _ in root.named_parameters()], group, reasons)
-
-    scalars = {name: parameter for name, parameter in root.named_parameters() if parameter.dim() == 0}
+    scalars = _scalars(root)
     options = {
         "mesh": mesh.sharding_mesh(),
         "mp_policy": MixedPrecisionPolicy(
@@ -103,21 +102,33 @@ def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: Dat
         else OffloadPolicy(),
         "ignored_params": set(scalars.values()),
     }
-    free_after_use = dp.sharding_level == 3
-    reasons = {}
     for block in blocks:
-        fully_shard(block.module, reshard_after_forward=free_after_use, **options)
-        reasons[block.name] = "gathered for its forward and freed; again for its backward" if free_after_use else (
-            "gathered once per step"
-        )
+        fully_shard(block.module, reshard_after_forward=dp.sharding_level == 3, **options)
     fully_shard(root, reshard_after_forward=False, **options)
-    reasons["everything else"] = "gathered once per step: it is used at the start and at the end of it"
     # A callback may run a part of the model outside of a training step: gather what that part needs.
     for child in root.children():
         child.register_forward_pre_hook(_gather_rest_of(root))
-    if scalars:
-        reasons[", ".join(scalars)] = "whole on every rank: a scalar can't be sharded"
     return DataParallelModule(root, dp.sharding_level, list(scalars), group, reasons)
+
+
+def sharding_reasons(root: nn.Module, blocks: Blocks, dp: DataParallel, ranks: int) -> dict[str, str]:
+    """What `apply_data_parallel` does to which parameters of `root`, and why; `ranks` along dp and cp together."""
+    if ranks == 1 and not dp.cpu_offload:
+        return {"all parameters": "one rank along dp: nothing to exchange"}
+    if dp.sharding_level == 0:
+        return {"all parameters": "level 0: whole on every rank; gradients averaged in buckets during backward"}
+    use = "gathered once per step"
+    if dp.sharding_level == 3:
+        use = "gathered for its forward and freed; again for its backward"
+    reasons = {block.name: use for block in blocks}
+    reasons["everything else"] = "gathered once per step: it is used at the start and at the end of it"
+    if scalars := _scalars(root):
+        reasons[", ".join(scalars)] = "whole on every rank: a scalar can't be sharded"
+    return reasons
+
+
+def _scalars(root: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in root.named_parameters() if parameter.dim() == 0}
 
 
 def _gather_rest_of(root: nn.Module) -> Callable[[nn.Module, Any], None]:

@@ -34,7 +34,9 @@ class GradientAverage:
         self._ready: list[set[nn.Parameter]] = [set() for _ in self._buckets]
         self._next = 0
         self._running: list[tuple[list[nn.Parameter], torch.Tensor, dist.Work]] = []
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._gradient_ready) for parameter in self._bucket_of]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._gradient_ready) for parameter in self._bucket_of
+        ]
 
     def finish(self) -> None:
         """Wait until every gradient is the average. Every rank calls it once after each synchronised backward."""

@@ -11,10 +11,10 @@ from torch import nn
 from autolaunch_strategies.blocks import Blocks, find_blocks
 from autolaunch_strategies.config import ParallelConfig
 from autolaunch_strategies.construction import Construction
-from autolaunch_strategies.data_parallel import DataParallelModule, apply_data_parallel
+from autolaunch_strategies.data_parallel import DataParallelModule, apply_data_parallel, sharding_reasons
 from autolaunch_strategies.materialise import WeightFiles, materialise, share_values
 from autolaunch_strategies.mesh import RankMesh
-from autolaunch_strategies.recompute import apply_compile, apply_recompute
+from autolaunch_strategies.recompute import apply_compile, apply_recompute, recomputed_blocks
 
 ORDER = ("recompute", "compile", "shard (dp)", "materialise", "optimizer")
 
@@ -55,18 +55,20 @@ def apply_parallelism(
     data_parallel = apply_data_parallel(module, blocks, mesh, config.dp)
     materialise(module, device, construction, files)
     data_parallel.begin()
-    account = account_of(config, mesh.replicate, mesh.shard, blocks, recomputed, compiled, data_parallel.reasons)
+    account = _account(config, blocks, recomputed, compiled, data_parallel.reasons)
     return Parallelized(module, data_parallel, count, blocks, account)
 
 
-def account_of(
-    config: ParallelConfig,
-    replicate: int,
-    shard: int,
-    blocks: Blocks,
-    recomputed: dict[str, str],
-    compiled: list[str],
-    sharding: dict[str, str],
+def foresee(module: nn.Module, config: ParallelConfig) -> dict[str, Any]:
+    """The account that `apply_parallelism` would give of `module` (may be on meta), without touching it."""
+    blocks = find_blocks(module)
+    compiled = [block.name for block in blocks] if config.compile else []
+    sharding = sharding_reasons(module, blocks, config.dp, config.mesh.dp * config.mesh.cp)
+    return _account(config, blocks, recomputed_blocks(blocks, config.recompute), compiled, sharding)
+
+
+def _account(
+    config: ParallelConfig, blocks: Blocks, recomputed: dict[str, str], compiled: list[str], sharding: dict[str, str]
 ) -> dict[str, Any]:
     """Everything that is applied, in order and with reasons, as plain data for plan.yaml."""
     return {
@@ -77,8 +79,7 @@ def account_of(
         "compile": {"mode": config.compile, **_if_any("blocks", compiled)},
         "dp": {
             "sharding_level": config.dp.sharding_level,
-            "replicate": replicate,
-            "shard": shard,
+            **dict(zip(("replicate", "shard"), config.dp.split(config.mesh.dp), strict=True)),
             "groups": sharding,
         },
     }

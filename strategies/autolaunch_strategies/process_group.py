@@ -65,7 +65,9 @@ def ensure_process_group(
         if shape.size == 1:
             world_size = 1
             rank, store = 0, dist.HashStore()
-            dist.init_process_group(backend or default_backend(device), store=store, rank=rank, world_size=1, timeout=timeout)
+            dist.init_process_group(
+                backend or default_backend(device), store=store, rank=rank, world_size=1, timeout=timeout
+            )
         else:
             check_world_size(shape, world_size)
             os.environ["MASTER_ADDR"] = environment.main_address

@@ -32,14 +32,24 @@ def apply_recompute(blocks: Iterable[Block], recompute: Recompute) -> dict[str, 
     Raises:
         ConfigError: selective with a name that is neither a group nor an aten operator.
     """
-    done = {}
     context_fn = _selective(recompute.save) if recompute.mode == "selective" else None
-    for number, block in enumerate(blocks):
-        if recompute.mode == "none" or (isinstance(recompute.mode, int) and number % recompute.mode):
-            continue
-        _replace_forward(block.module, functools.partial(_checkpointed, context_fn))
-        done[block.name] = "selective" if context_fn else "full"
+    done = recomputed_blocks(blocks, recompute)
+    for block in blocks:
+        if block.name in done:
+            _replace_forward(block.module, functools.partial(_checkpointed, context_fn))
     return done
+
+
+def recomputed_blocks(blocks: Iterable[Block], recompute: Recompute) -> dict[str, str]:
+    """Which blocks a setting recomputes, and how: block name -> full or selective."""
+    every = (
+        {"none": 0, "full": 1, "selective": 1}.get(str(recompute.mode))
+        if isinstance(recompute.mode, str)
+        else recompute.mode
+    )
+    assert isinstance(every, int)
+    how = "selective" if recompute.mode == "selective" else "full"
+    return {block.name: how for number, block in enumerate(blocks) if every and number % every == 0}
 
 
 def apply_compile(blocks: Iterable[Block], mode: bool | str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-
 import random
 import weakref
 from collections.abc import Generator, Iterable, Mapping
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
@@ -231,7 +231,12 @@ class MeshStrategy(ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        for loop in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
             loop.inference_mode = False  # tensors made in inference mode can't be gathered and used in training again
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -266,7 +271,8 @@ class MeshStrategy(ParallelStrategy):
             module = self._layer_sync.apply(module)
         if self.construction is not None:
             self.construction.remember(module)
-        self.precision_plugin.convert_module(module)
+        with _constants_kept(module, self.precision_plugin):
+            self.precision_plugin.convert_module(module)
         self._applied = apply_parallelism(
             module, self.parallel, self.rank_mesh, self.root_device, self.construction, self.files
         )
@@ -403,7 +409,7 @@ class MeshStrategy(ParallelStrategy):
         return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Stack the tensors of all ranks whose data differ: [ranks, *tensor.shape]; one rank gives its tensor as it is."""
+        """The tensors of all ranks whose data differ, [ranks, *tensor.shape]; of one rank only, the tensor as it is."""
         group = self._data_group(group)
         if group is None:
             return tensor
@@ -494,6 +500,24 @@ class MeshStrategy(ParallelStrategy):
         super().remove_checkpoint(filepath)
 
 
+@contextmanager
+def _constants_kept(module: nn.Module, precision: Any) -> Generator:
+    """Leave buffers that are not saved in the precision of their constructor while a half precision plugin converts.
+
+    They are constants such as rotary frequencies, which lose their meaning in 16 bits.
+    """
+    kept = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name in owner._non_persistent_buffers_set and buffer.is_floating_point()
+    ]
+    yield
+    if isinstance(precision, HalfPrecision):
+        for owner, name, buffer in kept:
+            owner._buffers[name] = buffer
+
+
 def _in_the_middle_of_an_epoch(checkpoint: dict[str, Any]) -> bool:
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
     return progress.get("current", {}).get("ready", 0) > 0 and not progress.get("is_last_batch", False)
@@ -512,4 +536,3 @@ def _refuse_what_cannot_work(trainer: pl.Trainer) -> None:
 StrategyRegistry.register(
     MeshStrategy.strategy_name, MeshStrategy, description="Train an unmodified LightningModule on an N-D device mesh"
 )
-

@@ -53,6 +53,42 @@ def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Con
     _show_panel(f"autolaunch {job['task']}{name}", "cyan", rows, console)
 
 
+def show_plan(
+    account: Mapping[str, Any], job: Mapping[str, Any], console: Console, parameters: int, path: Path
+) -> None:
+    """Show what a run would do: its panel, then what is applied in which order, and why.
+
+    Args:
+        account: what would be applied (`autolaunch_strategies.parallelize.foresee`).
+        job: the resolved job as plain dicts.
+        parameters: of the whole model.
+        path: where the plan was written.
+    """
+    show_start(account, job, console, parameters)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("order", _writable(" → ".join(account["order"]), console))
+    for name, reason in account["blocks"].get("reasons", {}).items():
+        table.add_row("blocks", Text(f"{name}: {reason}"))
+    for step in ("recompute", "compile"):
+        if blocks := account[step].get("blocks"):
+            table.add_row(
+                step, Text(f"{len(blocks)} of {len(account['blocks']['found'])} blocks: {account[step]['mode']}")
+            )
+    for names, reason in _alike(account["dp"]["groups"]):
+        table.add_row("dp", Text(f"{names}: {reason}"))
+    table.add_row("written", _short_path(path))
+    console.print(table)
+
+
+def _alike(groups: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+    """(first ... last name, reason) of each run of names with one reason."""
+    for reason, run in itertools.groupby(groups.items(), key=lambda item: item[1]):
+        names = [name for name, _ in run]
+        yield (names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"), reason
+
+
 def show_end(summary: Mapping[str, Any], console: Console, losses: Sequence[float] = ()) -> None:
     """Show how a run ended, on rank 0.
 

@@ -66,7 +66,7 @@ def build_strategy(config: Mapping[str, Any]) -> MeshStrategy:
 def build_trainer(
     job: ResolvedJob, strategy: MeshStrategy, callbacks: list[pl.Callback], loggers: list[Any]
 ) -> pl.Trainer:
-    """The lightning Trainer of a resolved job, with the user's own callbacks and loggers behind `callbacks`, `loggers`."""
+    """The lightning Trainer of a resolved job; the user's own callbacks and loggers stand behind the given ones."""
     config = job.config
     trainer = config["trainer"]
     own_callbacks = [
@@ -165,8 +165,6 @@ class Checkpoints(ModelCheckpoint):
         super().on_train_end(trainer, pl_module)
 
 
-
-
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Keep lightning's banners, hints and rank-zero notes off the terminal: our own screen says what matters."""
@@ -192,5 +190,3 @@ def quiet_lightning() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-

@@ -1,0 +1,75 @@
+"""What `transformers` needs beside the weights to load a model that was trained here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autolaunch.models.llama_config import LlamaConfig, llama_config
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def write_transformers_files(directory: Path, model_cfg: Mapping[str, Any], model: nn.Module, dtype: str) -> None:
+    """Write config.json (and the tokenizer that the model came with) into `directory`.
+
+    Args:
+        model_cfg: the fields of `autolaunch.config.LlamaModel` or `HFModel`; other models get no config.json.
+        model: the module that was trained (may be on meta).
+        dtype: of the exported weights, e.g. ``float32``.
+    """
+    if model_cfg.get("name") == "llama" and "_target_" not in model_cfg:
+        config = _llama(llama_config(model_cfg), dtype)
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    elif hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
+        model.config.save_pretrained(directory)
+        source = model_cfg.get("path")
+        for name in TOKENIZER_FILES if source else ():
+            if (file := Path(str(source)).expanduser() / name).is_file():
+                shutil.copy(file, directory / name)
+
+
+def _llama(shape: LlamaConfig, dtype: str) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_theta": shape.rope_theta, "rope_type": "default"}
+    if shape.rope_scaling is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": shape.rope_scaling.factor,
+            "low_freq_factor": shape.rope_scaling.low_freq_factor,
+            "high_freq_factor": shape.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": shape.rope_scaling.original_max_seq_len,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_seq_len,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_parameters": rope,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "initializer_range": shape.init_std,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": dtype,
+    }

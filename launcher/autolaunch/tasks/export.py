@@ -1,0 +1,141 @@
+"""export: a checkpoint of any mesh as safetensors under the model's own names, which `transformers` loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from autolaunch.job import ResolvedJob
+from autolaunch.launch.place import Place
+from autolaunch.models import build_module
+from autolaunch.models.hf_export import write_transformers_files
+from autolaunch.report.readable import readable_bytes, readable_count
+from autolaunch.report.summary import write_summary
+from autolaunch_strategies.checkpoint_files import WRITING, read_manifest
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.construction import Construction
+
+SHARD_BYTES = 5 * 10**9
+"""At most this much of a model is in memory and in one file, unless one tensor alone is larger."""
+
+
+def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
+    """Export the checkpoint `ckpt_path` to `export_path` (default `<output_dir>/export`); returns the summary."""
+    started = time.time()
+    source = Path(job.config["ckpt_path"])
+    target = Path(job.config["export_path"] or job.output_dir / "export").expanduser().absolute()
+    console = Console()
+    config = trained_config(source) or job.config
+    exported = export_checkpoint(source, target, config)
+    summary = {
+        "task": "export",
+        "status": "finished",
+        "world_size": 1,
+        "mesh": "1",
+        "steps": int(read_manifest(source).get("step", 0)),
+        "parameters": exported["parameters"],
+        "checkpoint": str(source),
+        "export": str(target),
+        "seconds": time.time() - started,
+    }
+    write_summary(job.output_dir, summary)
+    console.print(
+        f"{readable_count(exported['parameters'])} parameters, {readable_bytes(exported['bytes'])} "
+        f"in {exported['files']} file{'s' if exported['files'] > 1 else ''}: {target}",
+        highlight=False,
+    )
+    return summary
+
+
+def trained_config(checkpoint: Path) -> dict[str, Any] | None:
+    """The config of the run that wrote `checkpoint`, or None if it does not stand in a run's directory."""
+    job_file = checkpoint.parent.parent / ".hydra" / "job.json"
+    return ResolvedJob.read(job_file).config if job_file.is_file() else None
+
+
+def export_checkpoint(
+    source: Path, target: Path, config: Mapping[str, Any], shard_bytes: int = SHARD_BYTES
+) -> dict[str, int]:
+    """Write the model of the checkpoint directory `source` to the directory `target`, beside and renamed.
+
+    Args:
+        config: the job that trained it: decides which model it is, and its config.json.
+        shard_bytes: largest file, and the most that is held in memory (unless one tensor is larger).
+
+    Returns:
+        parameters, bytes and files written.
+
+    Raises:
+        ConfigError: `target` exists, or `source` is a single file.
+    """
+    if target.exists():
+        raise ConfigError(f"export_path={target}", "exists already", "a directory that does not exist yet")
+    if source.is_file():
+        raise ConfigError(
+            f"ckpt_path={source}", "is a single file of plain lightning", "a checkpoint directory written by autolaunch"
+        )
+    with Construction(0).recording():
+        module = build_module(config)
+    model: nn.Module = module if config.get("module") else module.model  # type: ignore[assignment]
+    prefix = "model." if config.get("module") else "model.model."
+    tied = _tied_names(model)
+    reader = FileSystemReader(source)
+    stored = {
+        name.removeprefix(prefix): metadata
+        for name, metadata in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(metadata, TensorStorageMetadata)
+        and name.startswith(prefix)
+        and name.removeprefix(prefix) not in tied
+    }
+    beside = target.with_name(target.name + WRITING)
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    shards = list(_shards(stored, shard_bytes))
+    weight_map, total = {}, 0
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        room = {prefix + name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
+        dcp.load(room, storage_reader=reader, no_dist=True)
+        save_file({name.removeprefix(prefix): tensor for name, tensor in room.items()}, beside / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(names, file))
+        total += sum(tensor.nbytes for tensor in room.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (beside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    dtypes = {str(metadata.properties.dtype).removeprefix("torch.") for metadata in stored.values()}
+    write_transformers_files(beside, config["model"], model, dtypes.pop() if len(dtypes) == 1 else "float32")
+    beside.rename(target)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"parameters": parameters, "bytes": total, "files": len(shards)}
+
+
+def _tied_names(model: nn.Module) -> set[str]:
+    """Names that stand for a tensor which has an earlier name: `transformers` ties them again after loading."""
+    first = {id(tensor): name for name, tensor in reversed(list(model.state_dict(keep_vars=True).items()))}
+    return {name for name, tensor in model.state_dict(keep_vars=True).items() if first[id(tensor)] != name}
+
+
+def _shards(stored: Mapping[str, TensorStorageMetadata], shard_bytes: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    filled = 0
+    for name, metadata in stored.items():
+        size = metadata.size.numel() * metadata.properties.dtype.itemsize
+        if names and filled + size > shard_bytes:
+            yield names
+            names, filled = [], 0
+        names.append(name)
+        filled += size
+    if names:
+        yield names

@@ -1,0 +1,51 @@
+"""plan: what a run would do, shown and written to plan.yaml, without starting it and without memory for the model."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+
+from autolaunch.job import ResolvedJob
+from autolaunch.launch.place import Place
+from autolaunch.models import build_module
+from autolaunch.report.plan_file import write_plan
+from autolaunch.report.screen import show_plan
+from autolaunch.report.summary import write_summary
+from autolaunch_strategies.config import parallel_config
+from autolaunch_strategies.construction import Construction
+from autolaunch_strategies.parallelize import foresee
+
+
+def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
+    """Write `<output_dir>/plan.yaml` for the mesh that the job names, in this one process; returns the summary."""
+    started = time.time()
+    config = job.config
+    parallel = parallel_config(
+        config["mesh"],
+        config["dp"],
+        config["mp"],
+        config["pp"],
+        config["cp"],
+        config["recompute"],
+        config["recompute_save"],
+        config["compile"],
+    )
+    with Construction(config["seed"]).recording():
+        module = build_module(config)
+    account = foresee(module, parallel)
+    path = write_plan(job.output_dir, config, account, job.choices)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    summary = {
+        "task": "plan",
+        "status": "finished",
+        "world_size": parallel.mesh.size,
+        "mesh": parallel.mesh.name,
+        "parameters": parameters,
+        "plan": str(path),
+        "seconds": time.time() - started,
+    }
+    write_summary(job.output_dir, summary)
+    show_plan(account, config, Console(), parameters, path)
+    return summary
