@@ -32,7 +32,9 @@ class Mesh:
     mp: int = option("Ranks along the model (tensor) parallel axis.", 1, ge=-1)
     pp: int = option("Ranks along the pipeline parallel axis.", 1, ge=-1)
     cp: int = option("Ranks along the context parallel axis.", 1, ge=-1)
-    order: list[str] = option(f"Rank order, outermost axis first: a permutation of {', '.join(AXES)}.", list(DEFAULT_ORDER))
+    order: list[str] = option(
+        f"Rank order, outermost axis first: a permutation of {', '.join(AXES)}.", list(DEFAULT_ORDER)
+    )
 
 
 @dataclass
@@ -67,10 +69,13 @@ class HFModel:
     name: str = option("Which model this is; set by the group.", "hf")
     path: str | None = option("Local directory with config.json and safetensors to start from.", None)
     config: dict[str, Any] = option(
-        "A `transformers` config: model_type and its fields (random weights), or overrides of the one in model.path.", {}
+        "A `transformers` config: model_type and its fields (random weights), or overrides of the one in model.path.",
+        {},
     )
     pretrained: bool = option("With model.path: read its weights (false: only its config, random weights).", True)
-    attn_implementation: str = option("Attention of `transformers`.", "sdpa", choices=("sdpa", "eager", "flash_attention_2"))
+    attn_implementation: str = option(
+        "Attention of `transformers`.", "sdpa", choices=("sdpa", "eager", "flash_attention_2")
+    )
 
 
 @dataclass(kw_only=True)
@@ -91,7 +96,8 @@ class TextData:
 
     name: str = option("Which data this is; set by the group.", "text")
     path: Any = option(
-        "A file, a directory, a glob, or a list of them (null: the English text inside Python's standard library).", None
+        "A file, a directory, a glob, or a list of them (null: the English text inside Python's standard library).",
+        None,
     )
     tokenizer: str = option("`bytes` (one token per byte, 256 + 1 ids), or the path of a tokenizer.json.", "bytes")
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
@@ -109,11 +115,15 @@ class TokenData:
     name: str = option("Which data this is; set by the group.", "tokens")
     path: Any = option("A .bin or .npy file, a directory, a glob, or a list of them.", None)
     validation_path: Any = option("The same for validation (null: the last part of data.path).", None)
-    dtype: str = option("Type of the tokens in .bin files.", "uint16", choices=("uint8", "uint16", "int32", "uint32", "int64"))
+    dtype: str = option(
+        "Type of the tokens in .bin files.", "uint16", choices=("uint8", "uint16", "int32", "uint32", "int64")
+    )
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option("Parts into which a rank's share of the batch is cut (gradient accumulation).", 1, ge=1)
-    validation_fraction: float = option("Share of the tokens, at their end, that is kept for validation.", 0.05, ge=0, lt=1)
+    validation_fraction: float = option(
+        "Share of the tokens, at their end, that is kept for validation.", 0.05, ge=0, lt=1
+    )
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
 
@@ -145,7 +155,9 @@ class CustomData:
 class Optimizer:
     """optimizer=adamw, adam, sgd, or a file of yours with `_target_`."""
 
-    name: str = option("Which optimizer this is; set by the group.", "adamw", choices=("adamw", "adam", "sgd", "custom"))
+    name: str = option(
+        "Which optimizer this is; set by the group.", "adamw", choices=("adamw", "adam", "sgd", "custom")
+    )
     _target_: str | None = option("Import path of a torch.optim.Optimizer class (optimizer=custom).", None)
     lr: float = option("Learning rate (after warm-up).", 3e-4, ge=0)
     weight_decay: float = option("Weight decay, on matrices only (norms and biases have none).", 0.1, ge=0)
@@ -177,14 +189,18 @@ class Trainer:
     limit_test_batches: int | float | None = option("Test batches to use (a count or a share).", None, ge=0)
     limit_predict_batches: int | float | None = option("Batches to predict (a count or a share).", None, ge=0)
     val_check_interval: int | float | None = option("Validate every so many batches or share of an epoch.", None, ge=0)
-    check_val_every_n_epoch: int | None = option("Validate every so many epochs (null: count steps across epochs).", 1, ge=1)
+    check_val_every_n_epoch: int | None = option(
+        "Validate every so many epochs (null: count steps across epochs).", 1, ge=1
+    )
     num_sanity_val_steps: int = option("Validation batches run before training starts.", 0, ge=-1)
     log_every_n_steps: int = option("Write a row of metrics every so many optimizer steps.", 1, ge=1)
     accumulate_grad_batches: int | None = option(
         "Batches per optimizer step for a data module of your own (null: data.microbatches).", None, ge=1
     )
     gradient_clip_val: float | None = option("Clip gradients at this value (null: never).", 1.0, gt=0)
-    gradient_clip_algorithm: str = option("What is clipped: the norm over all parameters, or each value.", "norm", choices=("norm", "value"))
+    gradient_clip_algorithm: str = option(
+        "What is clipped: the norm over all parameters, or each value.", "norm", choices=("norm", "value")
+    )
     deterministic: bool = option("Use deterministic algorithms only.", False)
     benchmark: bool | None = option("Let cuDNN choose its algorithms by measuring.", None)
     detect_anomaly: bool = option("Check every backward operation for NaN (slow).", False)
@@ -217,7 +233,9 @@ class Launch:
     devices: int | None = option("Devices of this machine to use (null: all that are visible).", None, ge=1)
     start_timeout: float = option("Seconds in which every rank must have begun its task.", 600.0, gt=0)
     stop_timeout: float = option("Seconds in which ranks may end by themselves after Ctrl-C or a failure.", 10.0, gt=0)
-    collective_timeout: float = option("Seconds after which a collective that a rank never joins is an error.", 1800.0, gt=0)
+    collective_timeout: float = option(
+        "Seconds after which a collective that a rank never joins is an error.", 1800.0, gt=0
+    )
     logs: str = option("Who writes to the terminal; every rank has a log file.", "rank0", choices=("rank0", "all"))
 
 
@@ -229,14 +247,19 @@ class Job:
     name: str = option("Name of the run: part of its output directory.", "run")
     output_dir: str | None = option("Where everything is written (null: outputs/<name>/<date>_<time>).", None)
     seed: int = option("Seed of the initial weights, the data order and every random number.", 0, ge=0)
-    precision: str = option("Arithmetic, by lightning's names.", "32-true", choices=("32-true", "bf16-mixed", "bf16-true"))
+    precision: str = option(
+        "Arithmetic, by lightning's names.", "32-true", choices=("32-true", "bf16-mixed", "bf16-true")
+    )
     recompute: Any = option("Activation checkpointing: none, full, a number n (every n-th block), selective.", "none")
-    recompute_save: list[str] = option("With recompute=selective: operators whose outputs are kept.", ["mm", "attention"])
+    recompute_save: list[str] = option(
+        "With recompute=selective: operators whose outputs are kept.", ["mm", "attention"]
+    )
     compile: bool | str = option("torch.compile every block: true, or a mode such as max-autotune.", False)
     ckpt_path: str | None = option("Checkpoint to go on from: a path, or `last`.", None)
     export_path: str | None = option("Where `autolaunch export` writes (null: <output_dir>/export).", None)
     module: dict[str, Any] | None = option(
-        "A LightningModule of your own: {_target_: ..., arguments}; then model, optimizer and scheduler are its own.", None
+        "A LightningModule of your own: {_target_: ..., arguments}; then model, optimizer and scheduler are its own.",
+        None,
     )
     mesh: Mesh = field(default_factory=Mesh)
     model: Any = field(default_factory=LlamaModel)

@@ -13,9 +13,9 @@ from autolaunch_strategies.config import ConfigError
 def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None:
     """The absolute path of the checkpoint that `ckpt_path` means; None to start from scratch.
 
-    `last` is the furthest trained checkpoint in `<output_dir>/checkpoints`, or else that of the newest earlier run beside
-    it. Where there has never been one, `fit` starts from scratch, so that one command serves the first start of a
-    job and every restart of it.
+    `last` is the furthest trained checkpoint in `<output_dir>/checkpoints`, or else that of the newest earlier run
+    beside it. Where there has never been one, `fit` starts from scratch, so that one command serves the first start of
+    a job and every restart of it.
 
     Raises:
         ConfigError: it does not exist, or is damaged or half-written; the previous whole one is offered.
