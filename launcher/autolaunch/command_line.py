@@ -57,7 +57,7 @@ def _parser() -> _Parser:
     add("--help", "-h", action="store_true")
     add("--version", action="store_true")
     add("--info", "-i", nargs="?", const="all")
-    add("--cfg", "-c", choices=("job", "hydra", "all"))
+    add("--cfg", "-c")
     add("--package", "-p")
     add("--resolve", action="store_true")
     add("--multirun", "-m", action="store_true")
@@ -84,6 +84,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
         directory = getattr(known, flag)
         if directory is not None and not directory.is_dir():
             raise ConfigError(f"--{flag.replace('_', '-')} {directory}", "no such directory")
+    if known.cfg and known.cfg not in ("job", "hydra", "all"):
+        raise ConfigError(f"--cfg {known.cfg}", "there is no such part of the config", "job, hydra, all")
     if known.multirun and (known.cfg or known.run):
         raise ConfigError("--multirun", f"cannot go together with {'--cfg' if known.cfg else '--run'}")
     if known.resolve and not known.cfg:

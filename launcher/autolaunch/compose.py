@@ -51,6 +51,7 @@ class Composed:
     multirun: bool
     errors: list[ConfigError]
     """Overrides that could not be applied; `config` is composed without them."""
+    origin: Origin
 
 
 @contextmanager
@@ -87,8 +88,8 @@ def compose(line: CommandLine) -> Composed:
         if composed is None:
             raise_all(errors)
         assert composed is not None
-        mode = composed.hydra.mode
-        return Composed(composed, multirun or (mode is not None and mode.name == "MULTIRUN"), errors)
+        mode, origin = composed.hydra.mode, Origin(composed.hydra, loader)
+        return Composed(composed, multirun or (mode is not None and mode.name == "MULTIRUN"), errors, origin)
 
 
 def enter_hydra(
@@ -117,7 +118,11 @@ def _parse(overrides: Sequence[str], loader: ConfigLoader, errors: list[ConfigEr
     parsed = []
     for override in overrides:
         try:
-            parsed += parser.parse_overrides([override])
+            (item,) = parser.parse_overrides([override])
+            if isinstance(item.value(), int | float) and _is_group(loader, item.key_or_group):
+                errors.append(_no_such_option(override, f"{item.key_or_group}/{item.value()}", loader))
+            else:
+                parsed.append(item)
         except OverrideParseException as error:
             if users_want_tracebacks():
                 raise
@@ -239,7 +244,7 @@ def _refusal(override: str, error: Exception, config: Mapping[str, Any], loader:
         if isinstance(link, ConfigError):
             return link
         if isinstance(link, MissingConfigException):
-            return _no_such_option(override, link)
+            return _no_such_option(override, str(link.missing_cfg_file), loader)
     sign = "".join(itertools.takewhile(lambda letter: letter in "+~", override))
     typed, _, value = override[len(sign) :].partition("=")
     if sign.startswith("~"):
@@ -262,11 +267,16 @@ def _refusal(override: str, error: Exception, config: Mapping[str, Any], loader:
     return _no_such_key(override, typed, value, config, loader)
 
 
-def _no_such_option(override: str, error: MissingConfigException) -> ConfigError:
+_OTHER_NAMES = {"dp/zero3": "fsdp", "dp/fsdp2": "fsdp", "dp/zero0": "ddp"}
+"""What other tools call our options."""
+
+
+def _no_such_option(override: str, path: str, loader: ConfigLoader) -> ConfigError:
+    """`path`: the config file that Hydra looked for, `group/option`."""
     override = unquoted(override)
     key, _, typed = override.partition("=")
-    group, _, option = str(error.missing_cfg_file).partition("/")
-    options = sorted(error.options or ())
+    group = key.lstrip("+").split("@")[0]
+    option = path.removeprefix(f"{group}/")
     if group == "experiment" and re.search(r"/|\.ya?ml$", option):
         problem = "no such file"
         if option.endswith(".yml") and Path(option).is_file():
@@ -274,14 +284,18 @@ def _no_such_option(override: str, error: MissingConfigException) -> ConfigError
         return ConfigError(
             override, problem, "a name of conf/experiment or of --config-dir, or the path of a .yaml file"
         )
-    close = nearest(option, options)
-    several = typed.startswith("[")
+    options = loader.get_group_options(group, ObjectType.CONFIG)
+    close = _OTHER_NAMES.get(path) or nearest(option, options)
     return ConfigError(
         override,
         f"{group} has no option {option!r}" + (f"; did you mean {close}?" if close else ""),
-        ", ".join(options) + (", or any other shape" if group == "mesh" else ""),
-        f"{key}={typed.replace(option, close) if several else close}" if close else "",
+        _options_text(group, options),
+        f"{key}={typed.replace(option, close) if typed.startswith('[') else close}" if close else "",
     )
+
+
+def _options_text(group: str, options: Sequence[str]) -> str:
+    return ", ".join(sorted(options)) + (", or any other shape" if group == "mesh" else "")
 
 
 def _no_such_key(override: str, key: str, value: str, config: Mapping[str, Any], loader: ConfigLoader) -> ConfigError:
@@ -301,7 +315,7 @@ def _no_such_key(override: str, key: str, value: str, config: Mapping[str, Any],
     siblings_by_name = {item.rsplit(".", 1)[-1]: item for item in siblings}
     everywhere = {item.rsplit(".", 1)[-1]: item for item in reversed(known)}
     close = siblings_by_name.get(alike(rest, siblings_by_name), "")
-    close = close or (elsewhere[0] if elsewhere else everywhere.get(alike(name, everywhere), ""))
+    close = close or (elsewhere[0] if elsewhere else everywhere.get(alike(name, everywhere, cutoff=0.8), ""))
     if not close:
         return ConfigError(override, "no such key", *keys_text(parent, siblings_by_name))
     return ConfigError(override, f"no such key; did you mean {close}?", write=f"{close}={value}")
@@ -345,17 +359,21 @@ def _groups(loader: ConfigLoader) -> list[str]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).strip())
+    return (text.splitlines() or [type(error).__name__])[0].strip('."')
 
 
 def _yaml_at_fault(error: Exception, name: str, line: CommandLine) -> ConfigError:
     """An error that no override caused: a primary config or an experiment that is absent, or a broken YAML file."""
     for link in _chain(error):
         if isinstance(link, ConfigError):
-            return ConfigError(f"{link.where} (in a YAML file)", link.problem, link.allowed, link.write)
+            group, _, option = link.where.partition("=")
+            return ConfigError(f"{link.where}{_file_naming(group, option, line)}", link.problem, link.allowed)
         if isinstance(link, yaml.MarkedYAMLError) and link.problem_mark is not None:
             mark = link.problem_mark
-            return ConfigError(f"{_shown(mark.name)}, line {mark.line + 1}", f"not YAML: {link.problem}")
+            return ConfigError(
+                f"{_shown(mark.name)}, line {mark.line + 1}", "not YAML; the mistake is here or just above"
+            )
         if isinstance(link, MissingConfigException):
             return _missing_file(link, name, line)
     for link in _chain(error):
@@ -378,34 +396,48 @@ def _missing_file(error: MissingConfigException, name: str, line: CommandLine) -
         )
     group, _, option = path.rpartition("/")
     close = nearest(option, error.options or ())
-    within = re.match(r"In '([^']*)'", str(error))
     return ConfigError(
-        f"{group}: {option}" + (f" (in the defaults list of {within[1]}.yaml)" if within else ""),
+        f"{group}: {option}{_file_naming(group, option, line)}",
         f"{group} has no option {option!r}" + (f"; did you mean {close}?" if close else ""),
         ", ".join(sorted(error.options or ())),
     )
+
+
+def _file_naming(group: str, option: str, line: CommandLine) -> str:
+    """` (file)` if there is a YAML file whose defaults list names this option; Hydra says only who included that file."""
+    files = [Path(item.split("=", 1)[1]) for item in line.overrides if item.startswith("experiment=")]
+    for directory in (line.config_dir, line.config_path or CONF):
+        files += sorted(directory.rglob("*.yaml")) if directory else []
+    entry = re.compile(
+        rf"^\s*-\s*(override\s+)?/?{re.escape(group)}\s*:\s*['\"]?{re.escape(option)}['\"]?\s*$", re.MULTILINE
+    )
+    naming = (file for file in files if file.is_file() and entry.search(file.read_text(encoding="utf-8")))
+    return next((f" ({shown(file)})" for file in naming), "")
 
 
 def _shown(name: str) -> str:
     return shown(Path(name)) if Path(name).is_file() else name
 
 
-def resolved(config: DictConfig, origin: Origin) -> tuple[dict[str, Any], list[ConfigError]]:
-    """The job's part of a composed config with every `${...}` replaced, and a problem for each that cannot be."""
-    errors: list[ConfigError] = []
+def unresolvable(config: DictConfig, origin: Origin) -> list[ConfigError]:
+    """A problem for each `${...}` of a composed config that stands for nothing."""
+    errors = []
     for key, text in _interpolations(config):
         try:
             OmegaConf.select(config, key)
         except OmegaConfBaseException as error:
             errors.append(ConfigError(origin(key, text), _first_line(error)))
-    if errors:
-        return {}, errors
+    return errors
+
+
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """The job's part of a composed config as plain data, every `${...}` replaced."""
     values: dict[str, Any] = {}
     for key in map(str, config):
         if key != "hydra":
             value: Any = MISSING if OmegaConf.is_missing(config, key) else config[key]
             values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    return values, []
+    return values
 
 
 def _interpolations(config: DictConfig) -> Iterator[tuple[str, str]]:

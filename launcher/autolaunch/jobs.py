@@ -234,7 +234,7 @@ def _claim(directory: Path, config: DictConfig, node: DictConfig) -> Path:
         except FileExistsError:
             if not named_by_time:
                 raise ConfigError(
-                    f"output_dir={directory}", "is a file", "a directory, or a name that is free"
+                    f"output_dir={shown(directory)}", "is a file", "a directory, or a name that is free"
                 ) from None
             number += 1
             candidate = directory.with_name(f"{directory.name}_{number}")

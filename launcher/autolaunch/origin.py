@@ -5,10 +5,11 @@ Only error messages ask, so that it may read files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
@@ -21,18 +22,17 @@ from autolaunch.validate import written
 class Origin:
     """Says where a value came from: called with a dotted key and its value, it gives the text for a message."""
 
-    def __init__(self, overrides: Sequence[str], config_name: str = "config", sources: Sequence[Any] = ()) -> None:
-        """`overrides` as typed; `sources`: the `hydra.runtime.config_sources` of the composed config."""
-        self._overrides, self._config_name = list(overrides), config_name
-        self._directories = [Path(source.path) for source in sources if source.schema == "file"]
-        self._files: list[tuple[str, str, Any]] | None = None
-
-    @classmethod
-    def of(cls, hydra: DictConfig) -> Origin:
-        """The origin of a config composed with this `hydra` node."""
+    def __init__(self, hydra: DictConfig, loader: ConfigLoader | None = None) -> None:
+        """
+        Args:
+            hydra: the `hydra` node that the config was composed with.
+            loader: what composed it; by default that of the job that Hydra is running.
+        """
         typed: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
-        overrides = [*typed["hydra"], *typed["task"]]
-        return cls(overrides, hydra.job.config_name, hydra.runtime.config_sources)
+        self._overrides: list[str] = [*typed["hydra"], *typed["task"]]
+        self._config_name, self._loader = hydra.job.config_name, loader
+        self._directories = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+        self._files: list[tuple[str, str, Any]] | None = None
 
     def __call__(self, key: str, value: Any) -> str:
         for override in reversed(self._overrides):
@@ -56,13 +56,12 @@ class Origin:
 
     def _defaults(self) -> list[tuple[str, str, Any]]:
         """(config path, file, its content placed under its package) of every file of the defaults list, in order."""
-        if not GlobalHydra.instance().is_initialized():
+        if self._loader is None and not GlobalHydra.instance().is_initialized():
             return []
         try:
             singles = [item for item in self._overrides if not _is_sweep(item)]
-            defaults = (
-                GlobalHydra.instance().config_loader().compute_defaults_list(self._config_name, singles, RunMode.RUN)
-            )
+            loader = self._loader or GlobalHydra.instance().config_loader()
+            defaults = loader.compute_defaults_list(self._config_name, singles, RunMode.RUN)
         except Exception:
             return []  # a file name in a message is a convenience; the message itself must come
         found = []

@@ -49,7 +49,7 @@ def read_ends(directory: Path) -> list[JobEnd]:
 
 
 def print_table(jobs: Sequence[JobEnd], sweep_dir: Path, console: Console) -> None:
-    """Print one row per job: number, overrides, status, loss, step time and its directory in the sweep's."""
+    """Print one row per job: number, what it has of its own, status, loss, step time, directory in the sweep's."""
     failed = sum(job.exit_code != 0 for job in jobs)
     console.print(Text(f"\n{len(jobs)} jobs, {failed} failed, in {_relative(sweep_dir)}", style="bold"), soft_wrap=True)
     table = Table()
@@ -59,11 +59,12 @@ def print_table(jobs: Sequence[JobEnd], sweep_dir: Path, console: Console) -> No
     table.add_column("loss", justify="right")
     table.add_column("step time", justify="right")
     table.add_column("directory", overflow="fold")
+    everywhere = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     for job in jobs:
         summary = _summary(Path(job.directory))
         table.add_row(
             str(job.number),
-            Text(" ".join(job.overrides)),
+            Text(" ".join(item for item in job.overrides if item not in everywhere)),
             Text(job.status, style="green" if job.exit_code == 0 else "red"),
             _number(summary.get("loss"), "{:.4f}"),
             _number(summary.get("step_time_s"), "{:.3f} s"),

@@ -129,7 +129,9 @@ def _value(
     if dataclasses.is_dataclass(wanted) or path in _FAMILIES:
         if isinstance(value, Mapping):
             return _node(value, path, where, errors)
-        errors.append(ConfigError(where(path, value), "is a group of keys, not a single value", write=f"--info {path}"))
+        errors.append(
+            ConfigError(where(path, value), "is a group of keys, not a single value", write=f"autolaunch --info {path}")
+        )
         return value
     options = _alternatives(wanted)
     fitted = _fit(value, options)
@@ -142,9 +144,8 @@ def _value(
         fitted == c and isinstance(fitted, bool) == isinstance(c, bool) for c in choices
     ):
         names = [written(choice) for choice in choices]
-        close = next((name for name in names if name.startswith(f"{written(value)}-")), "") or nearest(
-            written(value), names
-        )
+        close = next((name for name in names if name.startswith(f"{written(value)}-")), "")
+        close = close or alike(written(value), names, cutoff=0.85)
         errors.append(
             ConfigError(
                 where(path, value),
@@ -245,9 +246,9 @@ def _unknown_family(key: str, values: Mapping[str, Any], where: Where) -> Config
     )
 
 
-def alike(name: str, known: Iterable[str]) -> str:
+def alike(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The known key that was meant, or an empty string. Stricter than `nearest`, as there are many keys."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), "")
 
 
 def keys_text(parent: str, keys: Iterable[str]) -> tuple[str, str]:
