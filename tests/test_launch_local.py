@@ -168,7 +168,11 @@ class Launcher:
 
     def command(self, task: str, ranks: int, *, isolated: bool = False, **launch: object) -> list[str]:
         settings = {"logs": "rank0", "start_timeout": 60.0, "stop_timeout": 5.0, "collective_timeout": 60.0} | launch
-        config = {"task": f"launch_tasks:{task}", "trainer": {"accelerator": "cpu"}, "launch": settings}
+        config = {
+            "task": task if ":" in task else f"launch_tasks:{task}",
+            "trainer": {"accelerator": "cpu"},
+            "launch": settings,
+        }
         job = ResolvedJob(config, self.out, ranks, [], "0").write()
         return [sys.executable, str(self.directory / "driver.py"), str(job), *(["isolated"] if isolated else [])]
 
@@ -295,6 +299,16 @@ def test_kill_of_the_parent_leaves_no_orphan(launcher: Launcher) -> None:
     process.kill()
     process.wait()
     assert wait_until(lambda: not marked(launcher.marker), 15), "ranks or their loaders outlive the parent"
+
+
+def test_user_code_in_the_working_directory(launcher: Launcher) -> None:
+    project = launcher.directory / "project"
+    project.mkdir()
+    (project / "project_task.py").write_text("def work(job, place):\n    print('found', flush=True)\n")
+    (project / "json.py").write_text("raise SystemExit('a file of the user shadows a package')\n")
+    command = launcher.command("project_task:work", 2)
+    run = subprocess.run(command, env=launcher.env, cwd=project, capture_output=True, text=True, timeout=150)
+    assert (run.returncode, run.stdout, launcher.log(1)) == (0, "found\n", "found\n")
 
 
 def test_logs(launcher: Launcher) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.devices import visible_devices
 from autolaunch.launch.end import RunEnd
-from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, log_file, show, write_failure
+from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, failure_file, log_file, show, write_failure
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
 from autolaunch.launch.place import Place, place
 
@@ -67,6 +67,7 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
         store: what `rendezvous.connect` returned, if the caller has connected already.
     """
     job.logs.mkdir(parents=True, exist_ok=True)
+    failure_file(job.logs, place.rank).unlink(missing_ok=True)
     log = log_file(job.logs, place.rank)
     launch = job.config["launch"]
     terminal = place.rank == 0 and (place.kind != "local" or launch["logs"] == "rank0")
@@ -193,6 +194,8 @@ def _log_records(file: Path | None, *, console: bool) -> logging.Handler:
     handlers: list[logging.Handler] = []
     if console:
         handlers.append(logging.StreamHandler())
+        # Lightning shows its records itself and passes them on as well.
+        handlers[-1].addFilter(lambda record: not record.name.startswith("lightning."))
     if file is not None:
         handlers.append(logging.FileHandler(file, encoding="utf-8"))
         handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
