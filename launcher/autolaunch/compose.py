@@ -119,7 +119,9 @@ def _parse(overrides: Sequence[str], loader: ConfigLoader, errors: list[ConfigEr
     for override in overrides:
         try:
             (item,) = parser.parse_overrides([override])
-            if isinstance(item.value(), int | float) and _is_group(loader, item.key_or_group):
+            if item.key_or_group == "experiment" and str(item.value()).endswith(".yml"):
+                errors.append(_no_such_option(override, f"experiment/{item.value()}", loader))
+            elif isinstance(item.value(), int | float) and _is_group(loader, item.key_or_group):
                 errors.append(_no_such_option(override, f"{item.key_or_group}/{item.value()}", loader))
             else:
                 parsed.append(item)
@@ -278,11 +280,11 @@ def _no_such_option(override: str, path: str, loader: ConfigLoader) -> ConfigErr
     group = key.lstrip("+").split("@")[0]
     option = path.removeprefix(f"{group}/")
     if group == "experiment" and re.search(r"/|\.ya?ml$", option):
-        problem = "no such file"
-        if option.endswith(".yml") and Path(option).is_file():
-            problem = "config files end in .yaml"
+        misnamed = option.endswith(".yml") and Path(option).is_file()
         return ConfigError(
-            override, problem, "a name of conf/experiment or of --config-dir, or the path of a .yaml file"
+            override,
+            "config files end in .yaml" if misnamed else "no such file",
+            "a name of conf/experiment or of --config-dir, or the path of a .yaml file",
         )
     options = loader.get_group_options(group, ObjectType.CONFIG)
     close = _OTHER_NAMES.get(path) or nearest(option, options)
@@ -371,9 +373,8 @@ def _yaml_at_fault(error: Exception, name: str, line: CommandLine) -> ConfigErro
             return ConfigError(f"{link.where}{_file_naming(group, option, line)}", link.problem, link.allowed)
         if isinstance(link, yaml.MarkedYAMLError) and link.problem_mark is not None:
             mark = link.problem_mark
-            return ConfigError(
-                f"{_shown(mark.name)}, line {mark.line + 1}", "not YAML; the mistake is here or just above"
-            )
+            where = f"{_shown(mark.name)}, line {mark.line + 1}"
+            return ConfigError(where, "not YAML; the mistake is here or just above")
         if isinstance(link, MissingConfigException):
             return _missing_file(link, name, line)
     for link in _chain(error):
@@ -404,13 +405,12 @@ def _missing_file(error: MissingConfigException, name: str, line: CommandLine) -
 
 
 def _file_naming(group: str, option: str, line: CommandLine) -> str:
-    """` (file)` if there is a YAML file whose defaults list names this option; Hydra says only who included that file."""
+    """` (file)` if a YAML file's defaults list names this option; Hydra only says who included that file."""
     files = [Path(item.split("=", 1)[1]) for item in line.overrides if item.startswith("experiment=")]
     for directory in (line.config_dir, line.config_path or CONF):
         files += sorted(directory.rglob("*.yaml")) if directory else []
-    entry = re.compile(
-        rf"^\s*-\s*(override\s+)?/?{re.escape(group)}\s*:\s*['\"]?{re.escape(option)}['\"]?\s*$", re.MULTILINE
-    )
+    choice = rf"{re.escape(group)}\s*:\s*['\"]?{re.escape(option)}['\"]?"
+    entry = re.compile(rf"^\s*-\s*(override\s+)?/?{choice}\s*$", re.MULTILINE)
     naming = (file for file in files if file.is_file() and entry.search(file.read_text(encoding="utf-8")))
     return next((f" ({shown(file)})" for file in naming), "")
 

@@ -19,6 +19,7 @@ from autolaunch.check import check
 from autolaunch.command_line import CommandLine, unquoted
 from autolaunch.compose import Composed, compose, enter_hydra, resolved, unresolvable
 from autolaunch.config import IN_ONE_PROCESS
+from autolaunch.config_directories import shown
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place, place
 from autolaunch.origin import Origin
