@@ -183,6 +183,8 @@ def quiet_lightning() -> Iterator[None]:
             ".*number of training batches .* is smaller than the logging interval.*",
             ".*You defined a `validation_step` but have no `val_dataloader`.*",
             ".*Attempted to get default timeout for nccl backend.*",
+            ".*`srun` command is available on your system but is not used.*",
+            ".*treespec, LeafSpec.*",
         ):
             warnings.filterwarnings("ignore", message=message)
         try:
