@@ -153,7 +153,7 @@ def run_job(config: DictConfig) -> None:
         status, code, message = "misconfigured", MISCONFIGURED, str(error)
     except Exception:
         # Not through Hydra: of a sweep it would show the first one only, and that at the very end.
-        status, code, message = "failed", FAILED, traceback.format_exc()
+        status, code, message = "failed", FAILED, traceback.format_exc().rstrip()
     finally:
         JobEnd(hydra.job.num if sweep else 0, overrides, status, code, str(directory)).write()
         if message:

@@ -1,0 +1,222 @@
+"""What a command leaves behind: directories, the resolved job, exit codes, and the table of a sweep.
+
+The jobs themselves are stand-ins here: what is tested is everything around `autolaunch.launch.run`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autolaunch import check, cli, launch
+from autolaunch.job import ResolvedJob
+from autolaunch.launch import RunEnd
+
+Outcome = tuple[int, str, str]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ResolvedJob, bool]]:
+    """The jobs that were launched, and whether each was to be isolated; `seed` says how a job ends."""
+    jobs: list[tuple[ResolvedJob, bool]] = []
+
+    def run(job: ResolvedJob, *, isolated: bool = False) -> RunEnd:
+        jobs.append((job, isolated))
+        match job.config["seed"]:
+            case 1:
+                return RunEnd("failed", 1, message="rank 0 of 1 failed: ValueError: unlucky")
+            case 2:
+                raise KeyboardInterrupt
+            case 3:
+                return RunEnd("interrupted", 143, message="interrupted")
+            case 4:
+                raise ZeroDivisionError("a mistake of ours")
+        (job.output_dir / "summary.json").write_text(json.dumps({"loss": 1.25, "step_time_s": 0.5}))
+        return RunEnd("finished", 0)
+
+    monkeypatch.setattr(launch, "run", run)
+    return jobs
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Outcome]:
+    """Runs `autolaunch ...` in this process, in an empty directory: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["autolaunch"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(check, "visible_devices", lambda accelerator: ("cpu", None))
+    monkeypatch.setenv("COLUMNS", "150")
+
+    def run(*argv: str) -> Outcome:
+        code = cli.run(argv)
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def rows(out: str) -> list[list[str]]:
+    """The cells of the table that a sweep prints, without its heading."""
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line.startswith("│")]
+
+
+def test_a_run_gets_what_was_checked(command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]) -> None:
+    assert command("fit", "mesh=2", "name=first", "logger=tensorboard") == (0, "", "")
+    ((job, isolated),) = ran
+    assert (job.config["task"], job.world_size, isolated) == ("fit", 2, False)
+    assert job.overrides == ["task=fit", "mesh=2", "name=first", "logger=tensorboard"]
+    assert job.output_dir.parent == Path("outputs/first").absolute()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", job.output_dir.name)
+    assert job.config["output_dir"] == str(job.output_dir) == job.config["logger"]["tensorboard"]["save_dir"]
+    assert ResolvedJob.read(job.path) == job
+    assert (job.output_dir / ".hydra" / "overrides.yaml").is_file()
+
+
+def test_a_plan_needs_one_process(command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]) -> None:
+    assert command("plan", "mesh=2")[0] == 0
+    assert (ran[0][0].config["task"], ran[0][0].config["mesh"]["dp"], ran[0][0].world_size) == ("plan", 2, 1)
+
+
+def test_open_axis_is_filled(command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]) -> None:
+    assert command("mesh=-1", "launch.devices=4")[0] == 0
+    assert (ran[0][0].config["mesh"]["dp"], ran[0][0].world_size) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        pytest.param(["hydra.run.dir=outputs/${now:%Y}"], ["{year}", "{year}_2", "{year}_3"], id="named-by-time"),
+        pytest.param(["output_dir=outputs/mine"], ["mine"], id="named-by-the-person"),
+    ],
+)
+def test_runs_of_one_moment_share_no_directory(
+    argv: list[str], names: list[str], command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    for _ in range(3):
+        assert command(*argv)[0] == 0
+    year = ran[0][0].output_dir.name
+    assert sorted({job.output_dir.name for job, _ in ran}) == [name.format(year=year) for name in names]
+    assert sorted(path.name for path in Path("outputs").iterdir()) == [name.format(year=year) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("seed", "code", "err"),
+    [
+        pytest.param(0, 0, "", id="finished"),
+        pytest.param(1, 1, "rank 0 of 1 failed: ValueError: unlucky\n", id="failed"),
+        pytest.param(2, 130, "autolaunch: ended by Ctrl-C\n", id="ctrl-c"),
+        pytest.param(3, 143, "interrupted\n", id="sigterm"),
+    ],
+)
+def test_exit_codes(
+    seed: int, code: int, err: str, command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    assert command(f"seed={seed}") == (code, "", err)
+
+
+def test_a_mistake_of_ours_shows_its_traceback(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    code, _, err = command("seed=4")
+    assert code == 1
+    assert err.startswith("Traceback") and err.endswith("ZeroDivisionError: a mistake of ours\n")
+
+
+def test_a_sweep_hides_and_stops_nothing(command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]) -> None:
+    code, out, err = command("-m", "dp=fsdp,zero1", "mesh=1,3", "seed=0,1", "name=both", "output_dir=outputs/sweep")
+    assert code == 1
+    assert [(job.config["dp"]["sharding_level"], job.world_size, isolated) for job, isolated in ran] == [
+        (3, 1, True),
+        (3, 1, True),
+        (1, 1, True),
+        (1, 1, True),
+    ]
+    assert [job.output_dir for job, _ in ran] == [Path("outputs/sweep").absolute() / name for name in "0145"]
+    mesh_3 = "data.batch_size=16: 16 sequences cannot be shared evenly by 3 data parallel ranks in 1 microbatches\n"
+    assert err.count(mesh_3) == 4
+    assert "job 1 (dp=fsdp mesh=1 seed=1 name=both output_dir=outputs/sweep) failed:\nrank 0 of 1 failed: " in err
+    assert "\n8 jobs, 6 failed, in outputs/sweep\n" in out
+    assert rows(out) == [
+        ["0", "dp=fsdp mesh=1 seed=0", "finished", "1.2500", "0.500 s", "0"],
+        ["1", "dp=fsdp mesh=1 seed=1", "failed", "-", "-", "1"],
+        ["2", "dp=fsdp mesh=3 seed=0", "misconfigured", "-", "-", "2"],
+        ["3", "dp=fsdp mesh=3 seed=1", "misconfigured", "-", "-", "3"],
+        ["4", "dp=zero1 mesh=1 seed=0", "finished", "1.2500", "0.500 s", "4"],
+        ["5", "dp=zero1 mesh=1 seed=1", "failed", "-", "-", "5"],
+        ["6", "dp=zero1 mesh=3 seed=0", "misconfigured", "-", "-", "6"],
+        ["7", "dp=zero1 mesh=3 seed=1", "misconfigured", "-", "-", "7"],
+    ]
+
+
+def test_a_sweep_where_all_is_well(command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]) -> None:
+    code, out, err = command("optimizer.lr=0.1,0.2", "-m", "mesh=2")
+    assert (code, err) == (0, "")
+    assert [row[1] for row in rows(out)] == ["optimizer.lr=0.1", "optimizer.lr=0.2"]
+    assert len({job.output_dir.parent for job, _ in ran}) == 1
+
+
+def test_a_second_sweep_into_a_directory_shows_its_own_jobs(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    command("-m", "optimizer.lr=0.1,0.2,0.3", "output_dir=here")
+    _, out, _ = command("-m", "optimizer.lr=0.4,0.5", "output_dir=here")
+    assert [row[1] for row in rows(out)] == ["optimizer.lr=0.4", "optimizer.lr=0.5"]
+
+
+@pytest.mark.parametrize(
+    ("seed", "code", "err"),
+    [
+        pytest.param(2, 130, "autolaunch: ended by Ctrl-C\n", id="ctrl-c"),
+        pytest.param(3, 143, "job 1 (seed=3) interrupted:\ninterrupted\n", id="sigterm"),
+    ],
+)
+def test_a_signal_ends_the_sweep(
+    seed: int, code: int, err: str, command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    outcome = command("-m", f"seed=0,{seed},5")
+    assert (outcome[0], outcome[2]) == (code, err)
+    assert [row[2] for row in rows(outcome[1])] == ["finished", "interrupted"]
+    assert len(ran) == 2
+
+
+def test_modules_of_the_working_directory_come_last(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    Path("my_net.py").write_text("class Net: ...\n")
+    assert command("model=custom", "model._target_=my_net.Net")[0] == 0
+    assert sys.path[-1] == str(Path.cwd())
+
+
+@pytest.mark.parametrize(
+    ("started", "argv", "message"),
+    [
+        pytest.param(2, ["mesh=2"], "", id="as-started"),
+        pytest.param(6, ["mesh=-1", "data.batch_size=12"], "", id="what-was-started"),
+        pytest.param(
+            2,
+            ["mesh=4"],
+            "mesh=4: 4 ranks, but 2 were started\n"
+            "  allowed: a mesh of 2 ranks; -1 for an axis that takes what is left\n"
+            "  write:   mesh=2",
+            id="not-as-started",
+        ),
+    ],
+)
+def test_ranks_of_torchrun(started: int, argv: list[str], message: str, tmp_path: Path) -> None:
+    from autolaunch.command_line import parse
+    from autolaunch.compose import compose
+    from autolaunch.jobs import resolve_job
+    from autolaunch_strategies.config import ConfigError
+
+    composed = compose(parse(argv))
+    try:
+        job = resolve_job(composed.config, composed.config.hydra, tmp_path, started, composed.origin)
+        assert (job.world_size, message) == (started, "")
+    except ConfigError as error:
+        assert str(error) == message

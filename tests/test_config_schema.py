@@ -1,0 +1,224 @@
+"""conf/ and the schema say the same, every option composes, and a user can add options without touching the package."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from autolaunch.command_line import parse
+from autolaunch.compose import compose, resolved, unresolvable
+from autolaunch.config import Job
+from autolaunch.config_directories import CONF
+from autolaunch.help import known_keys
+from autolaunch.origin import Origin
+from autolaunch.validate import field_types, node_schema, validate
+
+OPTIONS = sorted((file.parent.name, file.stem) for file in CONF.glob("*/*.yaml"))
+NEEDED = {
+    ("model", "custom"): ["model._target_=collections.OrderedDict"],
+    ("data", "custom"): ["data._target_=collections.OrderedDict"],
+    ("optimizer", "custom"): ["optimizer._target_=collections.OrderedDict"],
+}
+"""What an option cannot do without."""
+
+
+def composed(*argv: str) -> dict[str, Any]:
+    """The resolved and validated config of a command line."""
+    config = compose(parse(argv))
+    assert config.errors == []
+    OmegaConf.update(config.config, "output_dir", str(Path("out").absolute()))
+    assert unresolvable(config.config, config.origin) == []
+    values, errors = validate(resolved(config.config), config.origin)
+    assert errors == []
+    return values
+
+
+@pytest.mark.parametrize(("group", "option"), [pytest.param(*pair, id="=".join(pair)) for pair in OPTIONS])
+def test_every_option_composes(group: str, option: str) -> None:
+    values = composed(f"{group}={option}", *NEEDED.get((group, option), []))
+    if "name" in (values.get(group) or {}):
+        assert values[group]["name"] == option
+
+
+@pytest.mark.parametrize(("group", "option"), [pytest.param(*pair, id="=".join(pair)) for pair in OPTIONS])
+def test_every_file_lists_every_key_of_its_schema(group: str, option: str) -> None:
+    values = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
+    assert isinstance(values, dict)
+    schema, _ = node_schema(group, values)
+    if schema is not None and group != "experiment":
+        assert list(values) == [item.name for item in dataclasses.fields(schema)]
+
+
+def test_the_primary_config_lists_every_key_of_a_job() -> None:
+    assert set(composed()) == {item.name for item in dataclasses.fields(Job)}
+
+
+def _defaults(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        schema, _ = node_schema(f"{key}{name}", value)
+        if schema is not None and isinstance(value, Mapping):
+            yield from _defaults(value, f"{key}{name}.")
+        else:
+            yield f"{key}{name}", value
+
+
+def test_the_defaults_of_the_schema_are_those_of_conf() -> None:
+    """The schema's are used where a user's own file does not list a key, and `--info` shows them."""
+    by_schema, errors = validate({}, lambda key, value: key)
+    assert errors == []
+    by_files = composed()
+    by_files["output_dir"] = None
+    assert dict(_defaults(by_schema)) == dict(_defaults(by_files))
+
+
+def test_every_key_has_a_sentence_of_help() -> None:
+    for item in dataclasses.fields(Job):
+        schemas = [field_types(Job)[item.name]]
+        for schema in schemas:
+            for inner in dataclasses.fields(schema) if dataclasses.is_dataclass(schema) else [item]:
+                if inner.name not in ("model", "data", "mp", "pp", "cp"):
+                    assert inner.metadata.get("help", "").endswith("."), f"{item.name}.{inner.name}"
+    assert {"trainer.max_steps", "model.rope_theta", "data.path", "dp.shard"} <= set(known_keys())
+
+
+@pytest.mark.parametrize(
+    ("typed", "sizes"),
+    [
+        pytest.param("8", (8, 1, 1, 1), id="integer"),
+        pytest.param("4x2", (4, 2, 1, 1), id="two-axes"),
+        pytest.param("2x2x2", (2, 2, 2, 1), id="three-axes"),
+        pytest.param("1x2x3x4", (1, 2, 3, 4), id="four-axes"),
+        pytest.param("dp4xmp2", (4, 2, 1, 1), id="by-name"),
+        pytest.param("dp4xtp2", (4, 2, 1, 1), id="other-spelling"),
+        pytest.param("dp-1xmp2", (-1, 2, 1, 1), id="open-axis"),
+        pytest.param("cp2", (1, 1, 1, 2), id="one-axis-by-name"),
+        pytest.param("all", (-1, 1, 1, 1), id="preset"),
+    ],
+)
+def test_mesh(typed: str, sizes: tuple[int, ...]) -> None:
+    mesh = composed(f"mesh={typed}")["mesh"]
+    assert tuple(mesh[axis] for axis in ("dp", "mp", "pp", "cp")) == sizes
+    assert mesh["order"] == ["pp", "dp", "cp", "mp"]
+    assert composed(f"mesh={typed}", "mesh.order=[dp,pp,mp,cp]")["mesh"]["order"] == ["dp", "pp", "mp", "cp"]
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a user's own configs; its parent is the working directory."""
+    files = {
+        "model/tiny.yaml": "defaults: [llama]\nnum_layers: 1\n",
+        "model/net.yaml": "name: net\n_target_: my_net.Net\nwidth: 8\n",
+        "experiment/wide.yaml": "# @package _global_\n"
+        "defaults: [override /mesh: 4x2, override /model: tiny]\nseed: 7\n",
+        "train.yaml": "defaults: [config, _self_]\nname: mine\ntrainer:\n  max_steps: 5\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mine" / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "mine"
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        pytest.param(["model=tiny"], {"model.num_layers": 1, "model.name": "llama"}, id="own-model-file"),
+        pytest.param(["model=net"], {"model._target_": "my_net.Net", "model.width": 8}, id="own-model-class"),
+        pytest.param(["model=net", "model.width=9"], {"model.width": 9}, id="argument-of-own-class"),
+        pytest.param(["model=net", "+model.depth=2"], {"model.depth": 2}, id="new-argument-of-own-class"),
+        pytest.param(
+            ["experiment=wide"], {"mesh.dp": 4, "mesh.mp": 2, "seed": 7, "model.num_layers": 1}, id="own-experiment"
+        ),
+        pytest.param(["experiment=wide", "mesh=2", "seed=8"], {"mesh.dp": 2, "mesh.mp": 1, "seed": 8}, id="typed-wins"),
+        pytest.param(["--config-name", "train"], {"name": "mine", "trainer.max_steps": 5}, id="own-primary-config"),
+    ],
+)
+def test_users_extend_by_files(argv: list[str], expected: dict[str, Any], mine: Path) -> None:
+    values = composed("--config-dir", "mine", *argv)
+    assert {key: OmegaConf.select(OmegaConf.create(values), key) for key in expected} == expected
+
+
+def test_users_extend_by_the_search_path(mine: Path) -> None:
+    assert composed(f"hydra.searchpath=[file://{mine}]", "model=tiny")["model"]["num_layers"] == 1
+
+
+def test_a_plan_is_an_experiment(mine: Path) -> None:
+    plan = mine / "plan.yaml"
+    plan.write_text(
+        "# @package _global_\n"
+        "defaults: [override /mesh: '2', override /dp: zero1]\nseed: 3\nreasons:\n  mesh: asked for\n"
+    )
+    values = composed("experiment=mine/plan.yaml", "mesh=4")
+    assert (values["mesh"]["dp"], values["dp"]["sharding_level"], values["seed"]) == (4, 1, 3)
+    assert "reasons" not in values
+    assert composed(f"experiment={plan}")["mesh"]["dp"] == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "where"),
+    [
+        pytest.param(["trainer.max_steps=3"], "trainer.max_steps=3", id="typed"),
+        pytest.param([], "trainer.max_steps=100 (conf/trainer/default.yaml)", id="group-file"),
+        pytest.param(
+            ["experiment=smoke"], "trainer.max_steps=10 (conf/experiment/smoke.yaml)", id="experiment-over-group"
+        ),
+        pytest.param(
+            ["--config-dir", "mine", "--config-name", "train"], "trainer.max_steps=5 (mine/train.yaml)", id="own-file"
+        ),
+    ],
+)
+def test_where_a_value_was_written(typed: list[str], where: str, mine: Path) -> None:
+    config = compose(parse(typed))
+    origin: Origin = config.origin
+    assert origin("trainer.max_steps", config.config.trainer.max_steps) == where
+
+
+PAGES = [
+    pytest.param(["--help"], "Groups and their options", id="help"),
+    pytest.param(["--version"], "autolaunch ", id="version"),
+    pytest.param(["--info", "trainer.max_steps"], "Optimizer steps after which training ends", id="info-key"),
+    pytest.param(["--info", "dp"], "options: ddp, fsdp, hsdp, zero1, zero2", id="info-group"),
+    pytest.param(["--info", "searchpath"], "mesh://", id="info-of-hydra"),
+    pytest.param(["--hydra-help"], "hydra", id="hydra-help"),
+    pytest.param(["mesh=4x2", "--cfg", "job"], "mp: 2", id="cfg"),
+    pytest.param(["mesh=4x2", "--cfg", "job", "--package", "mesh"], "# @package mesh\ndp: 4", id="cfg-of-a-group"),
+    pytest.param(["-sc", "install=bash"], "complete", id="completion"),
+]
+SUBPROCESS = """
+import sys
+from autolaunch.cli import run
+code = run(sys.argv[1:])
+heavy = {"torch", "lightning", "numpy", "transformers"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else code)
+"""
+
+
+@pytest.mark.parametrize(("argv", "text"), PAGES)
+def test_pages_import_no_torch(argv: list[str], text: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "200"}
+    result = subprocess.run(
+        [sys.executable, "-c", SUBPROCESS, *argv],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert text in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_lists_options_of_the_user(mine: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from autolaunch import cli
+
+    assert cli.run(["--help", "--config-dir", "mine"]) == 0
+    assert "custom, hf, llama, net, tiny" in capfd.readouterr().out
