@@ -13,9 +13,9 @@ from autolaunch_strategies.config import ConfigError
 def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None:
     """The absolute path of the checkpoint that `ckpt_path` means; None to start from scratch.
 
-    `last` is the furthest trained checkpoint in `<output_dir>/checkpoints`, or else that of the newest earlier run
-    beside it. Where there has never been one, `fit` starts from scratch, so that one command serves the first start of
-    a job and every restart of it.
+    `last` is the furthest trained checkpoint in `<output_dir>/checkpoints`; for a run in
+    `outputs/<name>/<date>_<time>` or else that of the newest earlier run of its name. Where there has never been one,
+    `fit` starts from scratch, so that one command serves the first start of a job and every restart of it.
 
     Raises:
         ConfigError: it does not exist, or is damaged or half-written; the previous whole one is offered.
@@ -27,14 +27,11 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
         path = Path(asked).expanduser().absolute()
         _check(path, f"ckpt_path={asked}")
         return str(path)
-    earlier_runs = sorted(
-        (item / "checkpoints" for item in output_dir.parent.iterdir() if item != output_dir)
-        if output_dir.parent.is_dir()
-        else (),
-        key=lambda item: item.parent.name,
-        reverse=True,
-    )
-    for directory in (output_dir / "checkpoints", *earlier_runs):
+    runs = output_dir.parent
+    earlier: list[Path] = []
+    if runs.name == config["name"] and runs.parent.name == "outputs" and runs.is_dir():
+        earlier = sorted((item for item in runs.iterdir() if item != output_dir), reverse=True)  # named by time
+    for directory in (item / "checkpoints" for item in (output_dir, *earlier)):
         candidates = _candidates(directory)
         if candidates:
             _check(candidates[-1], "ckpt_path=last")
@@ -43,7 +40,7 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
         return None
     raise ConfigError(
         "ckpt_path=last",
-        f"there is no checkpoint in {output_dir / 'checkpoints'}, nor in a run beside it",
+        f"there is no checkpoint in {output_dir / 'checkpoints'}" + (", nor in an earlier run" if earlier else ""),
         "the path of a checkpoint, or the output_dir of the run that wrote one",
         f"autolaunch {config['task']} ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
     )

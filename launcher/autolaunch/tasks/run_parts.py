@@ -154,7 +154,11 @@ class Checkpoints(ModelCheckpoint):
             every_n_train_steps=config["every_n_steps"] or 0,
             save_on_train_epoch_end=False,
         )
-        self._at_steps = config["every_n_steps"]
+
+    @property
+    def state_key(self) -> str:
+        """One name, however often is saved: a run may go on with another interval."""
+        return type(self).__name__
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Nothing: checkpoints are written at steps and at the end."""
@@ -185,6 +189,7 @@ def quiet_lightning() -> Iterator[None]:
             ".*Attempted to get default timeout for nccl backend.*",
             ".*`srun` command is available on your system but is not used.*",
             ".*treespec, LeafSpec.*",
+            ".*The dirpath has changed from.*",
         ):
             warnings.filterwarnings("ignore", message=message)
         try:
