@@ -42,6 +42,25 @@ def initialise_fsdp(root: nn.Module) -> None:
     root._get_fsdp_state()._lazy_init()  # type: ignore[attr-defined]
 
 
+def complete_after_backward(root: nn.Module, loss: torch.Tensor) -> None:
+    """Let the backward pass of `loss` exchange the gradients of `root`'s own parameters at its end.
+
+    `fully_shard` arranges that for what the forward of `root` returns; `loss` was made outside of it.
+    """
+    assert isinstance(root, FSDPModule)
+    if loss.requires_grad:
+        loss.register_hook(root._get_fsdp_state()._pre_backward)  # type: ignore[attr-defined]
+
+
+def follow_requires_grad(module: nn.Module) -> None:
+    """Let gathered parameters of `module` need gradients as its sharded ones do, which is what people switch."""
+    assert isinstance(module, FSDPModule)
+    group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[attr-defined]
+    if group is not None and group.is_unsharded:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+
+
 def process_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Let collectives of `group` fail after `seconds` without an answer."""
     from datetime import timedelta

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from autolaunch_strategies._torch import initialise_fsdp
+from autolaunch_strategies._torch import complete_after_backward, follow_requires_grad, initialise_fsdp
 from autolaunch_strategies.blocks import Blocks
 from autolaunch_strategies.config import DataParallel
 from autolaunch_strategies.gradients import GradientAverage
@@ -72,6 +72,22 @@ class DataParallelModule:
                 else:
                     sharded.set_requires_all_reduce(True)
 
+    def gather_rest(self) -> None:
+        """Gather what belongs to no block, for code that is not the forward of the root."""
+        if isinstance(self.root, FSDPModule):
+            self.root.unshard()
+
+    def forget_gathered(self) -> None:
+        """Free every gathered parameter. After an optimizer step their values are old."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        """Prepare the exchange of gradients if `loss` was not made by the forward of the root."""
+        if isinstance(self.root, FSDPModule):
+            complete_after_backward(self.root, loss)
+
     def finish_backward(self) -> None:
         """Complete the exchange of gradients after a backward pass."""
         if self.average is not None:
@@ -104,10 +120,12 @@ def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: Dat
     }
     for block in blocks:
         fully_shard(block.module, reshard_after_forward=dp.sharding_level == 3, **options)
+        block.module.register_forward_pre_hook(_follow_requires_grad)
     fully_shard(root, reshard_after_forward=False, **options)
-    # A callback may run a part of the model outside of a training step: gather what that part needs.
-    for child in root.children():
-        child.register_forward_pre_hook(_gather_rest_of(root))
+    in_blocks = {module for block in blocks for module in block.module.modules()}
+    for module in root.modules():
+        if module is not root and module not in in_blocks and next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(_gather_rest_of(root))
     return DataParallelModule(root, dp.sharding_level, list(scalars), group, reasons)
 
 
@@ -131,10 +149,16 @@ def _scalars(root: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in root.named_parameters() if parameter.dim() == 0}
 
 
+def _follow_requires_grad(module: nn.Module, args: Any) -> None:
+    follow_requires_grad(module)
+
+
 def _gather_rest_of(root: nn.Module) -> Callable[[nn.Module, Any], None]:
+    """A hook for modules that hold parameters of the root's group: people also call them outside of its forward."""
     assert isinstance(root, FSDPModule)
 
     def gather(module: nn.Module, args: Any) -> None:
         root.unshard()
+        follow_requires_grad(root)
 
     return gather

@@ -110,7 +110,9 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients as if they stood on one device: a 0-dim fp32 tensor, equal on every rank.
+    """The norm of all gradients as if they stood on one device: a 0-dim tensor, equal on every rank.
+
+    Of fp32, or of fp64 if the gradients are.
 
     Collective over the meshes of the gradients. A gradient that is sharded counts each element once, one that is
     replicated counts once. Parameters without a gradient count as zero.
@@ -134,9 +136,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
         groups[sharded_over].append(_dense(_local(gradient)))
     total: torch.Tensor | None = None
     for sharded_over, gradients in groups.items():
-        part = torch.zeros((), device=gradients[0].device)
+        precision = torch.float64 if any(item.dtype == torch.float64 for item in gradients) else torch.float32
+        part = torch.zeros((), device=gradients[0].device, dtype=precision)
         if filled := [gradient for gradient in gradients if gradient.numel()]:  # a small shard may be empty
-            norms = torch._foreach_norm(filled, norm_type, dtype=torch.float32)
+            norms = torch._foreach_norm(filled, norm_type, dtype=precision)
             part = torch.linalg.vector_norm(torch.stack([norm.to(part.device) for norm in norms]), norm_type)
         part = part if math.isinf(norm_type) else part**norm_type
         for group in sharded_over:

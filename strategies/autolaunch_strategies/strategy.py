@@ -111,6 +111,7 @@ class MeshStrategy(ParallelStrategy):
         self._writer = CheckpointWriter(asynchronous_checkpoints)
         self._forward_redirection = _ForwardRedirection()
         self._grad_norm: torch.Tensor | None = None
+        self._in_manual_step = False
         self._rank_mesh: RankMesh | None = None
         self._rng_begun = False
         self._pending_rng: dict[str, Any] | None = None
@@ -341,17 +342,42 @@ class MeshStrategy(ParallelStrategy):
         """Run a step of the module as its forward, so that sharded parameters outside of blocks are whole within it."""
         module = self.lightning_module
         assert module is not None
-        if isinstance(module, FSDPModule):
-            return self._forward_redirection(module, module, step, *args, **kwargs)
-        return getattr(module, step)(*args, **kwargs)
+        if not isinstance(module, FSDPModule):
+            return getattr(module, step)(*args, **kwargs)
+        if step == "training_step" and not module.automatic_optimization:
+            # Backward passes and optimizer steps happen within it: it can't be one forward. After each of them
+            # parameters are sharded, as hooks expect them; the next call of a part of the model gathers again.
+            self._applied.data_parallel.gather_rest()
+            self._in_manual_step = True
+            try:
+                return getattr(module, step)(*args, **kwargs)
+            finally:
+                self._in_manual_step = False
+        output = self._forward_redirection(module, module, step, *args, **kwargs)
+        if step != "training_step":  # no backward will free what was gathered
+            self._applied.data_parallel.forget_gathered()
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Generator:
         with self._applied.data_parallel.accumulating():
             yield
 
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        if self._in_manual_step:
+            self._applied.data_parallel.begin_backward(closure_loss)
+
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         self._applied.data_parallel.finish_backward()
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, *_: Any) -> None:
+        """Free parameters that something gathered between the backward pass and the step: their values are old."""
+        self._applied.data_parallel.forget_gathered()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._grad_norm = None
