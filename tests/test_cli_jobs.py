@@ -67,13 +67,14 @@ def rows(out: str) -> list[list[str]]:
 
 
 def test_a_run_gets_what_was_checked(command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]) -> None:
-    assert command("fit", "mesh=2", "name=first", "logger=tensorboard") == (0, "", "")
+    own_logger = ["+logger.own._target_=collections.OrderedDict", "+logger.own.save_dir=${output_dir}"]
+    assert command("fit", "mesh=2", "name=first", *own_logger) == (0, "", "")
     ((job, isolated),) = ran
     assert (job.config["task"], job.world_size, isolated) == ("fit", 2, False)
-    assert job.overrides == ["task=fit", "mesh=2", "name=first", "logger=tensorboard"]
+    assert job.overrides == ["task=fit", "mesh=2", "name=first", *own_logger]
     assert job.output_dir.parent == Path("outputs/first").absolute()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", job.output_dir.name)
-    assert job.config["output_dir"] == str(job.output_dir) == job.config["logger"]["tensorboard"]["save_dir"]
+    assert job.config["output_dir"] == str(job.output_dir) == job.config["logger"]["own"]["save_dir"]
     assert ResolvedJob.read(job.path) == job
     assert (job.output_dir / ".hydra" / "overrides.yaml").is_file()
 
