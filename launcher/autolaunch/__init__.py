@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autolaunch.registration import register_strategy
+
 if TYPE_CHECKING:
     from autolaunch_strategies import MeshStrategy
 
 __version__ = "0.1.0"
 __all__ = ["MeshStrategy", "__version__"]
+
+register_strategy()
 
 
 def __getattr__(name: str) -> Any:
