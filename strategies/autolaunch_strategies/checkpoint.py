@@ -7,6 +7,8 @@ renamed.
 
 from __future__ import annotations
 
+import os
+import pickle
 import random
 import shutil
 from collections.abc import Iterable
@@ -24,7 +26,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
 from autolaunch_strategies._torch import local_index
-from autolaunch_strategies.checkpoint_files import METADATA, WRITING, complete_checkpoints, problem_with, write_manifest
+from autolaunch_strategies.checkpoint_files import (
+    METADATA,
+    REPLACED,
+    WRITING,
+    complete_checkpoints,
+    problem_with,
+    write_manifest,
+)
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.mesh import RankMesh
 
@@ -79,15 +88,19 @@ class CheckpointWriter:
         future = dcp.async_save(tensors, storage_writer=FileSystemWriter(beside), process_group=self._group)
         self._running = (future, path, step, mesh.shape.name)
 
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and put it in place. Collective."""
+    def finish(self, together: bool = True) -> None:
+        """Wait for the checkpoint that is being written, if any, and put it in place.
+
+        Collective; with `together=False` the other ranks may be gone: nothing waits for them but their writing.
+        """
         if self._running is None:
             return
         future, path, step, mesh = self._running
         self._running = None
         future.result()
         _put_in_place(path.with_name(path.name + WRITING), path, step, mesh)
-        dist.barrier()
+        if together:
+            dist.barrier()
 
 
 def load_checkpoint(
@@ -119,8 +132,11 @@ def load_checkpoint(
     ours = checkpoint.pop(_OURS)
     reader = FileSystemReader(path)
     stored = reader.read_metadata().state_dict_metadata
+    if len(optimizers) > len(ours["optimizer_groups"]):
+        raise _other_optimizers(path, len(ours["optimizer_groups"]), len(optimizers))
     model = module.state_dict()
-    _check_names({f"model.{name}": tensor for name, tensor in model.items()}, stored, path)
+    _check_names({f"model.{name}": tensor for name, tensor in model.items()}, stored, path, module.strict_loading)
+    model = {name: tensor for name, tensor in model.items() if f"model.{name}" in stored}
     tensors: dict[str, Any] = {"model": model}
     names = {parameter: name for name, parameter in module.named_parameters()}
     for index, optimizer in enumerate(optimizers):
@@ -138,19 +154,34 @@ def _put_in_place(beside: Path, path: Path, step: int, mesh: str) -> None:
     if dist.get_rank() != 0:
         return
     write_manifest(beside, step, mesh)
-    replaced = path.with_name(path.name + ".replaced")
-    if path.exists():
+    replaced = path.with_name(path.name + REPLACED)
+    if os.path.lexists(path):
+        _remove(replaced)  # an earlier process may have died right here
         path.rename(replaced)
     beside.rename(path)
-    if replaced.is_dir() and not replaced.is_symlink():
-        shutil.rmtree(replaced)
+    _remove(replaced)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
     else:
-        replaced.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
-def _check_names(wanted: dict[str, Any], stored: dict[str, Any], path: Path) -> None:
-    missing = [name for name in wanted if name not in stored and not name.endswith("_extra_state")]
-    unknown = [name for name in stored if name.startswith("model.") and name not in wanted]
+def _other_optimizers(path: Path, saved: int, wanted: int) -> ConfigError:
+    problem = f"holds the state of {saved} optimizers, {wanted} are to go on" if saved else "holds weights only"
+    return ConfigError(
+        f"ckpt_path={path}",
+        problem,
+        "a checkpoint with optimizer states to resume from; validate, test, predict and load_from_checkpoint need none",
+    )
+
+
+def _check_names(wanted: dict[str, Any], stored: dict[str, Any], path: Path, strict: bool) -> None:
+    """Raise ConfigError if names (unless not `strict`) or shapes differ; both mappings have names as `model.<name>`."""
+    missing = [name for name in wanted if strict and name not in stored and not name.endswith("_extra_state")]
+    unknown = [name for name in stored if strict and name.startswith("model.") and name not in wanted]
     wrong = [
         f"{name.removeprefix('model.')} is {tuple(stored[name].size)} there, {tuple(tensor.shape)} here"
         for name, tensor in wanted.items()
@@ -328,7 +359,14 @@ def _load_single_file(
     path: Path, module: LightningModule, optimizers: list[torch.optim.Optimizer], trust: bool
 ) -> dict[str, Any]:
     """Load a checkpoint file that lightning wrote on one device: each rank copies its parts from the mapped file."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
+    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        if "weights_only" in str(error):  # torch says well what it does not trust
+            raise
+        raise ConfigError(f"ckpt_path={path}", "is damaged: torch can't read it", "a complete checkpoint") from error
+    if len(optimizers) > len(checkpoint.get("optimizer_states", [])):
+        raise _other_optimizers(path, len(checkpoint.get("optimizer_states", [])), len(optimizers))
     saved = checkpoint.pop("state_dict")
     mine = module.state_dict()
     stored = {
@@ -336,9 +374,9 @@ def _load_single_file(
         for name, value in saved.items()
         if isinstance(value, torch.Tensor)
     }
-    _check_names({f"model.{name}": tensor for name, tensor in mine.items()}, stored, path)
+    _check_names({f"model.{name}": tensor for name, tensor in mine.items()}, stored, path, module.strict_loading)
     for name, tensor in mine.items():
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and name in saved:
             _copy_part(saved[name], tensor)
     names = {parameter: name for name, parameter in module.named_parameters()}
     for optimizer, state in zip(optimizers, checkpoint.pop("optimizer_states", []), strict=False):

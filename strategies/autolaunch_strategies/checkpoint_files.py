@@ -14,6 +14,9 @@ METADATA = "meta.pt"
 WRITING = ".writing"
 """Suffix of a checkpoint directory while it is written."""
 
+REPLACED = ".replaced"
+"""Suffix of a checkpoint directory for the moment in which another one takes its place."""
+
 
 def write_manifest(directory: Path, step: int, mesh: str) -> None:
     """List the files of a finished checkpoint directory with their sizes."""

@@ -5,6 +5,7 @@ Never more than one parameter is held whole, and each rank keeps its own part on
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -68,17 +69,30 @@ def share_values(module: nn.Module, group: dist.ProcessGroup | None) -> None:
 
     For modules that each process built by itself, with whatever random state it had.
     """
-    if group is None:
-        return
+    if group is not None:
+        _share([tensor for _, tensor in _tensors(module)], group)
+
+
+def share_statistics(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give every rank of `group` the first one's buffers, of those that are saved.
+
+    What a layer collects while it trains (batch norm's running mean) comes from each rank's own samples.
+    """
+    if group is not None:
+        saved = module.state_dict(keep_vars=True)
+        _share([buffer for name, buffer in module.named_buffers() if name in saved], group)
+
+
+@torch.no_grad()
+def _share(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     source = dist.get_global_rank(group, 0)
-    with torch.no_grad():
-        for _, tensor in _tensors(module):
-            if tensor.is_meta or isinstance(tensor, DTensor):
-                continue
-            travelling = tensor.detach().contiguous()
-            dist.broadcast(travelling, source, group=group)
-            if travelling.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(travelling)
+    for tensor in tensors:
+        if tensor.is_meta or isinstance(tensor, DTensor):
+            continue
+        travelling = tensor.detach().contiguous()
+        dist.broadcast(travelling, source, group=group)
+        if travelling.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(travelling)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -24,6 +24,7 @@ class Parallelized:
     """What was done to a module: handles for the strategy, and an account of it for plan.yaml."""
 
     module: nn.Module
+    config: ParallelConfig
     data_parallel: DataParallelModule
     parameter_count: int
     blocks: Blocks
@@ -56,7 +57,7 @@ def apply_parallelism(
     materialise(module, device, construction, files)
     data_parallel.begin()
     account = _account(config, blocks, recomputed, compiled, data_parallel.reasons)
-    return Parallelized(module, data_parallel, count, blocks, account)
+    return Parallelized(module, config, data_parallel, count, blocks, account)
 
 
 def foresee(module: nn.Module, config: ParallelConfig) -> dict[str, Any]:

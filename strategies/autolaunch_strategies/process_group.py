@@ -83,13 +83,13 @@ def ensure_process_group(
     check_world_size(shape, dist.get_world_size())
 
 
-def check_world_size(shape: MeshShape, world_size: int) -> None:
-    """Raise ConfigError unless `world_size` processes are what the mesh needs."""
+def check_world_size(shape: MeshShape, world_size: int, whose: str = "were started") -> None:
+    """Raise ConfigError unless `world_size` processes are what the mesh needs; `whose` says where they come from."""
     if shape.size != world_size:
         sizes = " x ".join(f"{axis}={size}" for axis, size in shape.sizes.items() if size > 1) or "dp=1"
         raise ConfigError(
             f"mesh={shape.name}",
-            f"the mesh has {shape.size} ranks ({sizes}), but {world_size} processes were started",
+            f"the mesh has {shape.size} ranks ({sizes}), but {world_size} processes {whose}",
             f"one process per rank: devices x nodes = {shape.size}",
             f"mesh={world_size}",
         )

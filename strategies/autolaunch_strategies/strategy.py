@@ -39,7 +39,7 @@ from autolaunch_strategies.config import (
 )
 from autolaunch_strategies.construction import Construction
 from autolaunch_strategies.gradients import clip_values, gradient_norm, scale_gradients
-from autolaunch_strategies.materialise import WeightFiles
+from autolaunch_strategies.materialise import WeightFiles, share_statistics
 from autolaunch_strategies.mesh import RankMesh
 from autolaunch_strategies.parallelize import Parallelized, apply_parallelism
 from autolaunch_strategies.process_group import JoinedEnvironment, check_world_size, ensure_process_group
@@ -112,6 +112,7 @@ class MeshStrategy(ParallelStrategy):
         self._forward_redirection = _ForwardRedirection()
         self._grad_norm: torch.Tensor | None = None
         self._in_manual_step = False
+        self._failed = False
         self._rank_mesh: RankMesh | None = None
         self._rng_begun = False
         self._pending_rng: dict[str, Any] | None = None
@@ -190,12 +191,13 @@ class MeshStrategy(ParallelStrategy):
         if started and environment is not None:
             check_world_size(self.shape, environment.world_size())
         wanted = max(1, self.shape.size // self.num_nodes)
+        whose = f"are asked for (devices={len(devices)}, num_nodes={self.num_nodes})"
         if devices[0].type == "cpu":
             if len(devices) not in (1, wanted):  # 1 is also what devices="auto" gives on a CPU
-                check_world_size(self.shape, len(devices) * self.num_nodes)
+                check_world_size(self.shape, len(devices) * self.num_nodes, whose)
             return [torch.device("cpu")] * wanted
         if len(devices) < wanted and not started:
-            check_world_size(self.shape, len(devices) * self.num_nodes)
+            check_world_size(self.shape, len(devices) * self.num_nodes, whose)
         return devices[:wanted]
 
     @property
@@ -230,6 +232,7 @@ class MeshStrategy(ParallelStrategy):
             self.lightning_module._device_mesh = self._rank_mesh.device_mesh
 
     def setup(self, trainer: pl.Trainer) -> None:
+        self._failed = False
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         for loop in (
@@ -241,7 +244,7 @@ class MeshStrategy(ParallelStrategy):
             loop.inference_mode = False  # tensors made in inference mode can't be gathered and used in training again
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            _refuse_what_cannot_work(trainer)
+            _refuse_what_cannot_work(trainer, sharded=self.shape.dp > 1 and self.parallel.dp.sharding_level > 0)
         self.model = self.lightning_module
         self._parallelize(self.lightning_module, fitting)
         if fitting:
@@ -256,15 +259,12 @@ class MeshStrategy(ParallelStrategy):
     def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
         existing = _PARALLELIZED.get(module)
         if existing is not None:
-            if existing.account["mesh"] != {
-                "shape": self.shape.name,
-                "ranks": self.shape.size,
-                "rank_order": list(self.shape.order),
-            }:
+            if existing.config != self.parallel:
                 raise ConfigError(
                     f"mesh={self.shape.name}",
-                    f"this module is parallelised already, for mesh={existing.account['mesh']['shape']}",
-                    "the same mesh again, or a new module that loads a checkpoint",
+                    f"this {type(module).__name__} was parallelised before, for mesh={existing.config.mesh.name}"
+                    + ("" if existing.config.mesh != self.shape else " with other options"),
+                    "a MeshStrategy with the same options, or a new module that loads a checkpoint",
                 )
             self._applied = existing
             return
@@ -290,7 +290,7 @@ class MeshStrategy(ParallelStrategy):
     def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """The context of `configure_model`: what is built there takes no memory until it is sharded."""
         if self.construction is None:
-            self.construction = Construction(seed=torch.initial_seed() % 2**31)
+            self.construction = Construction(seed=self.broadcast(torch.initial_seed()) % 2**31)
         return self.construction.recording()
 
     def _begin_random_streams(self) -> None:
@@ -304,8 +304,11 @@ class MeshStrategy(ParallelStrategy):
             np.random.seed(seed)
             random.seed(seed)
 
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+
     def teardown(self) -> None:
-        self._writer.finish()
+        self._writer.finish(together=not self._failed)
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -362,6 +365,19 @@ class MeshStrategy(ParallelStrategy):
     def block_backward_sync(self) -> Generator:
         with self._applied.data_parallel.accumulating():
             yield
+
+    def on_validation_start(self) -> None:
+        self._share_statistics()
+
+    def on_test_start(self) -> None:
+        self._share_statistics()
+
+    def on_predict_start(self) -> None:
+        self._share_statistics()
+
+    def _share_statistics(self) -> None:
+        assert self.lightning_module is not None
+        share_statistics(self.lightning_module, self.rank_mesh.group("dp", "cp"))
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         if self._in_manual_step:
@@ -486,6 +502,7 @@ class MeshStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        self._share_statistics()
         return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -505,9 +522,8 @@ class MeshStrategy(ParallelStrategy):
         self._writer.finish()
         trust = self._trust_checkpoints if weights_only is None else not weights_only
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        checkpoint = load_checkpoint(
-            Path(checkpoint_path), self.lightning_module, self.optimizers if fitting else [], self.rank_mesh, trust
-        )
+        optimizers = self.optimizers if fitting else []
+        checkpoint = load_checkpoint(Path(checkpoint_path), self.lightning_module, optimizers, self.rank_mesh, trust)
         state = checkpoint.pop("random_state", None)
         if fitting and state is not None:
             set_random_state(state)  # for the loaders of a new epoch
@@ -549,16 +565,26 @@ def _in_the_middle_of_an_epoch(checkpoint: dict[str, Any]) -> bool:
     return progress.get("current", {}).get("ready", 0) > 0 and not progress.get("is_last_batch", False)
 
 
-def _refuse_what_cannot_work(trainer: pl.Trainer) -> None:
+def _refuse_what_cannot_work(trainer: pl.Trainer, sharded: bool) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
             raise ConfigError(
                 "StochasticWeightAveraging",
-                "it copies whole modules, which are sharded here",
-                "pl.callbacks.EMAWeightAveraging is refused for the same reason; average checkpoints instead",
+                "it averages whole weights; here each rank may hold a part",
+                "averaging the weights of saved checkpoints",
+            )
+        if isinstance(callback, pl.callbacks.WeightAveraging) and sharded:
+            raise ConfigError(
+                type(callback).__name__,
+                "it averages whole weights; here each rank holds a part",
+                "sharding level 0, or averaging the weights of saved checkpoints",
+                "dp.sharding_level=0",
             )
 
 
 StrategyRegistry.register(
-    MeshStrategy.strategy_name, MeshStrategy, description="Train an unmodified LightningModule on an N-D device mesh"
+    MeshStrategy.strategy_name,
+    MeshStrategy,
+    description="Train an unmodified LightningModule on an N-D device mesh",
+    override=True,  # `import autolaunch` may have announced the name before
 )
