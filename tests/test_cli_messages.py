@@ -108,7 +108,7 @@ WRONG = [
         ["--info", "trainer.max_step"],
         "--info trainer.max_step: no such group or key; did you mean trainer.max_steps?\n"
         "  allowed: a group (model, data, mesh, dp, mp, pp, cp, optimizer, scheduler, trainer, logger, "
-        "launch, experiment), any key, or all, aliases, config, defaults, defaults-tree, plugins, searchpath\n"
+        "launch, experiment), any key, or all, config, defaults, defaults-tree, plugins, searchpath\n"
         "  write:   autolaunch --info trainer.max_steps",
         id="info-unknown",
     ),
@@ -116,7 +116,7 @@ WRONG = [
         ["--info", "lr"],
         "--info lr: no such group or key; did you mean optimizer.lr?\n"
         "  allowed: a group (model, data, mesh, dp, mp, pp, cp, optimizer, scheduler, trainer, logger, "
-        "launch, experiment), any key, or all, aliases, config, defaults, defaults-tree, plugins, searchpath\n"
+        "launch, experiment), any key, or all, config, defaults, defaults-tree, plugins, searchpath\n"
         "  write:   autolaunch --info optimizer.lr",
         id="info-by-last-name",
     ),
@@ -710,15 +710,25 @@ WRONG = [
     ),
     pytest.param(
         ["validate", "ckpt_path=last", "output_dir=here"],
-        "ckpt_path=last: there is no checkpoint in {cwd}/here/checkpoints, nor in a run beside it\n"
+        "ckpt_path=last: there is no checkpoint in {cwd}/here/checkpoints\n"
         "  allowed: the path of a checkpoint, or the output_dir of the run that wrote one\n"
         "  write:   autolaunch validate ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
         id="validate-without-checkpoint",
     ),
     pytest.param(
         ["output_dir=mine/plan.yml"],
-        "output_dir=mine/plan.yml: is a file\n  allowed: a directory, or a name that is free",
+        "output_dir=mine/plan.yml: is a file\n  allowed: a directory that can be written",
         id="output-is-a-file",
+    ),
+    pytest.param(
+        ["output_dir=mine/plan.yml/run"],
+        "output_dir=mine/plan.yml/run: cannot be created: Not a directory\n  allowed: a directory that can be written",
+        id="output-below-a-file",
+    ),
+    pytest.param(
+        ["--info", "defaults", "modell=llama"],
+        "modell=llama: no such key; did you mean model?\n  write:   model=llama",
+        id="page-of-hydra",
     ),
     pytest.param(
         ["model=custom", "model._target_=my_modul.Net"],

@@ -46,7 +46,7 @@ def _run(line: CommandLine) -> int:
         return run_jobs(line)
     from autolaunch.compose import compose, enter_hydra
 
-    if line.cfg is not None:
+    if line.cfg is not None or line.info is not None:
         raise_all(compose(line).errors)  # Hydra's own messages speak of its inner workings
     return enter_hydra(line, line.hydra_flags, line.overrides, _nothing)
 

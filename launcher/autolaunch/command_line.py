@@ -13,7 +13,7 @@ from typing import NoReturn
 from autolaunch.config import TASKS
 from autolaunch_strategies.config import ConfigError, looks_like_mesh, nearest
 
-HYDRA_INFO = ("all", "aliases", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+HYDRA_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 """What `--info` of Hydra takes; any other word is a key of the config."""
 
 

@@ -232,11 +232,10 @@ def _claim(directory: Path, config: DictConfig, node: DictConfig) -> Path:
         try:
             candidate.mkdir(parents=True, exist_ok=not named_by_time)
             return candidate
-        except FileExistsError:
-            if not named_by_time:
-                raise ConfigError(
-                    f"output_dir={shown(directory)}", "is a file", "a directory, or a name that is free"
-                ) from None
+        except OSError as error:
+            if not isinstance(error, FileExistsError) or not named_by_time:
+                reason = "is a file" if isinstance(error, FileExistsError) else f"cannot be created: {error.strerror}"
+                raise ConfigError(f"output_dir={shown(directory)}", reason, "a directory that can be written") from None
             number += 1
             candidate = directory.with_name(f"{directory.name}_{number}")
 
