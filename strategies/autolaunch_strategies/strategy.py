@@ -262,7 +262,7 @@ class MeshStrategy(ParallelStrategy):
             if existing.config != self.parallel:
                 raise ConfigError(
                     f"mesh={self.shape.name}",
-                    f"this {type(module).__name__} was parallelised before, for mesh={existing.config.mesh.name}"
+                    f"this module was parallelised before, for mesh={existing.config.mesh.name}"
                     + ("" if existing.config.mesh != self.shape else " with other options"),
                     "a MeshStrategy with the same options, or a new module that loads a checkpoint",
                 )

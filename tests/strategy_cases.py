@@ -1,0 +1,597 @@
+"""Cases for the tests of MeshStrategy. A script: `torchrun ... strategy_cases.py <directory> <group>` on N ranks, or plain
+`python` for the one process that the others are compared with. Every rank writes `<case>.<rank>.json` into the directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent))
+from strategy_modules import AutoEncoder, Classifier, Gan, LanguageModel, LateLanguageModel
+
+from autolaunch_strategies import MeshStrategy
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+OUT = Path()
+Case = Callable[[], Any]
+GROUPS: dict[str, dict[str, Case]] = {}
+
+
+def case(*groups: str, name: str = "") -> Callable[[Case], Case]:
+    """Put a function into groups; it runs on every rank and what it returns is written as JSON."""
+
+    def add(function: Case) -> Case:
+        for group in groups:
+            GROUPS.setdefault(group, {})[name or function.__name__] = function
+        return function
+
+    return add
+
+
+def samples(count: int = 48, pairs: bool = False) -> TensorDataset:
+    """Floats [count, 16] and labels [count]; with `pairs` each sample twice, one for each of two ranks."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count // 2 if pairs else count, 16, generator=generator)
+    y = torch.randint(0, 4, (len(x),), generator=generator)
+    return TensorDataset(*(item.repeat_interleave(2, 0) if pairs else item for item in (x, y)))
+
+
+def loader(global_batch: int = 8, **kwargs: Any) -> DataLoader:
+    """The same samples in the same optimizer step on every number of ranks."""
+    data = samples(**kwargs)
+    sampler = DistributedSampler(data, WORLD, RANK, shuffle=False)
+    return DataLoader(data, batch_size=global_batch // WORLD, sampler=sampler)
+
+
+class Rows(pl.Callback):
+    """Loss, gradient norm before clipping and learning rate of every optimizer step; hooks in order."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if "loss" in (outputs or {}):
+            self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach())))
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        from autolaunch_strategies.gradients import gradient_norm
+
+        self.norms.append(float(gradient_norm(module.parameters())))
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def table(self) -> dict[str, Any]:
+        return {"losses": self.losses, "norms": self.norms, "rates": self.rates}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().clone()
+
+
+def weights(module: nn.Module, buffers: bool = False) -> dict[str, list[float]]:
+    """Whole parameters by name, as numbers."""
+    state = module.state_dict()
+    wanted = dict(module.named_parameters(remove_duplicate=False))
+    return {name: whole(value).flatten().tolist() for name, value in state.items() if buffers or name in wanted}
+
+
+def mesh_strategy(level: int | None = None, **kwargs: Any) -> Any:
+    """MeshStrategy on this run's ranks; Lightning's own choice in the process that is compared with."""
+    if os.environ.get("REFERENCE"):
+        return "auto"
+    dp = kwargs.pop("dp", {"sharding_level": 3 if level is None else level})
+    return MeshStrategy(mesh=str(WORLD), dp=dp, timeout=60, **kwargs)
+
+
+def make_trainer(strategy: Any, *callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
+    options: dict[str, Any] = {
+        "accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0, "log_every_n_steps": 1,
+    }  # fmt: skip
+    return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **{**options, **kwargs})
+
+
+def train(
+    module: pl.LightningModule, strategy: Any, data: Any = None, val: Any = None, **kwargs: Any
+) -> dict[str, Any]:
+    """Fit and return the rows of every step, the metrics and the weights at the end."""
+    rows = Rows()
+    trainer = make_trainer(strategy, rows, **kwargs)
+    trainer.fit(module, loader() if data is None else data, val)
+    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return {**rows.table(), "metrics": metrics, "weights": weights(module)}
+
+
+# --- parity: the same on every mesh ------------------------------------------------------------------------------------
+
+
+def parity(
+    name: str, make: Callable[[], pl.LightningModule], strategy: dict[str, Any] | None = None, **kwargs: Any
+) -> None:
+    """A case that must give the same numbers as one process; `data` and `val` are made when it runs."""
+
+    def run() -> Any:
+        pl.seed_everything(1, verbose=False)
+        module = make()
+        made = {key: value() if callable(value) else value for key, value in kwargs.items()}
+        return train(module, mesh_strategy(**(strategy or {})), **made)
+
+    GROUPS.setdefault("parity", {})[name] = run
+
+
+def pairs() -> DataLoader:
+    return loader(pairs=True)
+
+
+class OwnClipping(LanguageModel):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, **kwargs: Any) -> None:
+        if self.global_step % 2:
+            self.clip_gradients(optimizer, 0.01, "value")
+        else:
+            self.clip_gradients(optimizer, 0.3, "norm")
+
+
+LEVELS = (0, 1, 2, 3)
+for level in LEVELS:
+    parity(f"autoencoder-{level}", AutoEncoder, {"level": level}, val=loader)
+    parity(f"classifier-{level}", Classifier, {"level": level}, data=pairs, val=pairs, max_epochs=2)
+    parity(f"language-{level}", LanguageModel, {"level": level}, val=loader, gradient_clip_val=0.5)
+    parity(
+        f"accumulate-{level}", LanguageModel, {"level": level}, data=lambda: loader(4), val=loader,
+        accumulate_grad_batches=5, val_check_interval=3, gradient_clip_val=0.5,
+    )  # fmt: skip
+    parity(f"gan-{level}", Gan, {"level": level})
+for level in (0, 3):
+    parity(
+        f"by-value-{level}", LanguageModel, {"level": level}, gradient_clip_val=0.02, gradient_clip_algorithm="value"
+    )
+    parity(f"own-clipping-{level}", OwnClipping, {"level": level})
+    parity(f"double-{level}", LanguageModel, {"level": level}, precision="64-true", gradient_clip_val=0.5)
+    parity(f"bf16-mixed-{level}", LanguageModel, {"level": level}, precision="bf16-mixed", gradient_clip_val=0.5)
+for recompute in ("full", 2, "selective"):
+    parity(f"recompute-{recompute}", LanguageModel, {"level": 3, "recompute": recompute})
+parity("compile", AutoEncoder, {"level": 3, "compile": "default"})
+parity("offload-3", LanguageModel, {"dp": {"sharding_level": 3, "cpu_offload": True}}, gradient_clip_val=0.5)
+parity("offload-1", LanguageModel, {"dp": {"sharding_level": 1, "cpu_offload": True}}, gradient_clip_val=0.5)
+
+
+class Diary(pl.Callback):
+    """Every hook in order, with the counters that Lightning shows at that moment."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.grads: list[float] = []
+
+
+def _write_down(hook: str) -> Any:
+    def run(self: Diary, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        self.lines.append(f"{hook} step={trainer.global_step} epoch={trainer.current_epoch}")
+        if hook in ("on_before_zero_grad", "on_before_optimizer_step"):
+            from autolaunch_strategies.gradients import gradient_norm
+
+            self.grads.append(float(gradient_norm(module.parameters())))
+
+    return run
+
+
+for _hook in [item for item in dir(pl.Callback) if item.startswith("on_") and "checkpoint" not in item]:
+    setattr(Diary, _hook, _write_down(_hook))
+
+
+class CountingModel(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return {"loss": super().training_step(batch, batch_idx), "extra": batch_idx}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(sorted(outputs))
+
+
+def hooks(level: int) -> Any:
+    pl.seed_everything(1, verbose=False)
+    module, diary = CountingModel(), Diary()
+    trainer = make_trainer(
+        mesh_strategy(level),
+        diary,
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        val_check_interval=4,
+        num_sanity_val_steps=1,
+    )
+    trainer.fit(module, loader(), loader(count=16))
+    return {"lines": diary.lines, "grads": diary.grads, "calls": module.calls, "outputs": module.seen}
+
+
+case("parity", name="hooks-0")(lambda: hooks(0))
+case("parity", name="hooks-3")(lambda: hooks(3))
+
+
+@case("parity")
+def tasks_after_each_other() -> Any:
+    """fit, validate, test, predict and fit again on one Trainer; then a second Trainer on the same module."""
+    pl.seed_everything(1, verbose=False)
+    module = LanguageModel()
+    trainer = make_trainer(mesh_strategy(3))
+    trainer.fit(module, loader(), loader(count=16))
+    results = [trainer.validate(module, loader(count=16), verbose=False), trainer.test(module, loader(), verbose=False)]
+    predicted = trainer.predict(module, loader())
+    results.append(int(trainer.strategy.reduce(torch.cat(predicted).sum(), reduce_op="sum")))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(), loader(count=16))
+    results.append({key: float(value) for key, value in trainer.callback_metrics.items()})
+    second = make_trainer(mesh_strategy(3))
+    second.fit(module, loader(), loader(count=16))
+    results.append(second.validate(module, loader(count=16), verbose=False))
+    return {"results": results, "weights": weights(module)}
+
+
+class PartsElsewhere(pl.Callback):
+    """Calls parts of the model outside of steps, also between the backward pass and the optimizer step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def _call(self, trainer: Any, module: Any) -> None:
+        tokens = torch.arange(8).view(1, 8)
+        with torch.no_grad():
+            self.values += [float(module(tokens).sum()), float(module.embedding(tokens).sum())]
+            self.values.append(float(module.encoder(torch.ones(1, 8, 12)).abs().sum()))
+            self.values.append(float(module.encoder.layers[1].linear1(torch.ones(1, 12)).sum()))
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self._call(trainer, module)
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self._call(trainer, module)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self._call(trainer, module)
+
+
+def parts_elsewhere(level: int) -> Any:
+    pl.seed_everything(1, verbose=False)
+    module, parts = LanguageModel(), PartsElsewhere()
+    make_trainer(mesh_strategy(level), parts).fit(module, loader())
+    return {"values": parts.values, "weights": weights(module)}
+
+
+for _level in LEVELS:
+    case("parity", name=f"parts-elsewhere-{_level}")(lambda level=_level: parts_elsewhere(level))  # type: ignore[misc]
+
+
+@case("parity")
+def own_sampler_left_alone() -> Any:
+    """One rank along dp keeps the loader's order; more get a DistributedSampler over dp that sees each sample once."""
+    seen: list[float] = []
+
+    class Looks(AutoEncoder):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.extend(batch[0][:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    pl.seed_everything(1, verbose=False)
+    trainer = make_trainer(mesh_strategy(3), use_distributed_sampler=True)
+    trainer.fit(Looks(), DataLoader(samples(), batch_size=8 // WORLD))
+    gathered = trainer.strategy.all_gather(torch.tensor(seen))
+    sampler = trainer.train_dataloader.sampler
+    assert getattr(sampler, "num_replicas", 1) == WORLD
+    return sorted(gathered.flatten().tolist())
+
+
+@case("parity")
+def logged_once() -> Any:
+    import contextlib
+    import io
+
+    from lightning.pytorch.utilities import rank_zero_only
+
+    class Talks(AutoEncoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[Any] = []
+            self.images = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.losses.append(loss.detach())
+            return loss
+
+        @rank_zero_only
+        def _image(self) -> None:
+            self.images += 1
+
+        def on_train_epoch_end(self) -> None:
+            self.print("epoch ends")
+            self._image()
+            gathered = self.all_gather(torch.stack(self.losses)).float()
+            self.log("epoch_loss", gathered.mean())
+            self.losses.clear()
+
+    pl.seed_everything(1, verbose=False)
+    module, said = Talks(), io.StringIO()
+    trainer = make_trainer(mesh_strategy(2), max_epochs=2)
+    with contextlib.redirect_stdout(said):
+        trainer.fit(module, loader())
+    assert module.images == said.getvalue().count("epoch ends") == (2 if RANK == 0 else 0)
+    return float(trainer.callback_metrics["epoch_loss"])
+
+
+@case("parity")
+def early_stopping() -> Any:
+    class Oscillates(AutoEncoder):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            # each rank by itself would stop at another epoch
+            value = [3.0, 2.0, 1.0, 4.0, 4.0, 4.0][self.current_epoch] + (RANK if self.current_epoch == 2 else 0)
+            self.log("val", torch.tensor(value), sync_dist=True)
+
+    pl.seed_everything(1, verbose=False)
+    stop = pl.callbacks.EarlyStopping("val", patience=2)
+    keep = pl.callbacks.ModelCheckpoint(
+        OUT / f"early-{WORLD}", filename="{epoch}-{val:.2f}", monitor="val", save_top_k=2, save_last="link"
+    )
+    trainer = make_trainer(mesh_strategy(3), stop, keep, max_epochs=6, enable_checkpointing=True)
+    trainer.fit(Oscillates(), loader(), loader(count=16))
+    left = sorted(item.name for item in (OUT / f"early-{WORLD}").iterdir())
+    best = Path(keep.best_model_path).name
+    trainer.validate(ckpt_path="best", dataloaders=loader(count=16), verbose=False)
+    assert (OUT / f"early-{WORLD}" / "last.ckpt").is_symlink()
+    return {"epoch": trainer.current_epoch, "left": len(left), "best": best.split("-")[0]}
+
+
+@case("parity")
+def summary_of_example_input() -> Any:
+    class WithExample(AutoEncoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.example_input_array = torch.zeros(2, 16)
+
+    import contextlib
+    import io
+
+    pl.seed_everything(1, verbose=False)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        make_trainer(mesh_strategy(3), enable_model_summary=True, max_steps=1).fit(WithExample(), loader())
+    from lightning.pytorch.utilities.model_summary import ModelSummary
+
+    return ModelSummary(AutoEncoder()).total_parameters
+
+
+@case("ranks")
+def refusals() -> Any:
+    messages = []
+    for callback, level in (
+        (pl.callbacks.StochasticWeightAveraging(1e-2), 0),
+        (pl.callbacks.WeightAveraging(), 1),
+    ):
+        try:
+            make_trainer(mesh_strategy(level), callback).fit(AutoEncoder(), loader())
+        except ValueError as error:
+            messages.append(str(error))
+    module = AutoEncoder()
+    make_trainer(mesh_strategy(1), max_steps=1).fit(module, loader())
+    try:
+        make_trainer(mesh_strategy(3), max_steps=1).fit(module, loader())
+    except ValueError as error:
+        messages.append(str(error))
+    return messages
+
+
+@case("ranks")
+def averaged_weights_at_level_0() -> Any:
+    make_trainer(mesh_strategy(0), pl.callbacks.WeightAveraging()).fit(AutoEncoder(), loader())
+    return "trained"
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+@case("ranks")
+def bytes_per_rank() -> Any:
+    """What each level holds between steps, and between the backward passes of one step."""
+    found = {}
+    for level in LEVELS:
+
+        class Weighs(pl.Callback):
+            def __init__(self) -> None:
+                self.gradients: list[int] = []
+
+            def on_after_backward(self, trainer: Any, module: Any) -> None:
+                grads = [item.grad for item in module.parameters() if item.grad is not None]
+                # level 1 keeps whole gradients aside while a step accumulates
+                aside = sum(local_bytes(item) for item in accumulated(module))
+                self.gradients.append(aside + sum(local_bytes(item) for item in grads))
+
+        pl.seed_everything(1, verbose=False)
+        module, weighs = LanguageModel(width=64), Weighs()
+        trainer = make_trainer(mesh_strategy(level), weighs, accumulate_grad_batches=2)
+        trainer.fit(module, loader())
+        states = [item for state in trainer.optimizers[0].state.values() for item in state.values()]
+        trained = [item for item in module.parameters() if item.requires_grad and item is not module.unused.weight]
+        found[level] = {
+            "whole": sum(item.numel() * 4 for item in module.parameters()),
+            "whole_trained": sum(item.numel() * 4 for item in trained),
+            "parameters": sum(local_bytes(item) for item in module.parameters()),
+            "state": sum(local_bytes(item) for item in states if item.dim()),
+            "accumulating": weighs.gradients[0],
+            "complete": weighs.gradients[1],
+        }
+    return found
+
+
+def accumulated(module: nn.Module) -> list[torch.Tensor]:
+    from torch.distributed.fsdp import FSDPModule
+
+    found = []
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            group = part._get_fsdp_state()._fsdp_param_group
+            for item in group.fsdp_params if group is not None else ():
+                if getattr(item, "unsharded_accumulated_grad", None) is not None:
+                    found.append(item.unsharded_accumulated_grad)
+    return found
+
+
+@case("ranks")
+def freed_between_uses() -> Any:
+    """Bytes of whole parameters of all blocks while the last block runs, at levels 2 and 3."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found = {}
+    for level in (2, 3):
+        seen: list[int] = []
+
+        class Looks(LanguageModel):
+            def on_fit_start(self) -> None:
+                blocks = list(self.encoder.layers)
+
+                def look(part: nn.Module, args: Any) -> None:
+                    seen.append(sum(held(block) for block in blocks))
+
+                blocks[-1].linear2.register_forward_pre_hook(look)
+
+        def held(block: nn.Module) -> int:
+            assert isinstance(block, FSDPModule)
+            items = block._get_fsdp_state()._fsdp_param_group.fsdp_params
+            tensors = [item._unsharded_param for item in items if hasattr(item, "_unsharded_param")]
+            return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+        module = Looks()
+        make_trainer(mesh_strategy(level), max_steps=2).fit(module, loader())
+        found[level] = [max(seen), sum(item.numel() * 4 for item in module.encoder.layers[0].parameters())]
+    return found
+
+
+@case("ranks")
+def unused_on_one_rank() -> Any:
+    """Level 0: a parameter that only rank 1 uses still gets the same average everywhere."""
+
+    class Branches(AutoEncoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sometimes = nn.Linear(16, 16)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, _ = batch
+            out = self.decoder(self.encoder(x))
+            return nn.functional.mse_loss(self.sometimes(out) if RANK == 1 else out, x)
+
+    pl.seed_everything(1, verbose=False)
+    module = Branches()
+    make_trainer(mesh_strategy(0), max_steps=2).fit(module, loader())
+    return weights(module)
+
+
+@case("ranks")
+def reductions() -> Any:
+    """What the collectives of a strategy mean: over ranks whose data differ."""
+    trainer = make_trainer(mesh_strategy(0), max_steps=1)
+    trainer.fit(AutoEncoder(), loader())
+    strategy, mine = trainer.strategy, torch.tensor(float(RANK + 1))
+    leaf = torch.tensor([float(RANK + 1)], requires_grad=True)
+    (strategy.all_gather(leaf, sync_grads=True).sum() * (RANK + 1)).backward()
+    return {
+        "mean": float(strategy.reduce(mine)),
+        "sum": float(strategy.reduce(mine, reduce_op="sum")),
+        "integers": float(strategy.reduce(torch.tensor(RANK))),
+        "max": float(strategy.reduce(mine, reduce_op=torch.distributed.ReduceOp.MAX)),
+        "all": strategy.reduce_boolean_decision(RANK == 0),
+        "any": strategy.reduce_boolean_decision(RANK == 0, all=False),
+        "gathered": strategy.all_gather(mine).tolist(),
+        "gradient": leaf.grad.tolist() if leaf.grad is not None else None,
+        "broadcast": strategy.broadcast({"rank": RANK}),
+        "dp": [strategy.dp_rank == RANK, strategy.dp_size],
+    }
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Samples with random augmentation in loader workers."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(16), 0
+
+
+@case("ranks")
+def augmentation_differs() -> Any:
+    """Random numbers in loader workers and in the model differ between dp ranks."""
+    drawn: list[float] = []
+
+    class Draws(AutoEncoder):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            drawn.extend([float(batch[0][0, 0]), float(torch.rand(()))])
+            return super().training_step(batch, batch_idx)
+
+    pl.seed_everything(1, workers=True, verbose=False)
+    trainer = make_trainer(mesh_strategy(3), use_distributed_sampler=True)
+    trainer.fit(Draws(), DataLoader(Noisy(), batch_size=4, num_workers=1))
+    os.environ.pop("PL_SEED_WORKERS", None)
+    return drawn
+
+
+@case("ranks")
+def statistics_agree() -> Any:
+    """Running statistics are each rank's own in training, and the first rank's in validation and checkpoints."""
+    seen: list[float] = []
+
+    class Looks(Classifier):
+        def on_train_end(self) -> None:
+            seen.append(float(self.model[1].running_mean.sum()))
+
+        def on_validation_epoch_end(self) -> None:
+            super().on_validation_epoch_end()
+            seen.append(float(self.model[1].running_mean.sum()))
+
+    pl.seed_everything(1, verbose=False)
+    module = Looks()
+    trainer = make_trainer(mesh_strategy(3))
+    trainer.fit(module, loader())
+    trainer.validate(module, loader(), verbose=False)
+    return seen
+
+
+# MORE
+
+
+def main(directory: str, group: str, *only: str) -> None:
+    global OUT
+    OUT = Path(directory)
+    warnings.filterwarnings("ignore")
+    import logging
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name, function in GROUPS[group].items():
+        if only and name not in only:
+            continue
+        try:
+            result: Any = {"result": function()}
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        (OUT / f"{name}.{RANK}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
