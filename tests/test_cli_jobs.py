@@ -221,3 +221,37 @@ def test_ranks_of_torchrun(started: int, argv: list[str], message: str, tmp_path
         assert (job.world_size, message) == (started, "")
     except ConfigError as error:
         assert str(error) == message
+
+
+@pytest.mark.parametrize(
+    ("seed", "status", "error"),
+    [
+        pytest.param(1, "failed", "rank 0 of 1 failed: ValueError: unlucky", id="failed"),
+        pytest.param(3, "interrupted", "interrupted", id="interrupted"),
+    ],
+)
+def test_a_run_that_cannot_say_how_it_ended_has_a_summary(
+    seed: int, status: str, error: str, command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    Path("out").mkdir()
+    Path("out/summary.json").write_text('{"status": "finished"}')  # of an earlier run
+    command(f"seed={seed}", "output_dir=out", "mesh=2")
+    summary = json.loads(Path("out/summary.json").read_text())
+    assert (summary["status"], summary["error"], summary["mesh"], summary["world_size"]) == (status, error, "2", 2)
+
+
+def test_a_plan_is_repeated_except_for_what_is_chosen_anew(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    from autolaunch.report.plan_file import write_plan
+
+    assert command("mesh=4", "dp=zero1", "optimizer.lr=0.5")[0] == 0
+    first = ran[0][0]
+    plan = write_plan(Path.cwd(), first.config, {"order": []}, first.choices)
+    assert command(f"experiment={plan}", "dp=ddp", "mesh=2")[0] == 0
+    again = ran[1][0]
+    assert again.world_size == 2
+    assert again.config["dp"]["sharding_level"] == 0
+    assert again.config["optimizer"]["lr"] == 0.5
+    assert command(f"experiment={plan}")[0] == 0
+    assert {**ran[2][0].config, "output_dir": ""} == {**first.config, "output_dir": ""}

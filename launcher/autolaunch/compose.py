@@ -31,7 +31,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from autolaunch.command_line import CommandLine, unquoted
 from autolaunch.config import Job
 from autolaunch.config_directories import CONF, shown
-from autolaunch.mesh_source import MeshSearchPath, register
+from autolaunch.mesh_source import ExperimentFileSource, MeshSearchPath, register
 from autolaunch.origin import Origin
 from autolaunch.validate import MISSING, alike, field_types, keys_text, node_schema
 from autolaunch_strategies.config import ConfigError, nearest, raise_all
@@ -59,10 +59,12 @@ def search_path(line: CommandLine) -> Iterator[str]:
     """Have Hydra look where this command line says; yields the directory of the primary config."""
     register()
     MeshSearchPath.config_dir = line.config_dir
+    ExperimentFileSource.chosen = frozenset(item.partition("=")[0] for item in line.overrides)
     try:
         yield str(line.config_path or CONF)
     finally:
         MeshSearchPath.config_dir = None
+        ExperimentFileSource.chosen = frozenset()
 
 
 def compose(line: CommandLine) -> Composed:

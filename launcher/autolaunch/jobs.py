@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +22,15 @@ from autolaunch.command_line import CommandLine, unquoted
 from autolaunch.compose import Composed, compose, enter_hydra, resolved, unresolvable
 from autolaunch.config import IN_ONE_PROCESS
 from autolaunch.config_directories import shown
-from autolaunch.job import ResolvedJob
+from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.launch.place import Place, place
 from autolaunch.origin import Origin
 from autolaunch.resume import resolve_ckpt_path
 from autolaunch.sweep import JobEnd, forget_ends, print_table, read_ends
 from autolaunch.validate import validate
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
+
+SUMMARY = "summary.json"
 
 FAILED, MISCONFIGURED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
@@ -147,8 +151,12 @@ def run_job(config: DictConfig) -> None:
     try:
         job = resolve_job(config, hydra, directory)
         job.write()
+        started = time.time()
+        (directory / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
         end = launch.run(job, isolated=sweep)
         status, code, message = end.status, end.exit_code, end.message
+        if code and not (directory / SUMMARY).exists():
+            _write_summary(job, status, message, time.time() - started)
     except (ConfigError, ConfigErrors) as error:
         status, code, message = "misconfigured", MISCONFIGURED, str(error)
     except Exception:
@@ -164,6 +172,26 @@ def run_job(config: DictConfig) -> None:
         raise KeyboardInterrupt
     if code == TERMINATED:
         sys.exit(code)
+
+
+def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) -> None:
+    """Say how a run ended whose ranks could not say it themselves, in the keys that they would have used."""
+    summary = {
+        "task": job.config["task"],
+        "status": "interrupted" if status == "interrupted" else "failed",
+        "world_size": job.world_size,
+        "mesh": job.choices["mesh"],
+        "steps": None,
+        "loss": None,
+        "tokens_per_second": None,
+        "step_time_s": None,
+        "peak_memory_bytes": None,
+        "parameters": None,
+        "checkpoint": None,
+        "seconds": seconds,
+        "error": message.splitlines()[0] if message else status,
+    }
+    write_beside(job.output_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
 
 
 def resolve_job(

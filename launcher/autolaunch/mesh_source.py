@@ -75,10 +75,13 @@ class MeshSource(_GroupSource):
 class ExperimentFileSource(_GroupSource):
     """Serves `experiment=<path>.yaml`: an experiment file that lies anywhere, such as the plan.yaml of an earlier run.
 
-    A path is read from the working directory. The key `reasons`, which plan.yaml has for its readers, is left out.
+    A path is read from the working directory. Of a plan.yaml the key `reasons`, which is for its readers, is left out,
+    and so are its values for groups that the command line chooses anew.
     """
 
     group = "experiment"
+    chosen: frozenset[str] = frozenset()
+    """Groups of the command line; the command sets it, as `MeshSearchPath.config_dir`."""
 
     @staticmethod
     def scheme() -> str:
@@ -94,8 +97,9 @@ class ExperimentFileSource(_GroupSource):
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self._option(config_path))
         values = OmegaConf.load(path)
-        if isinstance(values, DictConfig):
-            values.pop("reasons", None)
+        if isinstance(values, DictConfig) and values.pop("reasons", None) is not None:
+            for group in self.chosen:
+                values.pop(group, None)
         header = self._get_header_dict(path.read_text(encoding="utf-8")[:512])
         return self._result(values, package=header["package"])
 
