@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning.pytorch.plugins.precision import HalfPrecision
@@ -43,6 +44,7 @@ from autolaunch_strategies.materialise import WeightFiles, share_statistics
 from autolaunch_strategies.mesh import RankMesh
 from autolaunch_strategies.parallelize import Parallelized, apply_parallelism
 from autolaunch_strategies.process_group import JoinedEnvironment, check_world_size, ensure_process_group
+from autolaunch_strategies.termination import Termination
 
 _PARALLELIZED: weakref.WeakKeyDictionary[nn.Module, Parallelized] = weakref.WeakKeyDictionary()
 """What was done to which module: a second Trainer takes over what the first one parallelised."""
@@ -183,7 +185,12 @@ class MeshStrategy(ParallelStrategy):
 
     def _one_device_per_local_rank(self, devices: list[torch.device]) -> list[torch.device]:
         environment = self.cluster_environment
-        started = environment is not None and environment.creates_processes_externally
+        # Lightning's own children count as started, too, but their environment learns the world size only from us.
+        started = (
+            environment is not None
+            and environment.creates_processes_externally
+            and not isinstance(environment, LightningEnvironment)
+        )
         if self._open_shape is not None:
             world_size = environment.world_size() if started and environment else len(devices) * self.num_nodes
             self.parallel.mesh = self._open_shape.resolve(world_size)
@@ -235,6 +242,7 @@ class MeshStrategy(ParallelStrategy):
         self._failed = False
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
+        Termination(trainer, self.root_device)
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,

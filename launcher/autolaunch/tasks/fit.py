@@ -89,7 +89,7 @@ class _Screen(pl.Callback):
         self._begin(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.validating:
+        if trainer.state.fn == "validate":
             self._begin(trainer)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
