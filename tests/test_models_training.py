@@ -183,7 +183,7 @@ def test_module_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("cfg", "kind", "values"),
     [
-        pytest.param(vars(Optimizer()), torch.optim.AdamW, {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}, id="adamw"),
+        pytest.param(vars(Optimizer()), torch.optim.AdamW, {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}, id="adamw"),
         pytest.param(vars(Optimizer("adam", lr=1.0, eps=0.5)), torch.optim.Adam, {"lr": 1.0, "eps": 0.5}, id="adam"),
         pytest.param(vars(Optimizer("sgd", momentum=0.9)), torch.optim.SGD, {"momentum": 0.9}, id="sgd"),
         pytest.param(

@@ -159,7 +159,7 @@ class Optimizer:
         "Which optimizer this is; set by the group.", "adamw", choices=("adamw", "adam", "sgd", "custom")
     )
     _target_: str | None = option("Import path of a torch.optim.Optimizer class (optimizer=custom).", None)
-    lr: float = option("Learning rate (after warm-up).", 3e-4, ge=0)
+    lr: float = option("Learning rate (after warm-up).", 1e-3, ge=0)
     weight_decay: float = option("Weight decay, on matrices only (norms and biases have none).", 0.1, ge=0)
     betas: list[float] = option("Averaging factors of adam and adamw.", [0.9, 0.95])
     eps: float = option("Epsilon of adam and adamw.", 1e-8, gt=0)
