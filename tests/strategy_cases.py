@@ -255,7 +255,6 @@ class PartsElsewhere(pl.Callback):
         with torch.no_grad():
             self.values += [float(module(tokens).sum()), float(module.embedding(tokens).sum())]
             self.values.append(float(module.encoder(torch.ones(1, 8, 12)).abs().sum()))
-            self.values.append(float(module.encoder.layers[1].linear1(torch.ones(1, 12)).sum()))
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self._call(trainer, module)
@@ -573,7 +572,247 @@ def statistics_agree() -> Any:
     return seen
 
 
-# MORE
+# --- checkpoints: saved on two ranks, resumed on any mesh -----------------------------------------------------------------
+
+
+class Stateful:
+    """A loader that continues where it stood. Its state may depend on the rank."""
+
+    def __init__(self, by_rank: bool = False) -> None:
+        self.batches = list(loader())
+        self.start, self.position, self.by_rank = 0, 0, by_rank
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        for index in range(start, len(self.batches)):
+            self.position = index + 1
+            yield self.batches[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "rank": RANK if self.by_rank else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["rank"] in (None, RANK), state
+        self.start = self.position = state["position"] % len(self.batches)
+
+
+def shelf() -> Path:
+    """Where the runs on different meshes exchange checkpoints."""
+    return Path(os.environ["CHECKPOINTS"])
+
+
+def save_at(
+    name: str,
+    make: Callable[[], pl.LightningModule],
+    data: Any,
+    weights_only: bool = False,
+    step: int | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Train one epoch and save a checkpoint at its end, or in its middle after `step` steps and go on."""
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == step:
+                trainer.save_checkpoint(shelf() / name)
+
+    pl.seed_everything(1, verbose=False)
+    rows = Rows()
+    trainer = make_trainer(mesh_strategy(kwargs.pop("level", 3), **kwargs.pop("strategy", {})), rows, Saves(), **kwargs)
+    trainer.fit(make(), data)
+    if step is None:
+        trainer.save_checkpoint(shelf() / name, weights_only)
+    trainer.strategy.teardown()
+    return rows.table()
+
+
+def resume_from(name: str, level: int = 3, data: Any = None, max_epochs: int = 2, make: Any = LanguageModel) -> Any:
+    pl.seed_everything(7, verbose=False)
+    module, rows = make(), Rows()
+    trainer = make_trainer(mesh_strategy(level), rows, max_epochs=max_epochs)
+    trainer.fit(module, loader() if data is None else data, ckpt_path=str(shelf() / name))
+    return {**rows.table(), "step": trainer.global_step, "epoch": trainer.current_epoch, "weights": weights(module)}
+
+
+case("plain", name="uninterrupted")(lambda: train_whole(Stateful()))
+case("plain", name="plain-file")(lambda: save_at("plain.ckpt", LanguageModel, loader()))
+
+
+def train_whole(data: Any, **kwargs: Any) -> dict[str, Any]:
+    pl.seed_everything(1, verbose=False)
+    module = LanguageModel(**kwargs)
+    return train(module, mesh_strategy(3), data, max_epochs=2)
+
+
+for _level in LEVELS:
+    case("save", name=f"save-{_level}")(  # type: ignore[misc]
+        lambda level=_level: save_at(f"epoch-{level}.ckpt", LanguageModel, loader(), level=level)
+    )
+    case("resume", "resume4", name=f"resume-level-{_level}")(  # type: ignore[misc]
+        lambda level=_level: resume_from("epoch-3.ckpt", level)
+    )
+    case("resume", name=f"resume-from-level-{_level}")(  # type: ignore[misc]
+        lambda level=_level: resume_from(f"epoch-{level}.ckpt", 3 - level)
+    )
+case("save", name="save-mid")(lambda: save_at("mid.ckpt", LanguageModel, Stateful(), step=8, max_epochs=2))
+case("save", name="save-ranked")(
+    lambda: save_at("ranked.ckpt", LanguageModel, Stateful(by_rank=True), step=8, max_epochs=2)
+)
+case("save", name="save-weights")(lambda: save_at("weights.ckpt", LanguageModel, loader(), weights_only=True))
+case("save", name="save-encoder")(lambda: save_at("encoder.ckpt", AutoEncoder, loader()))
+case("resume", "resume4", name="resume-mid")(lambda: resume_from("mid.ckpt", data=Stateful()))
+case("resume", "resume4", name="resume-plain")(lambda: resume_from("plain.ckpt"))
+case("resume", name="resume-ranked")(lambda: resume_from("ranked.ckpt", data=Stateful(by_rank=True)))
+case("resume4", name="resume-ranked-elsewhere")(lambda: resume_from("ranked.ckpt", data=Stateful(by_rank=True)))
+case("resume", name="resume-weights")(lambda: resume_from("weights.ckpt"))
+case("resume", name="resume-wider")(lambda: resume_from("epoch-3.ckpt", make=lambda: LanguageModel(width=16)))
+case("resume", name="resume-other-model")(lambda: resume_from("epoch-3.ckpt", make=AutoEncoder))
+
+
+@case("save")
+def dropout_goes_on() -> Any:
+    """Resumed in the middle of an epoch on the same mesh, dropout draws what it would have drawn."""
+    whole_run = train_whole(Stateful(), dropout=0.3)
+    save_at("dropout.ckpt", lambda: LanguageModel(dropout=0.3), Stateful(), step=8, max_epochs=2)
+    rest = resume_from("dropout.ckpt", data=Stateful(), make=lambda: LanguageModel(dropout=0.3))
+    return {"whole": whole_run["losses"][8:], "resumed": rest["losses"]}
+
+
+@case("save")
+def in_the_background() -> Any:
+    """Asynchronous checkpoints change nothing; the last one is whole once fit is over, and after SIGTERM."""
+    import signal
+
+    from autolaunch_strategies.checkpoint_files import problem_with
+
+    def run(directory: str, stop: bool = False, **strategy: Any) -> Any:
+        class Terminates(pl.Callback):
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                if stop and RANK == 0 and trainer.global_step == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        keep = pl.callbacks.ModelCheckpoint(
+            shelf() / directory, filename="{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max"
+        )
+        pl.seed_everything(1, verbose=False)
+        module = LanguageModel()
+        trainer = make_trainer(mesh_strategy(3, **strategy), keep, Terminates(), enable_checkpointing=True)
+        try:
+            trainer.fit(module, loader())
+        except SystemExit as stopped:
+            return type(stopped).__name__, sorted(item.name for item in (shelf() / directory).iterdir())
+        torch.distributed.barrier()
+        left = {item.name: problem_with(item) for item in sorted((shelf() / directory).iterdir())}
+        return weights(module), left
+
+    background, left = run("background", asynchronous_checkpoints=True)
+    foreground, _ = run("foreground")
+    torch.distributed.barrier()
+    stopped = run("stopped", stop=True, asynchronous_checkpoints=True)
+    torch.distributed.barrier()
+    last = problem_with(shelf() / "stopped" / stopped[1][-1])
+    return {"equal": background == foreground, "left": left, "stopped": stopped, "last": last}
+
+
+class WithConfig(AutoEncoder):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters({"config": config})
+
+
+@case("save")
+def metadata_of_any_type() -> Any:
+    from omegaconf import OmegaConf
+
+    def load(name: str, make: Any, **strategy: Any) -> str:
+        try:
+            make_trainer(mesh_strategy(3, **strategy)).validate(
+                make(), loader(), ckpt_path=str(shelf() / name), verbose=False
+            )
+        except Exception as error:
+            return type(error).__name__
+        return "loaded"
+
+    config = OmegaConf.create({"width": 3})
+    save_at("config.ckpt", lambda: WithConfig(config), loader())
+    return {
+        "trusted": load("config.ckpt", lambda: WithConfig(config)),
+        "not trusted": load("config.ckpt", lambda: WithConfig(config), trust_checkpoints=False),
+        "plain": load("encoder.ckpt", AutoEncoder, trust_checkpoints=False),
+    }
+
+
+@case("save")
+def parts_left_out() -> Any:
+    """`strict_loading = False` lets a module keep frozen parts out of its checkpoints."""
+
+    class LeavesOut(AutoEncoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strict_loading = False
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            state = super().state_dict(*args, **kwargs)
+            return {name: value for name, value in state.items() if not name.startswith("decoder")}
+
+    class Newer(AutoEncoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strict_loading = False
+            self.added = nn.Linear(2, 2)
+
+    save_at("part.ckpt", LeavesOut, loader())
+    found = []
+    for make in (LeavesOut, Newer):
+        resume_from("part.ckpt", make=make) if make is LeavesOut else None
+        make_trainer(mesh_strategy(3)).validate(make(), loader(), ckpt_path=str(shelf() / "part.ckpt"), verbose=False)
+        found.append("loaded")
+    return found
+
+
+# --- four ranks -----------------------------------------------------------------------------------------------------------
+
+HYBRID: dict[str, Any] = {"sharding_level": 3, "replicate": 2, "shard": 2}
+
+
+def four(name: str, make: Callable[[], pl.LightningModule], strategy: dict[str, Any], **kwargs: Any) -> None:
+    parity(name, make, strategy, **kwargs)
+    GROUPS.setdefault("four", {})[name] = GROUPS["parity"][name]
+
+
+four("hybrid-3", LanguageModel, {"dp": HYBRID}, val=loader, gradient_clip_val=0.5)
+four(
+    "hybrid-accumulate-1", LanguageModel, {"dp": {**HYBRID, "sharding_level": 1}}, data=lambda: loader(4),
+    accumulate_grad_batches=5, gradient_clip_val=0.5,
+)  # fmt: skip
+four(
+    "hybrid-accumulate-2", LanguageModel, {"dp": {**HYBRID, "sharding_level": 2}}, data=lambda: loader(4),
+    accumulate_grad_batches=5, gradient_clip_val=0.5,
+)  # fmt: skip
+four("four-3", Gan, {"level": 3})
+
+
+def initial(make: Callable[[], pl.LightningModule], level: int, seed: int = 3) -> dict[str, list[float]]:
+    class Looks(pl.Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            self.weights = weights(module, buffers=True)
+
+    pl.seed_everything(seed, verbose=False)
+    looks = Looks()
+    make_trainer(MeshStrategy(mesh=str(WORLD), dp=level, timeout=60), looks, max_steps=1).fit(make(), loader())
+    return looks.weights
+
+
+@case("parity", "four", "resume")
+def initial_weights() -> Any:
+    """A model built in configure_model starts with the same weights on every mesh and at every level."""
+    found = [initial(LateLanguageModel, level) for level in (0, 3)]
+    assert found[0] == found[1]
+    assert found[0] != initial(LateLanguageModel, 3, seed=4)
+    return found[0]
 
 
 def main(directory: str, group: str, *only: str) -> None:

@@ -97,8 +97,13 @@ class CheckpointWriter:
             return
         future, path, step, mesh = self._running
         self._running = None
-        future.result()
-        _put_in_place(path.with_name(path.name + WRITING), path, step, mesh)
+        try:
+            future.result()
+            _put_in_place(path.with_name(path.name + WRITING), path, step, mesh)
+        except Exception:
+            if together:
+                raise
+            return  # it stays half-written; what went wrong before is what people need to see
         if together:
             dist.barrier()
 
@@ -160,6 +165,14 @@ def _put_in_place(beside: Path, path: Path, step: int, mesh: str) -> None:
         path.rename(replaced)
     beside.rename(path)
     _remove(replaced)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint directory; under its own name it is never seen in parts."""
+    doomed = path.with_name(path.name + REPLACED)
+    _remove(doomed)
+    path.rename(doomed)
+    _remove(doomed)
 
 
 def _remove(path: Path) -> None:

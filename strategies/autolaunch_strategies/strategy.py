@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
-from autolaunch_strategies.checkpoint import CheckpointWriter, load_checkpoint, set_random_state
+from autolaunch_strategies.checkpoint import CheckpointWriter, load_checkpoint, remove_checkpoint, set_random_state
 from autolaunch_strategies.config import (
     ConfigError,
     DataParallel,
@@ -547,7 +547,11 @@ class MeshStrategy(ParallelStrategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         self._writer.finish()
-        super().remove_checkpoint(filepath)
+        path = Path(filepath)
+        if self.is_global_zero and path.is_dir() and not path.is_symlink():
+            remove_checkpoint(path)
+        else:
+            super().remove_checkpoint(filepath)
 
 
 @contextmanager
