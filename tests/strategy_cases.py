@@ -1,5 +1,5 @@
-"""Cases for the tests of MeshStrategy. A script: `torchrun ... strategy_cases.py <directory> <group>` on N ranks, or plain
-`python` for the one process that the others are compared with. Every rank writes `<case>.<rank>.json` into the directory.
+"""Cases for the tests of MeshStrategy, as a script: `torchrun ... strategy_cases.py <directory> <group>` on N ranks, or
+plain `python` for the one process that the others are compared with. Every rank writes `<case>.<rank>.json` there.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def train(
     return {**rows.table(), "metrics": metrics, "weights": weights(module)}
 
 
-# --- parity: the same on every mesh ------------------------------------------------------------------------------------
+# --- parity: the same on every mesh -----------------------------------------------------------------------------
 
 
 def parity(
@@ -165,7 +165,7 @@ for level in (0, 3):
     parity(f"bf16-mixed-{level}", LanguageModel, {"level": level}, precision="bf16-mixed", gradient_clip_val=0.5)
 for recompute in ("full", 2, "selective"):
     parity(f"recompute-{recompute}", LanguageModel, {"level": 3, "recompute": recompute})
-parity("compile", AutoEncoder, {"level": 3, "compile": "default"})
+parity("compile", LanguageModel, {"level": 3, "compile": "default"})
 parity("offload-3", LanguageModel, {"dp": {"sharding_level": 3, "cpu_offload": True}}, gradient_clip_val=0.5)
 parity("offload-1", LanguageModel, {"dp": {"sharding_level": 1, "cpu_offload": True}}, gradient_clip_val=0.5)
 
@@ -369,10 +369,11 @@ def summary_of_example_input() -> Any:
     pl.seed_everything(1, verbose=False)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        make_trainer(mesh_strategy(3), enable_model_summary=True, max_steps=1).fit(WithExample(), loader())
+        module = WithExample()
+        make_trainer(mesh_strategy(3), enable_model_summary=True, max_steps=1).fit(module, loader())
     from lightning.pytorch.utilities.model_summary import ModelSummary
 
-    return ModelSummary(AutoEncoder()).total_parameters
+    return ModelSummary(module).total_parameters
 
 
 @case("ranks")
@@ -427,10 +428,12 @@ def bytes_per_rank() -> Any:
         trainer = make_trainer(mesh_strategy(level), weighs, accumulate_grad_batches=2)
         trainer.fit(module, loader())
         states = [item for state in trainer.optimizers[0].state.values() for item in state.values()]
-        trained = [item for item in module.parameters() if item.requires_grad and item is not module.unused.weight]
+        unused = set(module.unused.parameters())
+        trained = [item for item in module.parameters() if item.requires_grad and item not in unused]
         found[level] = {
             "whole": sum(item.numel() * 4 for item in module.parameters()),
             "whole_trained": sum(item.numel() * 4 for item in trained),
+            "whole_state": 2 * sum(item.numel() * 4 for item in trained),
             "parameters": sum(local_bytes(item) for item in module.parameters()),
             "state": sum(local_bytes(item) for item in states if item.dim()),
             "accumulating": weighs.gradients[0],
@@ -459,14 +462,13 @@ def freed_between_uses() -> Any:
 
     found = {}
     for level in (2, 3):
-        seen: list[int] = []
 
         class Looks(LanguageModel):
             def on_fit_start(self) -> None:
-                blocks = list(self.encoder.layers)
+                blocks, self.seen = list(self.encoder.layers), []
 
                 def look(part: nn.Module, args: Any) -> None:
-                    seen.append(sum(held(block) for block in blocks))
+                    self.seen.append(sum(held(block) for block in blocks))
 
                 blocks[-1].linear2.register_forward_pre_hook(look)
 
@@ -478,7 +480,7 @@ def freed_between_uses() -> Any:
 
         module = Looks()
         make_trainer(mesh_strategy(level), max_steps=2).fit(module, loader())
-        found[level] = [max(seen), sum(item.numel() * 4 for item in module.encoder.layers[0].parameters())]
+        found[level] = [max(module.seen), sum(item.numel() * 4 for item in module.encoder.layers[0].parameters())]
     return found
 
 
@@ -572,7 +574,7 @@ def statistics_agree() -> Any:
     return seen
 
 
-# --- checkpoints: saved on two ranks, resumed on any mesh -----------------------------------------------------------------
+# --- checkpoints: saved on two ranks, resumed on any mesh --------------------------------------------------------
 
 
 class Stateful:
@@ -773,7 +775,7 @@ def parts_left_out() -> Any:
     return found
 
 
-# --- four ranks -----------------------------------------------------------------------------------------------------------
+# --- four ranks ----------------------------------------------------------------------------------------------------
 
 HYBRID: dict[str, Any] = {"sharding_level": 3, "replicate": 2, "shard": 2}
 
@@ -806,7 +808,7 @@ def initial(make: Callable[[], pl.LightningModule], level: int, seed: int = 3) -
     return looks.weights
 
 
-@case("parity", "four", "resume")
+@case("parity", "four", "alone")
 def initial_weights() -> Any:
     """A model built in configure_model starts with the same weights on every mesh and at every level."""
     found = [initial(LateLanguageModel, level) for level in (0, 3)]
