@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from autolaunch_strategies.config import AXES, DEFAULT_ORDER, DataParallel, option
+from autolaunch_strategies.config import AXES, DEFAULT_ORDER, DataParallel, ModelParallel, option
 
 TASKS = {
     "fit": "train the model",
@@ -37,6 +37,29 @@ class Mesh:
     )
 
 
+LLAMA_PLANS: dict[str, Any] = {
+    "tensor_parallel": {
+        "model.embed_tokens": "RowWiseParallel",
+        "model.layers.*.self_attn.(q|k|v)_proj": "ColWiseParallel",
+        "model.layers.*.self_attn.o_proj": "RowWiseParallel",
+        "model.layers.*.mlp.(gate|up)_proj": "ColWiseParallel",
+        "model.layers.*.mlp.down_proj": "RowWiseParallel",
+        "lm_head": "ColWiseParallel",
+    },
+    "seq_parallel": {
+        "model.embed_tokens": ["RowWiseParallel", {"SequenceParallelBegin": {"need_transpose": False}}],
+        "model.layers.*.self_attn": {"SequenceParallelDisable": {"need_transpose": False}},
+        "model.layers.*.self_attn.(q|k|v)_proj": "ColWiseParallel",
+        "model.layers.*.self_attn.o_proj": "RowWiseParallel",
+        "model.layers.*.mlp": {"SequenceParallelDisable": {"need_transpose": False}},
+        "model.layers.*.mlp.(gate|up)_proj": "ColWiseParallel",
+        "model.layers.*.mlp.down_proj": "RowWiseParallel",
+        "lm_head": [{"SequenceParallelEnd": {"need_transpose": False}}, "ColWiseParallel"],
+    },
+}
+"""How mp divides a Llama: what conf/model/llama.yaml says."""
+
+
 @dataclass
 class LlamaModel:
     """model=llama: the decoder of Llama 2 and 3 in plain PyTorch."""
@@ -60,6 +83,9 @@ class LlamaModel:
     norm_eps: float | None = option("Epsilon of the RMS norms (null: the size's own).", None, gt=0)
     tie_embeddings: bool | None = option("Use the embedding as the output head (null: the size's own).", None)
     init_std: float = option("Standard deviation of the initial weights.", 0.02, gt=0)
+    mp_plans: dict[str, Any] = option(
+        "Plans for mp that come with this model: {tensor_parallel: {pattern: style}, seq_parallel: {...}}.", LLAMA_PLANS
+    )
 
 
 @dataclass
@@ -76,6 +102,9 @@ class HFModel:
     attn_implementation: str = option(
         "Attention of `transformers`.", "sdpa", choices=("sdpa", "eager", "flash_attention_2")
     )
+    mp_plans: dict[str, Any] = option(
+        "Plans for mp that come with this model: {tensor_parallel: {pattern: style}, seq_parallel: {...}}.", {}
+    )
 
 
 @dataclass(kw_only=True)
@@ -87,6 +116,9 @@ class CustomModel:
     loss: Any = option(
         "Loss of (output, target): cross_entropy, mse, or {_target_: ...}; `output` for a model that returns its loss.",
         "cross_entropy",
+    )
+    mp_plans: dict[str, Any] = option(
+        "Plans for mp that come with this model: {tensor_parallel: {pattern: style}, seq_parallel: {...}}.", {}
     )
 
 
@@ -265,7 +297,7 @@ class Job:
     model: Any = field(default_factory=LlamaModel)
     data: Any = field(default_factory=TextData)
     dp: DataParallel = field(default_factory=DataParallel)
-    mp: dict[str, Any] | None = None
+    mp: ModelParallel | None = field(default_factory=ModelParallel)
     pp: dict[str, Any] | None = None
     cp: dict[str, Any] | None = None
     optimizer: Optimizer = field(default_factory=Optimizer)

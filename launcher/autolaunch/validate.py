@@ -65,9 +65,7 @@ def node_schema(key: str, values: Any) -> tuple[type | None, bool]:
         return named.get(str(values.get("name"))), False
     schema: Any = Job
     for part in key.split(".") if key else []:
-        schema = (
-            field_types(schema).get(part) if isinstance(schema, type) and dataclasses.is_dataclass(schema) else None
-        )
+        schema = _group(field_types(schema).get(part)) if dataclasses.is_dataclass(schema) else None
     if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
         return None, True
     # An optimizer class of one's own has arguments of its own.
@@ -126,9 +124,11 @@ def _value(
     if value == MISSING:
         errors.append(ConfigError(path, "must be given", _sentence(item), f"{path}=..."))
         return value
-    if dataclasses.is_dataclass(wanted) or path in _FAMILIES:
+    if _group(wanted) is not None or path in _FAMILIES:
         if isinstance(value, Mapping):
             return _node(value, path, where, errors)
+        if value is None and types.NoneType in _alternatives(wanted):
+            return None
         errors.append(
             ConfigError(where(path, value), "is a group of keys, not a single value", write=f"autolaunch --info {path}")
         )
@@ -167,6 +167,11 @@ _MISFIT = object()
 def _alternatives(wanted: Any) -> tuple[Any, ...]:
     """The plain types that a hint allows: `int | None` is (int, NoneType), `list[float]` is (list[float],)."""
     return typing.get_args(wanted) if typing.get_origin(wanted) in (Union, types.UnionType) else (wanted,)
+
+
+def _group(wanted: Any) -> type | None:
+    """The dataclass of a hint `Group` or `Group | None`; None of any other."""
+    return next((option for option in _alternatives(wanted) if dataclasses.is_dataclass(option)), None)  # type: ignore[arg-type,return-value]
 
 
 def _fit(value: Any, options: tuple[Any, ...]) -> Any:

@@ -264,6 +264,22 @@ def _yaml(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
+@dataclass
+class ModelParallel:
+    """How the ranks of the mp axis divide the layers of a model."""
+
+    name: str = option("Which plan this is; set by the group.", "auto")
+    base: str = option(
+        "Rules that mp.plan is laid over: `model` (the model's own, or else derived), `derive`, or `none`.",
+        "model",
+        choices=("model", "derive", "none"),
+    )
+    sequence_parallel: bool = option("Divide activations between blocks along the sequence, too.", False)
+    plan: dict[str, Any] = option(
+        "Rules of your own, `pattern: style`; one with a pattern of the base takes its place, null removes it.", {}
+    )
+
+
 RECOMPUTE_MODES = ("none", "full", "selective")
 
 
@@ -301,7 +317,7 @@ class ParallelConfig:
 
     mesh: MeshShape = field(default_factory=MeshShape)
     dp: DataParallel = field(default_factory=DataParallel)
-    mp: Mapping[str, Any] | None = None
+    mp: ModelParallel | None = None
     pp: Mapping[str, Any] | None = None
     cp: Mapping[str, Any] | None = None
     recompute: Recompute = field(default_factory=Recompute)
@@ -323,25 +339,43 @@ class ParallelConfig:
                     "dp.sharding_level=3 dp.cpu_offload=true",
                 )
             )
-        for axis in ("mp", "pp", "cp"):
+        if self.mesh.mp != 1 and self.mp is None:
+            errors.append(
+                ConfigError(
+                    f"mesh={self.mesh.name} with mp=none",
+                    f"the mesh has {self.mesh.mp} ranks along mp, but mp=none uses only one",
+                    "mp=auto, tensor_parallel, seq_parallel, or a plan of your own",
+                    "mp=auto",
+                )
+            )
+        for axis in ("pp", "cp"):
             if self.mesh.sizes[axis] != 1 and not getattr(self, axis):
-                sizes = {**self.mesh.sizes, "dp": self.mesh.size, "mp": 1, "pp": 1, "cp": 1}
+                rest = dataclasses.replace(self.mesh, dp=self.mesh.size // self.mesh.mp, pp=1, cp=1)
                 errors.append(
                     ConfigError(
                         f"mesh={self.mesh.name} with {axis}=none",
                         f"the mesh has {self.mesh.sizes[axis]} ranks along {axis}, but {axis}=none uses only one, "
                         f"and this version has nothing else for {axis}",
                         f"a mesh with {axis} of size 1",
-                        f"mesh={sizes['dp']}",
+                        f"mesh={rest.name}",
                     )
                 )
         return errors
 
 
+MP_NAMES: dict[str, ModelParallel | None] = {
+    "none": None,
+    "auto": ModelParallel(),
+    "tensor_parallel": ModelParallel("tensor_parallel"),
+    "seq_parallel": ModelParallel("seq_parallel", sequence_parallel=True),
+}
+"""What the names of the group mp mean."""
+
+
 def parallel_config(
     mesh: str | int | MeshShape | Mapping[str, Any] = 1,
     dp: DataParallel | Mapping[str, Any] | int | None = None,
-    mp: Mapping[str, Any] | None = None,
+    mp: ModelParallel | Mapping[str, Any] | str | None = None,
     pp: Mapping[str, Any] | None = None,
     cp: Mapping[str, Any] | None = None,
     recompute: Any = "none",
@@ -353,6 +387,7 @@ def parallel_config(
     Args:
         mesh: a shape (``"4x2"``), a number of ranks, or ``{dp: 4, mp: 2, order: [...]}``.
         dp: a `DataParallel`, its fields as a mapping, or a sharding level.
+        mp: a `ModelParallel`, its fields as a mapping, or none, auto, tensor_parallel, seq_parallel.
 
     Raises:
         ConfigError: an unknown field, a wrong shape or a wrong value.
@@ -366,6 +401,12 @@ def parallel_config(
         dp = {"sharding_level": dp}
     if not isinstance(dp, DataParallel):
         dp = _from_mapping(DataParallel, dp or {}, "dp")
+    if isinstance(mp, str):
+        if mp not in MP_NAMES:
+            raise ConfigError(f"mp={mp}", "no such plan", ", ".join(MP_NAMES))
+        mp = MP_NAMES[mp]
+    if isinstance(mp, Mapping):
+        mp = _from_mapping(ModelParallel, mp, "mp")
     return ParallelConfig(mesh, dp, mp, pp, cp, parse_recompute(recompute, recompute_save), compile)
 
 

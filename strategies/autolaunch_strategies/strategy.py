@@ -26,6 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from autolaunch_strategies.checkpoint import CheckpointWriter, load_checkpoint, remove_checkpoint, set_random_state
@@ -33,6 +34,7 @@ from autolaunch_strategies.config import (
     ConfigError,
     DataParallel,
     MeshShape,
+    ModelParallel,
     ParallelConfig,
     parallel_config,
     parse_mesh,
@@ -45,6 +47,7 @@ from autolaunch_strategies.mesh import RankMesh
 from autolaunch_strategies.parallelize import Parallelized, apply_parallelism
 from autolaunch_strategies.process_group import JoinedEnvironment, check_world_size, ensure_process_group
 from autolaunch_strategies.termination import Termination
+from autolaunch_strategies.views import plain
 
 _PARALLELIZED: weakref.WeakKeyDictionary[nn.Module, Parallelized] = weakref.WeakKeyDictionary()
 """What was done to which module: a second Trainer takes over what the first one parallelised."""
@@ -59,7 +62,8 @@ class MeshStrategy(ParallelStrategy):
     Args:
         mesh: a shape such as ``"8"``, ``"4x2"`` or ``"dp4xmp2"``, or ``"auto"``: every device along dp.
         dp: a sharding level, or the fields of `DataParallel` as a mapping.
-        mp, pp, cp: later axes; None as long as they have one rank.
+        mp: `auto`, `tensor_parallel`, `seq_parallel`, or the fields of `ModelParallel` as a mapping.
+        pp, cp: later axes; None as long as they have one rank.
         recompute: activation checkpointing: none, full, n (every n-th block), selective.
         recompute_save: operators whose outputs selective recomputation keeps.
         compile: compile every block: True or a mode of `torch.compile`.
@@ -68,6 +72,7 @@ class MeshStrategy(ParallelStrategy):
         asynchronous_checkpoints: write checkpoints in the background.
         trust_checkpoints: unpickle checkpoint metadata of any type (hyperparameters held in OmegaConf containers
             need it). False restricts it to what `torch.load(weights_only=True)` allows.
+        own_plan: the mp plan that comes with the model, if it brings one.
         construction, files: where the values of a module on meta come from (see `apply_parallelism`).
 
     Raises:
@@ -80,7 +85,7 @@ class MeshStrategy(ParallelStrategy):
         self,
         mesh: str | int | MeshShape | Mapping[str, Any] = "auto",
         dp: DataParallel | Mapping[str, Any] | int | None = None,
-        mp: Mapping[str, Any] | None = None,
+        mp: ModelParallel | Mapping[str, Any] | str | None = "auto",
         pp: Mapping[str, Any] | None = None,
         cp: Mapping[str, Any] | None = None,
         *,
@@ -93,6 +98,7 @@ class MeshStrategy(ParallelStrategy):
         trust_checkpoints: bool = True,
         construction: Construction | None = None,
         files: WeightFiles | None = None,
+        own_plan: Mapping[str, Any] | None = None,
         **plugins: Any,
     ) -> None:
         if dist.is_initialized():
@@ -107,7 +113,7 @@ class MeshStrategy(ParallelStrategy):
             self._open_shape = self.parallel.mesh
         else:
             raise_all(self.parallel.check())
-        self.construction, self.files = construction, files
+        self.construction, self.files, self.own_plan = construction, files, own_plan
         self._backend, self._timeout = process_group_backend, timedelta(seconds=timeout)
         self._trust_checkpoints = trust_checkpoints
         self._writer = CheckpointWriter(asynchronous_checkpoints)
@@ -283,7 +289,7 @@ class MeshStrategy(ParallelStrategy):
         with _constants_kept(module, self.precision_plugin):
             self.precision_plugin.convert_module(module)
         self._applied = apply_parallelism(
-            module, self.parallel, self.rank_mesh, self.root_device, self.construction, self.files
+            module, self.parallel, self.rank_mesh, self.root_device, self.construction, self.files, self.own_plan
         )
         self.construction = None  # the record keeps every meta tensor alive; it has served
         _PARALLELIZED[module] = self._applied
@@ -350,6 +356,14 @@ class MeshStrategy(ParallelStrategy):
             return self._as_forward("predict_step", *args, **kwargs)
 
     def _as_forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        with self._applied.model_parallel.running():
+            return tree_map(plain, self._gathered(step, *args, **kwargs))
+
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._applied.model_parallel.running():  # recomputed blocks run their forward within it
+            return super().backward(*args, **kwargs)
+
+    def _gathered(self, step: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module as its forward, so that sharded parameters outside of blocks are whole within it."""
         module = self.lightning_module
         assert module is not None

@@ -26,7 +26,7 @@ def build_model(model_cfg: Mapping[str, Any]) -> nn.Module:
 
         from autolaunch.instantiate import build
 
-        model = build(model_cfg, "model", ("name", "loss"))
+        model = build(model_cfg, "model", ("name", "loss", "mp_plans"))
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"model._target_={model_cfg['_target_']}",

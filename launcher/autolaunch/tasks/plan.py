@@ -13,6 +13,7 @@ from autolaunch.models import build_module
 from autolaunch.report.plan_file import write_plan
 from autolaunch.report.screen import show_plan
 from autolaunch.report.summary import write_summary
+from autolaunch.tasks.run_parts import own_plan
 from autolaunch_strategies.config import parallel_config
 from autolaunch_strategies.construction import Construction
 from autolaunch_strategies.parallelize import foresee
@@ -34,7 +35,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     )
     with Construction(config["seed"]).recording():
         module = build_module(config)
-    account = foresee(module, parallel)
+    account = foresee(module, parallel, own_plan(config))
     path = write_plan(job.output_dir, config, account, job.choices)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     summary = {

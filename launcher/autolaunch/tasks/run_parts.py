@@ -58,9 +58,18 @@ def build_strategy(config: Mapping[str, Any]) -> MeshStrategy:
         recompute=config["recompute"],
         recompute_save=config["recompute_save"],
         compile=config["compile"],
+        own_plan=own_plan(config),
         timeout=config["launch"]["collective_timeout"],
         asynchronous_checkpoints=config["checkpoint"]["asynchronous"],
     )
+
+
+def own_plan(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The plan for mp that the job's model comes with, if it brings one of the wanted kind."""
+    if config["mp"] is None or config["module"]:
+        return None
+    plans = config["model"].get("mp_plans") or {}
+    return plans.get("seq_parallel" if config["mp"]["sequence_parallel"] else "tensor_parallel")
 
 
 def build_trainer(

@@ -1,0 +1,103 @@
+"""Model (tensor) parallelism: a plan applied to a model, in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autolaunch_strategies.plan.rules import Match, Rule, match_rules
+from autolaunch_strategies.styles.base import Region
+from autolaunch_strategies.styles.build import build_style
+from autolaunch_strategies.views import MixedTensors
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ModelParallelModule:
+    """A model with a plan applied: the context in which it runs, and an account of what was done."""
+
+    model: nn.Module
+    mode: MixedTensors | None = None
+    replaced: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    account: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Forward and backward passes of the model run within it."""
+        if self.mode is None:
+            yield
+            return
+        with self.mode:
+            yield
+
+    def begin(self) -> None:
+        """Let gradients arrive divided as their parameters are. Called once, when every parameter has its values."""
+        if self.mode is None:
+            return
+        for parameter in self.model.parameters():
+            if isinstance(parameter, DTensor) and parameter.device_mesh == self.mode.replicate.mesh:
+                parameter.register_post_accumulate_grad_hook(_place_gradient)
+
+
+def apply_plan(model: nn.Module, rules: list[Rule], mesh: DeviceMesh | None, prefix: str = "") -> ModelParallelModule:
+    """Apply the rules of a plan to `model` in place; parameters may be on meta.
+
+    What no rule places stays a plain parameter, whole on every rank.
+
+    Args:
+        mesh: the 1-D mesh of the mp axis; None if it has one rank: then nothing is done.
+        prefix: what patterns may have in front of the model's own names.
+
+    Raises:
+        ConfigError: a style that does not fit its module.
+    """
+    if mesh is None:
+        return ModelParallelModule(model)
+    matches, warnings = matched(model, rules, prefix)
+    for warning in warnings:
+        log.warning(warning)
+    mode = MixedTensors(mesh)
+    region = Region(model, mesh, mode.replicate)
+    modules = dict(model.named_modules())
+    for match in matches:
+        for spec in match.rule.styles:
+            style = build_style(spec, f"{match.rule.source}: {match.rule.pattern}")
+            style.apply(region, match.module, modules[match.module], match.only)
+    return ModelParallelModule(model, mode, region.replaced, account_of_plan(rules, matches, warnings))
+
+
+def matched(model: nn.Module, rules: list[Rule], prefix: str = "") -> tuple[list[Match], list[str]]:
+    """Which rule applies to which module of `model`, and warnings (see `match_rules`)."""
+    parameters = {name: list(module._parameters) for name, module in model.named_modules()}
+    return match_rules(rules, parameters, prefix)
+
+
+def account_of_plan(rules: list[Rule], matches: list[Match], warnings: list[str]) -> dict[str, Any]:
+    """What a plan does, as plain data: every rule with its reason, and what it matches."""
+    found: dict[str, list[str]] = {}
+    for match in matches:
+        found.setdefault(match.rule.pattern, []).append(match.module + (f".{match.only}" if match.only else ""))
+    plan = {rule.pattern: rule.to_yaml() for rule in rules if rule.pattern in found}
+    return {
+        "plan": plan,
+        "reasons": {rule.pattern: rule.reason or rule.source for rule in rules if rule.pattern in found},
+        "modules": {pattern: len(names) for pattern, names in found.items()},
+        **({"warnings": warnings} if warnings else {}),
+    }
+
+
+@torch.no_grad()
+def _place_gradient(parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    assert isinstance(parameter, DTensor)
+    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -1,0 +1,1 @@
+"""Plans: rules that say what happens to which module of a model."""

@@ -1,0 +1,1 @@
+"""Styles: what happens to a module when a plan names it."""

@@ -1,0 +1,39 @@
+"""Hooks of the user's own around a module, made for the mesh; Paddle's PrepareLayerInput and PrepareLayerOutput."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from autolaunch_strategies.plan.rules import check_callable
+from autolaunch_strategies.styles.base import Region, Style
+
+
+class PrepareLayerInput(Style):
+    """Change what a module is called with.
+
+    Args:
+        fn: ``fn(process_mesh=mesh)`` returns a hook ``(module, inputs) -> inputs``, inputs being the positional ones.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = check_callable(fn, "PrepareLayerInput")
+
+    def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
+        module.register_forward_pre_hook(self.fn(process_mesh=region.mesh))
+
+
+class PrepareLayerOutput(Style):
+    """Change what a module returns.
+
+    Args:
+        fn: ``fn(process_mesh=mesh)`` returns a hook ``(module, inputs, outputs) -> outputs``.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = check_callable(fn, "PrepareLayerOutput")
+
+    def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
+        module.register_forward_hook(self.fn(process_mesh=region.mesh))

@@ -1,0 +1,146 @@
+"""Where sharded tensors (`DTensor`) meet plain ones in code that knows nothing of either.
+
+Between a column-wise and a row-wise layer activations are DTensors, so that the model's own code sees the shapes it was
+written for: a fused projection that is split afterwards stays right. Everything else is plain. While `MixedTensors` is
+active each call of a torch function with both kinds is made whole: plain tensors are the same on every rank of the
+mesh, so they become replicated DTensors, differentiably.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from autolaunch_strategies.vocabulary_loss import vocabulary_cross_entropy
+
+
+class Replicator:
+    """Plain tensors as replicated DTensors; the same tensor used several times in a row is converted once.
+
+    Its gradient is then summed over ranks once, too, and not once per use.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._last: tuple[weakref.ref[torch.Tensor], bool, DTensor] | None = None
+
+    def __call__(self, tensor: torch.Tensor) -> DTensor:
+        """`tensor` (equal on every rank of the mesh) as a DTensor; one that is a DTensor already stays."""
+        if isinstance(tensor, DTensor):
+            return tensor
+        grad = torch.is_grad_enabled()
+        if self._last is not None and self._last[0]() is tensor and self._last[1] == grad:
+            return self._last[2]
+        made = DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
+        if not isinstance(tensor, torch.nn.Parameter):
+            self._last = (weakref.ref(tensor, self._forget), grad, made)
+        return made
+
+    def _forget(self, _: Any) -> None:
+        self._last = None
+
+
+def plain(tensor: Any) -> Any:
+    """A DTensor as the whole plain tensor, the same on every rank; anything else as it is. Differentiable."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local()
+
+
+class MixedTensors(TorchFunctionMode):
+    """Active while a model with sharded parameters runs: see the module's text."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.replicate = Replicator(mesh)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _any_sharded(args) and not (kwargs and _any_sharded(kwargs.values())):
+            return func(*args, **kwargs)
+        if func in _SPECIAL:
+            return _SPECIAL[func](self.replicate, func, args, kwargs)
+        if args and type(args[0]) is not DTensor and isinstance(args[0], torch.Tensor) and _changes_first(func):
+            return func(*tree_map(plain, args), **tree_map(plain, kwargs))  # a plain tensor stays plain
+        leaves, _ = tree_flatten((args, kwargs))
+        if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) for leaf in leaves):
+            args, kwargs = tree_map(self._replicated, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _replicated(self, leaf: Any) -> Any:
+        return self.replicate(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _any_sharded(values: Any) -> bool:
+    for value in values:
+        if type(value) is DTensor:
+            return True
+        if type(value) in (list, tuple) and _any_sharded(value):
+            return True
+    return False
+
+
+def _changes_first(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Scaled dot product attention on each rank's own heads: q, k, v are [..., heads, s, d], sharded over heads."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    q, k, v = (replicate(given.pop(name)) for name in ("query", "key", "value"))
+    mask = given.pop("attn_mask", None)
+    head_dim = q.dim() - 3
+    heads, kv_heads, ranks = q.shape[head_dim], k.shape[head_dim], replicate.mesh.size()
+    grouped = bool(given.get("enable_gqa", False))
+    if q.placements[0] == Shard(head_dim) and heads % ranks == 0 and kv_heads % ranks == 0:
+        placement: Any = Shard(head_dim)
+    elif any(item.placements[0] == Shard(0) for item in (q, k, v)) and q.shape[0] % ranks == 0:
+        placement = Shard(0)
+    else:
+        placement = Replicate()
+    del grouped
+    local = [item.redistribute(placements=[placement]).to_local() for item in (q, k, v)]
+    if mask is not None:
+        mask = replicate(mask)
+        sharded_dim = None if placement == Replicate() else q.dim() + mask.dim() - q.dim() - (q.dim() - placement.dim)
+        along = sharded_dim is not None and sharded_dim >= 0 and mask.shape[sharded_dim] > 1
+        mask = mask.redistribute(placements=[Shard(sharded_dim) if along else Replicate()]).to_local()
+    out = func(*local, attn_mask=mask, **given)
+    return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)
+
+
+def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    logits, target = given["input"], plain(given["target"])
+    simple = (
+        given.get("weight") is None
+        and given.get("size_average") is None
+        and given.get("reduce") is None
+        and not target.is_floating_point()
+    )
+    if isinstance(logits, DTensor) and simple and logits.dim() == 2 and logits.placements[0] == Shard(1):
+        return vocabulary_cross_entropy(
+            logits.to_local(),
+            target,
+            replicate.mesh.get_group(),
+            logits.shape[1],
+            ignore_index=given.get("ignore_index", -100),
+            reduction=given.get("reduction", "mean"),
+            label_smoothing=given.get("label_smoothing", 0.0),
+        )
+    given |= {"input": plain(logits), "target": target, "weight": plain(given.get("weight"))}
+    return func(**given)
+
+
+_SPECIAL: dict[Any, Callable] = {F.scaled_dot_product_attention: _attention, F.cross_entropy: _cross_entropy}
