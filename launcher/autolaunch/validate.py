@@ -6,7 +6,6 @@ Hydra composes plain YAML, so this is where `trainer.max_steps=abc` is found. To
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -253,7 +252,7 @@ def _unknown_family(key: str, values: Mapping[str, Any], where: Where) -> Config
 
 def alike(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The known key that was meant, or an empty string. Stricter than `nearest`, as there are many keys."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), "")
+    return nearest(name, known, cutoff)
 
 
 def keys_text(parent: str, keys: Iterable[str]) -> tuple[str, str]:

@@ -64,13 +64,15 @@ def raise_all(errors: list[ConfigError]) -> None:
         raise ConfigErrors(errors)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that `name` was most likely meant to be, or an empty string."""
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.45) -> str:
+    """The known name that `name` was most likely meant to be, or an empty string.
+
+    Args:
+        cutoff: how alike they must be at least, from 0 (not at all) to 1 (the same).
+    """
     known = list(known)
-    for cutoff in (0.6, 0.45):
-        if found := difflib.get_close_matches(name, known, n=1, cutoff=cutoff):
-            return found[0]
-    return ""
+    swapped = [other for other in known if sorted(other) == sorted(name)]  # the commonest slip: modle
+    return next(iter(swapped or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), "")
 
 
 # --- the mesh ----------------------------------------------------------------------------------------------------
