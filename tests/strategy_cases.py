@@ -624,11 +624,11 @@ def save_at(
     pl.seed_everything(1, verbose=False)
     rows = Rows()
     trainer = make_trainer(mesh_strategy(kwargs.pop("level", 3), **kwargs.pop("strategy", {})), rows, Saves(), **kwargs)
-    trainer.fit(make(), data)
+    module = make()
+    trainer.fit(module, data)
     if step is None:
         trainer.save_checkpoint(shelf() / name, weights_only)
-    trainer.strategy.teardown()
-    return rows.table()
+    return {**rows.table(), "weights": weights(module)}
 
 
 def resume_from(name: str, level: int = 3, data: Any = None, max_epochs: int = 2, make: Any = LanguageModel) -> Any:

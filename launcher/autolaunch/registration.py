@@ -35,7 +35,7 @@ class _WhenImported:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _REGISTRY_HOME:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -44,5 +44,5 @@ class _WhenImported:
                 execute(module)
                 _register(module)
 
-            spec.loader.exec_module = execute_and_register
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

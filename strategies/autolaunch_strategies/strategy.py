@@ -173,6 +173,8 @@ class MeshStrategy(ParallelStrategy):
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
+        if self._parallel_devices:  # lightning tells the devices first
+            self._parallel_devices = self._one_device_per_local_rank(self._parallel_devices)
 
     @property
     def num_processes(self) -> int:
@@ -185,9 +187,7 @@ class MeshStrategy(ParallelStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        if devices:
-            devices = self._one_device_per_local_rank(list(devices))
-        self._parallel_devices = devices
+        self._parallel_devices = devices and list(devices)
 
     def _one_device_per_local_rank(self, devices: list[torch.device]) -> list[torch.device]:
         environment = self.cluster_environment
