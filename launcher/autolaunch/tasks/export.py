@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,9 @@ def export_checkpoint(
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         room = {prefix + name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
-        dcp.load(room, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be: no_dist
+            dcp.load(room, storage_reader=reader, no_dist=True)
         save_file({name.removeprefix(prefix): tensor for name, tensor in room.items()}, beside / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
         total += sum(tensor.nbytes for tensor in room.values())
