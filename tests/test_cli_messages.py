@@ -244,8 +244,10 @@ WRONG = [
         id="option-that-is-a-number",
     ),
     pytest.param(
-        ["mp=seq_parallel"],
-        "mp=seq_parallel: mp has no option 'seq_parallel'\n  allowed: none",
+        ["mp=seq_paralel"],
+        "mp=seq_paralel: mp has no option 'seq_paralel'; did you mean seq_parallel?\n"
+        "  allowed: auto, none, seq_parallel, tensor_parallel\n"
+        "  write:   mp=seq_parallel",
         id="unknown-mp",
     ),
     pytest.param(
@@ -567,12 +569,19 @@ WRONG = [
         id="mesh-open-does-not-divide",
     ),
     pytest.param(
-        ["mesh=2x2"],
-        "mesh=2x2 with mp=none: the mesh has 2 ranks along mp, but mp=none uses only one, and this version "
-        "has nothing else for mp\n"
-        "  allowed: a mesh with mp of size 1\n"
-        "  write:   mesh=4",
+        ["mesh=2x2", "mp=none"],
+        "mesh=2x2 with mp=none: the mesh has 2 ranks along mp, but mp=none uses only one\n"
+        "  allowed: mp=auto, tensor_parallel, seq_parallel, or a plan of your own\n"
+        "  write:   mp=auto",
         id="mesh-without-axis",
+    ),
+    pytest.param(
+        ["mesh=2x2x2"],
+        "mesh=2x2x2 with pp=none: the mesh has 2 ranks along pp, but pp=none uses only one, and this version "
+        "has nothing else for pp\n"
+        "  allowed: a mesh with pp of size 1\n"
+        "  write:   mesh=4x2",
+        id="mesh-with-an-axis-of-a-later-version",
     ),
     pytest.param(
         ["mesh=4", "dp=hsdp", "dp.replicate=3"],
@@ -627,14 +636,10 @@ WRONG = [
     ),
     pytest.param(
         ["mesh=1x3x5", "data.batch_size=8"],
-        "mesh=1x3x5 with mp=none: the mesh has 3 ranks along mp, but mp=none uses only one, and this "
-        "version has nothing else for mp\n"
-        "  allowed: a mesh with mp of size 1\n"
-        "  write:   mesh=15\n"
         "mesh=1x3x5 with pp=none: the mesh has 5 ranks along pp, but pp=none uses only one, and this "
         "version has nothing else for pp\n"
         "  allowed: a mesh with pp of size 1\n"
-        "  write:   mesh=15\n"
+        "  write:   mesh=5x3\n"
         "mesh=1x3x5 with model=llama: 4 attention heads cannot be shared evenly by 3 ranks of mp\n"
         "  allowed: mp of size 1, 2, 4\n"
         "mesh=1x3x5 with model=llama: 2 key/value heads cannot be shared evenly by 3 ranks of mp\n"
