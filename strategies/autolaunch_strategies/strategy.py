@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
+from autolaunch_strategies.apply import Parallelized, apply_parallelism
 from autolaunch_strategies.checkpoint import CheckpointWriter, load_checkpoint, remove_checkpoint, set_random_state
 from autolaunch_strategies.config import (
     ConfigError,
@@ -44,7 +45,6 @@ from autolaunch_strategies.construction import Construction
 from autolaunch_strategies.gradients import clip_values, gradient_norm, scale_gradients
 from autolaunch_strategies.materialise import WeightFiles, share_statistics
 from autolaunch_strategies.mesh import RankMesh
-from autolaunch_strategies.parallelize import Parallelized, apply_parallelism
 from autolaunch_strategies.process_group import JoinedEnvironment, check_world_size, ensure_process_group
 from autolaunch_strategies.termination import Termination
 from autolaunch_strategies.views import plain

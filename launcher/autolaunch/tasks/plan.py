@@ -14,9 +14,9 @@ from autolaunch.report.plan_file import write_plan
 from autolaunch.report.screen import show_plan
 from autolaunch.report.summary import write_summary
 from autolaunch.tasks.run_parts import own_plan
+from autolaunch_strategies.apply import foresee
 from autolaunch_strategies.config import parallel_config
 from autolaunch_strategies.construction import Construction
-from autolaunch_strategies.parallelize import foresee
 
 
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
