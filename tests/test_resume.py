@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from autolaunch.resume import resolve_ckpt_path
 from autolaunch_strategies.checkpoint_files import MANIFEST, complete_checkpoints, problem_with, write_manifest
 from autolaunch_strategies.config import ConfigError

@@ -76,8 +76,8 @@ class LlamaModel:
     max_seq_len: int | None = option("Longest sequence the model takes (null: the size's own).", None, ge=1)
     rope_theta: float | None = option("Base of the rotary frequencies (null: the size's own).", None, gt=0)
     rope_scaling: dict[str, Any] | None = option(
-        "Llama 3 rotary scaling: factor, low_freq_factor, high_freq_factor, original_max_seq_len (null: the size's own; "
-        "{} for none).",
+        "Llama 3 rotary scaling: factor, low_freq_factor, high_freq_factor, original_max_seq_len "
+        "(null: the size's own; {} for none).",
         None,
     )
     norm_eps: float | None = option("Epsilon of the RMS norms (null: the size's own).", None, gt=0)

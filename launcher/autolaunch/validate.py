@@ -64,7 +64,7 @@ def node_schema(key: str, values: Any) -> tuple[type | None, bool]:
         return named.get(str(values.get("name"))), False
     schema: Any = Job
     for part in key.split(".") if key else []:
-        schema = _group(field_types(schema).get(part)) if dataclasses.is_dataclass(schema) else None
+        schema = _group(field_types(schema).get(part)) if dataclasses.is_dataclass(schema) else None  # type: ignore[arg-type]
     if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
         return None, True
     # An optimizer class of one's own has arguments of its own.
@@ -170,7 +170,7 @@ def _alternatives(wanted: Any) -> tuple[Any, ...]:
 
 def _group(wanted: Any) -> type | None:
     """The dataclass of a hint `Group` or `Group | None`; None of any other."""
-    return next((option for option in _alternatives(wanted) if dataclasses.is_dataclass(option)), None)  # type: ignore[arg-type,return-value]
+    return next((option for option in _alternatives(wanted) if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
 
 
 def _fit(value: Any, options: tuple[Any, ...]) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +40,7 @@ def initialise_fsdp(root: nn.Module) -> None:
     Blocks may then be called by themselves (a callback that runs part of the model) before the first step.
     """
     assert isinstance(root, FSDPModule)
-    root._get_fsdp_state()._lazy_init()  # type: ignore[attr-defined]
+    root._get_fsdp_state()._lazy_init()
 
 
 def complete_after_backward(root: nn.Module, loss: torch.Tensor) -> None:
@@ -49,13 +50,13 @@ def complete_after_backward(root: nn.Module, loss: torch.Tensor) -> None:
     """
     assert isinstance(root, FSDPModule)
     if loss.requires_grad:
-        loss.register_hook(root._get_fsdp_state()._pre_backward)  # type: ignore[attr-defined]
+        loss.register_hook(root._get_fsdp_state()._pre_backward)
 
 
 def follow_requires_grad(module: nn.Module) -> None:
     """Let gathered parameters of `module` need gradients as its sharded ones do, which is what people switch."""
     assert isinstance(module, FSDPModule)
-    group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[attr-defined]
+    group = module._get_fsdp_state()._fsdp_param_group
     if group is not None and group.is_unsharded:
         for parameter in group.fsdp_params:
             parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
@@ -88,3 +89,18 @@ def writes_to(operator: Any) -> list[str]:
         for argument in operator._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+@contextmanager
+def fake_tensors() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Within it new tensors have shapes and no memory; gives a function that makes such a tensor of a real one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode, log = FakeTensorMode(allow_non_fake_inputs=True), logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it writes whole tracebacks of errors that are caught
+    try:
+        with mode:
+            yield mode.from_tensor
+    finally:
+        log.setLevel(level)

@@ -13,7 +13,7 @@ import random
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -295,7 +295,7 @@ def _fill_optimizer(
         saved = next((options_of[names[item]] for item in group["params"] if names[item] in options_of), None)
         if saved is not None:
             group.update(saved)
-    for parameter, state in optimizer.state.items():
+    for parameter, state in optimizer.state.items():  # type: ignore[assignment]
         step = state.get("step")
         group = next(group for group in optimizer.param_groups if any(item is parameter for item in group["params"]))
         if isinstance(step, torch.Tensor) and (group.get("capturable") or group.get("fused")):
@@ -342,7 +342,7 @@ def _restore_by_dp_rank(checkpoint: dict[str, Any], saved: list[dict[str, Any]],
 
 def random_state() -> dict[str, Any]:
     """The state of every random number generator of this process, as data that `set_random_state` takes back."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    kind, keys, position, has_gauss, cached = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
     state = {
         "torch": torch.get_rng_state(),
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],

@@ -124,7 +124,8 @@ class MeshShape:
                 f"but the other axes need multiples of {rest}",
                 allowed=f"other axes whose product divides {world_size}",
             )
-        return dataclasses.replace(self, **{open_axis: world_size // rest})
+        filled: dict[str, Any] = {open_axis: world_size // rest}
+        return dataclasses.replace(self, **filled)
 
 
 _SIZE = r"-1|\d+"
@@ -399,17 +400,17 @@ def parallel_config(
         mesh = MeshShape(**known, order=parse_order(mesh.get("order") or DEFAULT_ORDER))
     elif not isinstance(mesh, MeshShape):
         mesh = parse_mesh(mesh)
-    if isinstance(dp, int) and not isinstance(dp, bool):
+    if isinstance(dp, int):
         dp = {"sharding_level": dp}
-    if not isinstance(dp, DataParallel):
-        dp = _from_mapping(DataParallel, dp or {}, "dp")
+    data_parallel = dp if isinstance(dp, DataParallel) else _from_mapping(DataParallel, dp or {}, "dp")
     if isinstance(mp, str):
         if mp not in MP_NAMES:
             raise ConfigError(f"mp={mp}", "no such plan", ", ".join(MP_NAMES))
         mp = MP_NAMES[mp]
-    if isinstance(mp, Mapping):
-        mp = _from_mapping(ModelParallel, mp, "mp")
-    return ParallelConfig(mesh, dp, mp, pp, cp, parse_recompute(recompute, recompute_save), compile)
+    model_parallel = _from_mapping(ModelParallel, mp, "mp") if isinstance(mp, Mapping) else mp
+    return ParallelConfig(
+        mesh, data_parallel, model_parallel, pp, cp, parse_recompute(recompute, recompute_save), compile
+    )
 
 
 def _from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:

@@ -245,7 +245,7 @@ class _PretendReal(TorchFunctionMode):
     _ANSWERS: dict[Any, Any] = {
         torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
         torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
-        torch.Tensor.device.__get__: torch.device("cpu"),  # type: ignore[attr-defined]
+        torch.Tensor.device.__get__: torch.device("cpu"),
     }
 
     def __init__(self, construction: Construction) -> None:

@@ -108,7 +108,7 @@ def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: Dat
     if dp.sharding_level == 0:
         return DataParallelModule(root, 0, [name for name, _ in root.named_parameters()], group, reasons)
     scalars = _scalars(root)
-    options = {
+    options: dict[str, Any] = {
         "mesh": mesh.sharding_mesh(),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=DTYPES[dp.param_dtype], reduce_dtype=DTYPES[dp.reduce_dtype], cast_forward_inputs=False

@@ -56,7 +56,7 @@ def apply_compile(blocks: Iterable[Block], mode: bool | str) -> list[str]:
     """Compile the forward of every block by itself (hooks around it stay eager). Returns the blocks' names."""
     if not mode:
         return []
-    options = {} if mode is True else {"mode": mode}
+    options: dict[str, Any] = {} if mode is True else {"mode": mode}
     names = []
     for block in blocks:
         _replace_forward(block.module, lambda forward: torch.compile(forward, **options))
@@ -66,11 +66,11 @@ def apply_compile(blocks: Iterable[Block], mode: bool | str) -> list[str]:
 
 def _replace_forward(module: nn.Module, change: Callable[[Callable], Callable]) -> None:
     forward = module.forward
-    module.forward = functools.wraps(forward)(change(forward))  # type: ignore[method-assign]
+    module.forward = functools.wraps(forward)(change(forward))
 
 
 def _checkpointed(context_fn: Callable | None, forward: Callable) -> Callable:
-    options = {} if context_fn is None else {"context_fn": context_fn}
+    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
@@ -229,7 +229,7 @@ class MeshStrategy(ParallelStrategy):
         if self.cluster_environment is not None and not dist.is_initialized():
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank if self.shape.size > 1 else 0
+        _set_rank(self.global_rank if self.shape.size > 1 else 0)
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None and self.cluster_environment is not None
@@ -237,7 +237,7 @@ class MeshStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         ensure_process_group(self.shape, self.cluster_environment, self.root_device, self._backend, self._timeout)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = dist.get_rank()
+        _set_rank(dist.get_rank())
         if self._rank_mesh is None:
             replicate, shard = self.parallel.dp.split(self.shape.dp)
             self._rank_mesh = RankMesh.build(self.shape, replicate, shard, self.root_device.type)
@@ -283,7 +283,7 @@ class MeshStrategy(ParallelStrategy):
             self._applied = existing
             return
         if self._layer_sync and fitting:
-            module = self._layer_sync.apply(module)
+            module = cast(pl.LightningModule, self._layer_sync.apply(module))
         if self.construction is not None:
             self.construction.remember(module)
         with _constants_kept(module, self.precision_plugin):
@@ -297,7 +297,7 @@ class MeshStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Nothing: `setup` puts every parameter where it belongs."""
 
-    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Where lightning builds modules itself (`configure_model`): as `model_sharded_context`."""
         return self.precision_plugin.tensor_init_context()
 
@@ -584,6 +584,10 @@ def _constants_kept(module: nn.Module, precision: Any) -> Generator:
     if isinstance(precision, HalfPrecision):
         for owner, name, buffer in kept:
             owner._buffers[name] = buffer
+
+
+def _set_rank(rank: int) -> None:
+    rank_zero_only.rank = fabric_rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
 def _in_the_middle_of_an_epoch(checkpoint: dict[str, Any]) -> bool:

@@ -114,7 +114,7 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
         mask = replicate(mask)
         sharded_dim = None if placement == Replicate() else q.dim() + mask.dim() - q.dim() - (q.dim() - placement.dim)
         along = sharded_dim is not None and sharded_dim >= 0 and mask.shape[sharded_dim] > 1
-        mask = mask.redistribute(placements=[Shard(sharded_dim) if along else Replicate()]).to_local()
+        mask = mask.redistribute(placements=[Shard(sharded_dim) if along else Replicate()]).to_local()  # type: ignore[arg-type]
     out = func(*local, attn_mask=mask, **given)
     return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)
 

@@ -61,10 +61,11 @@ def measure(world_size: int, level: int, rounds: int) -> tuple[float, float, flo
     """(seconds per step by hand, seconds per step with MeshStrategy, median ratio of neighbouring turns)."""
     import lightning.pytorch as pl
     import torch
+    from torch.nn import functional as F
+
     from autolaunch.models.llama import Llama
     from autolaunch.models.llama_config import llama_config
     from autolaunch_strategies import MeshStrategy
-    from torch.nn import functional as F
 
     tokens = torch.randint(0, 256, (BATCH // world_size, LENGTH + 1), generator=torch.Generator().manual_seed(0))
 
@@ -123,10 +124,11 @@ class HandWritten:
 
     def __init__(self, world_size: int, level: int, tokens: Any) -> None:
         import torch
-        from autolaunch.models.llama import Llama
-        from autolaunch.models.llama_config import llama_config
         from torch.distributed.fsdp import fully_shard
         from torch.nn.parallel import DistributedDataParallel
+
+        from autolaunch.models.llama import Llama
+        from autolaunch.models.llama_config import llama_config
 
         torch.manual_seed(0)
         self.tokens = tokens

@@ -101,6 +101,7 @@ def merge_plans(base: Iterable[Rule], plan: Mapping[str, Any] | None, source: st
 
 
 def _read_style(style: Any, where: str) -> StyleSpec:
+    arguments: Mapping[str, Any]
     if isinstance(style, str):
         name, arguments = style, {}
     elif isinstance(style, Mapping) and "_target_" in style:

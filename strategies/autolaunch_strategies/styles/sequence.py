@@ -15,7 +15,7 @@ def _begin(region: Region, tensor: torch.Tensor, transpose: bool) -> DTensor:
     made = region.replicate(tensor)
     if transpose:
         made = made.redistribute(placements=[Shard(1)])
-        return made.transpose(0, 1)
+        return made.transpose(0, 1)  # type: ignore[return-value]
     return made.redistribute(placements=[Shard(1)])
 
 
