@@ -1,21 +1,293 @@
-"""Derive a plan for a model that comes with none."""
+"""Derive a plan for a model that comes with none, from the dataflow of one recorded forward pass.
+
+Between a column-wise and a row-wise layer activations keep their global shapes (see `views`), so a plan can be slow but
+not wrong; what is decided here is which pairs of layers save the most.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 from torch import nn
 
+from autolaunch_strategies.blocks import Block, find_blocks
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.plan.rules import Rule
+from autolaunch_strategies.plan.rules import Rule, StyleSpec
+from autolaunch_strategies.plan.sequence import sequence_styles
+from autolaunch_strategies.plan.trace import Trace, features, is_linear, trace
+
+COLUMN, ROW = StyleSpec("ColWiseParallel"), StyleSpec("RowWiseParallel")
+SOURCE = "derived"
 
 
-def derive_plan(model: nn.Module, sequence_parallel: bool, ranks: int) -> list[Rule]:
-    """The rules for `model`, each with its reason.
+@dataclass
+class Decisions:
+    """What happens to which module, by its full name: styles (none: it stays whole) and why."""
+
+    styles: dict[str, tuple[StyleSpec, ...]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def decide(self, name: str, styles: Iterable[StyleSpec], reason: str) -> None:
+        """Decide about a module; a later decision takes the place of an earlier one."""
+        self.styles[name], self.reasons[name] = tuple(styles), reason
+
+    def add(self, name: str, styles: Iterable[StyleSpec], reason: str, first: bool = False) -> None:
+        """Add styles to what is decided already, behind it or (`first`) before it."""
+        before, said = self.styles.get(name, ()), self.reasons.get(name, "")
+        self.styles[name] = (*styles, *before) if first else (*before, *styles)
+        self.reasons[name] = f"{said}; {reason}" if said else reason
+
+    def planned(self) -> set[str]:
+        """Modules whose parameters are divided."""
+        return {name for name, styles in self.styles.items() if any(style in (COLUMN, ROW) for style in styles)}
+
+
+def derive_plan(model: nn.Module, sequence_parallel: bool, ranks: int, example: Any = None) -> list[Rule]:
+    """The rules for `model` (on meta or real; it is not touched), each with its reason. No styles: it stays whole.
+
+    Args:
+        sequence_parallel: divide activations between blocks along the sequence, too, where the structure allows it.
+        ranks: along the mp axis.
+        example: inputs for one call of the model, if those that are found by themselves do not serve.
 
     Raises:
-        ConfigError: no plan can be found.
+        ConfigError: its forward can't be run on shapes alone, or nothing in it can be divided.
     """
-    raise ConfigError(
-        "mp.base",
-        f"{type(model).__name__} comes with no plan",
-        "a plan of your own in mp.plan, with mp.base=none",
-    )
+    flow = trace(model, example)
+    blocks = plan_blocks(model)
+    decisions = Decisions()
+    for block in blocks:
+        _decide_block(flow, block, ranks, decisions)
+    if not decisions.planned():
+        found = "".join(f"\n    {name}: {reason}" for name, reason in _one_of_each(decisions.reasons, model).items())
+        raise ConfigError(
+            "mp",
+            f"nothing in {type(model).__name__} can be divided among {ranks} ranks"
+            + (found or ": no repeated blocks with pairs of linear layers were found"),
+            "a plan of your own in mp.plan, with mp.base=none, or a mesh whose mp is 1",
+        )
+    decide_vocabulary(model, flow, ranks, decisions)
+    if sequence_parallel:
+        sequence_styles(model, flow, blocks, decisions)
+    return as_rules(model, blocks, decisions, SOURCE)
+
+
+def plan_blocks(model: nn.Module) -> list[Block]:
+    """The repeated blocks; of a model with one block only, the parts of its lists of modules."""
+    blocks = list(find_blocks(model))
+    if blocks:
+        return blocks
+    return [
+        Block(f"{name}.{key}" if name else key, child)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.ModuleDict)
+        for key, child in module.named_children()
+        if next(child.children(), None) is not None
+    ]
+
+
+# --- pairs of column-wise and row-wise layers within a block ------------------------------------------------------
+
+
+def _decide_block(flow: Trace, block: Block, ranks: int, decisions: Decisions) -> None:
+    within = {f"{block.name}.{name}": module for name, module in block.module.named_modules() if name}
+    linears = {name: module for name, module in within.items() if name in flow.sources}
+    joining = flow.reaching.get(block.name, frozenset()) & linears.keys()
+    groups = _groups(flow, linears, joining)
+    for columns, rows in groups:
+        _decide_group(flow, block, linears, columns, rows, ranks, decisions)
+    for name in linears:
+        if name in decisions.reasons:
+            continue
+        if name in joining:
+            decisions.decide(name, (), "whole: it joins the residual stream, but no linear layer of the block feeds it")
+        else:
+            decisions.decide(name, (), "whole: it feeds something other than the layers that join the residual stream")
+    for name, module in within.items():
+        if name in flow.untraceable:
+            decisions.decide(name, (), f"whole: what feeds what in it depends on data ({flow.untraceable[name]})")
+        elif name not in flow.calls and not is_linear(module) and _holds_matrices(module):
+            decisions.decide(name, (), "whole: it is not called as a module")
+        elif _holds_matrices(module) and not is_linear(module):
+            decisions.decide(name, (), f"whole: no rule is known for the parameters of {type(module).__name__}")
+
+
+def _holds_matrices(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+
+
+def _groups(flow: Trace, linears: Mapping[str, nn.Module], joining: Iterable[str]) -> list[tuple[set[str], set[str]]]:
+    """(column-wise, row-wise) candidates: layers that join the residual stream, with the layers that feed only those.
+
+    Rows that share a column are one group.
+    """
+    joining = set(joining)
+    groups: list[tuple[set[str], set[str]]] = []
+    for row in joining:
+        columns = {
+            name
+            for name in flow.sources[row]
+            if name in linears and name not in joining and flow.consumers(name) <= joining
+        }
+        if not columns:
+            continue
+        rows = {row}
+        for other in [group for group in groups if group[0] & columns]:
+            groups.remove(other)
+            columns |= other[0]
+            rows |= other[1]
+        groups.append((columns, rows))
+    return groups
+
+
+def _decide_group(
+    flow: Trace,
+    block: Block,
+    linears: Mapping[str, nn.Module],
+    columns: set[str],
+    rows: set[str],
+    ranks: int,
+    decisions: Decisions,
+) -> None:
+    def short(names: Iterable[str]) -> str:
+        return ", ".join(name.removeprefix(f"{block.name}.") for name in sorted(names))
+
+    heads = {name: count for name in columns if (count := _heads(flow, name)) > 0}
+    most = max(heads.values(), default=0)
+    few = {name for name, count in heads.items() if count % ranks and count < most}
+    problem = ""
+    if most % ranks:
+        problem = f"{most} heads do not divide among {ranks} ranks"
+    for name in sorted(rows | columns - few):
+        size = features(linears[name])[0 if name in rows else 1]
+        if size % ranks and not problem:
+            kind = "inputs" if name in rows else "outputs"
+            problem = f"the {size} {kind} of {short([name])} do not divide among {ranks} ranks"
+    if any(flow.calls[name].times > 1 for name in rows | columns):
+        problem = problem or "it is called more than once in a forward pass"
+    if problem:
+        for name in rows | columns:
+            decisions.decide(name, (), f"whole: {problem}")
+        return
+    for name in columns - few:
+        decisions.decide(name, [COLUMN], f"column-wise: it feeds {short(rows)}")
+    for name in few:
+        decisions.decide(name, (), f"whole: its {heads[name]} heads do not divide among {ranks} ranks")
+    for name in rows:
+        fed = short(columns & flow.sources[name])
+        decisions.decide(name, [ROW], f"row-wise: it joins the residual stream; fed by {fed}")
+
+
+def _heads(flow: Trace, name: str) -> int:
+    """Into how many heads the output of a layer is viewed; 0 if it is not. Of (3, heads, size) the heads count."""
+    counts = [parts[1] if len(parts) > 2 and parts[0] in (2, 3) else parts[0] for parts in flow.splits.get(name, ())]
+    return max(counts, default=0)
+
+
+# --- embedding and head -------------------------------------------------------------------------------------------
+
+
+def vocabulary(model: nn.Module, flow: Trace | None) -> tuple[str | None, str | None]:
+    """(the embedding of tokens, the linear layer that gives their logits), each None if there is none."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    embedding, head = None, None
+    if hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings"):
+        try:
+            embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        except (NotImplementedError, AttributeError):
+            pass
+    if not isinstance(embedding, nn.Embedding) and flow is not None:
+        embeddings = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+        called = [module for name, module in embeddings if name in flow.calls]
+        embedding = max(called, key=lambda module: module.num_embeddings, default=None)
+    if not isinstance(embedding, nn.Embedding):
+        return None, None
+    if not (head is not None and is_linear(head)) and flow is not None:
+        fitting = [
+            module
+            for name, module in model.named_modules()
+            if is_linear(module) and name in flow.calls and features(module)[1] == embedding.num_embeddings
+        ]
+        head = fitting[-1] if fitting else None
+    if head is not None and not (is_linear(head) and features(head)[1] == embedding.num_embeddings):
+        head = None
+    return names.get(id(embedding)), None if head is None else names.get(id(head))
+
+
+def decide_vocabulary(model: nn.Module, flow: Trace | None, ranks: int, decisions: Decisions) -> None:
+    """Divide the embedding of tokens and the layer of their logits by the vocabulary."""
+    embedding_name, head_name = vocabulary(model, flow)
+    if embedding_name is None:
+        return
+    embedding = model.get_submodule(embedding_name)
+    assert isinstance(embedding, nn.Embedding)
+    head = None if head_name is None else model.get_submodule(head_name)
+    tied = head is not None and head.weight is embedding.weight
+    problem = ""
+    if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        problem = "whole: max_norm, scale_grad_by_freq and sparse need the whole table"
+    elif embedding.num_embeddings < ranks:
+        problem = f"whole: {embedding.num_embeddings} tokens for {ranks} ranks"
+    if problem:
+        decisions.decide(embedding_name, (), problem)
+    else:
+        decisions.decide(embedding_name, [ROW], "row-wise: each rank holds some of the vocabulary")
+    if head_name is None:
+        return
+    if problem and tied:
+        decisions.decide(head_name, (), f"whole: it shares its weight with {embedding_name}")
+    elif embedding.num_embeddings >= ranks:
+        shared = f"; its weight is that of {embedding_name}" if tied else ""
+        decisions.decide(head_name, [COLUMN], f"column-wise: logits and loss stay divided by the vocabulary{shared}")
+
+
+# --- rules --------------------------------------------------------------------------------------------------------
+
+
+def as_rules(model: nn.Module, blocks: Iterable[Block], decisions: Decisions, source: str) -> list[Rule]:
+    """One rule per kind of module: the number of a block becomes `*` where all blocks agree, else they are listed."""
+    containers: dict[str, list[str]] = {}
+    for block in blocks:
+        container, _, key = block.name.rpartition(".")
+        containers.setdefault(container, []).append(key)
+    groups: dict[tuple[str, str], dict[str, list[str]]] = {}  # (container, name in the block) -> decision -> keys
+    order: dict[tuple[str, str], int] = {}
+    names = [name for name, _ in model.named_modules() if name in decisions.styles]
+    for name in names:
+        container, key, rest = _place(name, containers)
+        said = repr((decisions.styles[name], decisions.reasons[name]))
+        groups.setdefault((container, rest), {}).setdefault(said, []).append(key)
+        order.setdefault((container, rest), len(order))
+    rules = []
+    for (container, rest), variants in groups.items():
+        for keys in variants.values():
+            if not rest:
+                full = pattern = container
+            else:
+                one = keys[0] if len(keys) == 1 else f"({'|'.join(re.escape(key) for key in keys)})"
+                part = "*" if len(variants) == 1 else one
+                pattern = ".".join(piece for piece in (container, part, rest) if piece)
+                full = ".".join(piece for piece in (container, keys[0], rest) if piece)
+            rules.append(Rule(pattern, decisions.styles[full], decisions.reasons[full], source))
+    return rules
+
+
+def _place(name: str, containers: Mapping[str, list[str]]) -> tuple[str, str, str]:
+    """(container, key of the block, name within the block), or (name, "", "") outside of all blocks."""
+    for container, keys in containers.items():
+        rest = name.removeprefix(f"{container}.") if container else name
+        key, _, inner = rest.partition(".")
+        if (not container or rest != name) and key in keys and inner:
+            return container, key, inner
+    return name, "", ""
+
+
+def _one_of_each(reasons: Mapping[str, str], model: nn.Module) -> dict[str, str]:
+    """The first of the names that differ by numbers only."""
+    first: dict[str, tuple[str, str]] = {}
+    for name, reason in reasons.items():
+        first.setdefault(re.sub(r"\d+", "*", name), (name, reason))
+    return {shape: reason for shape, (_, reason) in first.items()}
