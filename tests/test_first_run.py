@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from autolaunch.tasks.export import export_checkpoint, trained_config
 
 ROOT = Path(__file__).parents[1]
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("first_run")]
+pytestmark = pytest.mark.timeout(240)
 
 STEPS = 6
 TINY = [

@@ -20,7 +20,7 @@ import autolaunch
 
 ROOT = Path(__file__).parents[1]
 WHEEL = f"autolaunch-{autolaunch.__version__}-py3-none-any.whl"
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("packaging")]
+pytestmark = pytest.mark.timeout(240)
 
 
 def call(*command: str | Path, cwd: Path, fails: bool = False) -> str:

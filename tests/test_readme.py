@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("readme")]
+pytestmark = pytest.mark.timeout(180)
 
 
 def blocks(language: str) -> list[str]:
