@@ -576,6 +576,41 @@ WRONG = [
         id="mesh-without-axis",
     ),
     pytest.param(
+        ["mesh=2x2", "compile=true"],
+        "compile=true with mesh=2x2: torch.compile does not follow tensors that are divided along mp through a block\n"
+        "  allowed: compile=false, or a mesh with mp of size 1\n"
+        "  write:   compile=false",
+        id="compile-with-mp",
+    ),
+    pytest.param(
+        [
+            "+mp.plan={fc1: ColumnParallel, layers.*.\\(: RowWiseParallel, fc2: [RowWiseParallel, {ColWiseParallel: "
+            "{gather: true}}], fc3: {_target_: absent_package.Style}, fc4: null}"
+        ],
+        "mp.plan: fc1: no style is called 'ColumnParallel'; did you mean ColWiseParallel?\n"
+        "  allowed: ColWiseParallel, RowWiseParallel, SequenceParallelBegin, SequenceParallelEnd, "
+        "SequenceParallelEnable, SequenceParallelDisable, PrepareLayerInput, PrepareLayerOutput\n"
+        "mp.plan: 'layers.*.(': not a pattern: missing ), unterminated subpattern at position 15\n"
+        "  allowed: names, *, or a regular expression\n"
+        "mp.plan: fc2: ColWiseParallel has no argument 'gather'\n"
+        "  allowed: gather_output, shard_dim\n"
+        "mp.plan: fc3._target_=absent_package.Style: no module absent_package can be imported from here\n"
+        "  allowed: an installed package, or absent_package.py in the working directory",
+        id="plan-with-mistakes",
+    ),
+    pytest.param(
+        ["+mp.plan.model.lm_head=ColWiseParallel"],
+        "mp.plan.model.lm_head: dots in a key of the command line make groups of keys, not a name of a module\n"
+        "  allowed: rules in braces\n"
+        "  write:   '+mp.plan={model.lm_head: ...}'",
+        id="rule-with-dots",
+    ),
+    pytest.param(
+        ["+model.mp_plans.column.lm_head=ColWiseParallel"],
+        "model.mp_plans.column: no such plan\n  allowed: tensor_parallel, seq_parallel",
+        id="plan-of-an-unknown-way",
+    ),
+    pytest.param(
         ["mesh=2x2x2"],
         "mesh=2x2x2 with pp=none: the mesh has 2 ranks along pp, but pp=none uses only one, and this version "
         "has nothing else for pp\n"
@@ -641,9 +676,7 @@ WRONG = [
         "  allowed: a mesh with pp of size 1\n"
         "  write:   mesh=5x3\n"
         "mesh=1x3x5 with model=llama: 4 attention heads cannot be shared evenly by 3 ranks of mp\n"
-        "  allowed: mp of size 1, 2, 4\n"
-        "mesh=1x3x5 with model=llama: 2 key/value heads cannot be shared evenly by 3 ranks of mp\n"
-        "  allowed: mp of size 1, 2\n"
+        "  allowed: mp of size 1, 2, 4, or a plan of your own that leaves attention whole, with mp.base=none\n"
         "mesh=1x3x5 with model=llama: 4 layers cannot fill 5 pipeline stages\n"
         "  allowed: pp of size 4 or less, or more layers",
         id="heads-and-layers-of-a-mesh",

@@ -27,6 +27,7 @@ from autolaunch_strategies.config import (
     parse_order,
     parse_recompute,
 )
+from autolaunch_strategies.plan.rules import read_plan
 
 
 def check(
@@ -52,6 +53,7 @@ def check(
         parse_recompute(config["recompute"], config["recompute_save"])
     except ConfigError as error:
         errors.append(error)
+    errors += _plans(config)
     errors += _schedule(config, where)
     errors += _checkpoint(config, output_dir, where)
     errors += _own_objects(config)
@@ -157,19 +159,14 @@ def _divisibility(
         )
     if facts is None:
         return
-    for axis, noun, count in (
-        ("mp", "attention heads", facts.num_heads),
-        ("mp", "key/value heads", facts.num_kv_heads),
-    ):
-        size = mesh.sizes[axis]
-        # Key/value heads may also be fewer than the ranks: then several ranks hold the same one.
-        if count is None or count % size == 0 or (noun == "key/value heads" and size % count == 0):
-            continue
-        fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+    heads = facts.num_heads
+    # Only heads: every other size may be cut unevenly, and a plan of one's own may leave attention whole.
+    if heads is not None and heads % mesh.mp and config["mp"] is not None and config["mp"]["base"] != "none":
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         yield ConfigError(
             f"mesh={mesh.name} with model={facts.name}",
-            f"{count} {noun} cannot be shared evenly by {size} ranks of {axis}",
-            f"{axis} of size {fitting}",
+            f"{heads} attention heads cannot be shared evenly by {mesh.mp} ranks of mp",
+            f"mp of size {fitting}, or a plan of your own that leaves attention whole, with mp.base=none",
         )
     if facts.num_layers is not None and facts.num_layers < mesh.pp:
         yield ConfigError(
@@ -177,6 +174,47 @@ def _divisibility(
             f"{facts.num_layers} layers cannot fill {mesh.pp} pipeline stages",
             f"pp of size {facts.num_layers} or less, or more layers",
         )
+
+
+def _plans(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Every rule of every plan for mp in the config, used or not: each is read by itself, so that all are told."""
+    plans = {"mp.plan": (config["mp"] or {}).get("plan")}
+    own = config["model"].get("mp_plans") if config["module"] is None else None
+    if own is not None and not isinstance(own, Mapping):
+        plans["model.mp_plans"] = own
+    for name, plan in (own if isinstance(own, Mapping) else {}).items():
+        key = f"model.mp_plans.{name}"
+        if name not in ("tensor_parallel", "seq_parallel"):
+            yield ConfigError(key, "no such plan", "tensor_parallel, seq_parallel")
+        plans[key] = plan
+    for key, plan in plans.items():
+        rules = [{pattern: styles} for pattern, styles in plan.items()] if isinstance(plan, Mapping) else [plan]
+        for rule in rules:
+            if dotted := _dotted(rule):
+                yield ConfigError(
+                    f"{key}.{dotted}",
+                    "dots in a key of the command line make groups of keys, not a name of a module",
+                    "rules in braces",
+                    f"'+{key}={{{dotted}: ...}}'",
+                )
+                continue
+            try:
+                read = read_plan(rule, key)
+            except ConfigError as error:
+                yield error
+                continue
+            for style in (style for item in read for style in item.styles if "." in style.name):
+                yield from _absent_module(f"{key}: {read[0].pattern}", {"_target_": style.name})
+
+
+def _dotted(rule: Any) -> str:
+    """The pattern that `+mp.plan.model.lm_head=...` was meant to be, of what it became: groups in groups."""
+    if not isinstance(rule, Mapping) or len(rule) != 1:
+        return ""
+    (name, value), *_ = rule.items()
+    if not isinstance(value, Mapping) or len(value) != 1 or not str(next(iter(value))).islower() or "_target_" in value:
+        return ""
+    return f"{name}.{_dotted(value) or next(iter(value))}"
 
 
 def _schedule(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:

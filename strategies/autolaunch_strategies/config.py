@@ -351,6 +351,15 @@ class ParallelConfig:
                     "mp=auto",
                 )
             )
+        if self.mesh.mp != 1 and self.compile:
+            errors.append(
+                ConfigError(
+                    f"compile={str(self.compile).lower()} with mesh={self.mesh.name}",
+                    "torch.compile does not follow tensors that are divided along mp through a block",
+                    "compile=false, or a mesh with mp of size 1",
+                    "compile=false",
+                )
+            )
         for axis in ("pp", "cp"):
             if self.mesh.sizes[axis] != 1 and not getattr(self, axis):
                 rest = dataclasses.replace(self.mesh, dp=self.mesh.size // self.mesh.mp, pp=1, cp=1)

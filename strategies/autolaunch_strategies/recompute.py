@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,13 +27,19 @@ SAVE_GROUPS: dict[str, tuple[str, ...]] = {
 """What the names in `recompute_save` stand for: aten operators."""
 
 
-def apply_recompute(blocks: Iterable[Block], recompute: Recompute) -> dict[str, str]:
+def apply_recompute(
+    blocks: Iterable[Block], recompute: Recompute, running: Callable[[], AbstractContextManager] = nullcontext
+) -> dict[str, str]:
     """Let blocks compute their activations again in the backward pass. Returns block name -> what was done.
+
+    Args:
+        running: the context in which a forward pass runs; a backward pass is not within it.
 
     Raises:
         ConfigError: selective with a name that is neither a group nor an aten operator.
     """
-    context_fn = _selective(recompute.save) if recompute.mode == "selective" else None
+    selective = _selective(recompute.save) if recompute.mode == "selective" else None
+    context_fn = functools.partial(_contexts, selective, running)
     done = recomputed_blocks(blocks, recompute)
     for block in blocks:
         if block.name in done:
@@ -69,13 +76,25 @@ def _replace_forward(module: nn.Module, change: Callable[[Callable], Callable]) 
     module.forward = functools.wraps(forward)(change(forward))
 
 
-def _checkpointed(context_fn: Callable | None, forward: Callable) -> Callable:
-    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+def _contexts(
+    selective: Callable | None, running: Callable[[], AbstractContextManager]
+) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The contexts of a block's forward pass and of its repetition."""
+    first, again = (nullcontext(), nullcontext()) if selective is None else selective()
+    return first, _both(running, again)
 
+
+@contextmanager
+def _both(running: Callable[[], AbstractContextManager], inner: AbstractContextManager) -> Iterator[None]:
+    with running(), inner:
+        yield
+
+
+def _checkpointed(context_fn: Callable, forward: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
     return run
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -52,7 +52,20 @@ def plain(tensor: Any) -> Any:
     """A DTensor as the whole plain tensor, the same on every rank; anything else as it is. Differentiable."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local()
+    return _Whole.apply(tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim))
+
+
+class _Whole(torch.autograd.Function):
+    """As `DTensor.to_local` of a replicated DTensor; but not a view, which models could not change in place (`x +=`)."""
+
+    @staticmethod
+    def forward(context: Any, tensor: DTensor) -> torch.Tensor:
+        context.mesh, context.placements = tensor.device_mesh, tensor.placements
+        return tensor.to_local().detach()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return DTensor.from_local(gradients[0], context.mesh, context.placements, run_check=False)
 
 
 class MixedTensors(TorchFunctionMode):
@@ -101,15 +114,20 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     mask = given.pop("attn_mask", None)
     head_dim = q.dim() - 3
     heads, kv_heads, ranks = q.shape[head_dim], k.shape[head_dim], replicate.mesh.size()
-    grouped = bool(given.get("enable_gqa", False))
-    if q.placements[0] == Shard(head_dim) and heads % ranks == 0 and kv_heads % ranks == 0:
+    own_heads = q.placements[0] == Shard(head_dim) and heads % ranks == 0
+    if own_heads and kv_heads % ranks == 0:
         placement: Any = Shard(head_dim)
+    elif own_heads and given.get("enable_gqa") and (part := _shared_heads(heads, kv_heads, replicate.mesh)) is not None:
+        placement = Shard(head_dim)
+        k, v = (_part_of_whole(item, head_dim, part) for item in (k, v))
     elif any(item.placements[0] == Shard(0) for item in (q, k, v)) and q.shape[0] % ranks == 0:
         placement = Shard(0)
     else:
         placement = Replicate()
-    del grouped
-    local = [item.redistribute(placements=[placement]).to_local() for item in (q, k, v)]
+    local = [
+        item.redistribute(placements=[placement]).to_local() if isinstance(item, DTensor) else item
+        for item in (q, k, v)
+    ]
     if mask is not None:
         mask = replicate(mask)
         sharded_dim = None if placement == Replicate() else q.dim() + mask.dim() - q.dim() - (q.dim() - placement.dim)
@@ -117,6 +135,31 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
         mask = mask.redistribute(placements=[Shard(sharded_dim) if along else Replicate()]).to_local()  # type: ignore[arg-type]
     out = func(*local, attn_mask=mask, **given)
     return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)
+
+
+def _shared_heads(heads: int, kv_heads: int, mesh: DeviceMesh) -> tuple[int, int] | None:
+    """(first, how many) of the key/value heads that the query heads of this rank use; None if that is no whole part."""
+    own, group = heads // mesh.size(), heads // kv_heads
+    if own % group and group % own:
+        return None
+    return mesh.get_local_rank() * own // group, max(own // group, 1)
+
+
+def _part_of_whole(tensor: DTensor, dim: int, part: tuple[int, int]) -> torch.Tensor:
+    """A part of a whole tensor, plain; the other ranks use other parts, so gradients of the whole are added up."""
+    whole = tensor.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return whole.narrow(dim, *part)
+
+
+def _reshape(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """A change of shape that the parts of an unevenly divided tensor do not survive is made on the whole tensor."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        tensor = args[0] if args else None
+        if not isinstance(tensor, DTensor) or tensor.placements[0].is_replicate():
+            raise
+        return func(tensor.redistribute(placements=[Replicate()]), *args[1:], **kwargs)
 
 
 def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -143,4 +186,14 @@ def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> 
     return func(**given)
 
 
-_SPECIAL: dict[Any, Callable] = {F.scaled_dot_product_attention: _attention, F.cross_entropy: _cross_entropy}
+_SPECIAL: dict[Any, Callable] = {
+    F.scaled_dot_product_attention: _attention,
+    F.cross_entropy: _cross_entropy,
+    torch.Tensor.view: _reshape,
+    torch.Tensor.reshape: _reshape,
+    torch.Tensor.unflatten: _reshape,
+    torch.Tensor.flatten: _reshape,
+    torch.reshape: _reshape,
+    torch.unflatten: _reshape,
+    torch.flatten: _reshape,
+}

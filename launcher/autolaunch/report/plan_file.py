@@ -43,8 +43,9 @@ def write_plan(
         choices: config group -> chosen option; for the mesh the name of its shape, which then stands for its sizes.
     """
     defaults = [{f"override /{group}": option} for group, option in sorted(choices.items()) if _is_ours(group, option)]
+    keys, reasons = _with_written_plan(config, reasons)
     text = [HEADER, _yaml({"defaults": [*defaults, "_self_"]})]
-    keys = {key: value for key, value in config.items() if key not in OF_ONE_RUN}
+    keys = {key: value for key, value in keys.items() if key not in OF_ONE_RUN}
     if config.get("output_dir"):
         keys = _with_open_output_dir(keys, str(config["output_dir"]))
     if "mesh" in choices and isinstance(keys.get("mesh"), Mapping):
@@ -67,6 +68,17 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
     plan = OmegaConf.to_container(OmegaConf.load(Path(path)), resolve=False)
     assert isinstance(plan, dict)
     return {str(key): value for key, value in plan.items()}
+
+
+def _with_written_plan(
+    config: Mapping[str, Any], reasons: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The plan that was found for mp, as the plan of the file: there it can be changed, and is then what happens."""
+    applied = reasons.get("mp")
+    if not applied or not config.get("mp"):
+        return config, reasons
+    mp = {**config["mp"], "base": "none", "plan": applied["plan"]}
+    return {**config, "mp": mp}, {**reasons, "mp": {key: value for key, value in applied.items() if key != "plan"}}
 
 
 def _with_open_output_dir(value: Any, output_dir: str) -> Any:

@@ -14,7 +14,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.report.readable import readable_bytes, readable_count, readable_seconds
+from autolaunch.validate import written
 from autolaunch_strategies.config import AXES
 
 WIDEST = 100
@@ -43,6 +45,7 @@ def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Con
     rows = [
         ("model", _model(job, parameters)),
         ("mesh", _mesh(job)),
+        ("mp", _plan(job, describe)),
         ("data", _data(job)),
         ("training", _training(job) if job["task"] == "fit" else ""),
         ("precision", _precision(job)),
@@ -59,7 +62,7 @@ def show_plan(
     """Show what a run would do: its panel, then what is applied in which order, and why.
 
     Args:
-        account: what would be applied (`autolaunch_strategies.parallelize.foresee`).
+        account: what would be applied (`autolaunch_strategies.apply.foresee`).
         job: the resolved job as plain dicts.
         parameters: of the whole model.
         path: where the plan was written.
@@ -71,6 +74,12 @@ def show_plan(
     table.add_row("order", _writable(" → ".join(account["order"]), console))
     for name, reason in account["blocks"].get("reasons", {}).items():
         table.add_row("blocks", Text(f"{name}: {reason}"))
+    mp = account.get("mp", {})
+    for pattern, styles in mp.get("plan", {}).items():
+        matched = _count(mp["modules"][pattern], "module")
+        table.add_row("mp", Text(f"{pattern}: {_styles(styles)} ({matched}; {mp['reasons'][pattern]})"))
+    for warning in mp.get("warnings", ()):
+        table.add_row("mp", Text(warning, style="yellow"))
     for step in ("recompute", "compile"):
         if blocks := account[step].get("blocks"):
             table.add_row(
@@ -152,6 +161,36 @@ def _mesh(job: Mapping[str, Any]) -> str:
     if ranks == 1:
         return "1 rank"
     return _joined(" × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1), f"{ranks} ranks")
+
+
+def _plan(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
+    ranks, mp = job["mesh"].get("mp", 1), describe.get("mp", {})
+    if ranks == 1 or not mp:
+        return ""
+    facts = ModelFacts("") if job.get("module") else model_facts(job["model"])
+    kv_heads = facts.num_kv_heads or ranks
+    return _joined(
+        job["mp"]["name"],
+        _count(len(mp["plan"]), "rule"),
+        _count(len(mp["warnings"]), "rule") + " matching nothing" if mp.get("warnings") else "",
+        f"{kv_heads} key/value heads, whole on every rank: they cannot be shared by {ranks}"
+        if kv_heads % ranks
+        else "",
+    )
+
+
+def _styles(styles: Any) -> str:
+    """The right-hand side of a rule as one would type it."""
+    if isinstance(styles, Mapping):
+        (name, arguments), *_ = styles.items()
+        if name == "_target_":
+            return str(arguments)
+        return f"{name}({', '.join(f'{key}={written(value)}' for key, value in arguments.items())})"
+    return ", ".join(map(_styles, styles)) if isinstance(styles, list | tuple) else str(styles)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _data(job: Mapping[str, Any]) -> str:
