@@ -450,8 +450,9 @@ def accumulated(module: nn.Module) -> list[torch.Tensor]:
         if isinstance(part, FSDPModule):
             group = part._get_fsdp_state()._fsdp_param_group
             for item in group.fsdp_params if group is not None else ():
-                if getattr(item, "unsharded_accumulated_grad", None) is not None:
-                    found.append(item.unsharded_accumulated_grad)
+                whole = getattr(item, "_unsharded_param", None)
+                aside = (getattr(item, "unsharded_accumulated_grad", None), whole.grad if whole is not None else None)
+                found += [gradient for gradient in aside if gradient is not None]
     return found
 
 
