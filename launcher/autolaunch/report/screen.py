@@ -173,9 +173,7 @@ def _plan(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
         job["mp"]["name"],
         _count(len(mp["plan"]), "rule"),
         _count(len(mp["warnings"]), "rule") + " matching nothing" if mp.get("warnings") else "",
-        f"{kv_heads} key/value heads, whole on every rank: they cannot be shared by {ranks}"
-        if kv_heads % ranks
-        else "",
+        f"keys and values gathered ({kv_heads} heads for {ranks} ranks)" if kv_heads % ranks else "",
     )
 
 
