@@ -6,6 +6,7 @@ not wrong; what is decided here is which pairs of layers save the most.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -195,10 +196,9 @@ def vocabulary(model: nn.Module, flow: Trace | None) -> tuple[str | None, str | 
     names = {id(module): name for name, module in model.named_modules() if name}
     embedding, head = None, None
     if hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings"):
-        try:
-            embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        except (NotImplementedError, AttributeError):
-            pass
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            transformer: Any = model
+            embedding, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) and flow is not None:
         embeddings = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
         called = [module for name, module in embeddings if name in flow.calls]
