@@ -7,11 +7,47 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autolaunch_strategies.config import ConfigError, DataParallel, MeshShape, ParallelConfig
+    from autolaunch_strategies.parallelize_api import clip_grad_norm_, parallelize
+    from autolaunch_strategies.process_mesh import ProcessMesh, get_mesh, set_mesh
     from autolaunch_strategies.strategy import MeshStrategy
+    from autolaunch_strategies.styles.hooks import PrepareLayerInput, PrepareLayerOutput
+    from autolaunch_strategies.styles.sequence import (
+        SequenceParallelBegin,
+        SequenceParallelDisable,
+        SequenceParallelEnable,
+        SequenceParallelEnd,
+    )
+    from autolaunch_strategies.styles.tensor import ColWiseParallel, RowWiseParallel
 
-__all__ = ["ConfigError", "DataParallel", "MeshShape", "MeshStrategy", "ParallelConfig"]
+__all__ = [
+    "ColWiseParallel",
+    "ConfigError",
+    "DataParallel",
+    "MeshShape",
+    "MeshStrategy",
+    "ParallelConfig",
+    "PrepareLayerInput",
+    "PrepareLayerOutput",
+    "ProcessMesh",
+    "RowWiseParallel",
+    "SequenceParallelBegin",
+    "SequenceParallelDisable",
+    "SequenceParallelEnable",
+    "SequenceParallelEnd",
+    "clip_grad_norm_",
+    "get_mesh",
+    "parallelize",
+    "set_mesh",
+]
 
-_HOMES = {"MeshStrategy": "strategy"}  # everything else lives in config, which imports no torch
+_HOMES = {
+    "MeshStrategy": "strategy",
+    **dict.fromkeys(("parallelize", "clip_grad_norm_"), "parallelize_api"),
+    **dict.fromkeys(("ProcessMesh", "get_mesh", "set_mesh"), "process_mesh"),
+    **dict.fromkeys(("ColWiseParallel", "RowWiseParallel"), "styles.tensor"),
+    **dict.fromkeys(("PrepareLayerInput", "PrepareLayerOutput"), "styles.hooks"),
+    **dict.fromkeys((f"SequenceParallel{end}" for end in ("Begin", "End", "Enable", "Disable")), "styles.sequence"),
+}  # everything else lives in config, which imports no torch
 
 
 def __getattr__(name: str) -> Any:

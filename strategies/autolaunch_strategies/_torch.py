@@ -104,3 +104,18 @@ def fake_tensors() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
             yield mode.from_tensor
     finally:
         log.setLevel(level)
+
+
+class AfterBackward:
+    """Calls a function once at the end of every backward pass in which `arm` was called (by hooks of gradients)."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._armed = -1
+
+    def arm(self, *_: Any) -> None:
+        """Called within a backward pass, any number of times. One that failed halfway leaves nothing behind."""
+        current = torch._C._current_graph_task_id()
+        if current != self._armed:
+            self._armed = current
+            torch.autograd.Variable._execution_engine.queue_callback(self._function)

@@ -38,6 +38,11 @@ class GradientAverage:
             parameter.register_post_accumulate_grad_hook(self._gradient_ready) for parameter in self._bucket_of
         ]
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Whose gradients are averaged."""
+        return list(self._bucket_of)
+
     def finish(self) -> None:
         """Wait until every gradient is the average. Every rank calls it once after each synchronised backward."""
         if not self.enabled:

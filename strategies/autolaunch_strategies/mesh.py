@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -41,24 +42,32 @@ class RankMesh:
 
     shape: MeshShape
     rank: int
+    """The place of this process in the mesh; its global rank unless ranks were laid out otherwise."""
     replicate: int
     shard: int
     device_mesh: DeviceMesh
 
     @classmethod
-    def build(cls, shape: MeshShape, replicate: int, shard: int, device_type: str) -> RankMesh:
+    def build(
+        cls, shape: MeshShape, replicate: int, shard: int, device_type: str, ranks: list[int] | None = None
+    ) -> RankMesh:
         """Create torch's mesh over the default process group. Collective: every rank calls it once.
 
         Args:
             replicate, shard: how the dp axis is divided; their product is `shape.dp`.
             device_type: `cpu` or `cuda`.
+            ranks: which rank stands at each place of the mesh, in its order; by default 0, 1, 2, ...
         """
         assert replicate * shard == shape.dp and dist.get_world_size() == shape.size
         sizes = {**shape.sizes, "dp_replicate": replicate, "dp_shard": shard}
         names = [part for axis in shape.order for part in _PARTS.get(axis, (axis,)) if sizes[part] > 1]
         names = names or ["dp_shard"]
-        device_mesh = init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
-        return cls(shape, dist.get_rank(), replicate, shard, device_mesh)
+        dims = tuple(sizes[name] for name in names)
+        if ranks is None or ranks == list(range(shape.size)):
+            device_mesh = init_device_mesh(device_type, dims, mesh_dim_names=tuple(names))
+            return cls(shape, dist.get_rank(), replicate, shard, device_mesh)
+        device_mesh = DeviceMesh(device_type, torch.tensor(ranks).view(dims), mesh_dim_names=tuple(names))
+        return cls(shape, ranks.index(dist.get_rank()), replicate, shard, device_mesh)
 
     @property
     def coordinate(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autolaunch_strategies.plan.rules import Match, Rule, match_rules
+from autolaunch_strategies.sharding_errors import explained, remember_plan
 from autolaunch_strategies.styles.base import Region
 from autolaunch_strategies.styles.build import build_style
 from autolaunch_strategies.views import MixedTensors
@@ -36,8 +37,14 @@ class ModelParallelModule:
         if self.mode is None:
             yield
             return
-        with self.mode:
-            yield
+        try:
+            with self.mode:
+                yield
+        except Exception as error:
+            told = explained(error)
+            if told is None:
+                raise
+            raise told from error
 
     def begin(self) -> None:
         """Let gradients arrive divided as their parameters are. Called once, when every parameter has its values."""
@@ -65,6 +72,7 @@ def apply_plan(model: nn.Module, rules: list[Rule], mesh: DeviceMesh | None, pre
     matches, warnings = matched(model, rules, prefix)
     for warning in warnings:
         log.warning(warning)
+    remember_plan(model, matches)
     mode = MixedTensors(mesh)
     region = Region(model, mesh, mode.replicate)
     modules = dict(model.named_modules())

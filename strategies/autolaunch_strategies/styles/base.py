@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,12 +51,19 @@ class Region:
         self._replace(parameter, made)
         return True
 
-    def replacing_parameters(self, module: nn.Module, change: Callable[[], Any]) -> None:
-        """Run something that puts new parameters into `module`, and carry ties of the old ones over to them."""
+    def replacing_parameters(
+        self, module: nn.Module, change: Callable[[], Any], except_for: Collection[str] = ()
+    ) -> None:
+        """Run something that puts new parameters into `module`, and carry ties of the old ones over to them.
+
+        Args:
+            except_for: names of parameters that are none of the model's.
+        """
         before = dict(module.named_parameters())
         change()
         for name, made in module.named_parameters():
-            if name in before and before[name] is not made:
+            if name in before and before[name] is not made and name not in except_for:
+                made.__dict__.update(before[name].__dict__)
                 self._replace(before[name], made)
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
@@ -82,18 +90,35 @@ class Style(ABC):
 
 
 def change_first_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Have `module` called with its first tensor argument changed, positional or by keyword, inside tuples too."""
+    """Have `module` called with its first tensor changed, whether it comes by position, by keyword, or in a tuple.
+
+    Of keywords the one counts that stands first in the module's forward.
+    """
+    order = list(inspect.signature(module.forward).parameters)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for index, value in enumerate(args):
-            if isinstance(value, torch.Tensor):
-                return (*args[:index], change(value), *args[index + 1 :]), kwargs
-        for key, value in kwargs.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return args, {**kwargs, key: change(value)}
+        changed, found = _first_changed(args, change)
+        if found:
+            return changed, kwargs
+        for key in sorted(kwargs, key=lambda key: order.index(key) if key in order else len(order)):
+            value, found = _first_changed(kwargs[key], change, floating=True)
+            if found:
+                return args, {**kwargs, key: value}
         return args, kwargs
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _first_changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], floating: bool = False) -> Any:
+    """(`value` with its first tensor changed, whether there is one)."""
+    if isinstance(value, torch.Tensor):
+        return (value, False) if floating and not value.is_floating_point() else (change(value), True)
+    if type(value) in (tuple, list):
+        for index, item in enumerate(value):
+            changed, found = _first_changed(item, change, floating)
+            if found:
+                return type(value)([*value[:index], changed, *value[index + 1 :]]), True
+    return value, False
 
 
 def change_first_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,11 @@ class PrepareLayerInput(Style):
 
     Args:
         fn: ``fn(process_mesh=mesh)`` returns a hook ``(module, inputs) -> inputs``, inputs being the positional ones.
+            Its import path (``my.module.function``) will do, too.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = check_callable(fn, "PrepareLayerInput")
+    def __init__(self, fn: Callable[..., Any] | str) -> None:
+        self.fn = check_callable(_imported(fn), "PrepareLayerInput")
 
     def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
         module.register_forward_pre_hook(self.fn(process_mesh=region.mesh))
@@ -29,11 +31,18 @@ class PrepareLayerOutput(Style):
     """Change what a module returns.
 
     Args:
-        fn: ``fn(process_mesh=mesh)`` returns a hook ``(module, inputs, outputs) -> outputs``.
+        fn: ``fn(process_mesh=mesh)`` returns a hook ``(module, inputs, outputs) -> outputs``; or its import path.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = check_callable(fn, "PrepareLayerOutput")
+    def __init__(self, fn: Callable[..., Any] | str) -> None:
+        self.fn = check_callable(_imported(fn), "PrepareLayerOutput")
 
     def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
         module.register_forward_hook(self.fn(process_mesh=region.mesh))
+
+
+def _imported(fn: Any) -> Any:
+    if not isinstance(fn, str):
+        return fn
+    home, _, name = fn.rpartition(".")
+    return getattr(importlib.import_module(home), name)

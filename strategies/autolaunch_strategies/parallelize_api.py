@@ -1,0 +1,273 @@
+"""`parallelize`: the model and the optimizer of an ordinary training loop, made to run on a mesh of devices."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from autolaunch_strategies._torch import AfterBackward
+from autolaunch_strategies.apply import Parallelized, apply_parallelism
+from autolaunch_strategies.config import (
+    ConfigError,
+    DataParallel,
+    ModelParallel,
+    ParallelConfig,
+    nearest,
+    parallel_config,
+    raise_all,
+)
+from autolaunch_strategies.gradients import gradient_norm, scale_gradients
+from autolaunch_strategies.mesh import RankMesh
+from autolaunch_strategies.optimizers import check_optimizer, follow_parameters, parameter_names
+from autolaunch_strategies.plan.rules import read_plan
+from autolaunch_strategies.process_group import check_world_size, ensure_process_group
+from autolaunch_strategies.process_mesh import ProcessMesh, get_mesh, process_mesh, set_mesh
+from autolaunch_strategies.views import MixedTensors
+
+log = logging.getLogger(__name__)
+
+_KEYS = ("dp_config", "mp_config", "pp_config", "cp_config")
+_NOT_LANDED = {"pp_config": "pipeline parallelism", "cp_config": "context parallelism"}
+
+_MODELS: weakref.WeakKeyDictionary[nn.Module, Parallelized] = weakref.WeakKeyDictionary()
+_OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_MODES: dict[DeviceMesh, MixedTensors] = {}
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    mesh: ProcessMesh | DeviceMesh | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Turn a model and an optimizer for one device into parallel ones, in place. Every rank calls it.
+
+    The training loop stays as it is: ``loss = criterion(model(x)); loss.backward(); optimizer.step()``. Each rank along
+    dp trains on its own share of the batch (``get_mesh().coordinate(rank)["dp"]``); gradients are averaged over dp by
+    the end of every backward pass, so the loss is the mean over a share. Ranks along mp are given the same data.
+    Every rank gets the values of the first one; ranks along mp also get the same random state (ranks along
+    dp keep what they have: seed them differently if their dropout should differ). Clip with `clip_grad_norm_` of
+    this package: torch's own can't join gradients that are sharded differently. From the first call that shards
+    layers on, torch functions called by this thread take sharded and plain tensors together (`views.MixedTensors`).
+
+    Args:
+        model: any module that holds its values; the same object is returned.
+        optimizer: any of torch's except LBFGS, over parameters of `model`. Groups, their options, state and schedulers
+            are kept. One made afterwards, from the parallel model's parameters, works as well.
+        mesh: by default what `set_mesh` was given; another one takes its place.
+        config: any of ``dp_config={"sharding_level": 0..3}`` (and the other fields of `DataParallel`) and
+            ``mp_config={"parallelize_plan": {pattern: style or [style, ...]}}``; styles are ours, torch's
+            `ParallelStyle` objects, or as in YAML. Replicas average gradients also without a dp_config. With None or
+            nothing in it nothing is done. It is not changed.
+
+    Raises:
+        ConfigError: a wrong config or mesh, pp_config or cp_config (not there yet), something that was parallelised
+            before, a model on meta, an optimizer that can't follow.
+    """
+    chosen = _checked(config)
+    if not chosen:
+        if config is not None:
+            log.warning("parallelize: the config has none of %s; nothing is done", ", ".join(_KEYS))
+        return model, optimizer
+    place = _mesh(mesh)
+    settings = _settings(chosen, place)
+    names = parameter_names(model)
+    _refuse_second_time(model, optimizer)
+    if on_meta := [name for parameter, name in names.items() if parameter.is_meta]:
+        raise ConfigError(
+            f"the model's {on_meta[0]}", "is on the meta device and has no values", "a model built on a real device"
+        )
+    if optimizer is not None:
+        check_optimizer(optimizer, names)
+    device = next((parameter.device for parameter in names), torch.device("cpu"))
+    ranks = _join(place, settings, device)
+    applied = apply_parallelism(model, settings, ranks, device)
+    _MODELS[model] = applied
+    _share_random_state(ranks, device)
+    _exchange_gradients(applied)
+    if applied.model_parallel.mode is not None:
+        _mix_from_now_on(applied.model_parallel.mode)
+    if optimizer is not None:
+        follow_parameters(optimizer, names, model)
+        _OPTIMIZERS.add(optimizer)
+    return model, optimizer
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """As `torch.nn.utils.clip_grad_norm_`, for gradients of which some are sharded, over any axes. Collective.
+
+    Returns:
+        the norm of all gradients together before clipping: 0-dim, plain, equal on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+    """
+    chosen: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = gradient_norm(chosen, norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, so they can't be clipped")
+    scale_gradients(chosen, norm, max_norm)
+    return norm
+
+
+def _checked(config: Any) -> dict[str, Any]:
+    """The configs that are given, by key."""
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise ConfigError("config", f"a mapping is needed, not {type(config).__name__}", ", ".join(_KEYS))
+    for key in config:
+        if key not in _KEYS:
+            close = nearest(str(key), _KEYS)
+            raise ConfigError(
+                f"config[{key!r}]", "no such key" + (f"; did you mean {close}?" if close else ""), ", ".join(_KEYS)
+            )
+    chosen = {key: value for key, value in config.items() if value is not None}
+    for key, value in chosen.items():
+        if key in _NOT_LANDED:
+            raise ConfigError(key, f"{_NOT_LANDED[key]} has not landed in this version", "dp_config and mp_config")
+        if not isinstance(value, Mapping):
+            raise ConfigError(key, f"a mapping is needed, not {type(value).__name__}")
+    return chosen
+
+
+def _mesh(mesh: Any) -> ProcessMesh:
+    known = get_mesh()
+    if mesh is None and known is None:
+        raise ConfigError(
+            "mesh", "there is none", "parallelize(mesh=...) or set_mesh before", 'set_mesh(ProcessMesh([0, 1], ["dp"]))'
+        )
+    if mesh is None:
+        assert known is not None
+        return known
+    made = process_mesh(mesh)
+    if known is not None and known != made:
+        log.warning("parallelize: %s takes the place of the mesh that was set before, %s", made, known)
+    set_mesh(made)
+    return made
+
+
+def _settings(chosen: dict[str, Any], mesh: ProcessMesh) -> ParallelConfig:
+    for key, axis in (("dp_config", "dp"), ("mp_config", "mp")):
+        if key in chosen and axis not in mesh.dim_names:
+            raise ConfigError(key, f"{mesh} has no axis {axis}", f"a mesh with {axis!r} among its dim_names")
+    for axis in ("pp", "cp"):
+        if mesh.axis_size(axis) > 1:
+            raise ConfigError(
+                f"mesh={mesh}", f"{_NOT_LANDED[f'{axis}_config']} has not landed in this version", f"no axis {axis}"
+            )
+    dp = dict(chosen.get("dp_config", {"sharding_level": 0}))
+    if "sharding_level" not in dp:
+        log.warning("parallelize: dp_config has no sharding_level; level 0 is used: nothing is sharded over dp")
+        dp["sharding_level"] = 0
+    if isinstance(dp["sharding_level"], str) and dp["sharding_level"].isdecimal():
+        dp["sharding_level"] = int(dp["sharding_level"])
+    plan = _plan(chosen, mesh)
+    config = parallel_config(mesh.to_shape(), dp, ModelParallel("parallelize", base="none", plan=plan))
+    assert isinstance(config.dp, DataParallel)
+    raise_all(config.check())
+    return config
+
+
+def _plan(chosen: dict[str, Any], mesh: ProcessMesh) -> dict[str, Any]:
+    given = chosen.get("mp_config", {})
+    if unknown := [key for key in given if key != "parallelize_plan"]:
+        raise ConfigError(f"mp_config[{unknown[0]!r}]", "no such key", "parallelize_plan")
+    plan = given.get("parallelize_plan")
+    if not plan:
+        if mesh.axis_size("mp") > 1 or "mp_config" in chosen:
+            log.warning("parallelize: there is no parallelize_plan, so all ranks along mp do the same work")
+        return {}
+    read_plan(plan, "parallelize_plan")
+    return dict(plan)
+
+
+def _refuse_second_time(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    if model in _MODELS or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ConfigError(f"model={type(model).__name__}", "it is parallelised already", "one call for each model")
+    if optimizer is not None and optimizer in _OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__}", "it is parallelised already", "one call for each optimizer"
+        )
+
+
+def _join(mesh: ProcessMesh, config: ParallelConfig, device: torch.device) -> RankMesh:
+    """Join the process group (torchrun's, if this process has joined none) and make torch's mesh over it."""
+    started = TorchElasticEnvironment.detect()
+    if not dist.is_initialized() and not started:
+        check_world_size(config.mesh, 1)
+    environment = TorchElasticEnvironment() if started else LightningEnvironment()
+    ensure_process_group(config.mesh, environment, device, None, timedelta(minutes=30))
+    replicate, shard = config.dp.split(config.mesh.dp)
+    return RankMesh.build(config.mesh, replicate, shard, device.type, mesh.process_ids)
+
+
+def _share_random_state(ranks: RankMesh, device: torch.device) -> None:
+    """Let ranks along mp go on with the random state of the first of them: what they hold whole must stay equal."""
+    group = ranks.group("mp")
+    if group is None:
+        return
+    state = torch.get_rng_state().to(device)
+    dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
+    torch.set_rng_state(state.cpu())
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state(device).to(device)
+        dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
+        torch.cuda.set_rng_state(state.cpu(), device)
+
+
+def _exchange_gradients(applied: Parallelized) -> None:
+    """Do for every backward pass and optimizer step what a trainer would do around them."""
+    average = applied.data_parallel.average
+    if average is not None:
+        after = AfterBackward(average.finish)
+        for parameter in average.parameters:
+            parameter.register_post_accumulate_grad_hook(after.arm)
+    if isinstance(applied.module, FSDPModule):
+        applied.module.register_forward_hook(_free_unless_training)
+        _free_after_steps()
+
+
+def _free_unless_training(module: nn.Module, *_: Any) -> None:
+    if not torch.is_grad_enabled():  # no backward pass will free what was gathered
+        _MODELS[module].data_parallel.forget_gathered()
+
+
+def _free_after_steps() -> None:
+    global _frees_after_steps
+    if not _frees_after_steps:
+        register_optimizer_step_post_hook(_forget_all_gathered)
+        _frees_after_steps = True
+
+
+_frees_after_steps = False
+
+
+def _forget_all_gathered(*_: Any) -> None:
+    """What was gathered between a backward pass and a step has old values now."""
+    for applied in _MODELS.values():
+        applied.data_parallel.forget_gathered()
+
+
+def _mix_from_now_on(mode: MixedTensors) -> None:
+    """Enter the mode for the rest of the process: the user's loop has no place where it could be left."""
+    if mode.replicate.mesh not in _MODES:
+        _MODES[mode.replicate.mesh] = mode
+        mode.__enter__()
