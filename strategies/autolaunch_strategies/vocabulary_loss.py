@@ -5,10 +5,15 @@ The sums that a softmax needs are found per rank and added over ranks (Megatron-
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+AT_ONCE = 2**24
+"""Logits that are widened to fp32 at the same time: so few that this takes less memory than the logits."""
 
 
 def vocabulary_cross_entropy(
@@ -29,64 +34,82 @@ def vocabulary_cross_entropy(
         group: the ranks among which the classes are divided.
 
     Returns:
-        a plain tensor, the same on every rank: 0-dim for `mean` and `sum`, [n] for `none`; in the type of `logits`.
+        a plain tensor, the same on every rank: 0-dim for `mean` and `sum`, [n] for `none`; in the type of `logits`, or
+        in fp32 where autocast is on, as torch's own.
+
+    Raises:
+        IndexError: a target is no class (on a CPU; elsewhere its loss is nan).
     """
     per_rank = -(-classes // group.size())
     first = min(per_rank * group.rank(), classes)
-    losses: torch.Tensor = _VocabularyCrossEntropy.apply(
-        logits, target, group, first, classes, ignore_index, label_smoothing
-    )
-    losses = losses.to(logits.dtype)
+    kept = target != ignore_index
+    absent = kept & ((target < 0) | (target >= classes))
+    if target.device.type == "cpu" and absent.any():
+        raise IndexError(f"Target {int(target[absent][0])} is out of bounds.")
+    losses: torch.Tensor = _VocabularyCrossEntropy.apply(logits, target - first, kept, group, classes, label_smoothing)
+    losses = losses.masked_fill(absent, float("nan"))
+    dtype = torch.float32 if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / (target != ignore_index).sum()
+        return losses.to(dtype)
+    total = losses.sum()
+    return (total if reduction == "sum" else total / kept.sum()).to(dtype)
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
+    """Keeps the logits and one number per row, and finds the probabilities a second time in the backward pass."""
+
     @staticmethod
     def forward(
         context: Any,
         logits: torch.Tensor,
-        target: torch.Tensor,
+        local: torch.Tensor,
+        kept: torch.Tensor,
         group: dist.ProcessGroup,
-        first: int,
         classes: int,
-        ignore_index: int,
         smoothing: float,
     ) -> torch.Tensor:
-        count = logits.shape[1]
-        wide = logits.float()
-        largest = wide.amax(dim=1) if count else wide.new_full((len(wide),), float("-inf"))
+        rows, count = logits.shape
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        largest = logits.new_full((rows,), float("-inf"), dtype=wide)
+        if count:
+            largest = logits.amax(dim=1).to(wide)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        shifted = wide - largest[:, None]
-        local = target - first
         mine = (local >= 0) & (local < count)
         local = local.where(mine, 0)
-        at_target = shifted.gather(1, local[:, None])[:, 0].where(mine, 0.0) if count else largest.new_zeros(len(wide))
-        total = shifted.exp_().sum(dim=1)  # in place: this is the largest tensor of the model
-        sums = torch.stack([total, at_target])
-        if smoothing:
-            sums = torch.cat([sums, (wide.sum(dim=1) - count * largest)[None]])
+        # Along the first dim: the sum of exponentials, the logit of the target, the sum of all logits.
+        sums = logits.new_zeros((3 if smoothing else 2, rows), dtype=wide)
+        for part in _parts(rows, count):
+            shifted = logits[part] - largest[part, None]
+            sums[1, part] = shifted.gather(1, local[part, None])[:, 0].where(mine[part], 0.0)
+            if smoothing:
+                sums[2, part] = shifted.sum(dim=1)
+            sums[0, part] = shifted.exp_().sum(dim=1)
         dist.all_reduce(sums, group=group)
         log_total = sums[0].log()
         losses = log_total - sums[1]
         if smoothing:
             losses = (1 - smoothing) * losses + smoothing * (log_total - sums[2] / classes)
-        kept = target != ignore_index
-        context.save_for_backward(shifted.div_(sums[0][:, None]), local, mine, kept)
-        context.classes, context.smoothing, context.dtype = classes, smoothing, logits.dtype
+        context.save_for_backward(logits, largest + log_total, local, mine, kept)
+        context.classes, context.smoothing = classes, smoothing
         return losses.where(kept, 0.0)
 
     @staticmethod
+    @once_differentiable
     def backward(context: Any, *grads: Any) -> Any:
-        probabilities, local, mine, kept = context.saved_tensors
-        scale = grads[0].float().where(kept, 0.0)
-        gradient = probabilities.clone()
-        rows = mine.nonzero()[:, 0]
-        gradient[rows, local[rows]] -= 1 - context.smoothing
-        if context.smoothing:
-            gradient -= context.smoothing / context.classes
-        gradient *= scale[:, None]
-        return gradient.to(context.dtype), None, None, None, None, None, None
+        logits, log_total, local, mine, kept = context.saved_tensors
+        scale = grads[0].where(kept, 0.0)
+        at_target = mine.to(scale.dtype) * (context.smoothing - 1)
+        gradient = torch.empty_like(logits)
+        for part in _parts(*logits.shape):
+            wide = (logits[part] - log_total[part, None]).exp_()
+            wide.scatter_add_(1, local[part, None], at_target[part, None])
+            if context.smoothing:
+                wide -= context.smoothing / context.classes
+            gradient[part] = wide.mul_(scale[part, None])
+        return gradient, None, None, None, None, None
+
+
+def _parts(rows: int, count: int) -> Iterator[slice]:
+    """Rows that are worked on together; none if they are empty."""
+    step = max(AT_ONCE // count, 1) if count else 0
+    return (slice(first, first + step) for first in range(0, rows, step)) if count else iter(())
