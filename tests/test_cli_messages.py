@@ -192,9 +192,9 @@ WRONG = [
     ),
     pytest.param(
         ["trainer.callbacks.lr.logging=step"],
-        "trainer.callbacks.lr.logging=step: trainer.callbacks has no such key yet\n"
-        "  allowed: a + in front of a new key\n"
-        "  write:   +trainer.callbacks.lr.logging=step",
+        "trainer.callbacks.lr={logging:step}: does not say what it is\n"
+        "  allowed: a mapping with _target_, the import path of a class\n"
+        "  write:   trainer.callbacks.lr._target_=package.Class",
         id="key-of-open-node",
     ),
     pytest.param(
@@ -783,14 +783,14 @@ WRONG = [
         ["+trainer.callbacks.early.patience=3"],
         "trainer.callbacks.early={patience:3}: does not say what it is\n"
         "  allowed: a mapping with _target_, the import path of a class\n"
-        "  write:   +trainer.callbacks.early._target_=package.Class",
+        "  write:   trainer.callbacks.early._target_=package.Class",
         id="callback-without-target",
     ),
     pytest.param(
         ["+module.lr=0.1"],
         "module={lr:0.1}: does not say what it is\n"
         "  allowed: a mapping with _target_, the import path of a class\n"
-        "  write:   +module._target_=package.Class",
+        "  write:   module._target_=package.Class",
         id="module-without-target",
     ),
     pytest.param(

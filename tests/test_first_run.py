@@ -39,14 +39,14 @@ QUICK = [
     f"trainer.max_steps={STEPS}",
     "trainer.accelerator=cpu",
 ]
-HF = "model=hf +model.config.vocab_size=257 +model.config.model_type="
+HF = "model=hf model.config.vocab_size=257 model.config.model_type="
 QWEN = (
-    f"{HF}qwen3 +model.config.num_hidden_layers=2 +model.config.hidden_size=32 +model.config.intermediate_size=64 "
-    "+model.config.num_attention_heads=4 +model.config.num_key_value_heads=2 +model.config.head_dim=8"
+    f"{HF}qwen3 model.config.num_hidden_layers=2 model.config.hidden_size=32 model.config.intermediate_size=64 "
+    "model.config.num_attention_heads=4 model.config.num_key_value_heads=2 model.config.head_dim=8"
 ).split()
 GPT2 = (
-    f"{HF}gpt2 +model.config.n_layer=2 +model.config.n_embd=32 +model.config.n_head=4 +model.config.n_positions=32 "
-    "+model.config.resid_pdrop=0 +model.config.embd_pdrop=0 +model.config.attn_pdrop=0"
+    f"{HF}gpt2 model.config.n_layer=2 model.config.n_embd=32 model.config.n_head=4 model.config.n_positions=32 "
+    "model.config.resid_pdrop=0 model.config.embd_pdrop=0 model.config.attn_pdrop=0"
 ).split()
 
 OWN_MODULE = textwrap.dedent("""
@@ -191,7 +191,7 @@ def test_loss_falls(alone: Run) -> None:
     [
         pytest.param(QWEN, id="qwen3"),
         pytest.param(GPT2, id="gpt2"),
-        pytest.param(["+module._target_=bigram.Bigram", "+module.width=16"], id="own-lightning-module"),
+        pytest.param(["module._target_=bigram.Bigram", "module.width=16"], id="own-lightning-module"),
         pytest.param([*TINY, "data=tokens", "data.path=tokens.npy", "model.vocab_size=257"], id="tokens"),
         pytest.param([*TINY, "data=synthetic", "optimizer=sgd"], id="synthetic-sgd"),
     ],
@@ -302,7 +302,7 @@ def test_torchrun(command: Callable[..., Run], alone: Run) -> None:
 
 
 def test_a_failure_is_told(command: Callable[..., Run]) -> None:
-    failing = ("+module._target_=bigram.Bigram", "+module.width=16", "+module.fail_at=2")
+    failing = ("module._target_=bigram.Bigram", "module.width=16", "module.fail_at=2")
     run = command(*failing, *QUICK, "mesh=2", code=1)
     assert "ValueError: this model fails on purpose" in run.screen
     assert (run.summary["status"], run.summary["steps"]) == ("failed", 2)

@@ -238,7 +238,7 @@ def test_directories_that_hold_no_model(tmp_path: Path, files: dict[str, str] | 
             {"name": "hf"},
             "model=hf: neither model.path nor model.config.model_type says which model\n"
             "  allowed: a local directory with config.json, or a model_type of transformers and its fields\n"
-            "  write:   model.path=DIRECTORY, or '+model.config={model_type: llama, hidden_size: 256, ...}'",
+            "  write:   model.path=DIRECTORY, or model.config.model_type=llama model.config.hidden_size=256 ...",
             id="nothing",
         ),
         pytest.param(

@@ -270,7 +270,7 @@ def test_the_rate_changes_with_every_optimizer_step(tmp_path: Path) -> None:
             lambda: build_module(job(module={"width": 3})),
             "module: it does not say which LightningModule\n"
             "  allowed: the import path of a LightningModule class, and its arguments\n"
-            "  write:   +module._target_=my_project.MyModule",
+            "  write:   module._target_=my_project.MyModule",
             id="module-without-target",
         ),
         pytest.param(

@@ -282,7 +282,7 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 f"{key}={written(node)}",
                 "does not say what it is",
                 "a mapping with _target_, the import path of a class",
-                f"+{key}._target_=package.Class",
+                f"{key}._target_=package.Class",
             )
             continue
         yield from _absent_module(key, node)

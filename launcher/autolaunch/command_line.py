@@ -133,7 +133,7 @@ def _overrides(words: list[str]) -> list[str]:
     overrides = []
     for position, word in enumerate(words):
         if "=" in word or word.startswith("~"):
-            overrides.append(quoted_mesh(word))
+            overrides.append(into_open_group(quoted_mesh(word)))
         elif position == 0 and word in TASKS:
             overrides.append(f"task={word}")
         elif looks_like_mesh(word):
@@ -161,6 +161,17 @@ def quoted_mesh(override: str) -> str:
     return re.sub(r"(?<=[=,(\[])\s*(-?\d+(?:\.\d*)?(?:e\d+)?)\s*(?=$|[,)\]])", r"'\1'", override)
 
 
+OPEN_GROUPS = ("model.config.", "model.mp_plans.", "mp.plan.", "trainer.callbacks.", "logger.", "module.")
+"""Keys below which anything may stand: what is typed there may be new."""
+
+
+def into_open_group(override: str) -> str:
+    """Let `model.config.n_layer=2` set a key that is not there yet, without Hydra's `+` in front of it."""
+    return f"++{override}" if override.startswith(OPEN_GROUPS) else override
+
+
 def unquoted(override: str) -> str:
-    """The override as it was typed before `quoted_mesh`."""
-    return override.replace("'", "") if override.startswith("mesh=") else override
+    """The override as it was typed before `quoted_mesh` and `into_open_group`."""
+    if override.startswith("mesh="):
+        return override.replace("'", "")
+    return override.removeprefix("++") if override[2:].startswith(OPEN_GROUPS) else override

@@ -72,7 +72,7 @@ def build_module(job_config: Mapping[str, Any]) -> LightningModule:
                 "module",
                 "it does not say which LightningModule",
                 "the import path of a LightningModule class, and its arguments",
-                "+module._target_=my_project.MyModule",
+                "module._target_=my_project.MyModule",
             )
         module = build(node, "module")
         if not isinstance(module, LightningModule):

@@ -33,7 +33,7 @@ def read_hf_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
                 "model=hf",
                 "neither model.path nor model.config.model_type says which model",
                 "a local directory with config.json, or a model_type of transformers and its fields",
-                "model.path=DIRECTORY, or '+model.config={model_type: llama, hidden_size: 256, ...}'",
+                "model.path=DIRECTORY, or model.config.model_type=llama model.config.hidden_size=256 ...",
             )
         return overrides
     fields = _read_json(Path(model_cfg["path"]).expanduser(), f"model.path={model_cfg['path']}")
