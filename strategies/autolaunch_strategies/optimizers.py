@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,10 +57,95 @@ def follow_parameters(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parame
             if old in optimizer.state:
                 state = optimizer.state.pop(old)
                 optimizer.state[new] = {key: _divided(value, old, new) for key, value in state.items()}
-    run_per_parameter(optimizer)
+    adapt_optimizer(optimizer)
 
 
-def run_per_parameter(optimizer: torch.optim.Optimizer) -> None:
+def adapt_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Let `optimizer`, whose parameters may be sharded, compute what it computes on one device. Once is enough."""
+    if optimizer in _ADAPTED or not any(isinstance(item, DTensor) for item in _parameters(optimizer)):
+        return
+    _ADAPTED.add(optimizer)
+    _run_per_parameter(optimizer)
+    if isinstance(optimizer, (*_ON_PARTS, *_ON_WHOLE)):
+        stand_ins = _StandIns(whole=isinstance(optimizer, _ON_WHOLE))
+        optimizer.register_step_pre_hook(stand_ins.enter)
+        optimizer.register_step_post_hook(stand_ins.leave)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class _StandIns:
+    """Plain tensors in the place of sharded parameters, gradients and state during one step of an optimizer.
+
+    For optimizers with operations that sharded tensors do not have: those that treat every element by itself get
+    each rank's own part, those that need rows, columns or norms of a matrix get it whole.
+    """
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
+        self._standing: list[tuple[list[nn.Parameter], int, DTensor]] = []
+
+    @torch.no_grad()
+    def enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step(closure)", "its parameters are sharded", "step() after backward()"
+            )
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if not isinstance(parameter, DTensor) or parameter.grad is None:
+                    continue
+                plain = nn.Parameter(self._plain(parameter.detach()), requires_grad=parameter.requires_grad)
+                plain.grad = self._plain(parameter.grad)
+                if parameter in optimizer.state:
+                    state = optimizer.state.pop(parameter)
+                    optimizer.state[plain] = {key: self._plain(value) for key, value in state.items()}
+                self._standing.append((group["params"], index, parameter))
+                group["params"][index] = plain
+
+    @torch.no_grad()
+    def leave(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameters, index, parameter in self._standing:
+            plain = parameters[index]
+            parameters[index] = parameter  # type: ignore[call-overload]
+            if self.whole:
+                parameter.to_local().copy_(plain[local_index(parameter)])
+            state = optimizer.state.pop(plain, {})
+            optimizer.state[parameter] = {key: self._sharded(value, plain, parameter) for key, value in state.items()}
+        self._standing.clear()
+
+    def _plain(self, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        return value.full_tensor() if self.whole else value.to_local()
+
+    def _sharded(self, value: Any, plain: torch.Tensor, parameter: DTensor) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape != plain.shape or value.numel() == 1:
+            return value
+        return _part_of(value, parameter) if self.whole else _wrapped(value, parameter)
+
+
+_ON_PARTS: tuple[type, ...] = (torch.optim.Rprop,)
+_ON_WHOLE: tuple[type, ...] = (
+    torch.optim.Adafactor,
+    *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),
+)
+_ADAPTED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _part_of(whole: torch.Tensor, like: DTensor) -> DTensor:
+    return _wrapped(whole[local_index(like)].clone(memory_format=torch.contiguous_format), like)
+
+
+def _wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _run_per_parameter(optimizer: torch.optim.Optimizer) -> None:
     """Have groups that hold plain and sharded parameters updated one parameter after the other.
 
     torch's `foreach` and `fused` ways put a whole group into one call, which can't mix them. The numbers are the same.
@@ -86,7 +172,4 @@ def _divided(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
         return value
     if value.shape != old.shape:
         return DTensor.from_local(value, new.device_mesh, [Replicate()] * new.device_mesh.ndim, run_check=False)
-    local = value[local_index(new)].clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        local, new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
-    )
+    return _part_of(value, new)

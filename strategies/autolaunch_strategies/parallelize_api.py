@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autolaunch_strategies._torch import AfterBackward
 from autolaunch_strategies.apply import Parallelized, apply_parallelism
@@ -30,7 +30,7 @@ from autolaunch_strategies.config import (
 )
 from autolaunch_strategies.gradients import gradient_norm, scale_gradients
 from autolaunch_strategies.mesh import RankMesh
-from autolaunch_strategies.optimizers import check_optimizer, follow_parameters, parameter_names
+from autolaunch_strategies.optimizers import adapt_optimizer, check_optimizer, follow_parameters, parameter_names
 from autolaunch_strategies.plan.rules import read_plan
 from autolaunch_strategies.process_group import check_world_size, ensure_process_group
 from autolaunch_strategies.process_mesh import ProcessMesh, get_mesh, process_mesh, set_mesh
@@ -242,22 +242,17 @@ def _exchange_gradients(applied: Parallelized) -> None:
             parameter.register_post_accumulate_grad_hook(after.arm)
     if isinstance(applied.module, FSDPModule):
         applied.module.register_forward_hook(_free_unless_training)
-        _free_after_steps()
+    if not _STEP_HOOKS:  # of every optimizer, those made later, too
+        _STEP_HOOKS.append(register_optimizer_step_pre_hook(lambda optimizer, *_: adapt_optimizer(optimizer)))
+        _STEP_HOOKS.append(register_optimizer_step_post_hook(_forget_all_gathered))
+
+
+_STEP_HOOKS: list[Any] = []
 
 
 def _free_unless_training(module: nn.Module, *_: Any) -> None:
     if not torch.is_grad_enabled():  # no backward pass will free what was gathered
         _MODELS[module].data_parallel.forget_gathered()
-
-
-def _free_after_steps() -> None:
-    global _frees_after_steps
-    if not _frees_after_steps:
-        register_optimizer_step_post_hook(_forget_all_gathered)
-        _frees_after_steps = True
-
-
-_frees_after_steps = False
 
 
 def _forget_all_gathered(*_: Any) -> None:
