@@ -21,8 +21,8 @@ NO_SEQUENCE_PARALLEL = {
 }
 """Models whose structure has no place for it, and what they are told."""
 
-HELD = {"mixtral": 0.9, "qwen3_moe": 0.8, "encoder": 0.75, "vision_transformer": 0.8}
-"""The part of all numbers that a rank of two may hold, where some layers stay whole; 0.65 elsewhere."""
+HELD = {"mixtral": 0.9, "qwen3_moe": 0.66, "encoder": 0.74}
+"""The part of all numbers that a rank of two may hold, where experts or attention stay whole; 0.55 elsewhere."""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -64,7 +64,7 @@ def test_equals_one_process(one_process: dict[str, Any], parallel: dict[str, Any
 def test_is_divided_as_far_as_it_can_be(parallel: dict[str, Any], name: str, way: str) -> None:
     found = parallel[f"{name}-{way}"]
     assert "error" not in found, found["error"]
-    assert found["held"] < HELD.get(name, 0.65)
+    assert found["held"] < HELD.get(name, 0.55)
     styles = repr(found["rules"]["plan"])
     refused = [text for text in found["warnings"] if "no sequence parallelism" in text]
     if way == "sp" and name in NO_SEQUENCE_PARALLEL:

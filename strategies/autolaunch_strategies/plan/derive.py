@@ -109,7 +109,7 @@ def _decide_block(flow: Trace, block: Block, ranks: int, decisions: Decisions) -
             decisions.decide(name, (), "whole: it feeds something other than the layers that join the residual stream")
     for name, module in within.items():
         if name in flow.untraceable:
-            decisions.decide(name, (), f"whole: what feeds what in it depends on data ({flow.untraceable[name]})")
+            decisions.decide(name, (), f"whole: it can't run on shapes alone ({flow.untraceable[name]})")
         elif name not in flow.calls and not is_linear(module) and _holds_matrices(module):
             decisions.decide(name, (), "whole: it is not called as a module")
         elif _holds_matrices(module) and not is_linear(module):
@@ -167,6 +167,8 @@ def _decide_group(
         if size % ranks and not problem:
             kind = "inputs" if name in rows else "outputs"
             problem = f"the {size} {kind} of {short([name])} do not divide among {ranks} ranks"
+    if unsure := sorted(set().union(*(flow.operators.get(name, ()) for name in columns))):
+        problem = problem or f"{', '.join(unsure)} between them may not work on sharded tensors"
     if any(flow.calls[name].times > 1 for name in rows | columns):
         problem = problem or "it is called more than once in a forward pass"
     if problem:

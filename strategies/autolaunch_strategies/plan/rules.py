@@ -158,7 +158,8 @@ def match_rules(
     for name, own in parameters.items():
         for index, rule in enumerate(rules):
             pattern = compile_pattern(rule.pattern)
-            if name and (pattern.fullmatch(name) or pattern.fullmatch(prefix + name)):
+            whole = (prefix + name).rstrip(".")
+            if (name and pattern.fullmatch(name)) or (whole and pattern.fullmatch(whole)):
                 matches.append(Match(rule, name, None))
                 used.add(index)
                 continue

@@ -21,6 +21,16 @@ from autolaunch_strategies.plan.example_inputs import ExampleInputs, example_inp
 
 Names = frozenset[str]
 _NONE: Names = frozenset()
+_KNOWN_TO_WORK = frozenset(
+    {
+        "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "_to_copy", "_unsafe_view", "addmm", "amax",
+        "argmax", "baddbmm", "bmm", "cat", "clone", "copy_", "device", "embedding", "index", "index_select",
+        "logsumexp", "max", "mean", "mm", "native_dropout", "native_layer_norm", "new_empty", "new_zeros", "repeat",
+        "repeat_interleave", "select", "split", "split_with_sizes", "stack", "std", "sum", "var", "var_mean",
+        "zeros_like",
+    }
+)  # fmt: skip
+"""Operators, next to elementwise ones, views and attention, that sharded tensors go through rightly and well."""
 _MOST_STAND_INS = 8
 
 
@@ -58,6 +68,9 @@ class Trace:
     """Module -> linear layers that feed its (first) output."""
     splits: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
     """Linear layer -> how the last dim of its output is viewed as several, such as (heads, size of a head)."""
+    operators: dict[str, set[str]] = field(default_factory=dict)
+    """Linear layer -> operators that its output goes through before the next linear layer and that are not known to
+    work on sharded tensors."""
     untraceable: dict[str, str] = field(default_factory=dict)
     """Modules whose own forward can't run without data, and why."""
     batch: int = 0
@@ -218,11 +231,24 @@ class _Recorder(TorchDispatchMode):
         self.alive += changed
         for tensor in changed:
             self.origins[storage_key(tensor)] = origin | self._of(tensor)
+        if origin and not _known_to_work(func) and not is_linear(self.model.get_submodule(self.inside)):
+            for name in origin:
+                self.trace.operators.setdefault(name, set()).add(func.overloadpacket.__name__)
         if len(given) == 1 and len(origin) == 1 and len(changed) == 1:
             parts = _split_of_last_dim(given[0].shape, changed[0].shape)
             if parts:
                 self.trace.splits.setdefault(next(iter(origin)), set()).add(parts)
         return output
+
+
+def _known_to_work(operator: Any) -> bool:
+    name = operator.overloadpacket.__name__
+    return (
+        name in _KNOWN_TO_WORK
+        or getattr(operator, "is_view", False)
+        or torch.Tag.pointwise in operator.tags
+        or name.startswith("_scaled_dot_product")
+    )
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.plan.derive import COLUMN, ROW, Decisions, as_rules, decide_vocabulary, plan_blocks
 from autolaunch_strategies.plan.patterns import matching
 from autolaunch_strategies.plan.rules import Rule
 from autolaunch_strategies.plan.sequence import sequence_styles
-from autolaunch_strategies.plan.trace import features, is_linear, trace
+from autolaunch_strategies.plan.trace import Trace, features, is_linear, trace
 
 SOURCE = "the model's tp_plan"
 
@@ -46,11 +47,24 @@ def transformers_plan(model: nn.Module, sequence_parallel: bool, ranks: int, exa
         return None
     for name in decisions.planned() - set(within):
         del decisions.styles[name], decisions.reasons[name]  # embedding and head: both or none, see decide_vocabulary
-    flow = trace(model, example) if sequence_parallel else None
+    flow = _flow(model, example)
+    if flow is None and sequence_parallel:
+        return None
+    if flow is not None and any(
+        flow.operators.get(name) for name, styles in decisions.styles.items() if COLUMN in styles
+    ):
+        return None
     decide_vocabulary(model, flow, ranks, decisions)
-    if flow is not None:
+    if sequence_parallel and flow is not None:
         sequence_styles(model, flow, blocks, decisions)
     return as_rules(model, blocks, decisions, SOURCE)
+
+
+def _flow(model: nn.Module, example: Any) -> Trace | None:
+    try:
+        return trace(model, example)
+    except ConfigError:  # the plan stands without it
+        return None
 
 
 def _own_plan(model: nn.Module) -> Mapping[str, str]:
