@@ -167,11 +167,17 @@ OPEN_GROUPS = ("model.config.", "model.mp_plans.", "mp.plan.", "trainer.callback
 
 def into_open_group(override: str) -> str:
     """Let `model.config.n_layer=2` set a key that is not there yet, without Hydra's `+` in front of it."""
-    return f"++{override}" if override.startswith(OPEN_GROUPS) else override
+    return f"++{override}" if _is_open(override) else override
+
+
+def _is_open(override: str) -> bool:
+    key = override.partition("=")[0]
+    # `logger=csv` chooses an option; `mp.plan={...}` sets keys below it.
+    return f"{key}.".startswith(OPEN_GROUPS) and key != "logger"
 
 
 def unquoted(override: str) -> str:
     """The override as it was typed before `quoted_mesh` and `into_open_group`."""
     if override.startswith("mesh="):
         return override.replace("'", "")
-    return override.removeprefix("++") if override[2:].startswith(OPEN_GROUPS) else override
+    return override.removeprefix("++") if _is_open(override[2:]) else override
