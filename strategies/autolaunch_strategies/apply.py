@@ -60,6 +60,8 @@ def apply_parallelism(
     blocks = find_blocks(module)
     rules, model, prefix = _plan(module, config, own_plan)
     model_parallel = apply_plan(model, rules, mesh.sub_mesh("mp"), prefix)
+    if model_parallel.mode is not None and config.recompute.mode == "selective":
+        model_parallel.mode.replicate.remembers = False
     recomputed = apply_recompute(blocks, config.recompute, model_parallel.running)
     compiled = apply_compile(blocks, config.compile)
     data_parallel = apply_data_parallel(module, blocks, mesh, config.dp)

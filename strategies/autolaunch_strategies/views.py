@@ -8,8 +8,11 @@ mesh, so they become replicated DTensors, differentiably.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +22,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from autolaunch_strategies._torch import run_backward
+from autolaunch_strategies.random_streams import RANDOM_FUNCTIONS, own_stream, run_random
+from autolaunch_strategies.sharding_errors import raise_explained
 from autolaunch_strategies.vocabulary_loss import vocabulary_cross_entropy
+
+log = logging.getLogger(__name__)
 
 
 class Replicator:
@@ -30,6 +38,8 @@ class Replicator:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
+        self.remembers = True
+        """Off where every operation has to be repeated: whether a tensor was remembered is not always the same."""
         self._last: tuple[weakref.ref[torch.Tensor], bool, DTensor] | None = None
 
     def __call__(self, tensor: torch.Tensor) -> DTensor:
@@ -39,8 +49,8 @@ class Replicator:
         grad = torch.is_grad_enabled()
         if self._last is not None and self._last[0]() is tensor and self._last[1] == grad:
             return self._last[2]
-        made = DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
-        if not isinstance(tensor, torch.nn.Parameter):
+        made = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        if self.remembers and not isinstance(tensor, torch.nn.Parameter):
             self._last = (weakref.ref(tensor, self._forget), grad, made)
         return made
 
@@ -56,7 +66,7 @@ def plain(tensor: Any) -> Any:
 
 
 class _Whole(torch.autograd.Function):
-    """As `DTensor.to_local` of a replicated DTensor; but not a view, which models could not change in place (`x +=`)."""
+    """As `DTensor.to_local` of a replicated DTensor; but not a view, which models can't change in place (`x +=`)."""
 
     @staticmethod
     def forward(context: Any, tensor: DTensor) -> torch.Tensor:
@@ -76,34 +86,69 @@ class MixedTensors(TorchFunctionMode):
         self.replicate = Replicator(mesh)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not _any_sharded(args) and not (kwargs and _any_sharded(kwargs.values())):
+        try:
+            return self._run(func, args, kwargs or {})
+        except Exception as error:
+            raise_explained(error)
+            raise
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.Tensor.backward:
+            with self:  # not within it while a function of its own runs; what is computed again must be
+                return _backward(*args, **kwargs)
+        sharded = _first_sharded(args)
+        if sharded is None and kwargs:
+            sharded = _first_sharded(kwargs.values())
+        if sharded is None:
             return func(*args, **kwargs)
+        mesh = sharded.device_mesh  # another one if a process has models on several meshes
+        replicate = self.replicate if mesh == self.replicate.mesh else Replicator(mesh)
         if func in _SPECIAL:
-            return _SPECIAL[func](self.replicate, func, args, kwargs)
+            return _SPECIAL[func](replicate, func, args, kwargs)
         if args and type(args[0]) is not DTensor and isinstance(args[0], torch.Tensor) and _changes_first(func):
             return func(*tree_map(plain, args), **tree_map(plain, kwargs))  # a plain tensor stays plain
         leaves, _ = tree_flatten((args, kwargs))
         if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) for leaf in leaves):
-            args, kwargs = tree_map(self._replicated, (args, kwargs))
-        return func(*args, **kwargs)
+            args, kwargs = tree_map(
+                lambda leaf: replicate(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+            )
+        try:
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if _changes_first(func):
+                raise
+            result = _on_whole_tensors(replicate, func, args, kwargs)  # what is wrong anyway fails again here
+            _warn_once(getattr(func, "__name__", str(func)), str(error))
+            return result
 
-    def _replicated(self, leaf: Any) -> Any:
-        return self.replicate(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+def _backward(loss: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
+    run_backward(plain(loss), plain(gradient), *args, **kwargs)
 
 
-def _any_sharded(values: Any) -> bool:
+def _first_sharded(values: Any) -> DTensor | None:
     for value in values:
         if type(value) is DTensor:
-            return True
-        if type(value) in (list, tuple) and _any_sharded(value):
-            return True
-    return False
+            return value
+        if type(value) in (list, tuple) and (found := _first_sharded(value)) is not None:
+            return found
+    return None
 
 
 def _changes_first(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _on_whole_tensors(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """A function that does not work on sharded tensors, on whole plain ones: every rank does all of the work."""
+    return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+@lru_cache(maxsize=256)
+def _warn_once(name: str, error: str) -> None:
+    first_line = (error.strip() or "no reason given").splitlines()[0]
+    log.warning("%s does not run on sharded tensors and runs whole on every rank (%s)", name, first_line[:200])
 
 
 def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -133,7 +178,8 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
         sharded_dim = None if placement == Replicate() else q.dim() + mask.dim() - q.dim() - (q.dim() - placement.dim)
         along = sharded_dim is not None and sharded_dim >= 0 and mask.shape[sharded_dim] > 1
         mask = mask.redistribute(placements=[Shard(sharded_dim) if along else Replicate()]).to_local()  # type: ignore[arg-type]
-    out = func(*local, attn_mask=mask, **given)
+    with own_stream(q.redistribute(placements=[placement])) if given.get("dropout_p") else nullcontext():
+        out = func(*local, attn_mask=mask, **given)
     return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)
 
 
@@ -171,24 +217,40 @@ def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> 
         and given.get("size_average") is None
         and given.get("reduce") is None
         and not target.is_floating_point()
+        and given.get("reduction", "mean") in ("none", "mean", "sum")
+        and logits.shape == (target.shape[:1] + logits.shape[1:2] + target.shape[1:])
     )
-    if isinstance(logits, DTensor) and simple and logits.dim() == 2 and logits.placements[0] == Shard(1):
-        return vocabulary_cross_entropy(
-            logits.to_local(),
-            target,
+    if isinstance(logits, DTensor) and simple and logits.placements[0] == Shard(1):
+        losses = vocabulary_cross_entropy(
+            logits.to_local().movedim(1, -1).flatten(0, -2),
+            target.flatten(),
             replicate.mesh.get_group(),
             logits.shape[1],
             ignore_index=given.get("ignore_index", -100),
             reduction=given.get("reduction", "mean"),
             label_smoothing=given.get("label_smoothing", 0.0),
         )
+        return losses.view_as(target) if losses.dim() else losses
     given |= {"input": plain(logits), "target": target, "weight": plain(given.get("weight"))}
     return func(**given)
 
 
+def _on_first_whole(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Values that leave torch: of the whole tensor, not of this rank's part or addend."""
+    return func(plain(args[0]), *args[1:], **kwargs)
+
+
+_OF_WHOLE_TENSORS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__")
+_CONVOLUTIONS = (
+    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+)  # fmt: skip
+"""torch's sharding rule for these looks at the batch only: on sharded channels the shapes no longer fit."""
+
 _SPECIAL: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
+    F.multi_head_attention_forward: _on_whole_tensors,
+    **dict.fromkeys(_CONVOLUTIONS, _on_whole_tensors),
     torch.Tensor.view: _reshape,
     torch.Tensor.reshape: _reshape,
     torch.Tensor.unflatten: _reshape,
@@ -196,4 +258,6 @@ _SPECIAL: dict[Any, Callable] = {
     torch.reshape: _reshape,
     torch.unflatten: _reshape,
     torch.flatten: _reshape,
+    **dict.fromkeys(RANDOM_FUNCTIONS, run_random),
+    **dict.fromkeys((getattr(torch.Tensor, name) for name in _OF_WHOLE_TENSORS), _on_first_whole),
 }

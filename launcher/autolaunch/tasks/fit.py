@@ -116,8 +116,10 @@ class _PredictionFiles(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
         strategy: Any = trainer.strategy
+        if strategy.rank_mesh.coordinate["mp"] > 0:
+            return  # they have the same predictions as the first of them
+        self.directory.mkdir(parents=True, exist_ok=True)
         loader = f"loader_{dataloader_idx}_" if dataloader_idx else ""
         file = self.directory / f"{loader}batch_{batch_idx:06d}_part_{strategy.dp_rank:05d}.pt"
         beside = file.with_suffix(".writing")
