@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from autolaunch.command_line import unquoted
 from autolaunch.config_directories import shown
 from autolaunch.validate import written
 
@@ -29,7 +30,7 @@ class Origin:
             loader: what composed it; by default that of the job that Hydra is running.
         """
         typed: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
-        self._overrides: list[str] = [*typed["hydra"], *typed["task"]]
+        self._overrides: list[str] = [unquoted(item) for item in (*typed["hydra"], *typed["task"])]
         self._config_name, self._loader = hydra.job.config_name, loader
         self._directories = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
         self._files: list[tuple[str, str, Any]] | None = None
