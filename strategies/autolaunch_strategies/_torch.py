@@ -92,8 +92,8 @@ def writes_to(operator: Any) -> list[str]:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Within it new tensors have shapes and no memory; gives a function that makes such a tensor of a real one."""
+def fake_tensors() -> Iterator[None]:
+    """Within it new tensors have shapes, a device and no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode, log = FakeTensorMode(allow_non_fake_inputs=True), logging.getLogger("torch._subclasses.fake_tensor")
@@ -101,7 +101,7 @@ def fake_tensors() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     log.setLevel(logging.CRITICAL)  # it writes whole tracebacks of errors that are caught
     try:
         with mode:
-            yield mode.from_tensor
+            yield
     finally:
         log.setLevel(level)
 
@@ -119,3 +119,17 @@ class AfterBackward:
         if current != self._armed:
             self._armed = current
             torch.autograd.Variable._execution_engine.queue_callback(self._function)
+
+
+def run_backward(
+    loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """As `Tensor.backward`, but function modes stay active while it runs (and see what is computed again)."""
+    chosen = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    if inputs is not None and not chosen:
+        raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
+    gradients = torch.autograd._make_grads((loss,), (gradient,), is_grads_batched=False)
+    retain = create_graph if retain_graph is None else retain_graph
+    torch.autograd.graph._engine_run_backward(
+        (loss,), gradients, retain, create_graph, chosen, allow_unreachable=True, accumulate_grad=True
+    )

@@ -52,7 +52,10 @@ class ModelParallelModule:
             return
         for parameter in self.model.parameters():
             if isinstance(parameter, DTensor) and parameter.device_mesh == self.mode.replicate.mesh:
+                trained = parameter.requires_grad
+                parameter.requires_grad_(True)  # frozen ones can't take hooks, and may be trained later
                 parameter.register_post_accumulate_grad_hook(_place_gradient)
+                parameter.requires_grad_(trained)
 
 
 def apply_plan(model: nn.Module, rules: list[Rule], mesh: DeviceMesh | None, prefix: str = "") -> ModelParallelModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -34,6 +35,7 @@ from autolaunch_strategies.optimizers import adapt_optimizer, check_optimizer, f
 from autolaunch_strategies.plan.rules import read_plan
 from autolaunch_strategies.process_group import check_world_size, ensure_process_group
 from autolaunch_strategies.process_mesh import ProcessMesh, get_mesh, process_mesh, set_mesh
+from autolaunch_strategies.sharding_errors import explained
 from autolaunch_strategies.views import MixedTensors
 
 log = logging.getLogger(__name__)
@@ -99,6 +101,7 @@ def parallelize(
     _exchange_gradients(applied)
     if applied.model_parallel.mode is not None:
         _mix_from_now_on(applied.model_parallel.mode)
+        model.register_forward_hook(_explain_errors, always_call=True)
     if optimizer is not None:
         follow_parameters(optimizer, names, model)
         _OPTIMIZERS.add(optimizer)
@@ -266,3 +269,10 @@ def _mix_from_now_on(mode: MixedTensors) -> None:
     if mode.replicate.mesh not in _MODES:
         _MODES[mode.replicate.mesh] = mode
         mode.__enter__()
+
+
+def _explain_errors(module: nn.Module, args: Any, output: Any) -> None:
+    """Put the words of the plan into an error that leaves the model; hooks can't raise another one."""
+    error = sys.exception()
+    if output is None and isinstance(error, Exception) and (told := explained(error)) is not None:
+        error.args = (str(told),)

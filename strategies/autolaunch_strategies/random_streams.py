@@ -71,8 +71,10 @@ def run_random(_: Any, func: Any, args: Any, kwargs: Any) -> Any:
     Functions whose numbers serve many elements (`dropout2d`, `multinomial`) run on the whole tensor on every rank.
     """
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, DTensor)]
-    if func in _DROPOUTS and not {**dict(zip(_DROPOUT_ARGUMENTS, args, strict=False)), **kwargs}.get("training", True):
-        return func(*args, **kwargs)
+    if func in _DROPOUTS:
+        default = func not in (F.alpha_dropout, F.feature_alpha_dropout)
+        if not {**dict(zip(_DROPOUT_ARGUMENTS, args, strict=False)), **kwargs}.get("training", default):
+            return func(*args, **kwargs)
     from_generator = kwargs.get("generator") is not None  # the user's own: its numbers are for the whole tensor
     if func in _IN_PLACE and from_generator:
         whole = func(_whole(args[0]).detach().clone(), *tree_map(_whole, args[1:]), **tree_map(_whole, kwargs))
