@@ -63,7 +63,7 @@ def derive_plan(model: nn.Module, sequence_parallel: bool, ranks: int, example: 
     for block in blocks:
         _decide_block(flow, block, ranks, decisions)
     if not decisions.planned():
-        found = "".join(f"\n    {name}: {reason}" for name, reason in _one_of_each(decisions.reasons, model).items())
+        found = "".join(f"\n    {name}: {reason}" for name, reason in _one_of_each(decisions.reasons).items())
         raise ConfigError(
             "mp",
             f"nothing in {type(model).__name__} can be divided among {ranks} ranks"
@@ -178,7 +178,7 @@ def _decide_group(
     for name in columns - few:
         decisions.decide(name, [COLUMN], f"column-wise: it feeds {short(rows)}")
     for name in few:
-        decisions.decide(name, (), f"whole: its {heads[name]} heads do not divide among {ranks} ranks")
+        decisions.decide(name, (), f"whole: its heads ({heads[name]}) do not divide among {ranks} ranks")
     for name in rows:
         fed = short(columns & flow.sources[name])
         decisions.decide(name, [ROW], f"row-wise: it joins the residual stream; fed by {fed}")
@@ -287,9 +287,9 @@ def _place(name: str, containers: Mapping[str, list[str]]) -> tuple[str, str, st
     return name, "", ""
 
 
-def _one_of_each(reasons: Mapping[str, str], model: nn.Module) -> dict[str, str]:
+def _one_of_each(reasons: Mapping[str, str]) -> dict[str, str]:
     """The first of the names that differ by numbers only."""
-    first: dict[str, tuple[str, str]] = {}
-    for name, reason in reasons.items():
-        first.setdefault(re.sub(r"\d+", "*", name), (name, reason))
-    return {shape: reason for shape, (_, reason) in first.items()}
+    first: dict[str, str] = {}
+    for name in reasons:
+        first.setdefault(re.sub(r"\d+", "*", name), name)
+    return {name: reasons[name] for name in first.values()}

@@ -130,6 +130,8 @@ def _trace_with(model: nn.Module, inputs: ExampleInputs) -> Trace:
             if not within or within in stand_ins or len(stand_ins) == _MOST_STAND_INS:
                 raise
             kind = type(model.get_submodule(within))
+            if kind.__module__.startswith("torch.nn."):  # it is what it was given that is wrong
+                raise
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             stand_ins |= {name: first_line for name, module in model.named_modules() if type(module) is kind}
 
@@ -151,13 +153,11 @@ class _Recorder(TorchDispatchMode):
 
     def run(self) -> None:
         with ExitStack() as stack:
-            to_fake = stack.enter_context(fake_tensors())
-            state = {
-                name: _like(tensor, to_fake)
-                for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]
-            }
+            stack.enter_context(fake_tensors())
+            tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+            state = {name: _like(tensor) for name, tensor in tensors}
             args, kwargs = tree_map(
-                lambda leaf: to_fake(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+                lambda leaf: _like(leaf) if isinstance(leaf, torch.Tensor) else leaf,
                 (self.inputs.args, dict(self.inputs.kwargs)),
             )
             first = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor))
@@ -274,7 +274,7 @@ def _first_input(*args: Any, **kwargs: Any) -> Any:
     return given.clone()
 
 
-def _like(tensor: torch.Tensor, to_fake: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _like(tensor: torch.Tensor) -> torch.Tensor:
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return fake.requires_grad_(tensor.requires_grad)
 
