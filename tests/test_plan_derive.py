@@ -114,6 +114,9 @@ class TwoInputs(nn.Module):
     [
         pytest.param(lambda: make("llama"), 2, LLAMA, id="llama"),
         pytest.param(lambda: make("gpt2"), 2, GPT2, id="gpt2-fused-tied"),
+        pytest.param(
+            lambda: make("gpt2", attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1), 2, GPT2, id="dropout-while-training"
+        ),
         pytest.param(lambda: make("llama", vocab_size=65), 2, LLAMA, id="uneven-vocabulary"),
         pytest.param(lambda: make("llama", num_hidden_layers=1), 2, LLAMA, id="one-layer"),
         pytest.param(

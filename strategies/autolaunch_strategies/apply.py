@@ -80,7 +80,8 @@ def _plan(
     if config.mesh.mp == 1:
         return [], model, prefix
     assert config.mp is not None
-    return plan_for(model, config.mp, own_plan, config.mesh.mp), model, prefix
+    example = getattr(module, "example_input_array", None)
+    return plan_for(model, config.mp, own_plan, config.mesh.mp, example), model, prefix
 
 
 def foresee(module: nn.Module, config: ParallelConfig, own_plan: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -13,12 +13,15 @@ from autolaunch_strategies.plan.rules import Rule, merge_plans, read_plan
 from autolaunch_strategies.plan.transformers_plans import transformers_plan
 
 
-def plan_for(model: nn.Module, mp: ModelParallel, own_plan: Mapping[str, Any] | None, ranks: int) -> list[Rule]:
+def plan_for(
+    model: nn.Module, mp: ModelParallel, own_plan: Mapping[str, Any] | None, ranks: int, example: Any = None
+) -> list[Rule]:
     """The rules for `model` (may be on meta): `mp.plan` over its base.
 
     Args:
         own_plan: the plan that comes with the model for the chosen way (with or without sequence parallelism), if any.
         ranks: along the mp axis.
+        example: inputs for one call of the model, if the user names some (lightning's `example_input_array`).
 
     Raises:
         ConfigError: a wrong rule, or no base can be found for this model.
@@ -28,10 +31,10 @@ def plan_for(model: nn.Module, mp: ModelParallel, own_plan: Mapping[str, Any] | 
         if own_plan:
             base = read_plan(own_plan, "the model's plan")
         else:
-            found = transformers_plan(model, mp.sequence_parallel, ranks)
-            base = found if found is not None else derive_plan(model, mp.sequence_parallel, ranks)
+            found = transformers_plan(model, mp.sequence_parallel, ranks, example)
+            base = found if found is not None else derive_plan(model, mp.sequence_parallel, ranks, example)
     elif mp.base == "derive":
-        base = derive_plan(model, mp.sequence_parallel, ranks)
+        base = derive_plan(model, mp.sequence_parallel, ranks, example)
     return merge_plans(base, mp.plan)
 
 

@@ -236,7 +236,9 @@ def decide_vocabulary(model: nn.Module, flow: Trace | None, ranks: int, decision
     if problem:
         decisions.decide(embedding_name, (), problem)
     else:
-        decisions.decide(embedding_name, [ROW], "row-wise: each rank holds some of the vocabulary")
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and module.weight is embedding.weight:
+                decisions.decide(name, [ROW], "row-wise: each rank holds some of the vocabulary")
     if head_name is None:
         return
     if problem and tied:

@@ -60,6 +60,8 @@ def _of_transformers(model: Any) -> Iterator[ExampleInputs]:
             channels = getattr(model.config, "num_channels", 3)
             images = torch.zeros(BATCH, channels, *size)
             yield ExampleInputs("pixel_values of transformers", (), {main: images, **extra})
+    elif main == "input_values":
+        yield ExampleInputs("input_values of transformers", (), {main: torch.zeros(BATCH, 4000), **extra})
     dummy = getattr(model, "dummy_inputs", None)
     if isinstance(dummy, Mapping):
         yield ExampleInputs("dummy_inputs of transformers", (), {**dummy, **extra})

@@ -24,10 +24,10 @@ _NONE: Names = frozenset()
 _KNOWN_TO_WORK = frozenset(
     {
         "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "_to_copy", "_unsafe_view", "addmm", "amax",
-        "argmax", "baddbmm", "bmm", "cat", "clone", "copy_", "device", "embedding", "index", "index_select",
-        "logsumexp", "max", "mean", "mm", "native_dropout", "native_layer_norm", "new_empty", "new_zeros", "repeat",
-        "repeat_interleave", "select", "split", "split_with_sizes", "stack", "std", "sum", "var", "var_mean",
-        "zeros_like",
+        "amin", "argmax", "baddbmm", "bernoulli", "bernoulli_", "bmm", "cat", "clone", "copy_", "device", "embedding",
+        "empty_like", "full_like", "index", "index_select", "logsumexp", "max", "mean", "min", "mm", "native_dropout",
+        "native_layer_norm", "new_empty", "new_zeros", "ones_like", "rand_like", "repeat", "repeat_interleave",
+        "select", "split", "split_with_sizes", "stack", "std", "sum", "var", "var_mean", "zeros_like",
     }
 )  # fmt: skip
 """Operators, next to elementwise ones, views and attention, that sharded tensors go through rightly and well."""
@@ -118,6 +118,7 @@ def trace(model: nn.Module, example: Any = None) -> Trace:
 
 def _trace_with(model: nn.Module, inputs: ExampleInputs) -> Trace:
     stand_ins: dict[str, str] = {}
+    first_error: Exception | None = None
     while True:
         recorder = _Recorder(model, inputs, stand_ins)
         try:
@@ -126,12 +127,12 @@ def _trace_with(model: nn.Module, inputs: ExampleInputs) -> Trace:
             return recorder.trace
         except Exception as error:
             # A part that looks at values (a mixture of experts that asks which expert has tokens) is stepped over.
+            first_error = first_error or error
             within = recorder.inside
-            if not within or within in stand_ins or len(stand_ins) == _MOST_STAND_INS:
-                raise
             kind = type(model.get_submodule(within))
-            if kind.__module__.startswith("torch.nn."):  # it is what it was given that is wrong
-                raise
+            of_torch = kind.__module__.startswith("torch.nn.")  # then it is what it was given that is wrong
+            if not within or of_torch or within in stand_ins or len(set(stand_ins.values())) == _MOST_STAND_INS:
+                raise first_error from None
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             stand_ins |= {name: first_line for name, module in model.named_modules() if type(module) is kind}
 
