@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
 
 
 def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
@@ -133,3 +134,8 @@ def run_backward(
     torch.autograd.graph._engine_run_backward(
         (loss,), gradients, retain, create_graph, chosen, allow_unreachable=True, accumulate_grad=True
     )
+
+
+def is_active(mode: TorchFunctionMode) -> bool:
+    """Whether calls of torch functions go through `mode` right now."""
+    return any(active is mode for active in torch.overrides._get_current_function_mode_stack())

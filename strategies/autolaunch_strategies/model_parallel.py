@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autolaunch_strategies._torch import is_active
 from autolaunch_strategies.plan.rules import Match, Rule, match_rules
 from autolaunch_strategies.sharding_errors import explained, remember_plan
 from autolaunch_strategies.styles.base import Region
@@ -34,7 +35,7 @@ class ModelParallelModule:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Forward and backward passes of the model run within it."""
-        if self.mode is None:
+        if self.mode is None or is_active(self.mode):  # blocks that are computed again, in a backward pass
             yield
             return
         try:

@@ -9,6 +9,7 @@ mesh, so they become replicated DTensors, differentiably.
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -199,13 +200,27 @@ def _part_of_whole(tensor: DTensor, dim: int, part: tuple[int, int]) -> torch.Te
 
 def _reshape(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     """A change of shape that the parts of an unevenly divided tensor do not survive is made on the whole tensor."""
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError:
-        tensor = args[0] if args else None
-        if not isinstance(tensor, DTensor) or tensor.placements[0].is_replicate():
-            raise
-        return func(tensor.redistribute(placements=[Replicate()]), *args[1:], **kwargs)
+    tensor = args[0]
+    if isinstance(tensor, DTensor) and not _parts_survive(tensor, func, args[1:], kwargs):
+        args = (tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim), *args[1:])
+    return func(*args, **kwargs)
+
+
+def _parts_survive(tensor: DTensor, func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a change of shape leaves a divided dim in front of a group of dims that can be divided as evenly.
+
+    Looked at beforehand: an attempt that fails would be an operation that selective recomputation counts.
+    """
+    if tensor.device_mesh.ndim > 1 or not isinstance(tensor.placements[0], Shard):
+        return True
+    dim, ranks = tensor.placements[0].dim % tensor.dim(), tensor.device_mesh.size()
+    shape = func(torch.empty(tensor.shape, device="meta"), *args, **kwargs).shape
+    if shape[: dim + 1] == tensor.shape[: dim + 1] or tensor.numel() == 0:
+        return True
+    before = math.prod(tensor.shape[:dim])
+    place = next((i for i in range(len(shape)) if math.prod(shape[:i]) == before and shape[i] > 1), None)
+    return place is not None and (shape[place] % ranks == 0 or shape[place] == tensor.shape[dim])
+
 
 
 def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
