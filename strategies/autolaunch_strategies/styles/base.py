@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-from autolaunch_strategies.views import Replicator
+from autolaunch_strategies.views import Replicator, plain
 
 
 @dataclass
@@ -48,6 +48,9 @@ class Region:
             requires_grad=parameter.requires_grad,
         )
         made.__dict__.update(parameter.__dict__)
+        for owner, _ in self._owners[id(parameter)]:
+            if owner is not module and isinstance(owner, nn.Embedding):  # tied to it, with or without a rule of its own
+                change_first_output(owner, plain)
         self._replace(parameter, made)
         return True
 
