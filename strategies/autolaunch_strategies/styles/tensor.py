@@ -22,12 +22,16 @@ def column_dim(module: nn.Module, parameter: torch.Tensor) -> int:
     """The dim of a parameter that runs along the outputs of its module."""
     if parameter.dim() == 1:
         return 0
-    return 0 if isinstance(module, nn.Linear) else 1
+    if isinstance(module, nn.Linear):  # parameters beside the weight (LoRA) may be laid out either way
+        return 1 if parameter.shape[1] == module.out_features != parameter.shape[0] else 0
+    return 1
 
 
 def row_dim(module: nn.Module, parameter: torch.Tensor) -> int:
     """The dim of a 2-D parameter that runs along the inputs of its module."""
-    return 1 if isinstance(module, nn.Linear) else 0
+    if isinstance(module, nn.Linear):
+        return 0 if parameter.shape[0] == module.in_features != parameter.shape[1] else 1
+    return 0
 
 
 class ColWiseParallel(Style):
