@@ -29,7 +29,7 @@ class TorchStyle(Style):
         self.style = style
 
     def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
-        placed = {
+        placed: dict[str, Any] = {
             key: parameter for key, parameter in module._parameters.items() if isinstance(parameter, DTensor)
         }  # the first to place a parameter wins, but hooks stack: torch gets stand-ins to place
         for key, parameter in placed.items():
