@@ -21,7 +21,7 @@ NO_SEQUENCE_PARALLEL = {
 }
 """Models whose structure has no place for it, and what they are told."""
 
-HELD = {"mixtral": 0.9, "qwen3_moe": 0.66, "encoder": 0.74}
+HELD = {"mixtral": 0.9, "qwen3_moe": 0.66, "encoder": 0.74, "vision_transformer": 0.6}
 """The part of all numbers that a rank of two may hold, where experts or attention stay whole; 0.55 elsewhere."""
 
 pytestmark = pytest.mark.timeout(300)

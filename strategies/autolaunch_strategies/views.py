@@ -108,6 +108,8 @@ class MixedTensors(TorchFunctionMode):
             return _SPECIAL[func](replicate, func, args, kwargs)
         if args and type(args[0]) is not DTensor and isinstance(args[0], torch.Tensor) and _changes_first(func):
             return func(*tree_map(plain, args), **tree_map(plain, kwargs))  # a plain tensor stays plain
+        if func is torch.cat and args:  # an empty cache of keys is a tensor of no dims that fit
+            args = ([tensor for tensor in args[0] if tensor.shape != (0,)], *args[1:])
         leaves, _ = tree_flatten((args, kwargs))
         if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) for leaf in leaves):
             args, kwargs = tree_map(
@@ -115,7 +117,7 @@ class MixedTensors(TorchFunctionMode):
             )
         try:
             return func(*args, **kwargs)
-        except (NotImplementedError, RuntimeError) as error:
+        except (NotImplementedError, RuntimeError, IndexError) as error:
             if _changes_first(func):
                 raise
             result = _on_whole_tensors(replicate, func, args, kwargs)  # what is wrong anyway fails again here
@@ -220,7 +222,6 @@ def _parts_survive(tensor: DTensor, func: Any, args: Any, kwargs: Any) -> bool:
     before = math.prod(tensor.shape[:dim])
     place = next((i for i in range(len(shape)) if math.prod(shape[:i]) == before and shape[i] > 1), None)
     return place is not None and (shape[place] % ranks == 0 or shape[place] == tensor.shape[dim])
-
 
 
 def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
