@@ -146,6 +146,11 @@ class OwnClipping(LanguageModel):
             self.clip_gradients(optimizer, 0.3, "norm")
 
 
+class WithAdafactor(LanguageModel):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor((item for item in self.parameters() if item.requires_grad), lr=1e-3)
+
+
 LEVELS = (0, 1, 2, 3)
 for level in LEVELS:
     parity(f"autoencoder-{level}", AutoEncoder, {"level": level}, val=loader)
@@ -156,6 +161,7 @@ for level in LEVELS:
         accumulate_grad_batches=5, val_check_interval=3, gradient_clip_val=0.5,
     )  # fmt: skip
     parity(f"gan-{level}", Gan, {"level": level})
+    parity(f"adafactor-{level}", WithAdafactor, {"level": level}, val=loader)
 for level in (0, 3):
     parity(
         f"by-value-{level}", LanguageModel, {"level": level}, gradient_clip_val=0.02, gradient_clip_algorithm="value"

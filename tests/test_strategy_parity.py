@@ -54,7 +54,15 @@ def without_weights(result: Any) -> Any:
 SAME = [
     *(
         f"{model}-{level}"
-        for model in ("autoencoder", "classifier", "language", "accumulate", "gan", "parts-elsewhere")
+        for model in (
+            "autoencoder",
+            "classifier",
+            "language",
+            "accumulate",
+            "gan",
+            "adafactor",
+            "parts-elsewhere",
+        )
         for level in LEVELS
     ),
     *(f"{case}-{level}" for case in ("by-value", "own-clipping", "double", "hooks") for level in (0, 3)),

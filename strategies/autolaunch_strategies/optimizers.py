@@ -87,12 +87,26 @@ class _StandIns:
         self.whole = whole
         self._standing: list[tuple[list[nn.Parameter], int, DTensor]] = []
 
+    def enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before a step; of one with a closure, when that has made the gradients."""
+
+        def after(closure: Any) -> Any:
+            def run() -> Any:
+                loss = closure()
+                self._put(optimizer)
+                return loss
+
+            return run
+
+        own, *rest = args
+        given = {**kwargs, **({"closure": rest[0]} if rest else {})}
+        if given.get("closure") is None:
+            self._put(optimizer)
+            return args, kwargs
+        return (own, *rest[1:]), {**given, "closure": after(given["closure"])}
+
     @torch.no_grad()
-    def enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(callable(value) for value in (*args, *kwargs.values())):
-            raise ConfigError(
-                f"{type(optimizer).__name__}.step(closure)", "its parameters are sharded", "step() after backward()"
-            )
+    def _put(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 if not isinstance(parameter, DTensor) or parameter.grad is None:

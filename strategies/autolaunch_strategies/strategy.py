@@ -45,6 +45,7 @@ from autolaunch_strategies.construction import Construction
 from autolaunch_strategies.gradients import clip_values, gradient_norm, scale_gradients
 from autolaunch_strategies.materialise import WeightFiles, share_statistics
 from autolaunch_strategies.mesh import RankMesh
+from autolaunch_strategies.optimizers import adapt_optimizer
 from autolaunch_strategies.process_group import JoinedEnvironment, check_world_size, ensure_process_group
 from autolaunch_strategies.termination import Termination
 from autolaunch_strategies.views import plain
@@ -411,6 +412,7 @@ class MeshStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
+            adapt_optimizer(optimizer)
             optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, *_: Any) -> None:

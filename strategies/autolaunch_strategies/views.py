@@ -158,7 +158,9 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     """Scaled dot product attention on each rank's own heads: q, k, v are [..., heads, s, d], sharded over heads."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args, strict=False)) | kwargs
-    q, k, v = (replicate(given.pop(name)) for name in ("query", "key", "value"))
+    q = replicate(given.pop("query"))
+    k: Any = replicate(given.pop("key"))
+    v: Any = replicate(given.pop("value"))
     mask = given.pop("attn_mask", None)
     head_dim = q.dim() - 3
     heads, kv_heads, ranks = q.shape[head_dim], k.shape[head_dim], replicate.mesh.size()
@@ -178,7 +180,7 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     ]
     if mask is not None:
         mask = replicate(mask)
-        sharded_dim = None if placement == Replicate() else q.dim() + mask.dim() - q.dim() - (q.dim() - placement.dim)
+        sharded_dim = None if placement == Replicate() else mask.dim() - q.dim() + placement.dim
         along = sharded_dim is not None and sharded_dim >= 0 and mask.shape[sharded_dim] > 1
         mask = mask.redistribute(placements=[Shard(sharded_dim) if along else Replicate()]).to_local()  # type: ignore[arg-type]
     with own_stream(q.redistribute(placements=[placement])) if given.get("dropout_p") else nullcontext():
