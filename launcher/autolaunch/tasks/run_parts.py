@@ -190,7 +190,7 @@ def quiet_lightning() -> Iterator[None]:
     with warnings.catch_warnings():
         for message in (
             ".*does not have many workers.*",
-            ".*`sync_dist=True`.*",
+            ".*sync_dist=True.*",
             ".*Checkpoint directory .* exists and is not empty.*",
             ".*functorch.*",
             ".*number of training batches .* is smaller than the logging interval.*",
