@@ -1,0 +1,71 @@
+"""Sharded and plain tensors in one call; the numbers on several ranks are compared in the zoo and the style tests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from autolaunch_strategies import views
+from autolaunch_strategies.views import MixedTensors, plain
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("mp",))
+    dist.destroy_process_group()
+
+
+def sharded(mesh: DeviceMesh, *shape: int) -> DTensor:
+    torch.manual_seed(0)
+    return distribute_tensor(torch.rand(*shape) + 0.1, mesh, [Shard(1)]).requires_grad_()
+
+
+def test_a_function_without_a_rule_runs_whole_and_says_so_once(
+    mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensor = sharded(mesh, 3, 4)
+    with pytest.raises(NotImplementedError):
+        torch.renorm(tensor, 2, 0, 0.5)  # if torch learns this, another function has to stand here
+    views._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING), MixedTensors(mesh):
+        _, found = (torch.renorm(tensor, 2, 0, 0.5) for _ in range(2))
+        found.sum().backward()
+    expected = tensor.full_tensor().detach().requires_grad_()
+    torch.renorm(expected, 2, 0, 0.5).sum().backward()
+    assert torch.equal(plain(found), torch.renorm(expected, 2, 0, 0.5))
+    assert tensor.grad is not None
+    assert torch.equal(tensor.grad.full_tensor(), expected.grad)
+    assert [record.message.split("(")[0] for record in caplog.records] == [
+        "renorm does not run on sharded tensors and runs whole on every rank "
+    ]
+
+
+def test_what_is_wrong_anyway_raises_torchs_own_error(mesh: DeviceMesh) -> None:
+    with MixedTensors(mesh), pytest.raises((RuntimeError, IndexError), match="Dimension out of range"):
+        torch.cumsum(sharded(mesh, 3, 4), 7)
+
+
+def test_plain_tensors_get_whole_gradients(mesh: DeviceMesh) -> None:
+    weight = torch.full((4,), 2.0, requires_grad=True)
+    with MixedTensors(mesh):
+        out = sharded(mesh, 3, 4) * weight
+        assert isinstance(out, DTensor)
+        out.sum().backward()
+    assert type(weight.grad) is torch.Tensor
+    assert torch.allclose(weight.grad, plain(sharded(mesh, 3, 4)).sum(0))
+
+
+def test_a_plain_tensor_that_is_changed_in_place_stays_plain(mesh: DeviceMesh) -> None:
+    table = torch.zeros(3, 8)
+    with MixedTensors(mesh), torch.no_grad():
+        table[:, 4:] = sharded(mesh, 3, 4)
+        table.add_(1)
+    assert type(table) is torch.Tensor
+    assert torch.equal(table[:, 4:], plain(sharded(mesh, 3, 4)) + 1)
