@@ -188,6 +188,7 @@ PAGES = [
     pytest.param(["--version"], "autolaunch ", id="version"),
     pytest.param(["--info", "trainer.max_steps"], "Optimizer steps after which training ends", id="info-key"),
     pytest.param(["--info", "dp"], "options: ddp, fsdp, hsdp, zero1, zero2", id="info-group"),
+    pytest.param(["--info", "mp"], "Rules of your own, `pattern: style`", id="info-optional-group"),
     pytest.param(["--info", "searchpath"], "mesh://", id="info-of-hydra"),
     pytest.param(["--hydra-help"], "hydra", id="hydra-help"),
     pytest.param(["mesh=4x2", "--cfg", "job"], "mp: 2", id="cfg"),

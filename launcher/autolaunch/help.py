@@ -16,7 +16,7 @@ from rich.text import Text
 from autolaunch.command_line import HYDRA_INFO
 from autolaunch.config import DATA, MODELS, TASKS, Job
 from autolaunch.mesh_source import SHAPES
-from autolaunch.validate import field_types, limits_text, written
+from autolaunch.validate import field_types, group_schema, limits_text, written
 from autolaunch_strategies.config import ConfigError, nearest
 
 _FAMILIES: dict[str, Mapping[str, type]] = {"model": MODELS, "data": DATA}
@@ -119,7 +119,7 @@ def _fields(key: str) -> Iterator[tuple[type, dataclasses.Field[Any]]]:
             parents = list(_FAMILIES[group].values())
         else:
             hints = [field_types(parent).get(group) for parent in parents]
-            parents = [hint for hint in hints if dataclasses.is_dataclass(hint)]  # type: ignore[misc]
+            parents = [schema for hint in hints if (schema := group_schema(hint)) is not None]
     for parent in parents:
         yield from ((parent, item) for item in dataclasses.fields(parent) if item.name == name)
 
@@ -133,7 +133,8 @@ def _schemas(key: str) -> list[type]:
     if key in _FAMILIES:
         return list(_FAMILIES[key].values())
     hint = field_types(Job).get(key)
-    return [typing.cast(type, hint)] if dataclasses.is_dataclass(hint) else []
+    schema = group_schema(hint)
+    return [] if schema is None else [schema]
 
 
 def known_keys() -> list[str]:

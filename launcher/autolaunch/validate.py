@@ -64,7 +64,7 @@ def node_schema(key: str, values: Any) -> tuple[type | None, bool]:
         return named.get(str(values.get("name"))), False
     schema: Any = Job
     for part in key.split(".") if key else []:
-        schema = _group(field_types(schema).get(part)) if dataclasses.is_dataclass(schema) else None  # type: ignore[arg-type]
+        schema = group_schema(field_types(schema).get(part)) if dataclasses.is_dataclass(schema) else None  # type: ignore[arg-type]
     if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
         return None, True
     # An optimizer class of one's own has arguments of its own.
@@ -123,7 +123,7 @@ def _value(
     if value == MISSING:
         errors.append(ConfigError(path, "must be given", _sentence(item), f"{path}=..."))
         return value
-    if _group(wanted) is not None or path in _FAMILIES:
+    if group_schema(wanted) is not None or path in _FAMILIES:
         if isinstance(value, Mapping):
             return _node(value, path, where, errors)
         if value is None and types.NoneType in _alternatives(wanted):
@@ -168,7 +168,7 @@ def _alternatives(wanted: Any) -> tuple[Any, ...]:
     return typing.get_args(wanted) if typing.get_origin(wanted) in (Union, types.UnionType) else (wanted,)
 
 
-def _group(wanted: Any) -> type | None:
+def group_schema(wanted: Any) -> type | None:
     """The dataclass of a hint `Group` or `Group | None`; None of any other."""
     return next((option for option in _alternatives(wanted) if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
 
