@@ -17,6 +17,8 @@ from autolaunch_strategies.views import MixedTensors, plain
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
+    if dist.is_initialized():  # by what another test ran in this process
+        dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("mp",))
     dist.destroy_process_group()
