@@ -283,6 +283,50 @@ class ModelParallel:
     )
 
 
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "looped_bfs",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dualpipev",
+)
+"""Pipeline schedules by name; the path of a CSV file is one, too."""
+
+
+@dataclass
+class PipelineParallel:
+    """How the ranks of the pp axis divide a model into stages, and in which order they work."""
+
+    name: str = option("Which pipeline this is; set by the group.", "exact")
+    loss: str = option(
+        "`exact`: the loss sees the whole batch, whatever it computes. `microbatch`: it is the mean over microbatches "
+        "(less memory, any schedule); refused if the first step shows that this is another loss.",
+        "exact",
+        choices=("exact", "microbatch"),
+    )
+    schedule: str = option(
+        f"Order of work: {', '.join(SCHEDULES)}, or the path of a CSV file; all but gpipe need pp.loss=microbatch.",
+        "gpipe",
+    )
+    microbatches: int | None = option(
+        "Parts into which each batch of a rank is cut (null: data.microbatches if above 1, else chosen).", None, ge=1
+    )
+    virtual_stages: int | None = option("Stages per rank (null: what the schedule needs).", None, ge=1)
+    split: str = option(
+        "`even`: as many blocks for each stage; `balanced`: by cost, the embedding and the head counted.",
+        "even",
+        choices=("even", "balanced"),
+    )
+    split_spec: Any = option(
+        "Where to cut: a prefix of numbered blocks, a list of names and prefixes, or {name: BEGINNING | END} "
+        "(null: the blocks that the model's structure shows).",
+        None,
+    )
+    global_spec: Any = option("Modules with parameters that run on every stage: a name or a list of names.", None)
+
+
 RECOMPUTE_MODES = ("none", "full", "selective")
 
 
@@ -321,7 +365,7 @@ class ParallelConfig:
     mesh: MeshShape = field(default_factory=MeshShape)
     dp: DataParallel = field(default_factory=DataParallel)
     mp: ModelParallel | None = None
-    pp: Mapping[str, Any] | None = None
+    pp: PipelineParallel | None = None
     cp: Mapping[str, Any] | None = None
     recompute: Recompute = field(default_factory=Recompute)
     compile: bool | str = False
@@ -384,11 +428,19 @@ MP_NAMES: dict[str, ModelParallel | None] = {
 """What the names of the group mp mean."""
 
 
+PP_NAMES: dict[str, PipelineParallel | None] = {
+    "none": None,
+    "exact": PipelineParallel(),
+    **{name: PipelineParallel(name, "microbatch", name) for name in SCHEDULES},
+}
+"""What the names of the group pp mean."""
+
+
 def parallel_config(
     mesh: str | int | MeshShape | Mapping[str, Any] = 1,
     dp: DataParallel | Mapping[str, Any] | int | None = None,
     mp: ModelParallel | Mapping[str, Any] | str | None = None,
-    pp: Mapping[str, Any] | None = None,
+    pp: PipelineParallel | Mapping[str, Any] | str | None = None,
     cp: Mapping[str, Any] | None = None,
     recompute: Any = "none",
     recompute_save: Iterable[str] = ("mm", "attention"),
@@ -400,6 +452,7 @@ def parallel_config(
         mesh: a shape (``"4x2"``), a number of ranks, or ``{dp: 4, mp: 2, order: [...]}``.
         dp: a `DataParallel`, its fields as a mapping, or a sharding level.
         mp: a `ModelParallel`, its fields as a mapping, or none, auto, tensor_parallel, seq_parallel.
+        pp: a `PipelineParallel`, its fields as a mapping, or none, exact, or the name of a schedule.
 
     Raises:
         ConfigError: an unknown field, a wrong shape or a wrong value.
@@ -417,8 +470,13 @@ def parallel_config(
             raise ConfigError(f"mp={mp}", "no such plan", ", ".join(MP_NAMES))
         mp = MP_NAMES[mp]
     model_parallel = _from_mapping(ModelParallel, mp, "mp") if isinstance(mp, Mapping) else mp
+    if isinstance(pp, str):
+        if pp not in PP_NAMES:
+            raise ConfigError(f"pp={pp}", "no such pipeline", ", ".join(PP_NAMES))
+        pp = PP_NAMES[pp]
+    pipeline = _from_mapping(PipelineParallel, pp, "pp") if isinstance(pp, Mapping) else pp
     return ParallelConfig(
-        mesh, data_parallel, model_parallel, pp, cp, parse_recompute(recompute, recompute_save), compile
+        mesh, data_parallel, model_parallel, pipeline, cp, parse_recompute(recompute, recompute_save), compile
     )
 
 

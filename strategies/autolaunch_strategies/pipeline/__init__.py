@@ -1,0 +1,1 @@
+"""Pipeline parallelism for models that know nothing of it: recording, cutting, schedules, running."""
