@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.plan.example_inputs import ExampleInputs, example_inputs
 
 Names = frozenset[str]
+Result = TypeVar("Result")
 _NONE: Names = frozenset()
 _KNOWN_TO_WORK = frozenset(
     {
@@ -117,30 +118,71 @@ def trace(model: nn.Module, example: Any = None) -> Trace:
 
 
 def _trace_with(model: nn.Module, inputs: ExampleInputs) -> Trace:
+    def attempt(stand_ins: Mapping[str, str]) -> Trace:
+        recorder = _Recorder(model, inputs)
+        try:
+            recorder.run()
+        except Exception as error:
+            raise Untraceable(recorder.inside, error) from error
+        recorder.trace.untraceable = dict(stand_ins)
+        return recorder.trace
+
+    return stepping_over(model, attempt)
+
+
+class Untraceable(Exception):
+    """A forward pass on shapes alone failed: `error`, inside of which module."""
+
+    def __init__(self, inside: str, error: Exception) -> None:
+        super().__init__(inside)
+        self.inside, self.error = inside, error
+
+
+def stepping_over(model: nn.Module, attempt: Callable[[Mapping[str, str]], Result]) -> Result:
+    """What `attempt` returns, with every part of `model` that looks at values replaced by its first input.
+
+    Such as a mixture of experts that asks which expert has tokens.
+
+    Args:
+        attempt: runs the model once, is told what is replaced and why, and raises `Untraceable`.
+    """
     stand_ins: dict[str, str] = {}
     first_error: Exception | None = None
     while True:
-        recorder = _Recorder(model, inputs, stand_ins)
         try:
-            recorder.run()
-            recorder.trace.untraceable = stand_ins
-            return recorder.trace
-        except Exception as error:
-            # A part that looks at values (a mixture of experts that asks which expert has tokens) is stepped over.
-            first_error = first_error or error
-            within = recorder.inside
+            with _standing_in(model, stand_ins):
+                return attempt(stand_ins)
+        except Untraceable as failure:
+            first_error = first_error or failure.error
+            within = failure.inside
             kind = type(model.get_submodule(within))
             of_torch = kind.__module__.startswith("torch.nn.")  # then it is what it was given that is wrong
             if not within or of_torch or within in stand_ins or len(set(stand_ins.values())) == _MOST_STAND_INS:
                 raise first_error from None
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            first_line = (str(failure.error).strip() or type(failure.error).__name__).splitlines()[0]
             stand_ins |= {name: first_line for name, module in model.named_modules() if type(module) is kind}
 
 
+@contextmanager
+def _standing_in(model: nn.Module, names: Mapping[str, str]) -> Iterator[None]:
+    modules = [model.get_submodule(name) for name in names]
+    before = [module.__dict__.get("forward") for module in modules]
+    for module in modules:
+        module.forward = _first_input
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
 class _Recorder(TorchDispatchMode):
-    def __init__(self, model: nn.Module, inputs: ExampleInputs, stand_ins: Mapping[str, str]) -> None:
+    def __init__(self, model: nn.Module, inputs: ExampleInputs) -> None:
         super().__init__()
-        self.model, self.inputs, self.stand_ins = model, inputs, stand_ins
+        self.model, self.inputs = model, inputs
         self.trace = Trace(inputs)
         self.stack: list[str] = []
         self.origins: dict[int, Names] = {}  # memory -> the linear layers whose output is in it
@@ -177,14 +219,10 @@ class _Recorder(TorchDispatchMode):
                     continue
                 handles.append(module.register_forward_pre_hook(self._begins(name), with_kwargs=True))
                 handles.append(module.register_forward_hook(self._ends(name), with_kwargs=True))
-                if name in self.stand_ins:
-                    module.forward = _first_input
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for name in self.stand_ins:
-                del self.model.get_submodule(name).forward
 
     def _begins(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
