@@ -1,0 +1,354 @@
+"""Where a model is cut into stages: from what people write (`pp.split_spec`) to cuts between modules.
+
+Names only, no torch: which modules there are and in which order they run is told by the caller.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+from typing import Any
+
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.plan.patterns import compile_pattern, matching, nearest_names
+
+SPLIT_POINTS = ("BEGINNING", "END")
+"""What may be said of a module in a mapping: cut before it, or behind it."""
+
+_ALLOWED = "a prefix of numbered blocks, a list of names and prefixes, {name or pattern: BEGINNING | END}, or null"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cut next to one module, by its dotted name."""
+
+    module: str
+    after: bool
+    """Whether the cut is behind the call of the module; otherwise it is before it."""
+
+    def __str__(self) -> str:
+        return f"{'behind' if self.after else 'before'} {self.module}"
+
+
+def parse_spec(spec: Any) -> list[str] | dict[str, str] | None:
+    """Bring `pp.split_spec` into one form: a list of names and prefixes, `{pattern: BEGINNING | END}`, or None.
+
+    Raises:
+        ConfigError: another type, an unknown split point, or a key that is not a pattern.
+    """
+    where = _where(spec)
+    if spec is None:
+        return None
+    if isinstance(spec, str):
+        spec = [spec]
+    if isinstance(spec, Mapping):
+        points = {}
+        for name, value in spec.items():
+            # torch's SplitPoint is an enum whose members have these names.
+            point = str(getattr(value, "name", value)).upper()
+            if point not in SPLIT_POINTS:
+                raise ConfigError(where, f"{value!s} is no split point", "BEGINNING (before it), END (behind it)")
+            try:
+                compile_pattern(str(name))
+            except ConfigError as error:
+                raise ConfigError(where, f"{name} is {error.problem}", error.allowed) from None
+            points[str(name)] = point
+        if not points:
+            raise ConfigError(where, "names no module", _ALLOWED, "pp.split_spec=null")
+        return points
+    if not isinstance(spec, Sequence) or not all(isinstance(name, str) and name for name in spec):
+        raise ConfigError(where, "does not say where to cut", _ALLOWED)
+    if not spec:
+        raise ConfigError(where, "names no module", _ALLOWED, "pp.split_spec=null")
+    return list(spec)
+
+
+def candidate_names(spec: Any, modules: Collection[str], blocks: Sequence[str], *, prefix: str = "") -> list[str]:
+    """Every module next to which this spec may cut, before the order of execution is known.
+
+    Args:
+        spec: `pp.split_spec`.
+        modules: the dotted names of all modules.
+        blocks: the names of the repeated blocks; the candidates where `spec` is None.
+        prefix: the name of the model these names are relative to; names in `spec` may begin with it, too.
+
+    Raises:
+        ConfigError: the spec is wrong, or a name in it matches nothing.
+    """
+    parsed = parse_spec(spec)
+    if parsed is None:
+        if not blocks:
+            raise ConfigError(_where(spec), "the model shows no repeated blocks to cut between", _ALLOWED)
+        return list(blocks)
+    find = _modules_of_pattern if isinstance(parsed, dict) else _modules_of_name
+    found: dict[str, None] = {}
+    for name in parsed:
+        of_name = find(name, modules, prefix)
+        if not of_name:
+            raise _no_match(spec, name, modules, blocks)
+        found.update(dict.fromkeys(of_name))
+    return list(found)
+
+
+def choose_cuts(
+    spec: Any,
+    executed: Sequence[str],
+    modules: Collection[str],
+    blocks: Sequence[str],
+    stages: int,
+    split: str,
+    costs: Mapping[str, float],
+    *,
+    prefix: str = "",
+) -> list[Cut]:
+    """The `stages - 1` cuts of a model, in order of execution.
+
+    A mapping says them itself. Otherwise the candidates are shared out, in order of execution, and each cut is behind
+    the last candidate of a stage: as many for each (`even`: the first ``n % stages`` stages have one more), or so that
+    the costliest stage costs as little as possible (`balanced`; among such splits the one of the most even costs, and
+    among those the one that gives the most to the first stages).
+
+    Args:
+        spec: `pp.split_spec`.
+        executed: the modules in the order of their first call; what is never called is absent.
+        modules: the dotted names of all modules.
+        blocks: the names of the repeated blocks; the candidates where `spec` is None.
+        stages: the number of stages, over all ranks.
+        split: `even` or `balanced`.
+        costs: `balanced` only: the cost of modules, none of which lies inside another one that has a cost. What runs
+            before the first candidate belongs to the first stage, what runs after the last to the last, what runs
+            between two candidates to the later one. A module without an entry costs nothing.
+        prefix: the name of the model these names are relative to; names in `spec` may begin with it, too.
+
+    Raises:
+        ConfigError: the spec is wrong, matches nothing or a module that is never called, or does not fit `stages`.
+    """
+    candidates = candidate_names(spec, modules, blocks, prefix=prefix)
+    order = _Order(executed)
+    if spec is None:
+        candidates = [name for name in candidates if name in order]
+    elif never := [name for name in candidates if name not in order]:
+        raise ConfigError(
+            _where(spec),
+            f"{never[0]} is never called in the forward pass, so there is no place next to it",
+            _allowed_names(never[0], executed, [name for name in blocks if name in order]),
+        )
+    if isinstance(spec, Mapping):
+        return _written_cuts(spec, order, modules, stages, prefix)
+    ends = {order.end(name): name for name in sorted(candidates, key=lambda name: -name.count("."))}
+    names = [ends[end] for end in sorted(ends)]
+    if len(names) < stages:
+        raise ConfigError(
+            _where(spec),
+            f"{_count(len(names), 'place')} to end a stage, {_among(names)}, but {stages} stages",
+            f"at most {_count(len(names), 'stage')} (pp x virtual stages), or more names in pp.split_spec",
+        )
+    if split == "balanced":
+        sizes = balanced_sizes(_weights(names, order, costs), stages)
+    else:
+        sizes = even_sizes(len(names), stages)
+    last = -1
+    cuts = []
+    for size in sizes[:-1]:
+        last += size
+        cuts.append(Cut(names[last], after=True))
+    return cuts
+
+
+def even_sizes(count: int, stages: int) -> list[int]:
+    """How many of `count` candidates each stage has: the first ``count % stages`` stages have one more."""
+    return [count // stages + (stage < count % stages) for stage in range(stages)]
+
+
+def balanced_sizes(weights: Sequence[float], stages: int) -> list[int]:
+    """How many of the weights, in their order, each stage has (at least one) so that the largest sum is smallest.
+
+    Among such splits it is one of the smallest sum of squares, and then the one whose first stages have the most.
+    """
+    assert 1 <= stages <= len(weights)
+    # Sums of floats depend on their order; as integers over one denominator, equal splits compare as equal.
+    exact = [Fraction(weight) for weight in weights]
+    scale = lcm(*(weight.denominator for weight in exact))
+    sums = [0]
+    for weight in exact:
+        sums.append(sums[-1] + int(weight * scale))
+    count = len(weights)
+
+    def solve(largest: int | None) -> tuple[int, list[int]]:
+        """Without a bound: the smallest largest sum. With one: the smallest sum of squares under it."""
+        # best[i]: (value, sizes as a linked list) of splitting what begins at i into as many stages as rounds so far.
+        best: list[tuple[int, Any] | None] = [None] * count + [(0, None)]
+        for stage in range(stages):
+            following: list[tuple[int, Any] | None] = [None] * (count + 1)
+            # The first stage begins at the first weight only.
+            for begin in range(count) if stage < stages - 1 else (0,):
+                for end in range(count, begin, -1):
+                    rest = best[end]
+                    cost = sums[end] - sums[begin]
+                    if rest is None or (largest is not None and cost > largest):
+                        continue
+                    value = max(cost, rest[0]) if largest is None else cost * cost + rest[0]
+                    held = following[begin]
+                    if held is None or value < held[0]:
+                        following[begin] = (value, (end - begin, rest[1]))
+            best = following
+        assert best[0] is not None
+        value, linked = best[0]
+        sizes = []
+        while linked is not None:
+            size, linked = linked
+            sizes.append(size)
+        return value, sizes
+
+    return solve(solve(None)[0])[1]
+
+
+# --- places in the order of execution ------------------------------------------------------------------------------
+
+
+class _Order:
+    """Places between the calls of the innermost modules that run: 0 is before the first."""
+
+    def __init__(self, executed: Sequence[str]) -> None:
+        inner = {parent for name in executed for parent in _parents(name)}
+        self._begin: dict[str, int] = {}
+        self._end: dict[str, int] = {}
+        self.count = 0
+        for name in executed:
+            self._begin[name] = self.count
+            if name not in inner:
+                self.count += 1
+        for name in executed:
+            for known in (name, *_parents(name)):
+                if known in self._begin:
+                    end = self._begin[name] + (name not in inner)
+                    self._end[known] = max(self._end.get(known, 0), end)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._begin
+
+    def begin(self, name: str) -> int:
+        return self._begin[name]
+
+    def end(self, name: str) -> int:
+        return self._end[name]
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))] + ([""] if name else [])
+
+
+def _weights(names: Sequence[str], order: _Order, costs: Mapping[str, float]) -> list[float]:
+    """The cost of each candidate with what runs between it and the one before; the rest counts for the last."""
+    ends = [order.end(name) for name in names]
+    weights: list[float] = [0] * len(names)
+    for name, cost in costs.items():
+        if name in order:
+            later = next((index for index, end in enumerate(ends) if order.begin(name) < end), len(names) - 1)
+            weights[later] += cost
+    return weights
+
+
+def _written_cuts(
+    spec: Mapping[Any, Any], order: _Order, modules: Collection[str], stages: int, prefix: str
+) -> list[Cut]:
+    points = parse_spec(spec)
+    assert isinstance(points, dict)
+    cuts = {
+        Cut(name, point == "END"): None
+        for pattern, point in points.items()
+        for name in _modules_of_pattern(pattern, modules, prefix)
+    }
+    places: dict[int, Cut] = {}
+    for cut in cuts:
+        place = order.end(cut.module) if cut.after else order.begin(cut.module)
+        if place in (0, order.count):
+            raise ConfigError(
+                _where(spec),
+                f"nothing runs {'after' if place else 'before'} {cut.module}, so a stage would be empty",
+                f"a name of a module that does not run {'last' if place else 'first'}",
+            )
+        if place in places:
+            raise ConfigError(
+                _where(spec), f"{places[place]} and {cut} are the same place", "each place once; END is behind"
+            )
+        places[place] = cut
+    if len(places) != stages - 1:
+        raise ConfigError(
+            _where(spec),
+            f"{_count(len(places), 'cut')}, {_among([str(places[place]) for place in sorted(places)])}, "
+            f"but {_count(stages, 'stage')}",
+            f"{_count(stages - 1, 'cut')}: one less than pp x virtual stages",
+        )
+    return [places[place] for place in sorted(places)]
+
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+
+def _modules_of_name(name: str, modules: Collection[str], prefix: str) -> list[str]:
+    """The numbered blocks below `name`, or the module of this name."""
+    for wanted in _without_prefix(name, prefix):
+        numbered = [other for other in modules if re.fullmatch(rf"{re.escape(wanted)}\.\d+", other)]
+        if numbered:
+            return sorted(numbered, key=lambda other: int(other.rsplit(".", 1)[-1]))
+        if wanted in modules:
+            return [wanted]
+    return []
+
+
+def _modules_of_pattern(pattern: str, modules: Collection[str], prefix: str) -> list[str]:
+    found = matching(pattern, modules)
+    if not found and prefix:
+        full = {f"{prefix.rstrip('.')}.{name}": name for name in modules if name}
+        found = [full[name] for name in matching(pattern, full)]
+    return found
+
+
+def _without_prefix(name: str, prefix: str) -> Iterable[str]:
+    yield name
+    if prefix and name.startswith(f"{prefix.rstrip('.')}."):
+        yield name[len(prefix.rstrip(".")) + 1 :]
+
+
+# --- messages ------------------------------------------------------------------------------------------------------
+
+
+def _where(spec: Any) -> str:
+    if spec is None:
+        return "pp.split_spec=null"
+    if isinstance(spec, Mapping):
+        text = ", ".join(f"{name}: {getattr(point, 'name', point)}" for name, point in spec.items())
+        return f"pp.split_spec={{{text}}}"
+    if isinstance(spec, Sequence) and not isinstance(spec, str):
+        return f"pp.split_spec=[{','.join(map(str, spec))}]"
+    return f"pp.split_spec={spec}"
+
+
+def _no_match(spec: Any, name: str, modules: Collection[str], blocks: Sequence[str]) -> ConfigError:
+    parents = list(dict.fromkeys(block.rpartition(".")[0] for block in blocks))
+    write = f"pp.split_spec={parents[0]}" if len(parents) == 1 and parents[0] and not isinstance(spec, Mapping) else ""
+    return ConfigError(
+        _where(spec), f"no module is called {name}", _allowed_names(name, modules, blocks) or _ALLOWED, write
+    )
+
+
+def _allowed_names(name: str, names: Iterable[str], blocks: Sequence[str]) -> str:
+    texts = [f"the repeated blocks {_among(blocks)}"] if blocks else []
+    close = [other for other in nearest_names(name, names) if other]
+    if close:
+        texts.append(f"names like {', '.join(close)}")
+    return "; ".join(texts)
+
+
+def _among(names: Sequence[str]) -> str:
+    """A few names whole, many by the first and the last."""
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]}"
+
+
+def _count(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
