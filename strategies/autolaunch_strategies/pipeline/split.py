@@ -108,8 +108,7 @@ def choose_cuts(
 
     A mapping says them itself. Otherwise the candidates are shared out, in order of execution, and each cut is behind
     the last candidate of a stage: as many for each (`even`: the first ``n % stages`` stages have one more), or so that
-    the costliest stage costs as little as possible (`balanced`; among such splits the one of the most even costs, and
-    among those the one that gives the most to the first stages).
+    the costliest stage costs as little as possible (`balanced`; among such splits, the most even one).
 
     Args:
         spec: `pp.split_spec`.
@@ -166,7 +165,8 @@ def even_sizes(count: int, stages: int) -> list[int]:
 def balanced_sizes(weights: Sequence[float], stages: int) -> list[int]:
     """How many of the weights, in their order, each stage has (at least one) so that the largest sum is smallest.
 
-    Among such splits it is one of the smallest sum of squares, and then the one whose first stages have the most.
+    Among such splits it is one whose costs, and then whose numbers of candidates, are the most even (the smallest sum
+    of squares); among those, the one whose first stages have the most.
     """
     assert 1 <= stages <= len(weights)
     # Sums of floats depend on their order; as integers over one denominator, equal splits compare as equal.
@@ -177,33 +177,34 @@ def balanced_sizes(weights: Sequence[float], stages: int) -> list[int]:
         sums.append(sums[-1] + int(weight * scale))
     count = len(weights)
 
-    def solve(largest: int | None) -> tuple[int, list[int]]:
-        """Without a bound: the smallest largest sum. With one: the smallest sum of squares under it."""
-        # best[i]: (value, sizes as a linked list) of splitting what begins at i into as many stages as rounds so far.
-        best: list[tuple[int, Any] | None] = [None] * count + [(0, None)]
+    def solve(largest: int | None) -> tuple[tuple[int, int], list[int]]:
+        """(value, sizes): without a bound, of the smallest largest sum; with one, of the most even split under it."""
+        # best[begin]: the same, the sizes as a linked list, of what begins there over as many stages as rounds so far.
+        best: list[tuple[tuple[int, int], Any] | None] = [None] * count + [((0, 0), None)]
         for stage in range(stages):
-            following: list[tuple[int, Any] | None] = [None] * (count + 1)
-            # The first stage begins at the first weight only.
+            following: list[tuple[tuple[int, int], Any] | None] = [None] * (count + 1)
             for begin in range(count) if stage < stages - 1 else (0,):
                 for end in range(count, begin, -1):
                     rest = best[end]
-                    cost = sums[end] - sums[begin]
+                    cost, size = sums[end] - sums[begin], end - begin
                     if rest is None or (largest is not None and cost > largest):
                         continue
-                    value = max(cost, rest[0]) if largest is None else cost * cost + rest[0]
+                    costs, sizes = rest[0]
+                    value = (max(cost, costs), 0) if largest is None else (cost**2 + costs, size**2 + sizes)
                     held = following[begin]
                     if held is None or value < held[0]:
-                        following[begin] = (value, (end - begin, rest[1]))
+                        following[begin] = (value, (size, rest[1]))
             best = following
         assert best[0] is not None
         value, linked = best[0]
-        sizes = []
+        chosen = []
         while linked is not None:
             size, linked = linked
-            sizes.append(size)
-        return value, sizes
+            chosen.append(size)
+        return value, chosen
 
-    return solve(solve(None)[0])[1]
+    (largest, _), _ = solve(None)
+    return solve(largest)[1]
 
 
 # --- places in the order of execution ------------------------------------------------------------------------------

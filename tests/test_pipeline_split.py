@@ -1,0 +1,354 @@
+"""From what people write in `pp.split_spec` to the cuts between modules."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import random
+
+import pytest
+
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.pipeline.split import (
+    Cut,
+    balanced_sizes,
+    candidate_names,
+    choose_cuts,
+    even_sizes,
+)
+
+BLOCKS = [f"model.layers.{index}" for index in range(12)]
+# As it runs: the rotary tables after the embedding, the norm and the head after the blocks; containers never run.
+EXECUTED = [
+    "",
+    "model",
+    "model.embed_tokens",
+    "model.rotary_emb",
+    *itertools.chain.from_iterable([block, f"{block}.attn", f"{block}.mlp"] for block in BLOCKS),
+    "model.norm",
+    "lm_head",
+]
+# As it is defined: the head before everything else, and a module that nobody calls.
+MODULES = ["", "lm_head", "unused", "model", "model.norm", "model.layers", *EXECUTED[2:-2]]
+
+
+def cuts(spec, stages, split="even", costs=None, prefix=""):
+    found = choose_cuts(spec, EXECUTED, MODULES, BLOCKS, stages, split, costs or {}, prefix=prefix)
+    return [str(cut) for cut in found]
+
+
+@pytest.mark.parametrize(
+    ("count", "stages", "sizes"),
+    [
+        pytest.param(5, 2, [3, 2], id="5 over 2"),
+        pytest.param(7, 3, [3, 2, 2], id="7 over 3"),
+        pytest.param(10, 4, [3, 3, 2, 2], id="10 over 4"),
+        pytest.param(8, 4, [2, 2, 2, 2], id="8 over 4"),
+        pytest.param(3, 3, [1, 1, 1], id="3 over 3"),
+        pytest.param(4, 1, [4], id="4 over 1"),
+    ],
+)
+def test_even_sizes(count, stages, sizes):
+    assert even_sizes(count, stages) == sizes
+    blocks = [f"layers.{index}" for index in range(count)]
+    lasts = [sum(sizes[: stage + 1]) - 1 for stage in range(stages - 1)]
+    assert choose_cuts(None, blocks, blocks, blocks, stages, "even", {}) == [
+        Cut(f"layers.{last}", after=True) for last in lasts
+    ]
+
+
+class TorchSplitPoint(enum.Enum):
+    """As `torch.distributed.pipelining.SplitPoint` is."""
+
+    BEGINNING = 1
+    END = 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "stages", "expected"),
+    [
+        pytest.param(None, 2, ["behind model.layers.5"], id="the blocks found"),
+        pytest.param("model.layers", 3, ["behind model.layers.3", "behind model.layers.7"], id="a prefix"),
+        pytest.param(["model.layers"], 3, ["behind model.layers.3", "behind model.layers.7"], id="a prefix in a list"),
+        pytest.param(["model.layers.4", "model.layers.2"], 2, ["behind model.layers.2"], id="names in any order"),
+        pytest.param(["model.norm", "model.layers"], 13, [f"behind {name}" for name in BLOCKS], id="prefix and name"),
+        # Defined first, executed last.
+        pytest.param(["lm_head", "model.layers.7"], 2, ["behind model.layers.7"], id="in order of execution"),
+        pytest.param(["model.layers.1.attn", "model.layers.3"], 2, ["behind model.layers.1.attn"], id="inside a block"),
+        pytest.param(
+            ["model.layers.1.mlp", "model.layers.1", "model.layers.3"],
+            2,
+            ["behind model.layers.1"],
+            id="two names that end together",
+        ),
+        pytest.param({"model.layers.4": "END"}, 2, ["behind model.layers.4"], id="END"),
+        pytest.param({"model.layers.4": "beginning"}, 2, ["before model.layers.4"], id="lower case"),
+        pytest.param({"model.layers.4": TorchSplitPoint.BEGINNING}, 2, ["before model.layers.4"], id="torch's"),
+        pytest.param(
+            {"model.layers.9": "END", "model.layers.2": "END"},
+            3,
+            ["behind model.layers.2", "behind model.layers.9"],
+            id="a mapping in any order",
+        ),
+        pytest.param(
+            {"model.layers.[2-3]": "END", "lm_head": "BEGINNING"},
+            4,
+            ["behind model.layers.2", "behind model.layers.3", "before lm_head"],
+            id="a regular expression",
+        ),
+        pytest.param(
+            {"*.layers.1": "BEGINNING", "model.layers.1": "END"},
+            3,
+            ["before model.layers.1", "behind model.layers.1"],
+            id="both sides of one module",
+        ),
+        pytest.param({"model.layers.0": "END"}, 2, ["behind model.layers.0"], id="the prefix of another number"),
+    ],
+)
+def test_cuts(spec, stages, expected):
+    assert cuts(spec, stages) == expected
+
+
+@pytest.mark.parametrize("spec", ["net.model.layers", ["net.model.layers"], {"net.model.layers.5": "END"}])
+def test_names_may_begin_with_the_name_of_the_model(spec):
+    assert cuts(spec, 2, prefix="net") == cuts(spec, 2, prefix="net.") == ["behind model.layers.5"]
+
+
+def test_a_name_counts_as_it_stands_before_its_beginning_is_dropped():
+    assert cuts("model.layers", 2, prefix="model") == ["behind model.layers.5"]
+
+
+def test_blocks_that_are_never_called_are_no_places_by_default():
+    executed = ["layers.0", "layers.2", "layers.3"]
+    blocks = [f"layers.{index}" for index in range(4)]
+    assert choose_cuts(None, executed, blocks, blocks, 2, "even", {}) == [Cut("layers.2", after=True)]
+
+
+def test_both_ways_to_name_a_place_cut_a_container_that_runs():
+    """In `groups` of blocks that run as modules of their own, the end of one is the beginning of the next."""
+    executed = ["a", "a.0", "a.1", "b", "b.0", "b.1"]
+    with pytest.raises(ConfigError, match="behind a.1 and before b.0 are the same place"):
+        choose_cuts({"a.1": "END", "b.0": "BEGINNING"}, executed, executed, [], 3, "even", {})
+    for spec in ({"a": "END"}, {"a.1": "END"}, {"b": "BEGINNING"}, {"b.0": "BEGINNING"}):
+        assert len(choose_cuts(spec, executed, executed, [], 2, "even", {})) == 1
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "expected"),
+    [
+        pytest.param({}, 5, [3, 3, 2, 2, 2], id="as even where nothing costs anything"),
+        pytest.param(dict.fromkeys(BLOCKS, 1), 3, [4, 4, 4], id="as even where all cost the same"),
+        pytest.param(dict.fromkeys(BLOCKS, 0.1), 5, [3, 3, 2, 2, 2], id="more for the first stages"),
+        pytest.param({**dict.fromkeys(BLOCKS, 1), "lm_head": 4}, 4, [4, 4, 3, 1], id="a head"),
+        pytest.param({**dict.fromkeys(BLOCKS, 1), "model.embed_tokens": 3}, 3, [2, 5, 5], id="an embedding"),
+        pytest.param({**dict.fromkeys(BLOCKS, 1), "unused": 99}, 2, [6, 6], id="what never runs"),
+    ],
+)
+def test_balanced_by_cost_with_what_runs_around_the_blocks(costs, stages, expected):
+    lasts = [sum(expected[: stage + 1]) - 1 for stage in range(stages - 1)]
+    assert cuts(None, stages, "balanced", costs) == [f"behind {BLOCKS[last]}" for last in lasts]
+
+
+def test_balanced_counts_what_lies_between_two_candidates_for_the_later_one():
+    executed = ["a", "b", "costly", "c", "d"]
+    costs = {"a": 1, "b": 1, "costly": 2, "c": 1, "d": 1}
+    names = ["a", "b", "c", "d"]
+    assert choose_cuts(names, executed, executed, [], 3, "balanced", costs) == [
+        Cut("b", after=True),
+        Cut("c", after=True),
+    ]
+
+
+def _brute_force(weights, stages):
+    def of(ends):
+        sums = [sum(weights[begin:end]) for begin, end in zip((0, *ends), (*ends, len(weights)), strict=True)]
+        sizes = [end - begin for begin, end in zip((0, *ends), (*ends, len(weights)), strict=True)]
+        return max(sums), sum(value**2 for value in sums), sum(size**2 for size in sizes), [-size for size in sizes]
+
+    best = min(of(ends) for ends in itertools.combinations(range(1, len(weights)), stages - 1))
+    return [-size for size in best[3]]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_balanced_is_the_best_of_all_splits(seed):
+    draw = random.Random(seed)
+    count = draw.randint(1, 9)
+    stages = draw.randint(1, count)
+    weights = [draw.randint(0, 6) for _ in range(count)]
+    assert balanced_sizes(weights, stages) == _brute_force(weights, stages)
+    # As floats, too.
+    assert balanced_sizes([weight / 8 for weight in weights], stages) == _brute_force(weights, stages)
+
+
+@pytest.mark.parametrize(
+    ("spec", "prefix", "expected"),
+    [
+        pytest.param(None, "", BLOCKS, id="the blocks found"),
+        pytest.param("model.layers", "", BLOCKS, id="by number, not by letter"),
+        pytest.param("lm_head", "", ["lm_head"], id="a name"),
+        pytest.param("net.lm_head", "net", ["lm_head"], id="with the model's name"),
+        pytest.param({"model.layers.[1-2]": "END"}, "", ["model.layers.1", "model.layers.2"], id="a pattern"),
+        pytest.param({"*.layers.*": "END"}, "", BLOCKS, id="a glob is one part"),
+        pytest.param({"net.lm_head": "BEGINNING"}, "net", ["lm_head"], id="a pattern with the model's name"),
+    ],
+)
+def test_candidate_names(spec, prefix, expected):
+    assert sorted(candidate_names(spec, MODULES, BLOCKS, prefix=prefix)) == sorted(expected)
+
+
+ALLOWED = "a prefix of numbered blocks, a list of names and prefixes, {name or pattern: BEGINNING | END}, or null"
+
+
+@pytest.mark.parametrize(
+    ("spec", "stages", "message"),
+    [
+        pytest.param(
+            "model.layer",
+            2,
+            "pp.split_spec=model.layer: no module is called model.layer\n"
+            "  allowed: the repeated blocks model.layers.0 to model.layers.11; names like model.layers, "
+            "model.layers.*, model.layers.*.mlp\n"
+            "  write:   pp.split_spec=model.layers",
+            id="no match",
+        ),
+        pytest.param(
+            ["model.layers", "head"],
+            2,
+            "pp.split_spec=[model.layers,head]: no module is called head\n"
+            "  allowed: the repeated blocks model.layers.0 to model.layers.11; names like lm_head\n"
+            "  write:   pp.split_spec=model.layers",
+            id="no match in a list",
+        ),
+        pytest.param(
+            {"layers.*": "END"},
+            2,
+            "pp.split_spec={layers.*: END}: no module is called layers.*\n"
+            "  allowed: the repeated blocks model.layers.0 to model.layers.11; names like model.layers.*, "
+            "model.layers.*.mlp, model.layers",
+            id="no match in a mapping",
+        ),
+        pytest.param(
+            "model.layers.",
+            2,
+            "pp.split_spec=model.layers.: no module is called model.layers.\n"
+            "  allowed: the repeated blocks model.layers.0 to model.layers.11; names like model.layers.*, "
+            "model.layers, model.layers.*.mlp\n"
+            "  write:   pp.split_spec=model.layers",
+            id="a prefix is no regular expression",
+        ),
+        pytest.param(
+            "model.layers",
+            13,
+            "pp.split_spec=model.layers: 12 places to end a stage, model.layers.0 to model.layers.11, but 13 stages\n"
+            "  allowed: at most 12 stages (pp x virtual stages), or more names in pp.split_spec",
+            id="too few blocks",
+        ),
+        pytest.param(
+            "model.norm",
+            2,
+            "pp.split_spec=model.norm: 1 place to end a stage, model.norm, but 2 stages\n"
+            "  allowed: at most 1 stage (pp x virtual stages), or more names in pp.split_spec",
+            id="one block",
+        ),
+        pytest.param(
+            {"model.layers.1": "END", "model.layers.2": "END"},
+            2,
+            "pp.split_spec={model.layers.1: END, model.layers.2: END}: 2 cuts, behind model.layers.1, "
+            "behind model.layers.2, but 2 stages\n"
+            "  allowed: 1 cut: one less than pp x virtual stages",
+            id="too many in a mapping",
+        ),
+        pytest.param(
+            {"model.layers.1": "END"},
+            4,
+            "pp.split_spec={model.layers.1: END}: 1 cut, behind model.layers.1, but 4 stages\n"
+            "  allowed: 3 cuts: one less than pp x virtual stages",
+            id="too few in a mapping",
+        ),
+        pytest.param(
+            {"model.layers.1": "MIDDLE"},
+            2,
+            "pp.split_spec={model.layers.1: MIDDLE}: MIDDLE is no split point\n"
+            "  allowed: BEGINNING (before it), END (behind it)",
+            id="a word that is none",
+        ),
+        pytest.param(
+            {"model.(": "END"},
+            2,
+            "pp.split_spec={model.(: END}: model.( is not a pattern: missing ), unterminated subpattern at position 7\n"
+            "  allowed: names, *, or a regular expression",
+            id="not a pattern",
+        ),
+        pytest.param(
+            {"lm_head": "END"},
+            2,
+            "pp.split_spec={lm_head: END}: nothing runs after lm_head, so a stage would be empty\n"
+            "  allowed: a name of a module that does not run last",
+            id="END of the last",
+        ),
+        pytest.param(
+            {"model.embed_tokens": "BEGINNING"},
+            2,
+            "pp.split_spec={model.embed_tokens: BEGINNING}: nothing runs before model.embed_tokens, "
+            "so a stage would be empty\n"
+            "  allowed: a name of a module that does not run first",
+            id="BEGINNING of the first",
+        ),
+        pytest.param(
+            {"model.layers.1": "END", "model.layers.2": "BEGINNING"},
+            3,
+            "pp.split_spec={model.layers.1: END, model.layers.2: BEGINNING}: behind model.layers.1 and "
+            "before model.layers.2 are the same place\n"
+            "  allowed: each place once; END is behind",
+            id="one place twice",
+        ),
+        pytest.param(
+            ["unused", "lm_head"],
+            2,
+            "pp.split_spec=[unused,lm_head]: unused is never called in the forward pass, "
+            "so there is no place next to it\n"
+            "  allowed: the repeated blocks model.layers.0 to model.layers.11",
+            id="never called",
+        ),
+        pytest.param(
+            {"model.layers": "END"},
+            2,
+            "pp.split_spec={model.layers: END}: model.layers is never called in the forward pass, "
+            "so there is no place next to it\n"
+            "  allowed: the repeated blocks model.layers.0 to model.layers.11; names like model.layers.*, "
+            "model.layers.*.mlp, model.layers.*.attn",
+            id="a list of blocks",
+        ),
+        pytest.param(3, 2, f"pp.split_spec=3: does not say where to cut\n  allowed: {ALLOWED}", id="a number"),
+        pytest.param(
+            ["model.layers", 4],
+            2,
+            f"pp.split_spec=[model.layers,4]: does not say where to cut\n  allowed: {ALLOWED}",
+            id="a number in a list",
+        ),
+        pytest.param(
+            [],
+            2,
+            f"pp.split_spec=[]: names no module\n  allowed: {ALLOWED}\n  write:   pp.split_spec=null",
+            id="an empty list",
+        ),
+        pytest.param(
+            {},
+            2,
+            f"pp.split_spec={{}}: names no module\n  allowed: {ALLOWED}\n  write:   pp.split_spec=null",
+            id="an empty mapping",
+        ),
+    ],
+)
+def test_a_wrong_spec_says_what_may_be_named(spec, stages, message):
+    with pytest.raises(ConfigError) as raised:
+        cuts(spec, stages)
+    assert str(raised.value) == message
+
+
+def test_without_blocks_the_cuts_must_be_named():
+    with pytest.raises(ConfigError) as raised:
+        choose_cuts(None, ["a", "b"], ["a", "b"], [], 2, "even", {})
+    assert str(raised.value) == (
+        f"pp.split_spec=null: the model shows no repeated blocks to cut between\n  allowed: {ALLOWED}"
+    )
