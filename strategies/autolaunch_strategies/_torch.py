@@ -139,3 +139,61 @@ def run_backward(
 def is_active(mode: TorchFunctionMode) -> bool:
     """Whether calls of torch functions go through `mode` right now."""
     return any(active is mode for active in torch.overrides._get_current_function_mode_stack())
+
+
+def intercept_calls(module: nn.Module, handler: Callable[..., Any] | None) -> None:
+    """Let `module(...)` call `handler(...)` instead, on this one object; None ends it.
+
+    `run_call` is then what the call would have done.
+    """
+    if handler is None:
+        module.__dict__.pop("_compiled_call_impl", None)
+    else:
+        module.__dict__["_compiled_call_impl"] = handler
+
+
+def intercepted(module: nn.Module) -> Callable[..., Any] | None:
+    """What stands in the place where `intercept_calls` puts its handler (`module.compile()` uses it, too)."""
+    return module.__dict__.get("_compiled_call_impl")
+
+
+def run_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What `module(...)` does, hooks included, even if its calls are intercepted."""
+    return module._call_impl(*args, **kwargs)
+
+
+def pipeline_order(
+    name: str, ranks: int, microbatches: int, virtual_stages: int
+) -> tuple[tuple[tuple[int, str, int], ...], ...]:
+    """Per rank the (stage, kind, microbatch) of a schedule of torch.distributed.pipelining, in order.
+
+    Kinds are F, B (all of the backward), I (only that for inputs) and W (only that for weights); idle steps are left
+    out, and a forward and a backward that torch runs as one follow each other.
+
+    Args:
+        name: looped_bfs, interleaved_1f1b, interleaved_zero_bubble, zbv_zero_bubble or dualpipev.
+    """
+    from types import SimpleNamespace
+
+    from torch.distributed.pipelining import schedules
+
+    class_of = {
+        "looped_bfs": schedules.ScheduleLoopedBFS,
+        "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+        "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+        "zbv_zero_bubble": schedules.ScheduleZBVZeroBubble,
+        "dualpipev": schedules.ScheduleDualPipeV,
+    }
+    # A table depends on these numbers alone, and real stages would need process groups.
+    shape = {"num_stages": ranks * virtual_stages, "group_size": ranks, "group_rank": 0, "submod": None}
+    stages: Any = [SimpleNamespace(**shape) for _ in range(virtual_stages)]
+    order = class_of[name](stages, microbatches).pipeline_order
+    return tuple(
+        tuple(
+            (part.stage_index, part.computation_type.value, part.microbatch_index)
+            for action in order[rank]
+            if action is not None
+            for part in action.sub_actions or (action,)
+        )
+        for rank in range(ranks)
+    )
