@@ -34,6 +34,10 @@ class Parallelized:
     parameter_count: int
     blocks: Blocks
     account: dict[str, Any] = field(default_factory=dict)
+    pipeline: Any = None
+    """The stages of this rank if the module is cut: `group`, the ranks that hold the other stages, `device`, where this
+    rank computes, and `counts(parameter)`, False for a parameter whose first holder is another stage (True for one
+    that is not of this module)."""
 
 
 def apply_parallelism(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -113,19 +113,37 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
+def always(parameter: nn.Parameter) -> bool:
+    """Every parameter counts."""
+    return True
+
+
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
+def gradient_norm(
+    parameters: Iterable[nn.Parameter],
+    norm_type: float = 2.0,
+    pipeline_group: dist.ProcessGroup | None = None,
+    counted: Callable[[nn.Parameter], bool] = always,
+    device: torch.device | None = None,
+) -> torch.Tensor:
     """The norm of all gradients as if they stood on one device: a 0-dim tensor, equal on every rank.
 
     Of fp32, or of fp64 if the gradients are.
 
-    Collective over the meshes of the gradients. A gradient that is sharded counts each element once, one that is
-    replicated counts once. Parameters without a gradient count as zero.
+    Collective over the meshes of the gradients, and over `pipeline_group`. A gradient that is sharded counts each
+    element once, one that is replicated counts once. Parameters without a gradient count as zero.
+
+    Args:
+        parameters: those that this rank holds; none at all is allowed.
+        norm_type: p of the p-norm, or infinity.
+        pipeline_group: this rank's peers that hold the other stages of the model, if it is cut into stages.
+        counted: False for parameters whose gradient another stage counts, since it holds them as well.
+        device: where a rank without any gradient takes part; by default the CPU.
     """
     groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is None:
+        if gradient is None or not counted(parameter):
             continue
         sharded_over: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
@@ -139,6 +157,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
                 if not placement.is_replicate()
             )
         groups[sharded_over].append(_dense(_local(gradient)))
+    operator = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     total: torch.Tensor | None = None
     for sharded_over, gradients in groups.items():
         precision = torch.float64 if any(item.dtype == torch.float64 for item in gradients) else torch.float32
@@ -148,14 +167,20 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
             part = torch.linalg.vector_norm(torch.stack([norm.to(part.device) for norm in norms]), norm_type)
         part = part if math.isinf(norm_type) else part**norm_type
         for group in sharded_over:
-            dist.all_reduce(part, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+            dist.all_reduce(part, op=operator, group=group)
         if total is None:
             total = part
         else:
             total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     if total is None:
-        return torch.zeros(())
-    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+        total = torch.zeros((), device=device)
+    precision = total.dtype
+    if pipeline_group is not None:
+        # One dtype for all, whatever a stage has; which one the others have travels along.
+        both = torch.stack([total.double(), torch.full_like(total, precision == torch.float64, dtype=torch.float64)])
+        dist.all_reduce(both, op=operator, group=pipeline_group)
+        total, precision = both[0], torch.float64 if both[1] > 0 else torch.float32
+    return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).to(precision)
 
 
 @torch.no_grad()

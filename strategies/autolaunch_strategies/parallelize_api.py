@@ -123,7 +123,13 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
     chosen: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    norm = gradient_norm(chosen, norm_type)
+    # Asked of every model, not of those whose parameters are here: a stage may hold none of what is clipped.
+    pipelines = [applied.pipeline for applied in _MODELS.values() if applied.pipeline is not None]
+    if pipelines:
+        group, device = pipelines[0].group, pipelines[0].device
+        norm = gradient_norm(chosen, norm_type, group, lambda item: all(one.counts(item) for one in pipelines), device)
+    else:
+        norm = gradient_norm(chosen, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, so they can't be clipped")
     scale_gradients(chosen, norm, max_norm)

@@ -275,12 +275,12 @@ class MeshStrategy(CheckpointStrategy):
 
     def _clip_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
-        self._grad_norm = gradient_norm(parameters)
+        self._grad_norm = self._norm_of(parameters)
         scale_gradients(parameters, self._grad_norm, clip_val)
 
     def _clip_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
-        self._grad_norm = gradient_norm(parameters)
+        self._grad_norm = self._norm_of(parameters)
         clip_values(parameters, clip_val)
 
     @property
@@ -288,8 +288,14 @@ class MeshStrategy(CheckpointStrategy):
         """Norm of all gradients of the last optimizer step before clipping; collective when nothing was clipped."""
         if self._grad_norm is None:
             assert self.lightning_module is not None
-            self._grad_norm = gradient_norm(self.lightning_module.parameters())
+            self._grad_norm = self._norm_of(self.lightning_module.parameters())
         return self._grad_norm
+
+    def _norm_of(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        pipeline = self._applied.pipeline
+        if pipeline is None:
+            return gradient_norm(parameters)
+        return gradient_norm(parameters, 2.0, pipeline.group, pipeline.counts, pipeline.device)
 
 
 @contextmanager
