@@ -1,0 +1,593 @@
+"""LightningModules as people write them, for the tests of pp: nothing in them knows that their model is cut."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import nn
+
+VOCABULARY, WIDTH, BLOCKS = 32, 16, 4
+
+
+def sgd(module: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    """Its step is proportional to the gradient: an error in one shows in the weights at its own size."""
+    return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+
+
+# --- language models -----------------------------------------------------------------------------------------------
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": BLOCKS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**_SIZES, "tie_word_embeddings": True},
+    "qwen3": {**_SIZES, "head_dim": 4, "tie_word_embeddings": False},
+    "gpt2": {
+        "n_embd": WIDTH, "n_layer": BLOCKS, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32,
+        "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "initializer_range": 0.2,
+    },
+    "gpt_neox": {
+        **{key: value for key, value in _SIZES.items() if key != "num_key_value_heads"},
+        "attention_dropout": 0.0, "hidden_dropout": 0.0, "tie_word_embeddings": False,
+    },
+    "opt": {
+        "hidden_size": WIDTH, "ffn_dim": 24, "num_hidden_layers": BLOCKS, "num_attention_heads": 4, "dropout": 0.0,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 32, "word_embed_proj_dim": WIDTH, "pad_token_id": 0,
+        "init_std": 0.2, "layerdrop": 0.0,
+    },
+}  # fmt: skip
+"""Causal models of `transformers` by model_type: llama, gpt2 and opt tie their embeddings."""
+
+
+def hf_causal(family: str, **changes: Any) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**FAMILIES[family], **changes}))
+
+
+def hf_t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY, d_model=WIDTH, d_kv=4, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=4,
+            dropout_rate=0.0, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def hf_bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=BLOCKS, num_attention_heads=4,
+            intermediate_size=24, max_position_embeddings=32, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0, num_labels=4, initializer_range=0.2,
+        )
+    )  # fmt: skip
+
+
+class Transformers(pl.LightningModule):
+    """The LightningModule of the text examples: `loss = self.model(**batch).loss`, two groups, warm-up."""
+
+    def __init__(self, model: nn.Module, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore="model")
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self(**batch)
+        self.log("train_loss", outputs.loss, prog_bar=True, sync_dist=True)
+        return outputs.loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, torch.Tensor]:
+        outputs = self.model(**batch)
+        val_loss, logits = outputs[:2]
+        self.log("val_loss", val_loss, prog_bar=True, sync_dist=True)
+        return {"loss": val_loss, "preds": logits.argmax(-1)}
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.argmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        no_decay = ("bias", "norm.weight", "layernorm.weight", "ln_f.weight")
+        named = [(name, item) for name, item in self.model.named_parameters() if item.requires_grad]
+        optimizer = torch.optim.SGD(
+            [
+                {"params": [item for name, item in named if not name.endswith(no_decay)], "weight_decay": 0.05},
+                {"params": [item for name, item in named if name.endswith(no_decay)], "weight_decay": 0.0},
+            ],
+            lr=self.hparams["lr"],
+            momentum=0.9,
+        )
+        warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+        return [optimizer], [{"scheduler": warm, "interval": "step", "frequency": 1}]
+
+
+class TransformersAdamW(Transformers):
+    def configure_optimizers(self) -> Any:
+        # an eps far above rounding errors: Adam divides tiny gradients by their own size
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+class WithHiddenStates(Transformers):
+    """The loss uses what every layer made."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self.model(**batch, output_hidden_states=True)
+        states = torch.stack(outputs.hidden_states)
+        assert len(states) == BLOCKS + 1
+        loss = outputs.loss + 0.01 * states.square().mean()
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+
+class OwnLlama(pl.LightningModule):
+    """This project's Llama under a plain next-token loss."""
+
+    def __init__(self, tie: bool = False, layers: int = BLOCKS) -> None:
+        super().__init__()
+        from autolaunch.models.llama import Llama
+        from autolaunch.models.llama_config import llama_config
+
+        sizes: dict[str, Any] = {
+            "size": "debug", "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 24,
+            "num_layers": layers, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "tie_embeddings": tie,
+            "init_std": 0.2,
+        }  # fmt: skip
+        self.model = Llama(llama_config(sizes))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens = batch["input_ids"]
+        logits = self.model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens = batch["input_ids"]
+        logits = self.model(tokens[:, :-1])
+        self.log("val_loss", F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(batch["input_ids"])
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self)
+
+
+# --- models with other shapes than a decoder's -----------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block; what it takes and gives back is one tensor."""
+
+    def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 24), nn.Linear(24, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Mlp(nn.Module):
+    """Stem, blocks, head."""
+
+    def __init__(self, classes: int = 4, blocks: int = BLOCKS, dropout: float = 0.0, inputs: int = WIDTH) -> None:
+        super().__init__()
+        self.stem = nn.Linear(inputs, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout=dropout) for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class TupleBlock(nn.Module):
+    """Takes a mask and positions by keyword, gives back its state, a penalty and a dict of statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value, self.shift = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Embedding(16, WIDTH)
+
+    def forward(
+        self, hidden: torch.Tensor, *, mask: torch.Tensor, positions: torch.Tensor, penalty: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        moved = hidden + self.shift(positions)
+        scores = self.query(moved) @ moved.transpose(1, 2) / math.sqrt(WIDTH)
+        weights = scores.masked_fill(~mask[:, None, :], -1e9).softmax(-1)
+        hidden = hidden + weights @ self.value(moved)
+        own = hidden.square().mean((1, 2))
+        return hidden, own if penalty is None else penalty + own, {"top": weights.amax(-1)}
+
+
+class TupleModel(nn.Module):
+    """Blocks that return tuples; the model returns a dict with tensors of several blocks and things that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(TupleBlock() for _ in range(BLOCKS))
+        self.out = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None = None) -> dict[str, Any]:
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        hidden, penalty, tops = self.embed(ids), None, []
+        for layer in self.layers:
+            hidden, penalty, seen = layer(hidden, mask=mask, positions=positions, penalty=penalty)
+            tops.append(seen["top"])
+        return {"logits": self.out(hidden), "penalty": penalty, "tops": tops, "count": len(ids), "name": "tuple"}
+
+
+class Encoder(nn.Module):
+    """torch's own encoder with a padding mask, a table of positions of the model's own and a tied head."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(torch.randn(16, WIDTH) * 0.1)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, dropout, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, BLOCKS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+
+    def forward(self, ids: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.embed(ids) + self.positions[: ids.shape[1]]
+        hidden = self.encoder(hidden, src_key_padding_mask=padding)
+        return F.linear(hidden, self.embed.weight)
+
+
+class SkipModel(nn.Module):
+    """What early blocks made is used by late ones, as in a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2 * BLOCKS))
+        self.merge = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.head = nn.Linear(2 * WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = x = self.stem(x)
+        kept = []
+        for index, block in enumerate(self.blocks):
+            if index >= BLOCKS:
+                x = self.merge[index - BLOCKS](torch.cat([x, kept.pop()], -1))
+            x = block(x)
+            if index < BLOCKS:
+                kept.append(x)
+        return self.head(torch.cat([x, start], -1))
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, channels: int, stride: int = 1, norm: str = "group") -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.norm1, self.norm2 = (
+            nn.GroupNorm(2, channels) if norm == "group" else nn.BatchNorm2d(channels) for _ in range(2)
+        )
+        self.shortcut = nn.Identity() if stride == 1 else nn.Conv2d(channels, channels, 1, stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(out + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self, norm: str = "group") -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 4, 3, padding=1)
+        self.layer = nn.Sequential(*(ConvBlock(4, 2 if index == 1 else 1, norm) for index in range(BLOCKS)))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(F.relu(self.conv1(x)))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+# --- LightningModules around them -------------------------------------------------------------------------------------
+
+
+class Classifier(pl.LightningModule):
+    """The classifier of the tutorials: `self(x)`, cross entropy, accuracy by torchmetrics."""
+
+    def __init__(self, model: nn.Module | None = None, shape: tuple[int, ...] = (WIDTH,), lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore="model")
+        self.model = model or Mlp()
+        self.shape = shape
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(4, average="macro")
+        self.scores = torchmetrics.CatMetric()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x.view(-1, *self.shape))
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return {"loss": loss, "logits": logits.detach(), "index": batch_idx}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.scores.update(logits.softmax(-1).amax(-1))
+        self.log("val_accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("val_seen", float(len(y)), reduce_fx="sum", sync_dist=True)
+        self.log("val_loss", F.cross_entropy(logits, y), sync_dist=True)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_score", self.scores.compute().sum())
+        self.scores.reset()
+
+    on_test_epoch_end = on_validation_epoch_end
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).softmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = sgd(self, self.hparams["lr"])
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)]
+
+
+class Tuples(pl.LightningModule):
+    """A batch that is a dict with nested parts, passed to the model by position and by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = TupleModel()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        out = self.net(batch["inputs"]["ids"], mask=batch["inputs"]["mask"])
+        assert out["count"] == len(batch["target"]) and out["name"] == "tuple"
+        loss = F.cross_entropy(out["logits"][:, -1], batch["target"]) + 0.01 * out["penalty"].mean()
+        self.log_dict({"train_loss": loss, "top": torch.stack(out["tops"]).mean()}, sync_dist=True)
+        return loss + 0.1 * torch.stack(out["tops"]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self)
+
+
+class Masked(pl.LightningModule):
+    """A masked language model: the mean over the masked tokens only, which each sample has another number of."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.model = Encoder(dropout)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        ids, wanted = batch["input_ids"], batch["wanted"]
+        logits = self.model(ids.masked_fill(wanted, 3), padding=~batch["attention_mask"].bool())
+        each = F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
+        return (each * wanted).sum() / wanted.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self._loss(batch)
+        self.log("train_loss", loss, sync_dist=True)
+        self.log("perplexity", loss.exp(), sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self._loss(batch)
+        self.log_dict({"val_loss": loss, "val_perplexity": loss.exp()}, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self)
+
+
+class Contrastive(pl.LightningModule):
+    """Two views of a sample in one call; every other sample of the batch is a negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Mlp(classes=8)
+        self.projection = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, _ = batch
+        z = F.normalize(self.projection(self.encoder(torch.cat([x, x.flip(1)]))), dim=-1)
+        first, second = z.chunk(2)
+        scores = self.scale.exp() * first @ second.T
+        target = torch.arange(len(x), device=x.device)
+        loss = (F.cross_entropy(scores, target) + F.cross_entropy(scores.T, target)) / 2
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self)
+
+
+class Sandwich(pl.LightningModule):
+    """Trainable modules before and after the one that is cut, parameters of its own, frozen and unused ones."""
+
+    def __init__(self, frozen: str = "") -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.backbone = Mlp(classes=WIDTH)
+        self.after = nn.Linear(WIDTH, 4)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Linear(3, 3)
+        self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.backbone.never = nn.Linear(2, 2)
+        for name, item in self.named_parameters():
+            if frozen and name.startswith(tuple(frozen.split())):
+                item.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.backbone(self.before(x))
+        return self.after(hidden + self.fixed(hidden)) * self.temperature
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([item for item in self.parameters() if item.requires_grad], lr=0.1, momentum=0.9)
+
+
+class Unfreezes(Sandwich):
+    """Fine-tuning in two phases: the backbone joins after the first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.backbone.requires_grad_(self.current_epoch > 0)
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self)
+
+
+class HoldsBlocks(pl.LightningModule):
+    """The blocks belong to the LightningModule itself; its own forward is the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 4)
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + self.bias
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self)
+
+
+class Diffusion(pl.LightningModule):
+    """Noise drawn in the step goes through the model and is its target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.denoiser = Mlp(classes=WIDTH, inputs=WIDTH + 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, _ = batch
+        noise = torch.randn_like(x)
+        when = torch.rand(len(x), 1, device=x.device)
+        mixed = (1 - when) * x + when * noise
+        loss = F.mse_loss(self.denoiser(torch.cat([mixed, when], 1)), noise)
+        later = torch.rand((), device=x.device)  # what a step draws after the call goes on in the same stream
+        self.log_dict({"train_loss": loss, "drawn_later": later}, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self)
+
+
+class EpochEnds(Classifier):
+    """The documented idiom: outputs of steps are kept in a list and evaluated at the end of the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []
+        self.printed: list[str] = []
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        out = super().training_step(batch, batch_idx)
+        self.losses.append(out["loss"].detach())
+        return out
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train_mean", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+        logits = self(batch[0])
+        if batch_idx == 0:
+            self.print("first prediction", float(logits.sum()) > -1e9)
+        self.outs.append(logits)
+        return logits
+
+    def on_validation_epoch_end(self) -> None:
+        logits = torch.cat(self.outs)
+        self.log("val_top", logits.amax(-1).mean(), prog_bar=True)
+        self.log("val_count", float(len(logits)))
+        self.outs.clear()
+
+
+class Noisy(Classifier):
+    """Dropout in every block."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__(Mlp(dropout=p))
+
+
+# --- what can't work ----------------------------------------------------------------------------------------------
+
+
+class ManualOptimization(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class OwnBackward(Classifier):
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+
+class TwoCalls(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.model(x) + self.model(x.flip(0)), y)
+
+
+class CallsForward(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.model.forward(x), y)
+
+
+class NeverCalls(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model.head(batch[0]).square().mean()
