@@ -108,8 +108,8 @@ def check_schedule(pp: PipelineParallel, ranks: int, microbatches: int | None) -
         return [
             ConfigError(
                 f"pp.loss=exact with pp.schedule={name}",
-                "the loss of the whole batch comes after all forwards and before all backwards, "
-                "and only gpipe works in that order",
+                "exact works with gpipe alone: "
+                "the loss of the whole batch comes after all forwards and before all backwards",
                 "pp.schedule=gpipe; or pp.loss=microbatch, if the loss is a mean over samples",
                 "pp.loss=microbatch",
             )
@@ -171,7 +171,7 @@ def _check_numbers(name: str, ranks: int, microbatches: int | None, virtual_stag
         errors.append(
             ConfigError(
                 f"pp.virtual_stages={virtual_stages} with pp.schedule={name}",
-                f"{name} has {'exactly' if most else 'at least'} {usual} stage{'s' if usual > 1 else ''} per rank",
+                f"{name} has {'exactly' if most else 'at least'} {_count(usual, 'stage')} per rank",
                 f"pp.virtual_stages={usual}" if most else f"pp.virtual_stages of {usual} or more",
                 f"pp.virtual_stages={usual}",
             )
@@ -184,9 +184,9 @@ def _check_numbers(name: str, ranks: int, microbatches: int | None, virtual_stag
             errors.append(
                 ConfigError(
                     where,
-                    f"{name} works in rounds of at least {ranks} microbatches, one per rank, "
-                    f"and {microbatches} microbatches are not {microbatches // ranks} equal rounds",
-                    f"1 to {2 * ranks - 1}, multiples of {ranks}, and others that make equal rounds: "
+                    f"{name} works in equal rounds of {ranks} microbatches or more, "
+                    f"and {microbatches} cannot be divided into {microbatches // ranks} such rounds",
+                    f"1 to {2 * ranks - 1}, multiples of {ranks}, and others that make equal rounds; "
                     f"the nearest are {below} and {above}",
                     f"pp.microbatches={above}",
                 )
@@ -290,7 +290,7 @@ def read_schedule(
         ("virtual_stages", virtual_stages, schedule.virtual_stages),
     ):
         if asked is not None and asked != has:
-            what = f"{has} microbatches" if key == "microbatches" else f"{has} stages per rank"
+            what = _count(has, "microbatch") if key == "microbatches" else f"{_count(has, 'stage')} per rank"
             raise ConfigError(
                 f"pp.{key}={asked} with pp.schedule={path}",
                 f"the file has {what}",
@@ -340,7 +340,8 @@ def _read_cells(path: str, ranks: int) -> list[list[tuple[Action, _Cell]]]:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def _placement(path: str, cells: list[list[tuple[Action, _Cell]]], ranks: int) -> tuple[int, ...]:
