@@ -172,7 +172,7 @@ class StageRelay:
         attributes = vars(self.module)
         own = attributes.get("log")
         self._log, self._parts, self._metrics_changed = self.module.log, [_Part(1.0)], True
-        attributes["log"] = self._record
+        attributes["log"] = _Stand(self._record, self._log)
         try:
             yield
         finally:
@@ -439,6 +439,13 @@ class _Stand:
         return _itself, (self.original,)
 
 
+class _HereOnly(_Stand):
+    """As a `_Stand`, but copies made in this process keep it: what it does is as true of them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _HereOnly:
+        return self
+
+
 def _itself(item: Any) -> Any:
     return item
 
@@ -446,7 +453,7 @@ def _itself(item: Any) -> Any:
 def exchange_metrics_over(group: dist.ProcessGroup | None, module: nn.Module) -> None:
     """Let every torchmetrics metric of a module exchange its state over `group`, and not over all ranks.
 
-    Copies and pickles of a metric know nothing of it. A group that the user gave a metric stays.
+    So do copies of a metric; pickles don't. A group that the user gave a metric stays.
 
     Args:
         group: the ranks whose data differ; None if there is just one: nothing is exchanged then.
@@ -459,9 +466,9 @@ def exchange_metrics_over(group: dist.ProcessGroup | None, module: nn.Module) ->
             for item in (metric.distributed_available_fn, metric.dist_sync_fn)
         )
         metric.process_group = None
-        metric.distributed_available_fn = _Stand(functools.partial(_available, available, group), available)
+        metric.distributed_available_fn = _HereOnly(functools.partial(_available, available, group), available)
         if group is not None:
-            metric.dist_sync_fn = _Stand(functools.partial(_gather, gather or gather_all_tensors, group), gather)
+            metric.dist_sync_fn = _HereOnly(functools.partial(_gather, gather or gather_all_tensors, group), gather)
         else:
             metric.dist_sync_fn = gather
 

@@ -1,0 +1,91 @@
+"""What a step logs on the last pipeline stage is on every stage what one process has."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from strategy_runs import Results, differences, start, torchrun
+
+CASES = Path(__file__).parent / "pipeline_relay_cases.py"
+RANKS = {"one": 1, "two": 2, "four": 4}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
+    done = {}
+    for group, ranks in RANKS.items():
+        directory = tmp_path_factory.mktemp(group)
+        command = [str(CASES), str(directory), group]
+        finished = start(torchrun(ranks, *command) if ranks > 1 else [sys.executable, *command])
+        assert finished.returncode == 0, finished.stdout[-4000:]
+        done[group] = Results(directory)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("case", "group"),
+    [
+        pytest.param("fit", "two", id="values, metrics and hooks"),
+        pytest.param("fit", "four", id="values, metrics and hooks with dp"),
+        pytest.param("batch_values", "two", id="a metric's value of each batch"),
+        pytest.param("microbatches", "two", id="several runs of a step per batch"),
+        pytest.param("monitors", "two", id="monitors"),
+        pytest.param("monitors", "four", id="monitors with dp"),
+        pytest.param("all_loops", "two", id="all loops of one trainer"),
+        pytest.param("all_loops", "four", id="all loops of one trainer with dp"),
+        pytest.param("skipped_epoch", "two", id="the last stage ends an epoch"),
+        pytest.param("sharded_value", "four", id="a sharded value"),
+    ],
+)
+def test_every_rank_shows_what_one_process_shows(runs: dict[str, Results], case: str, group: str) -> None:
+    expected: Any = runs["one"].read(case)
+    assert len(expected["rows"]) > 4
+    for rank in range(RANKS[group]):
+        assert differences(expected, runs[group].read(case, rank), 1e-5) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "message"),
+    [
+        pytest.param("training_step", "ValueError", "no luck in training_step", id="step"),
+        pytest.param(
+            "log",
+            "ValueError",
+            "`self.log(many, tensor([1., 2.]))` was called, but the tensor must have a single element."
+            " You can try doing `self.log(many, tensor([1., 2.]).mean())`",
+            id="log",
+        ),
+        pytest.param("on_train_epoch_end", "ValueError", "no luck in on_train_epoch_end", id="hook"),
+    ],
+)
+def test_an_error_on_the_last_stage_ends_all(runs: dict[str, Results], where: str, error: str, message: str) -> None:
+    place = "training_step" if where == "log" else where
+    assert runs["two"].read("failures", 0)[where] == [error, message]
+    assert runs["two"].read("failures", 1)[where] == [
+        "StageFailedError",
+        f"{place} failed on the last pipeline stage: {error}: {message}",
+    ]
+
+
+def test_an_error_in_a_hook_of_another_stage_ends_all(runs: dict[str, Results]) -> None:
+    own, other = (runs["two"].read("failures", rank)["on_before_zero_grad"] for rank in (1, 0))
+    assert own == ["ValueError", "no luck in on_before_zero_grad"]
+    assert other == ["StageFailedError", "on_before_zero_grad failed on another pipeline stage"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_modules_are_copied_without_the_relay(runs: dict[str, Results], rank: int) -> None:
+    result = runs["two"].read("copies", rank)
+    assert result["seen"] == result["seen"] | {
+        "copies": [8.0, 16.0],  # an unpickled metric exchanges its state with all ranks, as it did before
+        "overridden": [True, False],
+        "own hooks": [True, True],
+        "keys": True,
+    }
+    assert result["added"] == []
+    assert result["after"] == 3.0
