@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,11 @@ def local_index(tensor: DTensor) -> tuple[slice, ...]:
     """Which part of the whole tensor this rank holds, as one slice per dim."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
+def local_shape(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> tuple[int, ...]:
+    """The shape of this rank's part of a DTensor of the given shape."""
+    return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, tuple(placements))[0])
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -441,10 +441,10 @@ class Timeline:
     @property
     def idle_shares(self) -> tuple[float, ...]:
         """The same for each rank."""
-        busy = [0.0] * self.schedule.ranks
+        busy, length = [0.0] * self.schedule.ranks, self.length
         for bar in self.bars:
             busy[bar.rank] += bar.end - bar.start
-        return tuple(1 - time / self.length for time in busy)
+        return tuple(1 - time / length for time in busy)
 
 
 def timeline(

@@ -47,6 +47,8 @@ def parse_spec(spec: Any) -> list[str] | dict[str, str] | None:
     if isinstance(spec, Mapping):
         points = {}
         for name, value in spec.items():
+            if isinstance(value, Mapping) and value:
+                raise _dots(name, value)
             # torch's SplitPoint is an enum whose members have these names.
             point = str(getattr(value, "name", value)).upper()
             if point not in SPLIT_POINTS:
@@ -328,6 +330,20 @@ def _where(spec: Any) -> str:
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         return f"pp.split_spec=[{','.join(map(str, spec))}]"
     return f"pp.split_spec={spec}"
+
+
+def _dots(name: Any, value: Any) -> ConfigError:
+    """`pp.split_spec.model.layers.1=END` was meant to be a name, and became groups in groups."""
+    dotted = str(name)
+    while isinstance(value, Mapping) and value:
+        name, value = next(iter(value.items()))
+        dotted += f".{name}"
+    return ConfigError(
+        f"pp.split_spec.{dotted}",
+        "dots in a key of the command line make groups of keys, not a name of a module",
+        "names in braces",
+        f"'pp.split_spec={{{dotted}: {value}}}'",
+    )
 
 
 def _no_match(spec: Any, name: str, modules: Collection[str], blocks: Sequence[str]) -> ConfigError:

@@ -1,0 +1,388 @@
+"""Which stage of a pipeline runs and holds what: from a recorded forward pass and the places where to cut."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autolaunch_strategies.blocks import Blocks
+from autolaunch_strategies.config import ConfigError, PipelineParallel
+from autolaunch_strategies.pipeline.record import Recording, record
+from autolaunch_strategies.pipeline.split import candidate_names, choose_cuts
+from autolaunch_strategies.plan.example_inputs import example_inputs
+
+
+@dataclass(frozen=True)
+class StageCalls:
+    """The unit calls `first` to `last` (both included) of a recorded forward pass."""
+
+    first: int
+    last: int
+
+
+@dataclass
+class Cutting:
+    """How a model is cut: the same on every rank."""
+
+    name: str
+    """Of the pipelined model in the module that is trained, with a dot at its end; empty if it is that module."""
+    units: list[str]
+    """In the order of their first call; names in the pipelined model."""
+    recording: Recording
+    stages: list[StageCalls]
+    holders: dict[str, tuple[int, ...]]
+    """Parameter of the module that is trained -> the stages that hold it."""
+    cuts: list[str]
+    blocks: list[str]
+    """Where it may be cut, in order of execution."""
+
+    def unit_stages(self) -> dict[str, list[int]]:
+        """Unit -> the stages that call it."""
+        found: dict[str, list[int]] = {}
+        for number, stage in enumerate(self.stages):
+            for call in self.recording.calls[stage.first : stage.last + 1]:
+                if number not in found.setdefault(call.unit, []):
+                    found[call.unit].append(number)
+        return found
+
+    def account(self) -> list[dict[str, Any]]:
+        """What each stage calls, holds and costs, as plain data for plan.yaml."""
+        calls = self.recording.calls
+        total = sum(self.recording.costs.values()) or 1.0
+        shared = {name for name, stages in self.holders.items() if len(stages) > 1}
+        return [
+            {
+                "units": _ranges([call.unit for call in calls[stage.first : stage.last + 1]]),
+                "share_of_work": round(sum(_cost_of_calls(self.recording, stage)) / total, 4),
+                **({"shared": held} if (held := [name for name in shared if number in self.holders[name]]) else {}),
+            }
+            for number, stage in enumerate(self.stages)
+        ]
+
+
+def pipelined_part(root: nn.Module, blocks: Blocks, pp: PipelineParallel) -> str:
+    """The name in `root` of the module that is cut: its child that holds the blocks, or "" for `root` itself.
+
+    Raises:
+        ConfigError: several children hold blocks and `pp.split_spec` does not say which; or there is nothing to cut.
+    """
+    spec = pp.split_spec
+    if spec is not None:
+        named = [spec] if isinstance(spec, str) else [str(name) for name in spec]
+        children = {name.partition(".")[0] for name in named}
+        known = {name for name, _ in root.named_children()}
+        if len(children & known) == 1 and children <= known and not _is_list(getattr(root, next(iter(children)))):
+            return next(iter(children))
+        if not children & known:  # names inside of the one child that has parameters
+            return _only_child(root)
+        return ""
+    parents = list(dict.fromkeys(block.name.rpartition(".")[0] for block in blocks))
+    if not parents:
+        raise ConfigError(
+            "pp.split_spec=null",
+            f"no repeated blocks are found in {type(root).__name__}, so nothing says where to cut",
+            "names of modules to cut at, as a list or {name: END}",
+            "pp.split_spec='{model.trunk: END}'",
+        )
+    children = {name.partition(".")[0] for name in parents}
+    if len(children) > 1:
+        return ""
+    child = next(iter(children))
+    return "" if not child or child in parents and _is_list(root.get_submodule(child)) else child
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _only_child(root: nn.Module) -> str:
+    children = [name for name, child in root.named_children() if next(child.parameters(), None) is not None]
+    return children[0] if len(children) == 1 else ""
+
+
+def find_units(model: nn.Module, candidates: Sequence[str], everywhere: Sequence[str]) -> list[str]:
+    """The modules that stages hold as a whole: with parameters, outside of `everywhere`, as large as cuts allow.
+
+    Args:
+        candidates: modules that may be cut at; what contains one of them is no unit.
+        everywhere: modules that run on every stage.
+    """
+    frames = {""} | {
+        ".".join(parts[:depth])
+        for parts in (name.split(".") for name in (*candidates, *everywhere))
+        for depth in range(1, len(parts))
+    }
+    units: list[str] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        for key, child in module.named_children():
+            child_name = f"{name}.{key}" if name else key
+            if child_name in everywhere or next(child.parameters(), None) is None:
+                continue
+            if child_name in frames or _is_list(child):
+                visit(child, child_name)
+            else:
+                units.append(child_name)
+
+    visit(model, "")
+    return units
+
+
+def cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, stages: int) -> Cutting:
+    """Decide how `root` (may be on meta) is cut into so many stages. Nothing is changed.
+
+    Raises:
+        ConfigError: the model can't be cut so, or its forward does not run on any inputs that are known.
+    """
+    part = pipelined_part(root, blocks, pp)
+    model = root.get_submodule(part)
+    prefix = f"{part}." if part else ""
+    modules = [name for name, _ in model.named_modules() if name]
+    block_names = [block.name.removeprefix(prefix) for block in blocks if block.name.startswith(prefix)]
+    candidates = candidate_names(pp.split_spec, modules, block_names, prefix=prefix)
+    everywhere = _global_modules(pp.global_spec, modules, prefix)
+    units = find_units(model, candidates, everywhere)
+    recording = _recorded(root, model, part, units)
+    _refuse_hidden_reads(recording)
+    cuts = choose_cuts(
+        pp.split_spec, recording.executed, modules, block_names, stages, pp.split, _costs(recording), prefix=prefix
+    )
+    behind = _last_calls(recording, [(item.module, item.after) for item in cuts])
+    ends = [*behind, len(recording.calls) - 1]
+    starts = [0, *(end + 1 for end in behind)]
+    ranges = [StageCalls(first, last) for first, last in zip(starts, ends, strict=True)]
+    for number, stage in enumerate(ranges):
+        if stage.last < stage.first:
+            raise ConfigError(
+                "pp.split_spec",
+                f"stage {number} would be empty",
+                "cuts with at least one module with parameters between them",
+            )
+    order = [call.unit for call in recording.calls]
+    return Cutting(
+        prefix,
+        list(dict.fromkeys(order)),
+        recording,
+        ranges,
+        _holders(root, prefix, model, units, recording, ranges),
+        [f"{'behind' if item.after else 'before'} {item.module}" for item in cuts],
+        [name for name in dict.fromkeys(order) if name in set(candidates)],
+    )
+
+
+def _global_modules(spec: Any, modules: Sequence[str], prefix: str) -> list[str]:
+    named = [] if spec is None else [spec] if isinstance(spec, str) else list(spec)
+    found = []
+    for name in named:
+        inner = str(name).removeprefix(prefix) if prefix else str(name)
+        if inner not in modules:
+            from autolaunch_strategies.config import nearest
+
+            close = nearest(inner, modules)
+            raise ConfigError(
+                f"pp.global_spec={name}",
+                "no module of the model is called so" + (f"; did you mean {close}?" if close else ""),
+                "names of modules, as a string or a list",
+            )
+        found.append(inner)
+    return found
+
+
+def _recorded(root: nn.Module, model: nn.Module, part: str, units: Sequence[str]) -> Recording:
+    """The recorded forward pass of `model` on the first inputs on which it runs."""
+    tried = []
+    example = getattr(root, "example_input_array", None) if not part or _forwards_to(root, part) else None
+    for inputs in example_inputs(model, example):
+        try:
+            found = record(model, units, inputs.args, inputs.kwargs, inputs.origin)
+        except Exception as error:  # whatever a model's forward may raise: other inputs may do
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            tried.append(f"{inputs.origin}: {first_line[:160]}")
+            continue
+        if found.calls:
+            return found
+        tried.append(f"{inputs.origin}: calls none of its parts")
+    raise ConfigError(
+        "pp",
+        f"the order in which the parts of {type(model).__name__} run is not known: its forward does not run on any "
+        "inputs that were tried" + "".join(f"\n    {line}" for line in tried),
+        f"`example_input_array` as an attribute of {type(model).__name__}: inputs with which its forward runs",
+    )
+
+
+def _forwards_to(root: nn.Module, part: str) -> bool:
+    """Whether what `root` takes is what its part takes, as far as names of arguments tell."""
+    outer, inner = (list(inspect.signature(module.forward).parameters) for module in (root, root.get_submodule(part)))
+    return inner[: len(outer)] == outer or len(outer) == 1 or not outer
+
+
+def _refuse_hidden_reads(recording: Recording) -> None:
+    for unit, reader in recording.hidden_reads().items():
+        raise ConfigError(
+            "pp",
+            f"{reader or 'the output of the model'} needs a tensor that {unit} keeps and does not return, so it can't be "
+            "sent to another stage",
+            f"a model in which {unit} returns it, or {unit} in pp.global_spec",
+            f"pp.global_spec={unit}",
+        )
+
+
+def _costs(recording: Recording) -> Mapping[str, float]:
+    """Work of every unit; where nothing multiplies matrices, each call counts as one."""
+    if recording.costs:
+        return recording.costs
+    counted: dict[str, float] = {}
+    for call in recording.calls:
+        counted[call.unit] = counted.get(call.unit, 0.0) + 1.0
+    return counted
+
+
+def _cost_of_calls(recording: Recording, stage: StageCalls) -> list[float]:
+    times: dict[str, int] = {}
+    for call in recording.calls:
+        times[call.unit] = times.get(call.unit, 0) + 1
+    calls = recording.calls[stage.first : stage.last + 1]
+    return [recording.costs.get(call.unit, 0.0) / times[call.unit] for call in calls]
+
+
+def _last_calls(recording: Recording, cuts: Sequence[tuple[str, bool]]) -> list[int]:
+    """The number of the last unit call in front of each cut."""
+    ends = []
+    for module, after in cuts:
+        numbers = [
+            number
+            for number, call in enumerate(recording.calls)
+            if call.unit == module or call.unit.startswith(f"{module}.")
+        ]
+        if not numbers:
+            raise ConfigError(f"pp.split_spec={module}", "it has no parameters, so it is no part of a stage")
+        ends.append(numbers[-1] if after else numbers[0] - 1)
+    return ends
+
+
+def _holders(
+    root: nn.Module,
+    prefix: str,
+    model: nn.Module,
+    units: Sequence[str],
+    recording: Recording,
+    stages: Sequence[StageCalls],
+) -> dict[str, tuple[int, ...]]:
+    """Which stages hold each parameter: those that call a unit with it, and those whose glue uses it.
+
+    A parameter that nothing uses is held by the last stage; one outside of the pipelined model by all of them.
+    """
+    held: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in root.parameters()}
+    by_name = dict(model.named_parameters())
+    everywhere = set(range(len(stages)))
+    for number, stage in enumerate(stages):
+        called = {call.unit for call in recording.calls[stage.first : stage.last + 1]}
+        for unit in called:
+            for parameter in model.get_submodule(unit).parameters():
+                held[parameter].add(number)
+        for name, uses in recording.uses.items():
+            if any(stage.first <= call <= stage.last for call in uses):
+                held[by_name[name]].add(number)
+        for name, time in recording.glue_uses.items():
+            # The glue up to the next stage's first call runs on this stage, too.
+            if time <= stage.last + 1:
+                held[by_name[name]].add(number)
+    inside = set(by_name.values())
+    for parameter, numbers in held.items():
+        if not numbers:
+            numbers |= {len(stages) - 1} if parameter in inside else everywhere
+    return {name: tuple(sorted(held[parameter])) for name, parameter in root.named_parameters()}
+
+
+def _ranges(names: Sequence[str]) -> list[str]:
+    """Names with runs of numbered ones written as `layers.0-3`."""
+    written: list[str] = []
+    run: list[str] = []
+
+    def close() -> None:
+        if run:
+            parent = run[0].rpartition(".")[0]
+            first, last = (name.rpartition(".")[2] for name in (run[0], run[-1]))
+            written.append(f"{parent}.{first}-{last}" if len(run) > 1 else run[0])
+            run.clear()
+
+    for name in names:
+        parent, _, number = name.rpartition(".")
+        if run and number.isdigit() and run[-1] == f"{parent}.{int(number) - 1}":
+            run.append(name)
+            continue
+        close()
+        run.append(name)
+    close()
+    return written
+
+
+@dataclass
+class Held:
+    """What a rank holds of a module that was cut: everything else stands beside it as a tensor without memory."""
+
+    root: nn.Module
+    stages: tuple[int, ...]
+    layout: list[tuple[nn.Module, list[str], dict[str, nn.Parameter]]] = field(default_factory=list)
+    """Module, names of its parameters in order, and stand-ins for those that are not held."""
+
+    @property
+    def stand_ins(self) -> set[nn.Parameter]:
+        """Parameters on meta that take the place of what other stages hold."""
+        return {stand_in for _, _, absent in self.layout for stand_in in absent.values()}
+
+
+def hold(root: nn.Module, cutting: Cutting, stages: Sequence[int]) -> Held:
+    """Take every parameter and buffer out of `root` that none of `stages` holds. Names of the rest do not change.
+
+    Code that asks an absent parameter for its type or its shape gets the answer from a tensor on meta.
+    """
+    mine = set(stages)
+    names = {parameter: name for name, parameter in root.named_parameters()}
+    absent = {p for p, name in names.items() if not mine & set(cutting.holders[name])}
+    held = Held(root, tuple(stages))
+    stand_ins = {
+        parameter: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        for parameter in absent
+    }
+    for module in root.modules():
+        own = {name: parameter for name, parameter in module._parameters.items() if parameter in absent}
+        if own:
+            replaced = {name: stand_ins[parameter] for name, parameter in own.items() if parameter is not None}
+            held.layout.append((module, list(module._parameters), replaced))
+            for name, stand_in in replaced.items():
+                del module._parameters[name]
+                module.__dict__[name] = stand_in.data
+    elsewhere = {unit for unit, called_by in cutting.unit_stages().items() if not mine & set(called_by)}
+    for unit in elsewhere:
+        for module in root.get_submodule(cutting.name + unit).modules():
+            for name in list(module._buffers):
+                buffer = module._buffers.pop(name)
+                module._non_persistent_buffers_set.discard(name)
+                module.__dict__[name] = None if buffer is None else torch.empty_like(buffer, device="meta")
+    return held
+
+
+def show_whole(held: Held) -> None:
+    """Put stand-ins where parameters are absent, so that code that looks for parameters sees those of all stages."""
+    for module, order, absent in held.layout:
+        present = dict(module._parameters)
+        for name in absent:
+            del module.__dict__[name]
+        module._parameters.clear()
+        for name in order:
+            module._parameters[name] = absent[name] if name in absent else present.pop(name)
+        module._parameters.update(present)
+
+
+def show_held(held: Held) -> None:
+    """The opposite of `show_whole`."""
+    for module, _, absent in held.layout:
+        for name, stand_in in absent.items():
+            module._parameters.pop(name, None)
+            module.__dict__[name] = stand_in.data

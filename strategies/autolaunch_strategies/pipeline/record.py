@@ -1,0 +1,277 @@
+"""One forward pass on shapes alone, seen as a sequence of unit calls: who needs what from whom.
+
+The units of a model are the parts that a stage of a pipeline holds as a whole (blocks, the embedding, the head). What
+runs between them is glue. A *leaf* is one tensor in what a unit call returns. Every operation is followed, so that for
+each leaf it is known which later unit calls need it, through whatever glue: a cut between two calls has to carry
+exactly the leaves from before it that something behind it needs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from autolaunch_strategies._torch import (
+    fake_tensors,
+    intercept_calls,
+    run_call,
+    saved_random_state,
+    storage_key,
+    writes_to,
+)
+from autolaunch_strategies.plan.trace import Untraceable, stepping_over
+
+
+class Leaf(NamedTuple):
+    """A tensor that a unit call returned: the call's number, and its place in the flattened output."""
+
+    call: int
+    place: int
+
+
+_INSIDE = -1
+"""The place of tensors that a unit call made but did not return."""
+
+Leaves = frozenset[Leaf]
+_NONE: Leaves = frozenset()
+
+
+@dataclass
+class UnitCall:
+    """One call of a unit: what it returned and which earlier leaves it needs."""
+
+    unit: str
+    reads: Leaves
+    spec: TreeSpec
+    shapes: list[tuple[int, ...] | None]
+    """Of every leaf; None for what is no tensor."""
+    from_data: list[bool]
+    """Of every leaf: whether its values depend on the inputs of the model."""
+    changed: set[int] = field(default_factory=set)
+    """Places of leaves that glue changes in place afterwards."""
+
+
+@dataclass
+class Recording:
+    """What one forward pass of a model shows."""
+
+    origin: str
+    calls: list[UnitCall] = field(default_factory=list)
+    output_reads: Leaves = _NONE
+    """The leaves that the output of the model needs behind the last unit call."""
+    uses: dict[str, set[int]] = field(default_factory=dict)
+    """Parameter -> numbers of the unit calls that use it."""
+    glue_uses: dict[str, int] = field(default_factory=dict)
+    """Parameter -> the number of unit calls that lie before its first use outside of them."""
+    executed: list[str] = field(default_factory=list)
+    """Modules in the order of their first call."""
+    costs: dict[str, float] = field(default_factory=dict)
+    """Unit -> floating point operations of its calls."""
+    untraceable: dict[str, str] = field(default_factory=dict)
+
+    def needed_behind(self, call: int) -> list[Leaf]:
+        """The leaves of call number `call` and of those before it that anything behind it needs, in order."""
+        later: Leaves = self.output_reads.union(*(item.reads for item in self.calls[call + 1 :]))
+        return sorted(leaf for leaf in later if leaf.call <= call)
+
+    def hidden_reads(self) -> dict[str, str]:
+        """Unit -> reader ("" is the model's output): tensors made in the unit, not returned by it, but read elsewhere."""
+        found: dict[str, str] = {}
+        for reader, reads in [(call.unit, call.reads) for call in self.calls] + [("", self.output_reads)]:
+            for leaf in reads:
+                if leaf.place == _INSIDE:
+                    found.setdefault(self.calls[leaf.call].unit, reader)
+        return found
+
+
+def record(model: nn.Module, units: Sequence[str], args: Any, kwargs: Mapping[str, Any], origin: str = "") -> Recording:
+    """Run `model` once on shapes alone (parameters may be on meta). It is left as it was.
+
+    Args:
+        units: names of the modules that are units, none inside of another.
+        args, kwargs: what the model is called with; values of tensors are not looked at.
+
+    Raises:
+        Exception: whatever the model's forward raises on shapes alone.
+    """
+
+    def attempt(stand_ins: Mapping[str, str]) -> Recording:
+        recorder = _Recorder(model, units, origin)
+        try:
+            recorder.run(args, kwargs)
+        except Exception as error:
+            raise Untraceable(recorder.inside, error) from error
+        recorder.recording.untraceable = dict(stand_ins)
+        return recorder.recording
+
+    return stepping_over(model, attempt)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, model: nn.Module, units: Sequence[str], origin: str) -> None:
+        super().__init__()
+        self.model, self.units = model, units
+        self.recording = Recording(origin)
+        self.stack: list[str] = []
+        self.current: int | None = None  # the unit call that is running
+        self.origins: dict[int, Leaves] = {}  # memory -> leaves that its values come from
+        self.from_data: set[int] = set()  # memory whose values depend on the inputs
+        self.parameters: dict[int, str] = {}  # memory -> parameter
+        self.alive: list[torch.Tensor] = []  # keeps the keys of memory unique
+        self.quiet = False
+
+    @property
+    def inside(self) -> str:
+        """The innermost module that is running (empty: the model itself)."""
+        return self.stack[-1] if self.stack else ""
+
+    def run(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(_random_state_kept())
+            stack.enter_context(fake_tensors())
+            state = {name: _like(tensor) for name, tensor in self.model.named_parameters()}
+            self.parameters = {storage_key(tensor): name for name, tensor in state.items()}
+            state |= {name: _like(tensor) for name, tensor in self.model.named_buffers()}
+            args, kwargs = tree_map(
+                lambda leaf: _like(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, dict(kwargs))
+            )
+            inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+            self.from_data = {storage_key(tensor) for tensor in inputs}
+            self.alive += [*state.values(), *inputs]
+            stack.enter_context(self._watched())
+            stack.enter_context(self)
+            output = torch.func.functional_call(self.model, state, args, kwargs)
+            tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+            self.recording.output_reads = _NONE.union(*(self._of(tensor) for tensor in tensors))
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        handles = []
+        units = [self.model.get_submodule(name) for name in self.units]
+        try:
+            for name, module in self.model.named_modules():
+                if name:
+                    handles.append(module.register_forward_pre_hook(self._begins(name)))
+                    handles.append(module.register_forward_hook(self._ends))
+            for name, module in zip(self.units, units, strict=True):
+                intercept_calls(module, self._unit(name, module))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module in units:
+                intercept_calls(module, None)
+
+    def _begins(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if name not in self.recording.executed:
+                self.recording.executed.append(name)
+            self.stack.append(name)
+
+        return hook
+
+    def _ends(self, *_: Any) -> None:
+        self.stack.pop()
+
+    def _unit(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.current is not None:  # a unit that is called within another
+                return run_call(module, *args, **kwargs)
+            number = self.current = len(self.recording.calls)
+            given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+            made = UnitCall(name, _NONE.union(*(self._of(tensor) for tensor in given)), tree_flatten(())[1], [], [])
+            self.recording.calls.append(made)
+            output = run_call(module, *args, **kwargs)
+            leaves, made.spec = tree_flatten(output)
+            self.quiet = True
+            # Copies, so that a unit that returns what it was given has leaves of its own, too.
+            copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            self.quiet = False
+            for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
+                tensor = isinstance(leaf, torch.Tensor)
+                made.shapes.append(tuple(leaf.shape) if tensor else None)
+                made.from_data.append(tensor and storage_key(leaf) in self.from_data)
+                if tensor:
+                    self.alive.append(copy)
+                    self.origins[storage_key(copy)] = frozenset({Leaf(number, place)})
+                    if made.from_data[-1]:
+                        self.from_data.add(storage_key(copy))
+            self.current = None
+            return tree_unflatten(copies, made.spec)
+
+        return call
+
+    def _of(self, tensor: torch.Tensor) -> Leaves:
+        return self.origins.get(storage_key(tensor), _NONE)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if self.quiet:
+            return output
+        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        self._note_parameters(given)
+        made = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        written: list[torch.Tensor] = []
+        if names := writes_to(func):
+            by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            written = [
+                leaf for name in names for leaf in tree_flatten(by_name.get(name))[0] if isinstance(leaf, torch.Tensor)
+            ]
+        origin = _NONE.union(*(self._of(tensor) for tensor in given))
+        if self.current is None:
+            for leaf in (leaf for tensor in written for leaf in self._of(tensor) if leaf.place != _INSIDE):
+                self.recording.calls[leaf.call].changed.add(leaf.place)
+        else:
+            origin = frozenset({Leaf(self.current, _INSIDE)})
+            self._note_cost(func, args, kwargs, output)
+        data = any(storage_key(tensor) in self.from_data for tensor in given)
+        known = {storage_key(tensor) for tensor in given}  # a window on them is what they are
+        changed = [*(tensor for tensor in made if storage_key(tensor) not in known), *written]
+        self.alive += made
+        for tensor in changed:
+            self.origins[storage_key(tensor)] = origin | self._of(tensor)
+            if data:
+                self.from_data.add(storage_key(tensor))
+        return output
+
+    def _note_parameters(self, given: list[torch.Tensor]) -> None:
+        for tensor in given:
+            name = self.parameters.get(storage_key(tensor))
+            if name is None:
+                continue
+            if self.current is not None:
+                self.recording.uses.setdefault(name, set()).add(self.current)
+            else:
+                self.recording.glue_uses.setdefault(name, len(self.recording.calls))
+
+    def _note_cost(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            assert self.current is not None
+            unit = self.recording.calls[self.current].unit
+            self.recording.costs[unit] = self.recording.costs.get(unit, 0.0) + count(*args, **kwargs, out_val=output)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state()
+    with saved_random_state(torch.device("cpu")):
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])

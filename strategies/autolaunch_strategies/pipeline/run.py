@@ -1,0 +1,604 @@
+"""The work of one rank of a pipeline: passes of its stages, forward and backward, in order."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autolaunch_strategies._torch import intercept_calls, intercepted, run_call, saved_random_state
+from autolaunch_strategies.config import ConfigError, PipelineParallel
+from autolaunch_strategies.pipeline.cut import Cutting, Held
+from autolaunch_strategies.pipeline.record import Leaf
+from autolaunch_strategies.pipeline.schedule import Kind, Schedule, fitting_microbatches, with_transfers
+from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
+from autolaunch_strategies.pipeline.structure import Structure, Structures, batch_size
+from autolaunch_strategies.pipeline.transfer import Header, LeafMeta, Line, Metas, local_part
+from autolaunch_strategies.pipeline.weight_gradients import PutOffWeights, WeightGradients, add_weight_gradients
+from autolaunch_strategies.views import plain
+
+
+class LeaveStep(BaseException):
+    """Ends a user's step on a stage that is not the last, where it calls the model. No Exception: nobody may catch it."""
+
+
+class Job(NamedTuple):
+    """One microbatch at one stage."""
+
+    stage: int
+    index: int
+
+
+@dataclass
+class _Work:
+    """What is kept of a job between its forward and its backward."""
+
+    inputs: list[torch.Tensor]
+    """This rank's parts of what arrived."""
+    outputs: list[torch.Tensor]
+    """This rank's parts of what is carried on; at the end of it all: the loss alone."""
+    header: Header
+
+
+@dataclass
+class _Arrival:
+    """What a job starts from: this rank's parts of what is carried."""
+
+    parts: list[torch.Tensor]
+    header: Header
+    works: list[dist.Work] = field(default_factory=list)
+
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Pipeline:
+    """One rank's part of a model that is cut into stages.
+
+    Calls of the model are intercepted on the instance. Within a step they run this rank's stages; outside of one they
+    run all stages forward and give the output to every rank.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        cutting: Cutting,
+        held: Held,
+        structures: Structures,
+        config: PipelineParallel,
+        rank_of_stage: tuple[int, ...],
+        group: dist.ProcessGroup,
+        mp_mesh: DeviceMesh | None,
+        device: torch.device,
+    ) -> None:
+        """Take over the calls of the pipelined model in `root`. Not collective.
+
+        Args:
+            rank_of_stage: the pipe rank of every stage.
+            group: this rank's peers that hold the other stages.
+        """
+        self.root, self.cutting, self.held, self.structures = root, cutting, held, structures
+        self.config, self.rank_of_stage, self.group, self.device = config, rank_of_stage, group, device
+        self.mp_mesh = mp_mesh
+        self.model = root.get_submodule(cutting.name.removesuffix("."))
+        self.pipe_rank = pipe_rank(rank_of_stage, group.size(), group.rank())
+        self.stages = stages_of(rank_of_stage, self.pipe_rank)
+        self.calls = 0
+        """How often the model has been called in the present step."""
+        self.number = 0
+        """Of the present step: part of the seeds of what stages draw at random."""
+        self.line = Line(group, device)
+        self._own_call = intercepted(self.model)
+        self.staged = StagedModel(self.model, cutting, self.stages, mp_mesh, device)
+        intercept_calls(self.model, self._called)
+        self._in_step: Callable[[Any, Any], Any] | None = None
+        self._works: dict[Job, _Work] = {}
+        self._filled: Filled | None = None
+        self._weights = WeightGradients()
+        self._first_held: dict[int, tuple[nn.Parameter, bool]] = {}
+
+    # --- who am I ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage: there the model's output and the loss are."""
+        return self.last_stage in self.stages
+
+    @property
+    def last_stage(self) -> int:
+        """The number of the last stage."""
+        return len(self.rank_of_stage) - 1
+
+    @property
+    def last_rank(self) -> int:
+        """The rank within the group that holds the last stage."""
+        return self._home(self.last_stage)
+
+    @property
+    def name(self) -> str:
+        """What a step has to call: the name of the pipelined model in the module that is trained."""
+        name = self.cutting.name.removesuffix(".")
+        return f"self.{name}" if name else "self"
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank is the one that counts a parameter which several stages may hold."""
+        known = self._first_held.get(id(parameter))
+        if known is None or known[0] is not parameter:  # sharding puts other objects in the place of parameters
+            holders = self.cutting.holders
+            self._first_held = {
+                id(item): (item, name not in holders or holders[name][0] in self.stages)
+                for name, item in self.root.named_parameters()
+            }
+            known = self._first_held.get(id(parameter), (parameter, self.is_last))
+        return known[1]
+
+    def _home(self, stage: int) -> int:
+        """The rank within the group that holds a stage."""
+        return group_rank(self.rank_of_stage, self.group.size(), stage)
+
+    def _is_here(self, stage: int) -> bool:
+        return stage in self.stages
+
+    # --- calls of the model -----------------------------------------------------------------------------------------
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call of the model would do without a pipeline."""
+        return self._own_call(*args, **kwargs) if self._own_call else run_call(self.model, *args, **kwargs)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        if self.staged.running:
+            return self._call(*args, **kwargs)
+        if self._in_step is None:
+            return self._forward_only(args, kwargs)
+        self.calls += 1
+        if self.calls > 1:
+            raise ConfigError(
+                "pp",
+                f"the step calls {self.name} more than once; other stages than the last leave the step at the first "
+                "call, so a pipeline can run one call per step",
+                "one call of the model per step, e.g. with both inputs joined along the batch",
+            )
+        return self._in_step(args, kwargs)
+
+    @contextmanager
+    def _step(self, call: Callable[[Any, Any], Any]) -> Iterator[None]:
+        """Within it the model is called once, and `call` answers; a stage that is not the last may leave."""
+        assert self._in_step is None, "a step within a step"
+        self._in_step, self.calls = call, 0
+        left = False
+        try:
+            yield
+        except LeaveStep:
+            left = True
+        finally:
+            self._in_step = None
+        if self.calls == 0 and not left:
+            raise ConfigError(
+                "pp",
+                f"the step never calls {self.name}(...), so it can't be run in stages",
+                f"a step that calls {self.name}(...); a call of its forward, or of a part of it, does not count",
+            )
+
+    # --- the whole batch: fill and drain ----------------------------------------------------------------------------
+
+    def whole_step(self) -> AbstractContextManager[None]:
+        """Within it the one call of the model runs every microbatch, and returns the output of the whole batch.
+
+        On a stage that is not the last it ends the block. With gradients enabled, `drain` has to follow.
+        """
+        return self._step(self._whole)
+
+    def _whole(self, args: Any, kwargs: Any) -> Any:
+        output = self._fill(args, kwargs)
+        if not self.is_last:
+            raise LeaveStep
+        return output
+
+    def _fill(self, args: Any, kwargs: Any) -> Any:
+        """Run every microbatch through this rank's stages; on the last one the output of the whole batch."""
+        leaves, spec = tree_flatten((args, kwargs))
+        wanted = fitting_microbatches("gpipe", self.group.size(), 1, self.config.microbatches, batch_size(leaves))
+        count = max(wanted, 1)
+        structure, kind = self.structures.of(args, kwargs, self.model.training, count > 1)
+        filled = Filled(structure, count)
+        leaves = filled.cut_before(leaves)
+        parts = cut_leaves(leaves, structure.batched, count)
+        keys = [(kind, shapes_of(part)) for part in parts]
+        handed: dict[Job, _Arrival] = {}
+        for stage in self.stages:
+            for index, part in enumerate(parts):
+                job = Job(stage, index)
+                arrival = handed.pop(job, None)
+                if stage > 0 and arrival is None:
+                    arrival = self._receive(job, keys[index])
+                part_args, part_kwargs = tree_unflatten(part, spec)
+                self._forward(structure, job, arrival, part_args, part_kwargs, stop=True)
+                if stage == self.last_stage:
+                    filled.take(self._works[job])
+                elif self._is_here(stage + 1):
+                    handed[Job(stage + 1, index)] = self._handed_on(job)
+                else:
+                    self._send(job, keys[index])
+                if not filled.trains:
+                    del self._works[job]
+        self._filled = filled if filled.trains else None
+        output = None
+        if self.is_last:
+            whole_args, whole_kwargs = tree_unflatten(leaves, spec)
+            output = self.staged.run(
+                tail_of(structure, *filled.joined(self.mp_mesh)), whole_args, whole_kwargs, self._call
+            )
+        self.line.finish()
+        return output
+
+    def drain(self) -> None:
+        """Run every microbatch backward through this rank's stages, once the loss has been differentiated."""
+        filled, self._filled = self._filled, None
+        assert filled is not None, "nothing has been run forward"
+        handed: dict[Job, Gradients] = {}
+        for stage in reversed(self.stages):
+            for index in range(filled.count):
+                job = Job(stage, index)
+                if stage == self.last_stage:
+                    gradients = filled.gradients(index)
+                elif job in handed:
+                    gradients = handed.pop(job)
+                else:
+                    gradients, works = self._begin_gradients(job)
+                    for work in works:
+                        work.wait()
+                inputs = self._works[job].inputs
+                sent = self._backward(job, gradients)
+                if stage > 0 and self._is_here(stage - 1):
+                    handed[Job(stage - 1, index)] = spread(sent, inputs)
+                elif stage > 0:
+                    self.line.send(sent, self._home(stage - 1))
+        self.line.finish()
+        filled.differentiate_before()
+
+    def forget(self) -> None:
+        """Drop what a step left behind that failed halfway."""
+        self._filled = None
+        self._works.clear()
+        self._weights.take()
+
+    def _forward_only(self, args: Any, kwargs: Any) -> Any:
+        """Outside of a step: the output on every rank. It can't be differentiated."""
+        with torch.no_grad():
+            output = self._fill(args, kwargs)
+        source = dist.get_global_rank(self.group, self.last_rank)
+        leaves, spec = tree_flatten(output) if self.is_last else ([], None)
+        leaves = [plain(leaf) for leaf in leaves]
+        told: list[Any] = [([LeafMeta.of(leaf) for leaf in leaves], spec)]
+        dist.broadcast_object_list(told, source, group=self.group)
+        metas, spec = told[0]
+        made: list[Any] = []
+        for place, meta in enumerate(metas):
+            if meta.dtype is None:
+                made.append(meta.constant)
+                continue
+            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+            if self.is_last:
+                tensor.copy_(leaves[place])
+            dist.broadcast(tensor, source, group=self.group)
+            if torch.is_grad_enabled() and meta.dtype.is_floating_point:
+                tensor = _ForwardOnly.apply(tensor.requires_grad_())
+            made.append(tensor)
+        return tree_unflatten(made, spec)
+
+    # --- microbatches one by one, by a schedule ---------------------------------------------------------------------
+
+    def run_schedule(
+        self, schedule: Schedule, step: Callable[[int], Any], factors: Sequence[float], keys: Sequence[Any]
+    ) -> Microbatches:
+        """Train on one batch: the step of every microbatch at every stage of this rank, forward and backward.
+
+        Args:
+            step: runs the user's step on a microbatch of that number and returns (its loss, anything else).
+            factors: by what the loss of each microbatch is multiplied before it is differentiated.
+            keys: per microbatch something hashable that is equal where shapes are.
+        """
+        results = Microbatches()
+        arrivals: dict[Job, _Arrival] = {}
+        gradients: dict[Job, tuple[Gradients, list[dist.Work]]] = {}
+        made: dict[Job, list[torch.Tensor]] = {}
+        later: dict[Job, Any] = {}
+        parts_off = any(action.kind is Kind.W for actions in schedule.actions for action in actions)
+        with PutOffWeights(self._weights) if parts_off else nullcontext():
+            for action in with_transfers(schedule)[self.pipe_rank]:
+                job = Job(action.stage, action.microbatch)
+                before, behind = Job(job.stage - 1, job.index), Job(job.stage + 1, job.index)
+                if action.kind is Kind.RECV_F:
+                    arrivals[job] = self._receive(job, keys[job.index])
+                elif action.kind is Kind.F:
+                    self._step_of(job, arrivals.pop(job, None), step, factors[job.index], results)
+                    if job.stage != self.last_stage and self._is_here(behind.stage):
+                        arrivals[behind] = self._handed_on(job)
+                elif action.kind is Kind.SEND_F:
+                    self._send(job, keys[job.index])
+                elif action.kind is Kind.RECV_B:
+                    gradients[job] = self._begin_gradients(job)
+                elif action.kind in (Kind.B, Kind.I):
+                    arrived, works = gradients.pop(job, ((None,), []))
+                    for work in works:
+                        work.wait()
+                    if job.stage == self.last_stage:
+                        arrived = [torch.ones_like(self._works[job].outputs[0])]
+                    inputs = self._works[job].inputs
+                    made[job] = self._backward(job, arrived, put_off=action.kind is Kind.I)
+                    if action.kind is Kind.I:
+                        later[job] = self._weights.take()
+                    if before.stage >= 0 and self._is_here(before.stage):
+                        gradients[before] = spread(made.pop(job), inputs), []
+                elif action.kind is Kind.SEND_B:
+                    self.line.send(made.pop(job), self._home(before.stage))
+                elif action.kind is Kind.W:
+                    add_weight_gradients(later.pop(job))
+        self.line.finish()
+        return results
+
+    def _step_of(
+        self, job: Job, arrival: _Arrival | None, step: Callable[[int], Any], factor: float, results: Microbatches
+    ) -> None:
+        """Run the user's step for one job: as a stage's forward up to the model's call, on the last stage to its end."""
+
+        def call(args: Any, kwargs: Any) -> Any:
+            structure, _ = self.structures.of(args, kwargs, self.model.training, several=False)
+            output = self._forward(structure, job, arrival, args, kwargs)
+            if job.stage != self.last_stage:
+                raise LeaveStep
+            return output
+
+        with self._own_numbers("step", job.index), self._step(call):
+            loss, rest = step(job.index)
+            work = self._works[job]
+            results.losses.append(loss.detach())
+            results.rest.append(rest)
+            results.works.append(_Work([], [part.detach() for part in work.outputs], work.header))
+            work.outputs = [loss * factor]
+
+    def replay(self, microbatches: Microbatches, step: Callable[[], Any]) -> Any:
+        """What `step`, run once on the whole batch, returns if the model's output is put together from microbatches.
+
+        On the last stage, after `run_schedule`; nothing is sent, and nothing can be differentiated.
+        """
+
+        def call(args: Any, kwargs: Any) -> Any:
+            structure, _ = self.structures.of(args, kwargs, self.model.training, len(microbatches.works) > 1)
+            filled = Filled(structure, len(microbatches.works))
+            for work in microbatches.works:
+                filled.take(work)
+            return self.staged.run(tail_of(structure, *filled.joined(self.mp_mesh)), args, kwargs, self._call)
+
+        with torch.no_grad(), self._own_numbers("step", 0), self._step(call):
+            return step()
+
+    # --- single jobs ------------------------------------------------------------------------------------------------
+
+    def _forward(
+        self, structure: Structure, job: Job, arrival: _Arrival | None, args: Any, kwargs: Any, stop: bool = False
+    ) -> Any:
+        """Run one microbatch through one stage and keep what its backward needs; returns the model's output.
+
+        Args:
+            stop: on the last stage, behind its last unit call, too.
+        """
+        known: dict[Leaf, torch.Tensor] = {}
+        inputs: list[torch.Tensor] = []
+        if arrival is not None:
+            for work in arrival.works:
+                work.wait()
+            for leaf, part in zip(arrival.header.carry, arrival.parts, strict=True):
+                meta = arrival.header.metas[leaf.call][leaf.place]
+                if meta.requires_grad and torch.is_grad_enabled():
+                    part = part.detach().requires_grad_()
+                inputs.append(part)
+                known[leaf] = meta.wrapped(part, self.mp_mesh)
+        metas = () if arrival is None else arrival.header.metas
+        todo = pass_of(structure, job.stage, known, metas, stop_at_once=stop and job.stage == self.last_stage)
+        with self._own_numbers(job.stage, job.index):
+            output = self.staged.run(todo, args, kwargs, self._call)
+        outputs = [local_part(todo.known[leaf]) for leaf in todo.carry]
+        self._works[job] = _Work(inputs, outputs, Header(tuple(todo.metas), todo.carry))
+        return output
+
+    def _backward(self, job: Job, gradients: Gradients, put_off: bool = False) -> list[torch.Tensor]:
+        """Differentiate a job: the gradients of those of its inputs that need one."""
+        work = self._works.pop(job)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(work.outputs, gradients, strict=True)
+            if output.requires_grad and gradient is not None
+        ]
+        if pairs:
+            self._weights.put_off = put_off
+            with torch.autocast(self.device.type, enabled=False):  # a backward pass has the types of its forward
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            self._weights.put_off = False
+        return [
+            torch.zeros_like(part) if part.grad is None else part.grad for part in work.inputs if part.requires_grad
+        ]
+
+    def _handed_on(self, job: Job) -> _Arrival:
+        """What the next stage starts from, where it is on this rank, too."""
+        work = self._works[job]
+        return _Arrival([part.detach() for part in work.outputs], work.header)
+
+    def _send(self, job: Job, key: Any) -> None:
+        work, to = self._works[job], self._home(job.stage + 1)
+        self.line.tell((job.stage + 1, key), work.header, to)
+        self.line.send(work.outputs, to)
+
+    def _receive(self, job: Job, key: Any) -> _Arrival:
+        source = self._home(job.stage - 1)
+        header = self.line.ask((job.stage, key), source)
+        parts, works = self.line.receive(header.shapes(self.mp_mesh), source)
+        return _Arrival(parts, header, works)
+
+    def _begin_gradients(self, job: Job) -> tuple[Gradients, list[dist.Work]]:
+        outputs = self._works[job].outputs
+        shapes = [(tuple(item.shape), item.dtype) for item in outputs if item.requires_grad]
+        buffers, works = self.line.receive(shapes, self._home(job.stage + 1))
+        return spread(buffers, outputs), works
+
+    @contextmanager
+    def _own_numbers(self, stage: int | str, index: int) -> Iterator[None]:
+        """Random numbers for this job only, so that the user's code draws the same ones on every stage."""
+        text = f"{torch.initial_seed()}:{self.number}:{stage}:{index}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+        states = random.getstate(), np.random.get_state()
+        with saved_random_state(self.device):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            try:
+                yield
+            finally:
+                random.setstate(states[0])
+                np.random.set_state(states[1])
+
+
+@dataclass
+class Microbatches:
+    """What the steps of the microbatches of one batch gave, in order; on the last stage only."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    rest: list[Any] = field(default_factory=list)
+    works: list[_Work] = field(default_factory=list)
+
+
+class Filled:
+    """A batch that has been run forward: what joins its microbatches on the last stage, and cuts their gradients."""
+
+    def __init__(self, structure: Structure, count: int) -> None:
+        self.structure, self.count = structure, count
+        self.trains = torch.is_grad_enabled()
+        self._works: list[_Work] = []
+        self._whole: list[tuple[int, torch.Tensor, int | None]] = []  # place in the carry, joined part, dim
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def cut_before(self, leaves: list[Any]) -> list[Any]:
+        """The arguments of the call, cut off from what computed them; `differentiate_before` goes on there."""
+        if not self.trains:
+            return leaves
+        cut = list(leaves)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                cut[place] = leaf.detach().requires_grad_()
+                self._before.append((leaf, cut[place]))
+        return cut
+
+    def differentiate_before(self) -> None:
+        """Differentiate what computed the arguments of the call."""
+        pairs = [(leaf, cut.grad) for leaf, cut in self._before if cut.grad is not None]
+        if pairs:
+            torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+
+    def take(self, work: _Work) -> None:
+        """Take what the last stage made of the next microbatch."""
+        self._works.append(work)
+
+    def joined(self, mesh: DeviceMesh | None) -> tuple[dict[Leaf, torch.Tensor], Metas]:
+        """What the output of the model needs, for the whole batch, and metas of everything."""
+        headers = [work.header for work in self._works]
+        metas = tuple(
+            tuple(
+                meta.resized(
+                    self.structure.join_dim(Leaf(call, place)), [header.metas[call][place] for header in headers]
+                )
+                for place, meta in enumerate(row)
+            )
+            for call, row in enumerate(headers[0].metas)
+        )
+        known: dict[Leaf, torch.Tensor] = {}
+        for place, leaf in enumerate(headers[0].carry):
+            parts = [work.outputs[place].detach() for work in self._works]
+            meta, dim = metas[leaf.call][leaf.place], self.structure.join_dim(leaf)
+            whole = parts[0] if dim is None else torch.cat(parts, dim)
+            if self.trains and meta.requires_grad:
+                whole = whole.detach().requires_grad_()
+                self._whole.append((place, whole, dim))
+            known[leaf] = meta.wrapped(whole, mesh)
+        return known, metas
+
+    def gradients(self, index: int) -> Gradients:
+        """The gradients of what the last stage made of a microbatch."""
+        found: list[torch.Tensor | None] = [None] * len(self._works[index].outputs)
+        for place, whole, dim in self._whole:
+            if whole.grad is None:
+                continue
+            if dim is None:  # equal in all microbatches: one of them passes the gradient on
+                found[place] = whole.grad if index == 0 else None
+                continue
+            sizes = [work.outputs[place].shape[dim] for work in self._works]
+            found[place] = whole.grad.narrow(dim, sum(sizes[:index]), sizes[index])
+        return found
+
+
+class _ForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            "a call of a model that is cut into pipeline stages runs forward only, so its output can't be "
+            "differentiated; write `loss = model.forward_backward(step, *batch)` instead of loss.backward()"
+        )
+
+
+def cut_leaves(leaves: Sequence[Any], batched: Sequence[bool], count: int) -> list[list[Any]]:
+    """Flattened arguments of every microbatch: tensors of the batch in `count` parts along dim 0, the rest as it is.
+
+    The first parts have one sample more where the batch does not divide.
+    """
+    if count == 1:
+        return [list(leaves)]
+    parts = [
+        leaf.tensor_split(count) if is_batched else (leaf,) * count
+        for leaf, is_batched in zip(leaves, batched, strict=True)
+    ]
+    return [list(part) for part in zip(*parts, strict=True)]
+
+
+def shapes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """The shapes of the tensors among `leaves`."""
+    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def spread(gradients: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Gradients of those of `tensors` that need one, with None for the others."""
+    left = iter(gradients)
+    return [next(left) if tensor.requires_grad else None for tensor in tensors]
+
+
+# --- which rank holds what ---------------------------------------------------------------------------------------
+
+
+def pipe_rank(rank_of_stage: Sequence[int], ranks: int, coordinate: int) -> int:
+    """The pipe rank at a coordinate of the pp axis: the last stage is at coordinate 0, on global rank 0.
+
+    There lightning's "rank zero" runs what follows the call of the model.
+    """
+    return coordinate if rank_of_stage[-1] == 0 else ranks - 1 - coordinate
+
+
+def group_rank(rank_of_stage: Sequence[int], ranks: int, stage: int) -> int:
+    """The coordinate of the pp axis at which a stage is held: the inverse of `pipe_rank`."""
+    return pipe_rank(rank_of_stage, ranks, rank_of_stage[stage])
+
+
+def stages_of(rank_of_stage: Sequence[int], pipe_rank: int) -> tuple[int, ...]:
+    """The stages that a pipe rank holds, first stage first."""
+    return tuple(stage for stage, rank in enumerate(rank_of_stage) if rank == pipe_rank)

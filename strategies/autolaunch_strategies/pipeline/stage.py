@@ -1,0 +1,206 @@
+"""Running a part of a model through the model's own forward.
+
+Every stage runs the whole `forward` of the model on the original inputs. Units that belong to other stages return what
+they returned there: the values that arrived from the stage before, or, where nothing needs them, stand-ins of the same
+shape. The first unit call behind the stage ends the forward. So masks, positions and rotary tables between units are
+computed by the model's own code on every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autolaunch_strategies._torch import intercept_calls, intercepted, run_call
+from autolaunch_strategies.pipeline.cut import Cutting
+from autolaunch_strategies.pipeline.record import Leaf
+from autolaunch_strategies.pipeline.structure import Structure
+from autolaunch_strategies.pipeline.transfer import LeafMeta, Metas, closed
+
+
+class _Leave(BaseException):
+    """Ends the forward of a model behind the last unit call of a stage. No Exception: user code must not catch it."""
+
+
+@dataclass
+class Pass:
+    """One run of the model's forward on behalf of some of its unit calls."""
+
+    structure: Structure
+    first: int
+    last: int
+    """The unit calls that run; those before them return what is known of them, those behind them end the forward."""
+    carry: tuple[Leaf, ...]
+    """What is wanted of it."""
+    known: dict[Leaf, torch.Tensor]
+    """Values of earlier leaves."""
+    metas: list[tuple[LeafMeta, ...]]
+    """Of the unit calls before `first`; grows by those that run."""
+    stop_at_once: bool = False
+    """End the forward right behind the last call, not at the next one."""
+    position: int = 0
+    inside: bool = False
+    versions: dict[Leaf, int] = field(default_factory=dict)
+    blanks: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+
+
+class StagedModel:
+    """A model whose unit calls can be run stage by stage."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cutting: Cutting,
+        stages: tuple[int, ...],
+        mesh: DeviceMesh | None,
+        device: torch.device,
+    ) -> None:
+        """Take over the calls of the units of `model`.
+
+        Args:
+            stages: those that this rank holds.
+            mesh: of the mp axis, over which leaves may be sharded.
+        """
+        self.model, self.cutting, self.stages, self.mesh, self.device = model, cutting, stages, mesh, device
+        self._pass: Pass | None = None
+        homes = cutting.unit_stages()
+        for unit in cutting.units:
+            module = model.get_submodule(unit)
+            held = any(stage in stages for stage in homes[unit])
+            intercept_calls(module, self._unit(unit, module, held, intercepted(module)))
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass is on its way: calls of the model are then the model's own."""
+        return self._pass is not None
+
+    def run(self, todo: Pass, args: Any, kwargs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+        """Run the forward for the unit calls of `todo`; its `known` and `metas` grow by what they return.
+
+        Args:
+            call: what a call of the model does.
+
+        Returns:
+            The model's output, or None if the forward ended behind the last unit call.
+        """
+        assert self._pass is None, "one pass at a time"
+        self._pass = todo
+        try:
+            output = call(*args, **kwargs)
+        except _Leave:
+            output = None
+        finally:
+            self._pass = None
+        if todo.position <= todo.last:
+            expected = todo.structure.recording.calls[todo.position].unit
+            raise RuntimeError(
+                f"pp: the forward of the model ended without calling {expected}, as it did when recorded"
+            )
+        for leaf in todo.carry:
+            if todo.known[leaf]._version != todo.versions.get(leaf, todo.known[leaf]._version):
+                unit = todo.structure.recording.calls[leaf.call].unit
+                raise RuntimeError(f"pp: the output of {unit} was changed in place before it could be sent on")
+        return output
+
+    def _unit(
+        self, name: str, module: nn.Module, held: bool, own_call: Callable[..., Any] | None
+    ) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            todo = self._pass
+            if todo is None or todo.inside:
+                if not held:
+                    homes = self.cutting.unit_stages()[name]
+                    raise RuntimeError(
+                        f"pp: {self.cutting.name}{name} is held by stage {homes[0]} and can't run here; "
+                        "call the whole model"
+                    )
+                return own_call(*args, **kwargs) if own_call is not None else run_call(module, *args, **kwargs)
+            number = todo.position
+            calls = todo.structure.recording.calls
+            if number >= len(calls) or calls[number].unit != name:
+                expected = calls[number].unit if number < len(calls) else "the end of the forward"
+                raise RuntimeError(
+                    f"pp: the model calls {name} where {expected} was recorded; its parts must run in one order"
+                )
+            if number > todo.last:
+                raise _Leave
+            todo.position += 1
+            if number < todo.first:
+                return self._returned_elsewhere(todo, number)
+            with _inside(todo):
+                output = own_call(*args, **kwargs) if own_call is not None else run_call(module, *args, **kwargs)
+            output = self._keep(todo, number, output)
+            if number == todo.last and todo.stop_at_once:
+                raise _Leave
+            return output
+
+        return call
+
+    def _keep(self, todo: Pass, number: int, output: Any) -> Any:
+        recorded = todo.structure.recording.calls[number]
+        leaves, spec = tree_flatten(output)
+        leaves = [closed(leaf) for leaf in leaves]
+        todo.metas.append(tuple(LeafMeta.of(leaf) for leaf in leaves))
+        handed_on = list(leaves)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                todo.known[Leaf(number, place)] = leaf
+                if place in recorded.changed:
+                    handed_on[place] = leaf.clone()
+                else:
+                    todo.versions[Leaf(number, place)] = leaf._version
+        return tree_unflatten(handed_on, spec)
+
+    def _returned_elsewhere(self, todo: Pass, number: int) -> Any:
+        recorded = todo.structure.recording.calls[number]
+        leaves: list[Any] = []
+        for place, meta in enumerate(todo.metas[number]):
+            value: Any = meta.constant
+            if meta.dtype is not None:
+                value = todo.known.get(Leaf(number, place))
+                if value is None:
+                    value = self._blank(todo, meta)
+                elif place in recorded.changed:
+                    value = value.clone()
+            leaves.append(value)
+        return tree_unflatten(leaves, recorded.spec)
+
+    def _blank(self, todo: Pass, meta: LeafMeta) -> torch.Tensor:
+        """A tensor that nothing needs. If something did after all, its result would be NaN, not slightly wrong."""
+        assert meta.dtype is not None
+        key = (meta.shape, meta.dtype, meta.placements)
+        if key not in todo.blanks:
+            fill = float("nan") if meta.dtype.is_floating_point else 0
+            local = torch.full(meta.local_shape(self.mesh), fill, dtype=meta.dtype, device=self.device)
+            todo.blanks[key] = meta.wrapped(local, self.mesh)
+        return todo.blanks[key]
+
+
+@contextmanager
+def _inside(todo: Pass) -> Iterator[None]:
+    todo.inside = True
+    try:
+        yield
+    finally:
+        todo.inside = False
+
+
+def pass_of(
+    structure: Structure, stage: int, known: dict[Leaf, torch.Tensor], metas: Metas, stop_at_once: bool = False
+) -> Pass:
+    """The pass of one stage on what arrived from the one before (nothing for the first)."""
+    first, last = structure.calls_of(stage)
+    return Pass(structure, first, last, structure.carries[stage], known, list(metas), stop_at_once)
+
+
+def tail_of(structure: Structure, known: dict[Leaf, torch.Tensor], metas: Metas) -> Pass:
+    """The pass behind the last unit call, on what it needs."""
+    calls = len(structure.recording.calls)
+    return Pass(structure, calls, calls - 1, (), known, list(metas))

@@ -1,0 +1,162 @@
+"""Sending what crosses a cut from one rank of a pipeline to another, and its gradients back."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from autolaunch_strategies._torch import local_shape
+from autolaunch_strategies.pipeline.record import Leaf
+
+
+@dataclass(frozen=True)
+class LeafMeta:
+    """What a stage has to know of a leaf that another one made."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor; () for what is no tensor."""
+    dtype: torch.dtype | None = None
+    """None: no tensor, but `constant`."""
+    requires_grad: bool = False
+    placements: tuple[Placement, ...] | None = None
+    """Of a DTensor over the mp axis."""
+    constant: Any = None
+
+    @classmethod
+    def of(cls, leaf: Any) -> LeafMeta:
+        """The meta of a leaf; what is neither a tensor nor plain data counts as None."""
+        if isinstance(leaf, DTensor):
+            return cls(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.placements))
+        if isinstance(leaf, torch.Tensor):
+            return cls(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        return cls((), constant=leaf if isinstance(leaf, bool | int | float | str) else None)
+
+    def local_shape(self, mesh: DeviceMesh | None) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        if self.placements is None or mesh is None:
+            return self.shape
+        return local_shape(self.shape, mesh, self.placements)
+
+    def resized(self, dim: int | None, parts: Sequence[LeafMeta]) -> LeafMeta:
+        """The meta of leaves joined along `dim` (None: of one of them)."""
+        if dim is None:
+            return self
+        shape = list(self.shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        return replace(self, shape=tuple(shape))
+
+    def wrapped(self, local: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+        """`local` (this rank's part) as the leaf, differentiably."""
+        if self.placements is None or mesh is None:
+            return local
+        whole = torch.empty(self.shape, device="meta")
+        return DTensor.from_local(
+            local, mesh, self.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+
+def local_part(leaf: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a leaf as a plain tensor, differentiably."""
+    return leaf.to_local() if isinstance(leaf, DTensor) else leaf
+
+
+def closed(leaf: Any) -> Any:
+    """A leaf that can travel: a DTensor without open sums; anything else as it is."""
+    if isinstance(leaf, DTensor) and any(placement.is_partial() for placement in leaf.placements):
+        return leaf.redistribute(placements=[Replicate() if item.is_partial() else item for item in leaf.placements])
+    return leaf
+
+
+Metas = tuple[tuple[LeafMeta, ...], ...]
+"""Of every unit call so far, of every leaf."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a stage is told once about what will cross the cut in front of it."""
+
+    metas: Metas
+    carry: tuple[Leaf, ...]
+    """The leaves that travel, in this order."""
+
+    def shapes(self, mesh: DeviceMesh | None) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape of this rank's part and type of everything that travels."""
+        found = []
+        for leaf in self.carry:
+            meta = self.metas[leaf.call][leaf.place]
+            assert meta.dtype is not None, "only tensors travel"
+            found.append((meta.local_shape(mesh), meta.dtype))
+        return found
+
+
+class Line:
+    """The transfers of one rank of a pipeline.
+
+    Shapes travel once for every kind of call: both ends remember what they know by the same key.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self._sent: dict[Any, Header] = {}
+        self._received: dict[Any, Header] = {}
+        self._running: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        """Begin to send tensors to rank `to` of the group."""
+        for tensor in tensors:
+            kept = tensor.detach().contiguous()
+            work = dist.isend(kept, group=self.group, group_dst=to)
+            assert work is not None
+            self._running.append((work, kept))
+        while self._running and self._running[0][0].is_completed():
+            self._running.pop(0)
+
+    def receive(
+        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], source: int
+    ) -> tuple[list[torch.Tensor], list[dist.Work]]:
+        """Begin to receive tensors from rank `source` of the group: buffers, and what to wait for."""
+        buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+        works = [dist.irecv(buffer, group=self.group, group_src=source) for buffer in buffers]
+        assert all(work is not None for work in works)
+        return buffers, works  # type: ignore[return-value]
+
+    def tell(self, key: Any, header: Header, to: int) -> None:
+        """Send a header to a rank that does not know that of `key` yet.
+
+        Raises:
+            RuntimeError: they are not what was told for the same key.
+        """
+        if key in self._sent:
+            if self._sent[key] != header:
+                raise RuntimeError(
+                    "pp: activations have other shapes than in an earlier call with inputs of the same shapes; "
+                    "with pp.loss=microbatch what training_step makes of a batch must have fixed sizes "
+                    "(pp.loss=exact takes any)"
+                )
+            return
+        self._sent[key] = header
+        data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8).to(self.device)
+        self.send([torch.tensor([data.numel()], device=self.device), data], to)
+
+    def ask(self, key: Any, source: int) -> Header:
+        """The header that rank `source` told for `key`."""
+        if key not in self._received:
+            (size,), works = self.receive([((1,), torch.int64)], source)
+            works[0].wait()
+            (data,), works = self.receive([((int(size),), torch.uint8)], source)
+            works[0].wait()
+            self._received[key] = pickle.loads(bytes(data.cpu().numpy()))
+        return self._received[key]
+
+    def finish(self) -> None:
+        """Wait until everything has been sent."""
+        for work, _ in self._running:
+            work.wait()
+        self._running.clear()
