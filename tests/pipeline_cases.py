@@ -495,7 +495,7 @@ def tasks(setting: Setting) -> Any:
     loaders = VECTORS(setting), batches(vectors, 8, limit=20)(setting)
     trainer.fit(module, *loaders)
     found = [trainer.validate(module, loaders[1], verbose=False), trainer.test(module, loaders[0], verbose=False)]
-    predicted = trainer.predict(module, loaders[1])
+    trainer.predict(module, loaders[1])
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, *loaders)
     again = table(rows, trainer, module)
@@ -503,21 +503,25 @@ def tasks(setting: Setting) -> Any:
     second.fit(module, *loaders)
     found.append(second.validate(module, loaders[1], verbose=False))
     return {
-        "everywhere": {
-            **again["everywhere"], "found": found, "last": numbers(gathered(module, rows.names)),
-        },
-        "first": {**again["first"], "predicted": [item.tolist() for item in predicted]},
-    }  # fmt: skip
+        "everywhere": {**again["everywhere"], "found": found, "last": numbers(gathered(module, rows.names))},
+        "first": again["first"],
+    }
 
 
-@recipe("hf-predict", PP2)
-def hf_predict(setting: Setting) -> Any:
-    """Predictions before anything was trained, and without labels: another shape of call than in training."""
+@recipe("predictions", PP2)
+def predictions(setting: Setting) -> Any:
+    """Predictions of every loader, in training's middle and of a model that was never trained."""
     pl.seed_everything(1, verbose=False)
-    module = hf("gpt2")()
-    trainer = make_trainer(setting)
-    predicted = trainer.predict(module, TEXTS(setting))
-    return {"first": {"predicted": [item.tolist() for item in predicted]}}
+    module, trainer = modules.Classifier(), make_trainer(setting)
+    trainer.fit(module, VECTORS(setting))
+    after = trainer.predict(module, [VECTORS(setting), batches(vectors, 8, limit=11)(setting)])
+    untrained = make_trainer(setting).predict(hf("gpt2")(), TEXTS(setting))  # without labels
+    return {
+        "first": {
+            "after": [[item.tolist() for item in part] for part in after or []],
+            "untrained": [item.tolist() for item in untrained or []],
+        }
+    }
 
 
 @recipe("logger", PP2)

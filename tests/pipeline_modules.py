@@ -246,6 +246,7 @@ class Encoder(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        nn.init.normal_(self.embed.weight, std=0.3)
         self.positions = nn.Parameter(torch.randn(16, WIDTH) * 0.1)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, dropout, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, BLOCKS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
@@ -347,7 +348,7 @@ class Classifier(pl.LightningModule):
 
     on_test_epoch_end = on_validation_epoch_end
 
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         return self(batch[0]).softmax(-1)
 
     def configure_optimizers(self) -> Any:
