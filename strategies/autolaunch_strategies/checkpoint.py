@@ -11,7 +11,6 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from autolaunch_strategies._torch import local_index
 from autolaunch_strategies.checkpoint_files import (
@@ -33,6 +32,14 @@ from autolaunch_strategies.checkpoint_files import (
     complete_checkpoints,
     problem_with,
     write_manifest,
+)
+from autolaunch_strategies.checkpoint_optimizers import (
+    GroupNames,
+    fill_optimizer,
+    optimizer_tensors,
+    options,
+    room_for_optimizer,
+    whole_groups,
 )
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.mesh import RankMesh
@@ -55,10 +62,15 @@ class CheckpointWriter:
         module: LightningModule,
         optimizers: list[torch.optim.Optimizer],
         mesh: RankMesh,
+        optimizer_names: list[GroupNames] | None = None,
     ) -> None:
         """Write lightning's `checkpoint` to the directory `path`. Collective; `path` appears only when it is whole.
 
-        Its `state_dict` goes into sharded files, the optimizers (may be none) too, the rest into `meta.pt`.
+        Its `state_dict` goes into sharded files, the optimizers (may be none) too, the rest into `meta.pt`. Where the
+        model is cut into stages, each rank gives what it holds; what several stages hold is written once.
+
+        Args:
+            optimizer_names: the groups of each whole optimizer, for the order of what the stages hold.
         """
         self.finish()
         checkpoint = dict(checkpoint)
@@ -68,8 +80,9 @@ class CheckpointWriter:
             checkpoint.pop("optimizer_states")
             names = {parameter: name for name, parameter in module.named_parameters()}
             for index, optimizer in enumerate(optimizers):
-                tensors[f"optimizer_{index}"] = _optimizer_tensors(optimizer, names)
-                groups.append(_optimizer_groups(optimizer, names))
+                tensors[f"optimizer_{index}"] = optimizer_tensors(optimizer, names)
+                order = None if optimizer_names is None else optimizer_names[index]
+                groups.append(whole_groups(optimizer, names, order, mesh.group("pp")))
         checkpoint[_OURS] = {"optimizer_groups": groups, "by_dp_rank": _gather_by_dp_rank(checkpoint, mesh)}
         beside = path.with_name(path.name + WRITING)
         if dist.get_rank() == 0:
@@ -109,13 +122,23 @@ class CheckpointWriter:
 
 
 def load_checkpoint(
-    path: Path, module: LightningModule, optimizers: list[torch.optim.Optimizer], mesh: RankMesh, trust: bool
+    path: Path,
+    module: LightningModule,
+    optimizers: list[torch.optim.Optimizer],
+    mesh: RankMesh,
+    trust: bool,
+    optimizer_names: list[GroupNames] | None = None,
 ) -> dict[str, Any]:
     """Fill `module` and `optimizers` from a checkpoint written on any mesh, or by plain lightning on one device.
 
+    Collective over the whole mesh.
+
     Args:
-        optimizers: those to fill; empty for validation, test and prediction.
+        module, optimizers: those to fill, with what this rank holds of them; no optimizers for validation, test and
+            prediction.
         trust: unpickle metadata of any type.
+        optimizer_names: the groups of each whole optimizer; needed where the model is cut into stages, since plain
+            lightning tells the parameters of an optimizer by their place only.
 
     Returns:
         lightning's checkpoint without tensors (`state_dict` and `optimizer_states` are empty).
@@ -132,7 +155,7 @@ def load_checkpoint(
             f"ckpt_path={earlier[-1]}" if earlier else "",
         )
     if path.is_file():
-        return _load_single_file(path, module, optimizers, trust)
+        return _load_single_file(path, module, optimizers, mesh, trust, optimizer_names)
     checkpoint = torch.load(path / METADATA, map_location="cpu", weights_only=not trust)
     ours = checkpoint.pop(_OURS)
     reader = FileSystemReader(path)
@@ -140,16 +163,18 @@ def load_checkpoint(
     if len(optimizers) > len(ours["optimizer_groups"]):
         raise _other_optimizers(path, len(ours["optimizer_groups"]), len(optimizers))
     model = module.state_dict()
-    _check_names({f"model.{name}": tensor for name, tensor in model.items()}, stored, path, module.strict_loading)
+    _check_names(_whole_shapes(model, mesh.group("pp")), stored, path, module.strict_loading)
     model = {name: tensor for name, tensor in model.items() if f"model.{name}" in stored}
     tensors: dict[str, Any] = {"model": model}
     names = {parameter: name for name, parameter in module.named_parameters()}
     for index, optimizer in enumerate(optimizers):
-        tensors[f"optimizer_{index}"] = _empty_optimizer_tensors(optimizer, names, f"optimizer_{index}.", stored)
+        tensors[f"optimizer_{index}"] = room_for_optimizer(optimizer, names, f"optimizer_{index}.", stored)
     dcp.load(tensors, storage_reader=reader)
     _set_extra_state(module, model)
     for index, optimizer in enumerate(optimizers):
-        _fill_optimizer(optimizer, names, tensors[f"optimizer_{index}"], ours["optimizer_groups"][index])
+        order = None if optimizer_names is None else optimizer_names[index]
+        whole = [group["names"] for group in whole_groups(optimizer, names, order, mesh.group("pp"))]
+        fill_optimizer(optimizer, names, tensors[f"optimizer_{index}"], ours["optimizer_groups"][index], whole)
     checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
     _restore_by_dp_rank(checkpoint, ours["by_dp_rank"], mesh, path)
     return checkpoint
@@ -191,14 +216,24 @@ def _other_optimizers(path: Path, saved: int, wanted: int) -> ConfigError:
     )
 
 
-def _check_names(wanted: dict[str, Any], stored: dict[str, Any], path: Path, strict: bool) -> None:
+def _whole_shapes(state: dict[str, Any], pipeline: dist.ProcessGroup | None) -> dict[str, torch.Size | None]:
+    """Name as `model.<name>` -> shape (None of what is no tensor) of what all stages of the model hold."""
+    mine = {f"model.{name}": getattr(value, "shape", None) for name, value in state.items()}
+    if pipeline is None:
+        return mine
+    stages: list[Any] = [None] * pipeline.size()
+    dist.all_gather_object(stages, mine, group=pipeline)
+    return {name: shape for stage in reversed(stages) for name, shape in stage.items()}
+
+
+def _check_names(wanted: dict[str, torch.Size | None], stored: dict[str, Any], path: Path, strict: bool) -> None:
     """Raise ConfigError if names (unless not `strict`) or shapes differ; both mappings have names as `model.<name>`."""
     missing = [name for name in wanted if strict and name not in stored and not name.endswith("_extra_state")]
     unknown = [name for name in stored if strict and name.startswith("model.") and name not in wanted]
     wrong = [
-        f"{name.removeprefix('model.')} is {tuple(stored[name].size)} there, {tuple(tensor.shape)} here"
-        for name, tensor in wanted.items()
-        if isinstance(stored.get(name), TensorStorageMetadata) and stored[name].size != tensor.shape
+        f"{name.removeprefix('model.')} is {tuple(stored[name].size)} there, {tuple(shape)} here"
+        for name, shape in wanted.items()
+        if shape is not None and isinstance(stored.get(name), TensorStorageMetadata) and stored[name].size != shape
     ]
     problems = [
         f"{len(names)} {what} ({', '.join(name.removeprefix('model.') for name in names[:3])}"
@@ -220,86 +255,6 @@ def _set_extra_state(module: nn.Module, state: dict[str, Any]) -> None:
     extra = {name: value for name, value in state.items() if name.endswith("_extra_state")}
     if extra:
         module.load_state_dict(extra, strict=False)
-
-
-# --- optimizers --------------------------------------------------------------------------------------------------
-
-
-def _named(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> Iterable[tuple[str, nn.Parameter]]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield names[parameter], parameter
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> dict[str, Any]:
-    """The optimizer's state by parameter name: `state.<parameter>.<key>`."""
-    return {
-        f"state.{name}.{key}": value
-        for name, parameter in _named(optimizer, names)
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def _optimizer_groups(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> list[dict[str, Any]]:
-    return [
-        {
-            "names": [names[parameter] for parameter in group["params"]],
-            "options": {key: value for key, value in group.items() if key != "params"},
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _empty_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], prefix: str, stored: dict[str, Any]
-) -> dict[str, Any]:
-    """Room for everything that the checkpoint holds for this optimizer's parameters, sharded as they are."""
-    parameters = dict(_named(optimizer, names))
-    room: dict[str, Any] = {}
-    for full_name, metadata in stored.items():
-        if not full_name.startswith(f"{prefix}state."):
-            continue
-        name, _, _ = full_name.removeprefix(f"{prefix}state.").rpartition(".")
-        if name not in parameters:
-            continue
-        parameter = parameters[name]
-        value: Any = None
-        if isinstance(metadata, TensorStorageMetadata):
-            if metadata.size == parameter.shape and parameter.dim() > 0:
-                value = torch.zeros_like(parameter, dtype=metadata.properties.dtype, requires_grad=False)
-            else:
-                value = torch.zeros(metadata.size, dtype=metadata.properties.dtype)
-        room[full_name.removeprefix(prefix)] = value
-    return room
-
-
-def _fill_optimizer(
-    optimizer: torch.optim.Optimizer,
-    names: dict[nn.Parameter, str],
-    values: dict[str, Any],
-    groups: list[dict[str, Any]],
-) -> None:
-    parameters = dict(_named(optimizer, names))
-    optimizer.state.clear()
-    for full_name, value in values.items():
-        name, _, key = full_name.removeprefix("state.").rpartition(".")
-        parameter = parameters[name]
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and not isinstance(value, DTensor):
-            value = value.to(parameter.device)
-            if isinstance(parameter, DTensor):  # smaller than its parameter, e.g. a factored moment
-                mesh = parameter.device_mesh
-                value = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        optimizer.state[parameter][key] = value
-    options_of = {name: group["options"] for group in groups for name in group["names"]}
-    for group in optimizer.param_groups:
-        saved = next((options_of[names[item]] for item in group["params"] if names[item] in options_of), None)
-        if saved is not None:
-            group.update(saved)
-    for parameter, state in optimizer.state.items():  # type: ignore[assignment]
-        step = state.get("step")
-        group = next(group for group in optimizer.param_groups if any(item is parameter for item in group["params"]))
-        if isinstance(step, torch.Tensor) and (group.get("capturable") or group.get("fused")):
-            state["step"] = step.to(parameter.device)
 
 
 # --- what differs by dp rank -------------------------------------------------------------------------------------
@@ -369,7 +324,12 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _load_single_file(
-    path: Path, module: LightningModule, optimizers: list[torch.optim.Optimizer], trust: bool
+    path: Path,
+    module: LightningModule,
+    optimizers: list[torch.optim.Optimizer],
+    mesh: RankMesh,
+    trust: bool,
+    optimizer_names: list[GroupNames] | None,
 ) -> dict[str, Any]:
     """Load a checkpoint file that lightning wrote on one device: each rank copies its parts from the mapped file."""
     try:
@@ -387,30 +347,36 @@ def _load_single_file(
         for name, value in saved.items()
         if isinstance(value, torch.Tensor)
     }
-    _check_names({f"model.{name}": tensor for name, tensor in mine.items()}, stored, path, module.strict_loading)
+    _check_names(_whole_shapes(mine, mesh.group("pp")), stored, path, module.strict_loading)
     for name, tensor in mine.items():
         if isinstance(tensor, torch.Tensor) and name in saved:
             _copy_part(saved[name], tensor)
     names = {parameter: name for name, parameter in module.named_parameters()}
-    for optimizer, state in zip(optimizers, checkpoint.pop("optimizer_states", []), strict=False):
-        order = [parameter for _, parameter in _named(optimizer, names)]
+    parameters = {name: parameter for parameter, name in names.items()}
+    for number, (optimizer, state) in enumerate(zip(optimizers, checkpoint.pop("optimizer_states", []), strict=False)):
+        made = None if optimizer_names is None else optimizer_names[number]
+        assert made is not None or mesh.group("pp") is None, "the order of all stages' parameters is not known"
+        whole = [group["names"] for group in whole_groups(optimizer, names, made, mesh.group("pp"))]
+        order = [name for group in whole for name in group]
         values: dict[str, Any] = {}
         for index, entries in state["state"].items():
-            parameter = order[index]
+            parameter = parameters.get(order[index])
+            if parameter is None:
+                continue  # another stage's
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
                     part = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
                     _copy_part(value, part)
                     value = part
-                values[f"state.{names[parameter]}.{key}"] = value
+                values[f"state.{order[index]}.{key}"] = value
         groups = [
             {
-                "names": [names[order[index]] for index in group["params"]],
-                "options": {key: value for key, value in group.items() if key != "params"},
+                "names": [order[index] for index in group["params"]],
+                "options": options(group),
             }
             for group in state["param_groups"]
         ]
-        _fill_optimizer(optimizer, names, values, groups)
+        fill_optimizer(optimizer, names, values, groups, whole)
     checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
     return checkpoint
 

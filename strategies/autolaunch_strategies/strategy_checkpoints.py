@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from autolaunch_strategies.checkpoint import CheckpointWriter, load_checkpoint, remove_checkpoint, set_random_state
+from autolaunch_strategies.checkpoint_optimizers import GroupNames
 from autolaunch_strategies.config import ParallelConfig
 from autolaunch_strategies.strategy_collectives import CollectiveStrategy
 
@@ -30,6 +31,7 @@ class CheckpointStrategy(CollectiveStrategy):
         self._trust_checkpoints = trust_checkpoints
         self._writer = CheckpointWriter(asynchronous_checkpoints)
         self._pending_rng: dict[str, Any] | None = None
+        self._optimizer_names: list[GroupNames] | None = None  # of whole optimizers, where this rank holds a stage
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -54,7 +56,7 @@ class CheckpointStrategy(CollectiveStrategy):
         assert self.lightning_module is not None
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         path = Path(self.broadcast(str(filepath)))
-        self._writer.save(path, checkpoint, self.lightning_module, optimizers, self.rank_mesh)
+        self._writer.save(path, checkpoint, self.lightning_module, optimizers, self.rank_mesh, self._optimizer_names)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -62,7 +64,9 @@ class CheckpointStrategy(CollectiveStrategy):
         trust = self._trust_checkpoints if weights_only is None else not weights_only
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []
-        checkpoint = load_checkpoint(Path(checkpoint_path), self.lightning_module, optimizers, self.rank_mesh, trust)
+        checkpoint = load_checkpoint(
+            Path(checkpoint_path), self.lightning_module, optimizers, self.rank_mesh, trust, self._optimizer_names
+        )
         state = checkpoint.pop("random_state", None)
         if fitting and state is not None:
             set_random_state(state)  # for the loaders of a new epoch

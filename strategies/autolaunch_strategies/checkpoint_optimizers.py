@@ -1,0 +1,145 @@
+"""Optimizers in checkpoints: state and groups by parameter name, whatever part of the model a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Replicate
+
+GroupNames = list[list[str]]
+"""Names of the parameters in each group of one optimizer."""
+
+
+def names_in_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> GroupNames:
+    """The names of the parameters in each group of `optimizer`, in its order."""
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """The optimizer's state by parameter name: `state.<parameter>.<key>`."""
+    return {
+        f"state.{name}.{key}": value
+        for name, parameter in _named(optimizer, names)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says about its parameters, whichever they are."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def whole_groups(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    order: GroupNames | None = None,
+    pipeline: dist.ProcessGroup | None = None,
+) -> list[dict[str, Any]]:
+    """`names` and `options` of each group of the whole optimizer, the same on every rank. Collective over `pipeline`.
+
+    Args:
+        names: of the parameters that this rank holds.
+        order: the groups as they were made, if known; what joined later stands behind.
+        pipeline: the ranks that hold the other stages of the model, if it is cut; the last stage comes first.
+    """
+    mine = [
+        {"names": found, "options": options(group)}
+        for found, group in zip(names_in_groups(optimizer, names), optimizer.param_groups, strict=True)
+    ]
+    if pipeline is None:
+        return mine
+    stages: list[Any] = [None] * pipeline.size()
+    dist.all_gather_object(stages, mine, group=pipeline)
+    parts: dict[int, list[dict[str, Any]]] = {}
+    for stage in stages:
+        for number, group in zip(_numbers([group["names"] for group in stage], order), stage, strict=True):
+            parts.setdefault(number, []).append(group)
+    place = {name: place for place, name in enumerate(name for group in order or () for name in group)}
+    whole = []
+    for _, groups in sorted(parts.items()):
+        found = dict.fromkeys(name for group in reversed(groups) for name in group["names"])
+        # Where a stage has no such group, one without parameters may stand in its place: not that one's options.
+        first = next((group for group in groups if group["names"]), groups[0])
+        whole.append(
+            {"names": sorted(found, key=lambda name: place.get(name, len(place))), "options": first["options"]}
+        )
+    return whole
+
+
+def _numbers(groups: GroupNames, order: GroupNames | None) -> list[int]:
+    """Which group of the whole optimizer each of one stage's `groups` is: by its parameters, else by its place."""
+    number_of = {name: number for number, group in enumerate(order or ()) for name in group}
+    return [next((number_of[name] for name in group if name in number_of), place) for place, group in enumerate(groups)]
+
+
+def room_for_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], prefix: str, stored: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Room for everything that the checkpoint holds for this optimizer's parameters, sharded as they are."""
+    parameters = dict(_named(optimizer, names))
+    room: dict[str, Any] = {}
+    for full_name, metadata in stored.items():
+        if not full_name.startswith(f"{prefix}state."):
+            continue
+        name, _, _ = full_name.removeprefix(f"{prefix}state.").rpartition(".")
+        if name not in parameters:
+            continue
+        parameter = parameters[name]
+        value: Any = None
+        if isinstance(metadata, TensorStorageMetadata):
+            if metadata.size == parameter.shape and parameter.dim() > 0:
+                value = torch.zeros_like(parameter, dtype=metadata.properties.dtype, requires_grad=False)
+            else:
+                value = torch.zeros(metadata.size, dtype=metadata.properties.dtype)
+        room[full_name.removeprefix(prefix)] = value
+    return room
+
+
+def fill_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    values: Mapping[str, Any],
+    groups: Iterable[Mapping[str, Any]],
+    whole: GroupNames,
+) -> None:
+    """Give `optimizer` its loaded state and the options of its groups.
+
+    Args:
+        values: the state of the parameters on this rank, as `optimizer_tensors` names it.
+        groups: `names` and `options` of the groups that were saved.
+        whole: names in the groups of the whole optimizer: a group that is empty here has options, too.
+    """
+    parameters = dict(_named(optimizer, names))
+    optimizer.state.clear()
+    for full_name, value in values.items():
+        name, _, key = full_name.removeprefix("state.").rpartition(".")
+        parameter = parameters[name]
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and not isinstance(value, DTensor):
+            value = value.to(parameter.device)
+            if isinstance(parameter, DTensor):  # smaller than its parameter, e.g. a factored moment
+                mesh = parameter.device_mesh
+                value = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        optimizer.state[parameter][key] = value
+    options_of = {name: group["options"] for group in groups for name in group["names"]}
+    mine = names_in_groups(optimizer, names)
+    for group, number in zip(optimizer.param_groups, _numbers(mine, whole), strict=True):
+        candidates = whole[number] if number < len(whole) else ()
+        saved = next((options_of[name] for name in candidates if name in options_of), None)
+        if saved is not None:
+            group.update(saved)
+    for parameter, state in optimizer.state.items():  # type: ignore[assignment]
+        step = state.get("step")
+        group = next(group for group in optimizer.param_groups if any(item is parameter for item in group["params"]))
+        if isinstance(step, torch.Tensor) and (group.get("capturable") or group.get("fused")):
+            state["step"] = step.to(parameter.device)
+
+
+def _named(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> Iterable[tuple[str, nn.Parameter]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield names[parameter], parameter
