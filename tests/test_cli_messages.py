@@ -611,10 +611,10 @@ WRONG = [
         id="plan-of-an-unknown-way",
     ),
     pytest.param(
-        ["mesh=2x2x2"],
-        "mesh=2x2x2 with pp=none: the mesh has 2 ranks along pp, but pp=none uses only one, and this version "
-        "has nothing else for pp\n"
-        "  allowed: a mesh with pp of size 1\n"
+        ["mesh=2x2x1x2"],
+        "mesh=2x2x1x2 with cp=none: the mesh has 2 ranks along cp, but cp=none uses only one, and this version "
+        "has nothing else for cp\n"
+        "  allowed: a mesh with cp of size 1\n"
         "  write:   mesh=4x2",
         id="mesh-with-an-axis-of-a-later-version",
     ),
@@ -671,10 +671,6 @@ WRONG = [
     ),
     pytest.param(
         ["mesh=1x3x5", "data.batch_size=8"],
-        "mesh=1x3x5 with pp=none: the mesh has 5 ranks along pp, but pp=none uses only one, and this "
-        "version has nothing else for pp\n"
-        "  allowed: a mesh with pp of size 1\n"
-        "  write:   mesh=5x3\n"
         "mesh=1x3x5 with model=llama: 4 attention heads cannot be shared evenly by 3 ranks of mp\n"
         "  allowed: mp of size 1, 2, 4, or a plan of your own that leaves attention whole, with mp.base=none\n"
         "mesh=1x3x5 with model=llama: 4 layers cannot fill 5 pipeline stages\n"

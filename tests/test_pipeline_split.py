@@ -127,7 +127,7 @@ def test_blocks_that_are_never_called_are_no_places_by_default():
 def test_both_ways_to_name_a_place_cut_a_container_that_runs():
     """In `groups` of blocks that run as modules of their own, the end of one is the beginning of the next."""
     executed = ["a", "a.0", "a.1", "b", "b.0", "b.1"]
-    with pytest.raises(ConfigError, match="behind a.1 and before b.0 are the same place"):
+    with pytest.raises(ConfigError, match=r"behind a\.1 and before b\.0 are the same place"):
         choose_cuts({"a.1": "END", "b.0": "BEGINNING"}, executed, executed, [], 3, "even", {})
     for spec in ({"a": "END"}, {"a.1": "END"}, {"b": "BEGINNING"}, {"b.0": "BEGINNING"}):
         assert len(choose_cuts(spec, executed, executed, [], 2, "even", {})) == 1

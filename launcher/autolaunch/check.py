@@ -14,11 +14,13 @@ from typing import Any
 from autolaunch.config import IN_ONE_PROCESS
 from autolaunch.data.check import check_data
 from autolaunch.launch.devices import visible_devices
+from autolaunch.microbatches import check_batch_parts, with_batch_parts
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.resume import resolve_ckpt_path
 from autolaunch.validate import Where, typed, written
 from autolaunch_strategies.config import (
     AXES,
+    SCHEDULES,
     ConfigError,
     ConfigErrors,
     MeshShape,
@@ -27,6 +29,7 @@ from autolaunch_strategies.config import (
     parse_order,
     parse_recompute,
 )
+from autolaunch_strategies.pipeline.schedule import default_virtual_stages
 from autolaunch_strategies.plan.rules import read_plan
 
 
@@ -49,6 +52,7 @@ def check(
     if mesh is not None:
         parallel = {axis: config[axis] for axis in AXES}
         errors += parallel_config(mesh, **parallel, compile=config["compile"]).check()
+        errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
     try:
         parse_recompute(config["recompute"], config["recompute_save"])
     except ConfigError as error:
@@ -61,7 +65,8 @@ def check(
         facts = _facts(config["model"], errors)
         if mesh is not None:
             errors += _divisibility(config, mesh, facts, where)
-        errors += check_data(config["data"], mesh.dp if mesh is not None else 1, facts)
+        settled = config if mesh is None else with_batch_parts(config, mesh.pp)
+        errors += check_data(settled["data"], mesh.dp if mesh is not None else 1, facts)
     return mesh or MeshShape(), errors
 
 
@@ -168,12 +173,25 @@ def _divisibility(
             f"{heads} attention heads cannot be shared evenly by {mesh.mp} ranks of mp",
             f"mp of size {fitting}, or a plan of your own that leaves attention whole, with mp.base=none",
         )
-    if facts.num_layers is not None and facts.num_layers < mesh.pp:
-        yield ConfigError(
-            f"mesh={mesh.name} with model={facts.name}",
-            f"{facts.num_layers} layers cannot fill {mesh.pp} pipeline stages",
-            f"pp of size {facts.num_layers} or less, or more layers",
-        )
+    yield from _layers(config["pp"], mesh, facts)
+
+
+def _layers(pp: Mapping[str, Any] | None, mesh: MeshShape, facts: ModelFacts) -> Iterator[ConfigError]:
+    """Fewer blocks than pipeline stages, where the cuts are between blocks; in a file are its own stages."""
+    if mesh.pp == 1 or facts.num_layers is None or pp is None or pp["split_spec"] is not None:
+        return
+    per_rank = pp["virtual_stages"]
+    if per_rank is None:
+        per_rank = default_virtual_stages(pp["schedule"]) if pp["schedule"] in SCHEDULES else 1
+    if facts.num_layers >= mesh.pp * per_rank:
+        return
+    stages = f"{mesh.pp} pipeline stages" if per_rank == 1 else f"{mesh.pp} x {per_rank} pipeline stages"
+    fitting = facts.num_layers // per_rank
+    yield ConfigError(
+        f"mesh={mesh.name} with model={facts.name}" + (f" and pp={pp['name']}" if per_rank > 1 else ""),
+        f"{facts.num_layers} layers cannot fill {stages}",
+        f"pp of size {fitting} or less, or more layers" if fitting else "a schedule with one stage per rank",
+    )
 
 
 def _plans(config: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -140,16 +140,34 @@ def users_want_tracebacks() -> bool:
 
 
 def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
+    position = re.search(r"\n( *)\^", str(error))
+    at = len(position[1]) if position else None
+    spoilt = f": {override[at]!r} has a meaning of its own" if at is not None and at < len(override) else ""
+    override = unquoted(override)
     key, _, value = override.partition("=")
     if not re.fullmatch(r"[+~]{0,2}[A-Za-z_$][\w.$/@:-]*", key):
         return ConfigError(
             override, f"{key!r} cannot be the name of a key", "names of keys joined by dots", "key=value"
         )
-    position = re.search(r"\n( *)\^", str(error))
-    at = len(position[1]) if position else None
-    spoilt = f": {override[at]!r} has a meaning of its own" if at is not None and at < len(override) else ""
+    # Patterns over names of modules are keys of a mapping, and keys have no quotes.
+    escaped = re.sub(r"(?<=[{,])[^{},:]*(?=:)", lambda name: re.sub(r"[][()]", r"\\\g<0>", name[0]), value)
+    if escaped != value and _readable(f"{key}={escaped}"):
+        return ConfigError(
+            override,
+            f"Hydra cannot read this value{spoilt}",
+            "a backslash before each bracket in the name of a key",
+            f"'{key}={escaped}'",
+        )
     quoted = value.replace("\\", "\\\\").replace('"', '\\"')
     return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", f"'{key}=\"{quoted}\"'")
+
+
+def _readable(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_overrides([override])
+    except OverrideParseException:
+        return False
+    return True
 
 
 def _sweep_without_m(item: Override, loader: ConfigLoader) -> ConfigError:

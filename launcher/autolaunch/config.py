@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from autolaunch_strategies.config import AXES, DEFAULT_ORDER, DataParallel, ModelParallel, option
+from autolaunch_strategies.config import AXES, DEFAULT_ORDER, DataParallel, ModelParallel, PipelineParallel, option
 
 TASKS = {
     "fit": "train the model",
@@ -122,6 +122,12 @@ class CustomModel:
     )
 
 
+_MICROBATCHES = (
+    "Parts into which a rank's share of the batch is cut: gradient accumulation, or the microbatches of a pipeline "
+    "unless pp.microbatches is set."
+)
+
+
 @dataclass
 class TextData:
     """data=text: text files cut into sequences of tokens."""
@@ -134,7 +140,7 @@ class TextData:
     tokenizer: str = option("`bytes` (one token per byte, 256 + 1 ids), or the path of a tokenizer.json.", "bytes")
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
-    microbatches: int = option("Parts into which a rank's share of the batch is cut (gradient accumulation).", 1, ge=1)
+    microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_fraction: float = option("Share of the text, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
@@ -152,7 +158,7 @@ class TokenData:
     )
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
-    microbatches: int = option("Parts into which a rank's share of the batch is cut (gradient accumulation).", 1, ge=1)
+    microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_fraction: float = option(
         "Share of the tokens, at their end, that is kept for validation.", 0.05, ge=0, lt=1
     )
@@ -170,7 +176,7 @@ class SyntheticData:
     num_validation_sequences: int = option("Sequences in the validation set.", 256, ge=0)
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
-    microbatches: int = option("Parts into which a rank's share of the batch is cut (gradient accumulation).", 1, ge=1)
+    microbatches: int = option(_MICROBATCHES, 1, ge=1)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
 
@@ -298,7 +304,7 @@ class Job:
     data: Any = field(default_factory=TextData)
     dp: DataParallel = field(default_factory=DataParallel)
     mp: ModelParallel | None = field(default_factory=ModelParallel)
-    pp: dict[str, Any] | None = None
+    pp: PipelineParallel | None = field(default_factory=PipelineParallel)
     cp: dict[str, Any] | None = None
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)

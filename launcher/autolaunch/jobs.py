@@ -24,6 +24,7 @@ from autolaunch.config import IN_ONE_PROCESS
 from autolaunch.config_directories import shown
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.launch.place import Place, place
+from autolaunch.microbatches import with_batch_parts
 from autolaunch.origin import Origin
 from autolaunch.resume import resolve_ckpt_path
 from autolaunch.sweep import JobEnd, forget_ends, print_table, read_ends
@@ -226,6 +227,9 @@ def resolve_job(
     raise_all(wrong)
     values["mesh"] = {**mesh.sizes, "order": list(mesh.order)}
     values["ckpt_path"] = resolve_ckpt_path(values, output_dir)
+    values = with_batch_parts(values, mesh.pp)
+    if values["pp"] is not None and values["pp"]["schedule"].endswith(".csv"):
+        values["pp"] = {**values["pp"], "schedule": str(Path(values["pp"]["schedule"]).absolute())}
     choices = {group: option for group, option in hydra.runtime.choices.items() if option is not None}
     choices["mesh"] = mesh.name
     ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size

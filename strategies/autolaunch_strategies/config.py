@@ -1,6 +1,7 @@
 """What a parallel run is, as plain data: the mesh and one dataclass per axis, their parsing and their static checks.
 
-Imports neither torch nor anything of ours, so that the command can check a config in milliseconds.
+Imports no torch, so that the command can check a config in milliseconds; and nothing of ours, except for the rules of
+schedules and cuts when a pipeline is checked.
 """
 
 from __future__ import annotations
@@ -404,19 +405,44 @@ class ParallelConfig:
                     "compile=false",
                 )
             )
-        for axis in ("pp", "cp"):
-            if self.mesh.sizes[axis] != 1 and not getattr(self, axis):
-                rest = dataclasses.replace(self.mesh, dp=self.mesh.size // self.mesh.mp, pp=1, cp=1)
-                errors.append(
-                    ConfigError(
-                        f"mesh={self.mesh.name} with {axis}=none",
-                        f"the mesh has {self.mesh.sizes[axis]} ranks along {axis}, but {axis}=none uses only one, "
-                        f"and this version has nothing else for {axis}",
-                        f"a mesh with {axis} of size 1",
-                        f"mesh={rest.name}",
-                    )
+        errors += self._check_pipeline()
+        if self.mesh.cp != 1 and not self.cp:
+            rest = dataclasses.replace(self.mesh, dp=self.mesh.dp * self.mesh.cp, cp=1)
+            errors.append(
+                ConfigError(
+                    f"mesh={self.mesh.name} with cp=none",
+                    f"the mesh has {self.mesh.cp} ranks along cp, but cp=none uses only one, "
+                    f"and this version has nothing else for cp",
+                    "a mesh with cp of size 1",
+                    f"mesh={rest.name}",
                 )
+            )
         return errors
+
+    def _check_pipeline(self) -> list[ConfigError]:
+        from autolaunch_strategies.pipeline.schedule import check_schedule
+        from autolaunch_strategies.pipeline.split import parse_spec
+
+        if self.pp is None:
+            if self.mesh.pp == 1:
+                return []
+            return [
+                ConfigError(
+                    f"mesh={self.mesh.name} with pp=none",
+                    f"the mesh has {self.mesh.pp} ranks along pp, but pp=none uses only one",
+                    f"pp=exact, or a schedule for losses that are means over samples: pp={', '.join(SCHEDULES)}",
+                    "pp=exact",
+                )
+            ]
+        try:
+            parse_spec(self.pp.split_spec)
+            errors = []
+        except ConfigError as error:
+            errors = [error]
+        if self.mesh.pp > 1:
+            return errors + check_schedule(self.pp, self.mesh.pp, self.pp.microbatches)
+        # On one rank no schedule is run; what is wrong whatever the mesh is told all the same.
+        return errors if self.pp.schedule.endswith(".csv") else errors + check_schedule(self.pp, 1, None)
 
 
 MP_NAMES: dict[str, ModelParallel | None] = {
