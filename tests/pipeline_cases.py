@@ -314,6 +314,10 @@ training(
 )
 training("tuples", modules.Tuples, batches(nested))
 training("encoder", modules.Masked, MASKED, val=MASKED)
+training("causal", modules.Causal, EVEN_TEXTS, val=EVEN_TEXTS)  # as many positions as samples
+for _size in (5, 7):  # the last batch has two samples, or four
+    training(f"causal-batch-{_size}", modules.Causal, batches(lambda: texts(even=True), _size), val=EVEN_TEXTS)
+training("causal-last-of-one", modules.Causal, batches(lambda: texts(even=True), 8, limit=17))
 training("skips", lambda: modules.Classifier(modules.SkipModel()), VECTORS, val=VECTORS)
 training("resnet", lambda: modules.Classifier(modules.ResNet(), (1, 4, 4)), VECTORS, val=VECTORS)
 training(

@@ -401,6 +401,45 @@ class Masked(pl.LightningModule):
         return sgd(self)
 
 
+class Causal(pl.LightningModule):
+    """The language model of torch's tutorial: a square mask and a vector of positions are arguments of the model."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.table = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(16, WIDTH)
+            layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, 0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, BLOCKS)
+            self.decoder = nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            hidden = self.embed(ids) * math.sqrt(WIDTH) + self.table(positions)
+            return self.decoder(self.encoder(hidden, mask, is_causal=True))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = self.Model()
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        ids, targets = batch["input_ids"][:, :8], batch["input_ids"][:, 1:9]
+        length = ids.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=ids.device)
+        logits = self.transformer(ids, torch.arange(length, device=ids.device), mask)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("before_the_call", float(batch_idx))
+        loss = self._loss(batch)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self, 0.01)
+
+
 class Contrastive(pl.LightningModule):
     """Two views of a sample in one call; every other sample of the batch is a negative."""
 
