@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import json
+import logging
 import os
 import pickle
 import sys
@@ -128,6 +129,12 @@ class TwoStages(ParallelStrategy):
     def training_step(self, *args: Any) -> Any:
         return self._run("training_step", *args)
 
+    def on_validation_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def on_test_epoch_start(self) -> None:
+        self.tracker.increment()
+
     def validation_step(self, *args: Any) -> Any:
         return self._run("validation_step", *args)
 
@@ -198,6 +205,10 @@ class Logger(pl.LightningModule):
         self.total = torchmetrics.SumMetric()
         self.only_computed = MulticlassRecall(4)
         self.collection = torchmetrics.MetricCollection([MulticlassPrecision(4), MulticlassRecall(4)], prefix="val_")
+        self.extremes = torchmetrics.MinMaxMetric(MulticlassAccuracy(4))
+        self.ratio = torchmetrics.SumMetric() / torchmetrics.MeanMetric()
+        self.by_class = torchmetrics.ClasswiseWrapper(MulticlassAccuracy(4, average=None))
+        self.tracker = torchmetrics.MetricTracker(MulticlassAccuracy(4))
         self.outs: list[torch.Tensor] = []
         self.train_outs: list[torch.Tensor] = []
         self.seen: dict[str, Any] = {}
@@ -253,6 +264,9 @@ class Logger(pl.LightningModule):
         self.log("val_mean", self.mean, prog_bar=True)
         self.only_computed.update(logits, batch[1])
         self.total.update(len(logits))
+        self.ratio.update(logits.detach().square())
+        for metric in (self.extremes, self.by_class, self.tracker):
+            metric.update(logits, batch[1])
         self.outs.append(logits)
         return {"loss": loss, "logits": logits}
 
@@ -261,11 +275,20 @@ class Logger(pl.LightningModule):
         self.seen["recall"], self.seen["total"] = float(recall), float(total)
         self.log("own_recall", recall)
         self.log("own_total", total)
-        self.only_computed.reset()
-        self.total.reset()
+        self.log_dict({f"extremes_{name}": value for name, value in self.extremes.compute().items()})
+        self.log_dict({**self.by_class.compute(), "ratio": self.ratio.compute(), "tracked": self.tracker.compute()})
+        self.log("best", float(self.tracker.best_metric()))
+        for metric in (self.only_computed, self.total, self.by_class, self.ratio):
+            metric.reset()
         logits = self.all_gather(torch.cat(self.outs)).reshape(-1, 4)
         self.outs.clear()
         self.log("val_spread", logits.std())
+
+    def on_validation_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def on_test_epoch_start(self) -> None:
+        self.tracker.increment()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, torch.Tensor]:
         return self._evaluate(batch)
@@ -446,6 +469,18 @@ def _failure(where: str) -> list[str]:
 
 
 @case("two")
+def warned() -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("autolaunch_strategies.pipeline.relay")
+    logger.addHandler(handler)
+    trainer_for(max_epochs=2).fit(Logger(), loader())
+    logger.removeHandler(handler)
+    return messages
+
+
+@case("two")
 def failures() -> dict[str, list[str]]:
     return {where: _failure(where) for where in ("training_step", "log", "on_train_epoch_end", "on_before_zero_grad")}
 
@@ -473,6 +508,7 @@ class Copying(Logger):
         for module in (copied, pickled):
             module.log = lambda *_, **__: None
             module.all_gather = lambda tensor: tensor
+            module.on_validation_epoch_start()
             for index in range(2):
                 module.validation_step((torch.ones(4, 16) * (index + 1), torch.arange(4)), index)
             module.on_validation_epoch_end()

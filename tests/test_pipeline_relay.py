@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 from strategy_runs import Results, differences, start, torchrun
 
 CASES = Path(__file__).parent / "pipeline_relay_cases.py"
+Runs = Callable[[str], Results]
 RANKS = {"one": 1, "two": 2, "four": 4}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    done = {}
-    for group, ranks in RANKS.items():
-        directory = tmp_path_factory.mktemp(group)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    @functools.cache
+    def run(group: str) -> Results:
+        directory, ranks = tmp_path_factory.mktemp(group), RANKS[group]
         command = [str(CASES), str(directory), group]
         finished = start(torchrun(ranks, *command) if ranks > 1 else [sys.executable, *command])
         assert finished.returncode == 0, finished.stdout[-4000:]
-        done[group] = Results(directory)
-    return done
+        return Results(directory)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -42,11 +46,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
         pytest.param("sharded_value", "four", id="a sharded value"),
     ],
 )
-def test_every_rank_shows_what_one_process_shows(runs: dict[str, Results], case: str, group: str) -> None:
-    expected: Any = runs["one"].read(case)
+def test_every_rank_shows_what_one_process_shows(runs: Runs, case: str, group: str) -> None:
+    expected: Any = runs("one").read(case)
     assert len(expected["rows"]) > 4
     for rank in range(RANKS[group]):
-        assert differences(expected, runs[group].read(case, rank), 1e-5) == []
+        assert differences(expected, runs(group).read(case, rank), 1e-5) == []
 
 
 @pytest.mark.parametrize(
@@ -63,24 +67,24 @@ def test_every_rank_shows_what_one_process_shows(runs: dict[str, Results], case:
         pytest.param("on_train_epoch_end", "ValueError", "no luck in on_train_epoch_end", id="hook"),
     ],
 )
-def test_an_error_on_the_last_stage_ends_all(runs: dict[str, Results], where: str, error: str, message: str) -> None:
+def test_an_error_on_the_last_stage_ends_all(runs: Runs, where: str, error: str, message: str) -> None:
     place = "training_step" if where == "log" else where
-    assert runs["two"].read("failures", 0)[where] == [error, message]
-    assert runs["two"].read("failures", 1)[where] == [
+    assert runs("two").read("failures", 0)[where] == [error, message]
+    assert runs("two").read("failures", 1)[where] == [
         "StageFailedError",
         f"{place} failed on the last pipeline stage: {error}: {message}",
     ]
 
 
-def test_an_error_in_a_hook_of_another_stage_ends_all(runs: dict[str, Results]) -> None:
-    own, other = (runs["two"].read("failures", rank)["on_before_zero_grad"] for rank in (1, 0))
+def test_an_error_in_a_hook_of_another_stage_ends_all(runs: Runs) -> None:
+    own, other = (runs("two").read("failures", rank)["on_before_zero_grad"] for rank in (1, 0))
     assert own == ["ValueError", "no luck in on_before_zero_grad"]
     assert other == ["StageFailedError", "on_before_zero_grad failed on another pipeline stage"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_modules_are_copied_without_the_relay(runs: dict[str, Results], rank: int) -> None:
-    result = runs["two"].read("copies", rank)
+def test_modules_are_copied_without_the_relay(runs: Runs, rank: int) -> None:
+    result = runs("two").read("copies", rank)
     assert result["seen"] == result["seen"] | {
         "copies": [8.0, 16.0],  # an unpickled metric exchanges its state with all ranks, as it did before
         "overridden": [True, False],
@@ -89,3 +93,13 @@ def test_modules_are_copied_without_the_relay(runs: dict[str, Results], rank: in
     }
     assert result["added"] == []
     assert result["after"] == 3.0
+
+
+def test_hooks_that_read_what_steps_collect_warn_once_on_other_stages(runs: Runs) -> None:
+    empty = "torch.cat(): expected a non-empty list of Tensors"
+    end = " on this pipeline stage, on which steps do not finish and collect nothing. It succeeded on the last stage,"
+    assert runs("two").read("warned", 0) == []
+    assert runs("two").read("warned", 1) == [
+        f"on_train_batch_end raised KeyError ('logits'){end} whose logs count.",
+        f"on_train_epoch_end raised ValueError ({empty}){end} whose logs count.",
+    ]
