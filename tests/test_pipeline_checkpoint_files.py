@@ -16,24 +16,39 @@ SHARED = ("temperature", "embedding.weight", "head.weight")
 
 
 class Runs:
-    """Two stages write (on 2 ranks, and on 4 with each stage sharded), one process reads, writes, and they read."""
+    """Two stages write (on 2 ranks, and on 4 with each stage sharded), one process reads and writes, they read that."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.shelf = directory, directory / "shelf"
         self.shelf.mkdir()
-        self.stages = {ranks: self._start("stages", ranks) for ranks in (2, 4)}
-        self.one = self._start("one", 1)
-        self.back = {ranks: self._start("back", ranks) for ranks in (2, 4)}
-        self.expected = self.one.read("reference")
+        self._started: dict[tuple[str, int], Results] = {}
+
+    def stages(self, ranks: int) -> Results:
+        return self._start("stages", ranks)
+
+    @property
+    def one(self) -> Results:
+        assert self.stages(2) and self.stages(4)
+        return self._start("one", 1)
+
+    def back(self, ranks: int) -> Results:
+        assert self.one
+        return self._start("back", ranks)
+
+    @property
+    def expected(self) -> Any:
+        return self.one.read("reference")
 
     def _start(self, group: str, ranks: int) -> Results:
-        directory = self.directory / f"{group}-{ranks}"
-        directory.mkdir()
-        command = [str(SCRIPT), str(directory), group]
-        command = torchrun(ranks, *command) if ranks > 1 else [sys.executable, *command]
-        done = start(command, CHECKPOINTS=str(self.shelf))
-        assert done.returncode == 0, done.stdout[-4000:]
-        return Results(directory)
+        if (group, ranks) not in self._started:
+            directory = self.directory / f"{group}-{ranks}"
+            directory.mkdir()
+            command = [str(SCRIPT), str(directory), group]
+            command = torchrun(ranks, *command) if ranks > 1 else [sys.executable, *command]
+            done = start(command, CHECKPOINTS=str(self.shelf))
+            assert done.returncode == 0, done.stdout[-4000:]
+            self._started[group, ranks] = Results(directory)
+        return self._started[group, ranks]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +71,8 @@ def check_stages(expected: Any, results: Results, case: str, ranks: int) -> None
 @pytest.mark.parametrize("case", ["on", "background", "unordered"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_stages_find_what_they_wrote(runs: Runs, ranks: int, case: str) -> None:
-    assert runs.stages[ranks].read("write") == [None] * 4
-    check_stages(runs.expected, runs.stages[ranks], case, ranks)
+    assert runs.stages(ranks).read("write") == [None] * 4
+    check_stages(runs.expected, runs.stages(ranks), case, ranks)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +86,12 @@ def test_one_process_finds_what_stages_wrote(runs: Runs, name: str) -> None:
 @pytest.mark.parametrize("name", ["on-1.ckpt", "on-2.ckpt", "on-4.ckpt", "plain"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_stages_find_what_others_wrote(runs: Runs, ranks: int, name: str) -> None:
-    check_stages(runs.expected, runs.back[ranks], f"read-{name}", ranks)
+    check_stages(runs.expected, runs.back(ranks), f"read-{name}", ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_element_is_written_once(runs: Runs, ranks: int) -> None:
-    written = runs.stages[ranks].read("written_once")
+    written = runs.stages(ranks).read("written_once")
     assert {name.removeprefix("model.") for name in written if name.startswith("model.")} == set(
         runs.expected["tensors"]
     )
@@ -85,7 +100,7 @@ def test_every_element_is_written_once(runs: Runs, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_groups_of_the_whole_optimizers(runs: Runs, ranks: int) -> None:
-    seen = [runs.stages[ranks].read("groups", rank) for rank in range(ranks)]
+    seen = [runs.stages(ranks).read("groups", rank) for rank in range(ranks)]
     assert seen == seen[:1] * ranks
     (last, rest), (prompt,) = seen[0]["made"]
     assert rest[0].startswith("blocks.1") and rest[-1] == "temperature"
@@ -98,7 +113,7 @@ def test_groups_of_the_whole_optimizers(runs: Runs, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_weights_alone_are_not_enough_for_optimizers(runs: Runs, ranks: int) -> None:
     for rank in range(ranks):
-        assert runs.stages[ranks].message("weights", rank) == (
+        assert runs.stages(ranks).message("weights", rank) == (
             f"ConfigError: ckpt_path={runs.shelf}/weights-{ranks}.ckpt: holds weights only\n"
             "  allowed: a checkpoint with optimizer states to resume from; "
             "validate, test, predict and load_from_checkpoint need none"
@@ -128,7 +143,7 @@ def test_every_stage_says_what_is_wrong_with_the_whole_model(
     runs: Runs, ranks: int, name: str, why: str, problem: str
 ) -> None:
     for rank in range(ranks):
-        assert runs.back[ranks].message(f"{why}-{name}", rank) == (
+        assert runs.back(ranks).message(f"{why}-{name}", rank) == (
             f"ConfigError: ckpt_path={runs.shelf}/{name}: belongs to another model: {problem}\n"
             "  allowed: the model that it was saved from"
         )

@@ -117,8 +117,9 @@ class _PredictionFiles(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         strategy: Any = trainer.strategy
-        if strategy.rank_mesh.coordinate["mp"] > 0:
-            return  # they have the same predictions as the first of them
+        place = strategy.rank_mesh.coordinate
+        if place["mp"] > 0 or place["pp"] > 0:
+            return  # along mp all have the same predictions, along pp only the first has any: it holds the last stage
         self.directory.mkdir(parents=True, exist_ok=True)
         loader = f"loader_{dataloader_idx}_" if dataloader_idx else ""
         file = self.directory / f"{loader}batch_{batch_idx:06d}_part_{strategy.dp_rank:05d}.pt"
