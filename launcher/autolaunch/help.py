@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ GROUPS = {
     "mesh": "how many ranks along each axis: dp x mp x pp x cp",
     "dp": "data parallel: what is sharded",
     "mp": "model (tensor) parallel",
-    "pp": "pipeline parallel",
+    "pp": "pipeline parallel: in which order the stages work",
     "cp": "context parallel",
     "optimizer": "",
     "scheduler": "the learning rate over the steps",
@@ -78,7 +79,8 @@ def print_help(directories: Sequence[Path], console: Console) -> None:
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]], console: Console) -> None:
-    console.print(Text(title, style="bold"))
+    if title:
+        console.print(Text(title, style="bold"))
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="cyan")
     table.add_column()
@@ -185,6 +187,21 @@ def _print_group(key: str, chosen: str, directories: Sequence[Path], console: Co
     if chosen:
         console.print(Text(f"  for the keys of one option: autolaunch {key}={chosen} --cfg job --package {key}"))
     console.print()
+    described = [
+        (f"{key}={name}", _what_it_is(key, name, directories))
+        for name in options(key, directories)
+        if chosen in ("", name)
+    ]
+    if len(options(key, directories)) > 1 and any(text for _, text in described):
+        _section("", described, console)
+
+
+def _what_it_is(group: str, option: str, directories: Sequence[Path]) -> str:
+    """The comment at the beginning of an option's YAML file."""
+    file = next(file for directory in directories if (file := directory / group / f"{option}.yaml").is_file())
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.lstrip("# ") for line in comments if not line.startswith("# @package"))
 
 
 def _print_schema(key: str, schema: type, console: Console) -> None:

@@ -308,21 +308,27 @@ class PipelineParallel:
         choices=("exact", "microbatch"),
     )
     schedule: str = option(
-        f"Order of work: {', '.join(SCHEDULES)}, or the path of a CSV file; all but gpipe need pp.loss=microbatch.",
+        f"Order of work: {', '.join(SCHEDULES)}, or the path of a CSV file, one row per rank (0F0,0F1,0B0,...); "
+        "all but gpipe need pp.loss=microbatch. What each does: --info pp.",
         "gpipe",
     )
     microbatches: int | None = option(
-        "Parts into which each batch of a rank is cut (null: data.microbatches if above 1, else chosen).", None, ge=1
+        "Equal parts into which each batch of a rank is cut (null: data.microbatches if above 1, else chosen: up to "
+        "four per rank). More of them leave ranks idle for less time, but each has its own cost.",
+        None,
+        ge=1,
     )
-    virtual_stages: int | None = option("Stages per rank (null: what the schedule needs).", None, ge=1)
+    virtual_stages: int | None = option(
+        "Stages per rank (null: what the schedule needs: 1 for gpipe and 1f1b, else 2).", None, ge=1
+    )
     split: str = option(
         "`even`: as many blocks for each stage; `balanced`: by cost, the embedding and the head counted.",
         "even",
         choices=("even", "balanced"),
     )
     split_spec: Any = option(
-        "Where to cut: a prefix of numbered blocks, a list of names and prefixes, or {name: BEGINNING | END} "
-        "(null: the blocks that the model's structure shows).",
+        "Where to cut: a prefix of numbered blocks (model.layers), a list of names and prefixes, or the cuts themselves, "
+        "{name or pattern: BEGINNING | END} (null: the blocks that the model's structure shows).",
         None,
     )
     global_spec: Any = option("Modules with parameters that run on every stage: a name or a list of names.", None)
