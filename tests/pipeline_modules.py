@@ -229,6 +229,10 @@ class TupleModel(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(TupleBlock() for _ in range(BLOCKS))
         self.out = nn.Linear(WIDTH, VOCABULARY)
+        self.example_input_array = {
+            "ids": torch.zeros(2, 10, dtype=torch.long),
+            "mask": torch.ones(2, 10, dtype=torch.bool),
+        }
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None = None) -> dict[str, Any]:
         if positions is None:
@@ -411,6 +415,7 @@ class Causal(pl.LightningModule):
             layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, 0.0, batch_first=True)
             self.encoder = nn.TransformerEncoder(layer, BLOCKS)
             self.decoder = nn.Linear(WIDTH, VOCABULARY)
+            self.example_input_array = torch.zeros(2, 8, dtype=torch.long), torch.arange(8), torch.zeros(8, 8)
 
         def forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             hidden = self.embed(ids) * math.sqrt(WIDTH) + self.table(positions)
