@@ -19,7 +19,7 @@ from autolaunch.data.loader import PositionedLoader
 from autolaunch.data.module import TokenDataModule
 from autolaunch.data.order import BatchOrder
 from autolaunch.data.windows import Sequences
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, parallel_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -204,6 +204,28 @@ def test_resume_with_other_microbatches_is_refused(tmp_path: Path) -> None:
         "data.microbatches=4: the checkpoint counts its position in steps of 2 microbatches\n"
         "  allowed: the number of microbatches that the checkpoint was written with\n"
         "  write:   data.microbatches=2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pipelined", "write"),
+    [
+        pytest.param(4, "data.microbatches=2 pp.microbatches=2", id="microbatches said"),
+        pytest.param(None, "data.microbatches=2 pp.microbatches=3", id="microbatches chosen"),
+    ],
+)
+def test_resume_with_a_pipeline_that_took_the_microbatches(pipelined: int | None, write: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "a.ckpt"
+    train(3, callbacks=[SaveAt(3, checkpoint)])
+    strategy = OnRank(0, 1)
+    strategy.parallel = parallel_config("1x1x3", pp={"microbatches": pipelined})  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError) as caught:
+        train(6, data=numbered_data(microbatches=1), resume=checkpoint, strategy=strategy)
+    assert str(caught.value) == (
+        "ckpt_path: the checkpoint counts its position in steps of 2 accumulated batches, this run in steps of 1\n"
+        "  allowed: the accumulation that the checkpoint was written with: data.microbatches, "
+        "beside pp.microbatches if above 1\n"
+        f"  write:   {write}"
     )
 
 

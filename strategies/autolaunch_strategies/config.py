@@ -327,8 +327,8 @@ class PipelineParallel:
         choices=("even", "balanced"),
     )
     split_spec: Any = option(
-        "Where to cut: a prefix of numbered blocks (model.layers), a list of names and prefixes, or the cuts themselves, "
-        "{name or pattern: BEGINNING | END} (null: the blocks that the model's structure shows).",
+        "Where to cut: a prefix of numbered blocks (model.layers), a list of names and prefixes, or the cuts "
+        "themselves, {name or pattern: BEGINNING | END} (null: the blocks that the model's structure shows).",
         None,
     )
     global_spec: Any = option("Modules with parameters that run on every stage: a name or a list of names.", None)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from autolaunch.data.loader import Batch, PositionedLoader, evaluation_loader
 from autolaunch.data.order import BatchOrder
 from autolaunch.data.windows import Sequences
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, ParallelConfig
 
 
 class TokenDataModule(LightningDataModule):
@@ -92,6 +92,9 @@ class TokenDataModule(LightningDataModule):
         """
         before = state_dict["microbatches_per_step"]
         if before != self.microbatches:
+            parallel = getattr(self.trainer.strategy, "parallel", None) if self.trainer else None
+            if parallel is not None and parallel.pp is not None and parallel.mesh.pp > 1:
+                raise _other_accumulation(before, self.microbatches, parallel)
             raise ConfigError(
                 f"data.microbatches={self.microbatches}",
                 f"the checkpoint counts its position in steps of {before} microbatches",
@@ -118,3 +121,15 @@ class TokenDataModule(LightningDataModule):
     @property
     def _pin_memory(self) -> bool:
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+
+def _other_accumulation(before: int, now: int, parallel: ParallelConfig) -> ConfigError:
+    """With a pipeline, `data.microbatches` may have been typed and mean the pipeline's."""
+    assert parallel.pp is not None
+    beside = max(1, parallel.pp.microbatches // before) if parallel.pp.microbatches else parallel.mesh.pp
+    return ConfigError(
+        "ckpt_path",
+        f"the checkpoint counts its position in steps of {before} accumulated batches, this run in steps of {now}",
+        "the accumulation that the checkpoint was written with: data.microbatches, beside pp.microbatches if above 1",
+        f"data.microbatches={before}" + (f" pp.microbatches={beside}" if before > 1 else ""),
+    )
