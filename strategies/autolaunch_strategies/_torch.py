@@ -59,6 +59,35 @@ def complete_after_backward(root: nn.Module, loss: torch.Tensor) -> None:
         loss.register_hook(root._get_fsdp_state()._pre_backward)
 
 
+def begin_several_backwards(root: nn.Module) -> None:
+    """Let backward passes only add up what they compute in the parameters of `root`, until `end_several_backwards`."""
+    assert isinstance(root, FSDPModule)
+    root.set_is_last_backward(False)
+    root.set_reshard_after_backward(False)
+    root.set_requires_gradient_sync(False)
+
+
+def end_several_backwards(root: nn.Module, exchange: bool, all_reduce: bool) -> None:
+    """Do once what `fully_shard` does at the end of a backward pass.
+
+    Args:
+        exchange: reduce-scatter gradients; if not, they stay with the whole parameters.
+        all_reduce: sum them over replicas, too, where there are several.
+    """
+    assert isinstance(root, FSDPModule)
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(exchange)
+    if exchange:
+        root.set_requires_all_reduce(all_reduce)
+    state = root._get_fsdp_state()
+    for item in state._state_ctx.all_states:
+        group = item._fsdp_param_group
+        if group is not None:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
 def follow_requires_grad(module: nn.Module) -> None:
     """Let gathered parameters of `module` need gradients as its sharded ones do, which is what people switch."""
     assert isinstance(module, FSDPModule)

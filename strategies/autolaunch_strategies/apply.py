@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 
@@ -16,11 +17,14 @@ from autolaunch_strategies.data_parallel import DataParallelModule, apply_data_p
 from autolaunch_strategies.materialise import WeightFiles, materialise, share_values
 from autolaunch_strategies.mesh import RankMesh
 from autolaunch_strategies.model_parallel import ModelParallelModule, account_of_plan, apply_plan, matched
+from autolaunch_strategies.pipeline.build import CutModel, account_of_pipeline, plan_cut
+from autolaunch_strategies.pipeline.cut import Cutting
+from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.plan.choose import plan_for, planned_part
 from autolaunch_strategies.plan.rules import Rule
 from autolaunch_strategies.recompute import apply_compile, apply_recompute, recomputed_blocks
 
-ORDER = ("styles (mp)", "recompute", "compile", "shard (dp)", "materialise", "optimizer")
+ORDER = ("cut stages (pp)", "styles (mp)", "recompute", "compile", "shard (dp)", "materialise", "optimizer")
 
 
 @dataclass
@@ -34,7 +38,7 @@ class Parallelized:
     parameter_count: int
     blocks: Blocks
     account: dict[str, Any] = field(default_factory=dict)
-    pipeline: Any = None
+    pipeline: Pipeline | None = None
     """The stages of this rank if the module is cut: `group`, the ranks that hold the other stages, `device`, where this
     rank computes, and `counts(parameter)`, False for a parameter whose first holder is another stage (True for one
     that is not of this module)."""
@@ -63,17 +67,34 @@ def apply_parallelism(
     share_values(_moved(module, device), mesh.group("pp", "dp", "cp", "mp"))
     blocks = find_blocks(module)
     rules, model, prefix = _plan(module, config, own_plan)
-    model_parallel = apply_plan(model, rules, mesh.sub_mesh("mp"), prefix)
+    found = matched(model, rules, prefix)
+    cutting, stages = _cut(module, blocks, config), None
+    own_blocks = blocks
+    if cutting is not None:
+        assert config.pp is not None
+        stages = CutModel.make(module, cutting, config.pp, mesh)
+        own_blocks = stages.own_blocks(blocks)
+    absent = stages.held.lacks if stages is not None else lambda module: False
+    model_parallel = apply_plan(model, rules, mesh.sub_mesh("mp"), prefix, found, absent)
     if model_parallel.mode is not None and config.recompute.mode == "selective":
         model_parallel.mode.replicate.remembers = False
-    recomputed = apply_recompute(blocks, config.recompute, model_parallel.running)
-    compiled = apply_compile(blocks, config.compile)
-    data_parallel = apply_data_parallel(module, blocks, mesh, config.dp)
+    apply_recompute(own_blocks, config.recompute, model_parallel.running)
+    apply_compile(own_blocks, config.compile)
+    data_parallel = apply_data_parallel(module, own_blocks, mesh, config.dp)
     materialise(module, device, construction, files)
     model_parallel.begin()
     data_parallel.begin()
-    account = _account(config, blocks, recomputed, compiled, data_parallel.reasons, model_parallel.account)
-    return Parallelized(module, config, data_parallel, model_parallel, count, blocks, account)
+    pipeline = stages.pipeline(device) if stages is not None else None
+    account = _account(config, blocks, data_parallel.reasons, model_parallel.account, cutting)
+    return Parallelized(module, config, data_parallel, model_parallel, count, own_blocks, account, pipeline)
+
+
+def _cut(module: nn.Module, blocks: Blocks, config: ParallelConfig) -> Cutting | None:
+    """How `module` is cut into stages; None where pp has one rank."""
+    if config.mesh.pp == 1:
+        return None
+    assert config.pp is not None
+    return plan_cut(module, blocks, config.pp, config.mesh.pp, wrapped=isinstance(module, pl.LightningModule))
 
 
 def _plan(
@@ -91,26 +112,31 @@ def _plan(
 def foresee(module: nn.Module, config: ParallelConfig, own_plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The account that `apply_parallelism` would give of `module` (may be on meta), without touching it."""
     blocks = find_blocks(module)
-    compiled = [block.name for block in blocks] if config.compile else []
-    sharding = sharding_reasons(module, blocks, config.dp, config.mesh.dp * config.mesh.cp)
+    sharding = sharding_reasons(module, blocks, config.dp, config.mesh.dp * config.mesh.cp, config.mesh.pp > 1)
     rules, model, prefix = _plan(module, config, own_plan)
     account = account_of_plan(rules, *matched(model, rules, prefix)) if rules else {}
-    return _account(config, blocks, recomputed_blocks(blocks, config.recompute), compiled, sharding, account)
+    return _account(config, blocks, sharding, account, _cut(module, blocks, config))
 
 
 def _account(
     config: ParallelConfig,
     blocks: Blocks,
-    recomputed: dict[str, str],
-    compiled: list[str],
     sharding: dict[str, str],
     plan: dict[str, Any],
+    cutting: Cutting | None,
 ) -> dict[str, Any]:
     """Everything that is applied, in order and with reasons, as plain data for plan.yaml."""
+    recomputed = recomputed_blocks(blocks, config.recompute)
+    compiled = [block.name for block in blocks] if config.compile else []
+    stages = {}
+    if cutting is not None:
+        assert config.pp is not None
+        stages = account_of_pipeline(cutting, config.pp, config.mesh.pp)
     return {
         "order": list(ORDER),
         "mesh": {"shape": config.mesh.name, "ranks": config.mesh.size, "rank_order": list(config.mesh.order)},
         "blocks": {"found": [block.name for block in blocks], **_if_any("reasons", blocks.reasons)},
+        **_if_any("pp", stages),
         **_if_any("mp", plan),
         "recompute": {"mode": config.recompute.mode, **_if_any("blocks", recomputed)},
         "compile": {"mode": config.compile, **_if_any("blocks", compiled)},

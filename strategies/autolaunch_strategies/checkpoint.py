@@ -74,7 +74,8 @@ class CheckpointWriter:
         """
         self.finish()
         checkpoint = dict(checkpoint)
-        tensors: dict[str, Any] = {"model": checkpoint.pop("state_dict")}
+        model = checkpoint.pop("state_dict")
+        tensors: dict[str, Any] = {"model": model if mesh.group("pp") is None else _without_strangers(model, module)}
         groups = []
         if optimizers:
             checkpoint.pop("optimizer_states")
@@ -248,6 +249,22 @@ def _check_names(wanted: dict[str, torch.Size | None], stored: dict[str, Any], p
             f"belongs to another model: {'; '.join(problems + wrong[:3])}",
             "the model that it was saved from",
         )
+
+
+def _without_strangers(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """`state` without what `get_extra_state` says of modules that only other stages run: it is out of date here."""
+    return {
+        name: value
+        for name, value in state.items()
+        if not name.endswith("_extra_state") or not _is_elsewhere(module.get_submodule(name.rpartition(".")[0]))
+    }
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    """Whether all parameters of `module` were taken out of it, which leaves tensors on meta in their places."""
+    return next(module.parameters(), None) is None and any(
+        isinstance(value, torch.Tensor) and value.is_meta for part in module.modules() for value in vars(part).values()
+    )
 
 
 def _set_extra_state(module: nn.Module, state: dict[str, Any]) -> None:

@@ -22,7 +22,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from autolaunch_strategies._torch import complete_after_backward, follow_requires_grad, initialise_fsdp
+from autolaunch_strategies._torch import (
+    begin_several_backwards,
+    complete_after_backward,
+    end_several_backwards,
+    follow_requires_grad,
+    initialise_fsdp,
+)
 from autolaunch_strategies.blocks import Blocks
 from autolaunch_strategies.config import DataParallel
 from autolaunch_strategies.gradients import GradientAverage
@@ -41,6 +47,7 @@ class DataParallelModule:
     group: dist.ProcessGroup | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     average: GradientAverage | None = None
+    accumulates: bool = False
 
     def begin(self) -> None:
         """Start exchanging gradients. Called once, when every parameter has its values."""
@@ -54,6 +61,7 @@ class DataParallelModule:
     def accumulating(self) -> Iterator[None]:
         """Within it, backward passes add to the gradients and exchange no more than the level needs to save memory."""
         sharded = self.root if isinstance(self.root, FSDPModule) else None
+        self.accumulates = True
         if self.average is not None:
             self.average.enabled = False
         if sharded is not None:
@@ -64,6 +72,7 @@ class DataParallelModule:
         try:
             yield
         finally:
+            self.accumulates = False
             if self.average is not None:
                 self.average.enabled = True
             if sharded is not None:
@@ -71,6 +80,23 @@ class DataParallelModule:
                     sharded.set_requires_gradient_sync(True)
                 else:
                     sharded.set_requires_all_reduce(True)
+
+    @contextmanager
+    def several_backwards(self) -> Iterator[None]:
+        """Within it any number of backward passes count as one; sharded gradients are exchanged at its end.
+
+        `finish_backward` completes the rest, as after a single pass. Nothing is gathered again between the passes.
+        """
+        if self.average is not None:
+            self.average.enabled = False
+        if isinstance(self.root, FSDPModule):
+            begin_several_backwards(self.root)
+        yield
+        if self.average is not None:
+            self.average.enabled = not self.accumulates
+        if isinstance(self.root, FSDPModule):
+            exchange = not (self.accumulates and self.level == 1)
+            end_several_backwards(self.root, exchange, all_reduce=not self.accumulates)
 
     def gather_rest(self) -> None:
         """Gather what belongs to no block, for code that is not the forward of the root."""
@@ -98,11 +124,13 @@ def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: Dat
     """Apply a sharding level to `root` in place: one group of parameters per block, one for everything else.
 
     Parameters may be on meta. Names of parameters do not change. With one rank along dp and cp and no offload nothing
-    is done at all.
+    is done at all. A stage of a pipeline uses its blocks for one microbatch after the other: there they stay gathered
+    for the whole step at level 3, too.
     """
     group = mesh.group("dp", "cp")
     ranks = 1 if group is None else group.size()
-    reasons = sharding_reasons(root, blocks, dp, ranks)
+    pipelined = mesh.shape.pp > 1
+    reasons = sharding_reasons(root, blocks, dp, ranks, pipelined)
     if ranks == 1 and not dp.cpu_offload:
         return DataParallelModule(root, 0, reasons=reasons)
     if dp.sharding_level == 0:
@@ -119,7 +147,7 @@ def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: Dat
         "ignored_params": set(scalars.values()),
     }
     for block in blocks:
-        fully_shard(block.module, reshard_after_forward=dp.sharding_level == 3, **options)
+        fully_shard(block.module, reshard_after_forward=dp.sharding_level == 3 and not pipelined, **options)
         block.module.register_forward_pre_hook(_follow_requires_grad)
     fully_shard(root, reshard_after_forward=False, **options)
     in_blocks = {module for block in blocks for module in block.module.modules()}
@@ -129,14 +157,16 @@ def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: Dat
     return DataParallelModule(root, dp.sharding_level, list(scalars), group, reasons)
 
 
-def sharding_reasons(root: nn.Module, blocks: Blocks, dp: DataParallel, ranks: int) -> dict[str, str]:
+def sharding_reasons(
+    root: nn.Module, blocks: Blocks, dp: DataParallel, ranks: int, pipelined: bool = False
+) -> dict[str, str]:
     """What `apply_data_parallel` does to which parameters of `root`, and why; `ranks` along dp and cp together."""
     if ranks == 1 and not dp.cpu_offload:
         return {"all parameters": "one rank along dp: nothing to exchange"}
     if dp.sharding_level == 0:
         return {"all parameters": "level 0: whole on every rank; gradients averaged in buckets during backward"}
     use = "gathered once per step"
-    if dp.sharding_level == 3:
+    if dp.sharding_level == 3 and not pipelined:
         use = "gathered for its forward and freed; again for its backward"
     reasons = {block.name: use for block in blocks}
     reasons["everything else"] = "gathered once per step: it is used at the start and at the end of it"

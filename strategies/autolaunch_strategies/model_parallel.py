@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +59,14 @@ class ModelParallelModule:
                 parameter.requires_grad_(trained)
 
 
-def apply_plan(model: nn.Module, rules: list[Rule], mesh: DeviceMesh | None, prefix: str = "") -> ModelParallelModule:
+def apply_plan(
+    model: nn.Module,
+    rules: list[Rule],
+    mesh: DeviceMesh | None,
+    prefix: str = "",
+    found: tuple[list[Match], list[str]] | None = None,
+    absent: Callable[[nn.Module], bool] = lambda module: False,
+) -> ModelParallelModule:
     """Apply the rules of a plan to `model` in place; parameters may be on meta.
 
     What no rule places stays a plain parameter, whole on every rank.
@@ -67,13 +74,15 @@ def apply_plan(model: nn.Module, rules: list[Rule], mesh: DeviceMesh | None, pre
     Args:
         mesh: the 1-D mesh of the mp axis; None if it has one rank: then nothing is done.
         prefix: what patterns may have in front of the model's own names.
+        found: what `matched` returned, if the model has been cut since.
+        absent: whether a module belongs to another stage of a pipeline; rules for it are left to that.
 
     Raises:
         ConfigError: a style that does not fit its module.
     """
     if mesh is None:
         return ModelParallelModule(model)
-    matches, warnings = matched(model, rules, prefix)
+    matches, warnings = found or matched(model, rules, prefix)
     for warning in warnings:
         log.warning(warning)
     remember_plan(model, matches)
@@ -81,6 +90,8 @@ def apply_plan(model: nn.Module, rules: list[Rule], mesh: DeviceMesh | None, pre
     region = Region(model, mesh, mode.replicate)
     modules = dict(model.named_modules())
     for match in matches:
+        if absent(modules[match.module]):
+            continue
         for spec in match.rule.styles:
             style = build_style(spec, f"{match.rule.source}: {match.rule.pattern}")
             style.apply(region, match.module, modules[match.module], match.only)

@@ -124,10 +124,12 @@ def clip_grad_norm_(
     """
     chosen: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     # Asked of every model, not of those whose parameters are here: a stage may hold none of what is clipped.
-    pipelines = [applied.pipeline for applied in _MODELS.values() if applied.pipeline is not None]
-    if pipelines:
-        group, device = pipelines[0].group, pipelines[0].device
-        norm = gradient_norm(chosen, norm_type, group, lambda item: all(one.counts(item) for one in pipelines), device)
+    staged = [(applied.pipeline, applied.module) for applied in _MODELS.values() if applied.pipeline is not None]
+    if staged:
+        first = staged[0][0]
+        pipeline_of = {id(item): pipeline for pipeline, module in staged for item in module.parameters()}
+        counted = [item for item in chosen if pipeline_of.get(id(item), first).counts(item)]
+        norm = gradient_norm(counted, norm_type, first.group, device=first.device)
     else:
         norm = gradient_norm(chosen, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):

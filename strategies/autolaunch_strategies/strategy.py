@@ -23,6 +23,7 @@ from autolaunch_strategies.config import (
     DataParallel,
     MeshShape,
     ModelParallel,
+    PipelineParallel,
     parallel_config,
     parse_mesh,
 )
@@ -30,6 +31,8 @@ from autolaunch_strategies.construction import Construction
 from autolaunch_strategies.gradients import clip_values, gradient_norm, scale_gradients
 from autolaunch_strategies.materialise import WeightFiles
 from autolaunch_strategies.optimizers import adapt_optimizer
+from autolaunch_strategies.pipeline.cut import drop_stand_ins, whole_model
+from autolaunch_strategies.pipeline.steps import PipelinedSteps, refuse_what_cannot_run
 from autolaunch_strategies.strategy_checkpoints import CheckpointStrategy
 from autolaunch_strategies.termination import Termination
 from autolaunch_strategies.views import plain
@@ -48,7 +51,8 @@ class MeshStrategy(CheckpointStrategy):
         mesh: a shape such as ``"8"``, ``"4x2"`` or ``"dp4xmp2"``, or ``"auto"``: every device along dp.
         dp: a sharding level, or the fields of `DataParallel` as a mapping.
         mp: `auto`, `tensor_parallel`, `seq_parallel`, or the fields of `ModelParallel` as a mapping.
-        pp, cp: later axes; None as long as they have one rank.
+        pp: `exact`, the name of a schedule (`1f1b`, ...), or the fields of `PipelineParallel` as a mapping.
+        cp: a later axis; None as long as it has one rank.
         recompute: activation checkpointing: none, full, n (every n-th block), selective.
         recompute_save: operators whose outputs selective recomputation keeps.
         compile: compile every block: True or a mode of `torch.compile`.
@@ -71,7 +75,7 @@ class MeshStrategy(CheckpointStrategy):
         mesh: str | int | MeshShape | Mapping[str, Any] = "auto",
         dp: DataParallel | Mapping[str, Any] | int | None = None,
         mp: ModelParallel | Mapping[str, Any] | str | None = "auto",
-        pp: Mapping[str, Any] | None = None,
+        pp: PipelineParallel | Mapping[str, Any] | str | None = "exact",
         cp: Mapping[str, Any] | None = None,
         *,
         recompute: str | int = "none",
@@ -101,6 +105,7 @@ class MeshStrategy(CheckpointStrategy):
         self._grad_norm: torch.Tensor | None = None
         self._in_manual_step = False
         self._failed = False
+        self._steps: PipelinedSteps | None = None
 
     # --- start and end ----------------------------------------------------------------------------------------------
 
@@ -117,10 +122,20 @@ class MeshStrategy(CheckpointStrategy):
         ):
             loop.inference_mode = False  # tensors made in inference mode can't be gathered and used in training again
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.shape.pp > 1:
+            refuse_what_cannot_run(self.lightning_module, fitting)
         if fitting:
             _refuse_what_cannot_work(trainer, sharded=self.shape.dp > 1 and self.parallel.dp.sharding_level > 0)
         self.model = self.lightning_module
         self._parallelize(self.lightning_module, fitting)
+        if self._applied.pipeline is not None:
+            self._steps = PipelinedSteps(
+                self.lightning_module,
+                self._applied.pipeline,
+                self._applied.data_parallel,
+                self.rank_mesh.group("dp", "cp"),
+            )
+            self._steps.relay.install()
         if fitting:
             self._reset_optimizers()
             self.setup_optimizers(trainer)
@@ -171,6 +186,9 @@ class MeshStrategy(CheckpointStrategy):
         self._failed = True
 
     def teardown(self) -> None:
+        if self._steps is not None:
+            self._steps.relay.remove()
+            self._steps = None
         self._writer.finish(together=not self._failed)
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
@@ -206,11 +224,24 @@ class MeshStrategy(CheckpointStrategy):
 
     def _as_forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
         with self._applied.model_parallel.running():
+            if self._steps is not None:
+                method = getattr(self.lightning_module, step)
+                if step == "training_step":
+                    return self._steps.training_step(method, *args, **kwargs)
+                return self._steps.evaluation_step(step, method, *args, **kwargs)
             return tree_map(plain, self._gathered(step, *args, **kwargs))
 
-    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         with self._applied.model_parallel.running():  # recomputed blocks run their forward within it
-            return super().backward(*args, **kwargs)
+            if self._steps is None:
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
+            plugin, module = self.precision_plugin, self.lightning_module
+            assert module is not None
+            loss = plugin.pre_backward(closure_loss, module)
+            self._steps.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
+            return plugin.post_backward(loss, module)
 
     def _gathered(self, step: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module as its forward, so that sharded parameters outside of blocks are whole within it."""
@@ -254,7 +285,19 @@ class MeshStrategy(CheckpointStrategy):
         self._applied.data_parallel.finish_backward()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        pipeline = self._applied.pipeline
+        if pipeline is None:
+            super().setup_optimizers(trainer)
+        else:
+            with whole_model(pipeline.held) as whole:  # what groups parameters sees those of every stage
+                super().setup_optimizers(trainer)
+                names = {parameter: name for name, parameter in whole.named_parameters()}
+                self._optimizer_names = [
+                    [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+                    for optimizer in self.optimizers
+                ]
+            for optimizer in self.optimizers:
+                drop_stand_ins(optimizer, pipeline.held)
         for optimizer in self.optimizers:
             adapt_optimizer(optimizer)
             optimizer.register_step_post_hook(self._after_step)

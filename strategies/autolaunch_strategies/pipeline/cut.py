@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +67,7 @@ class Cutting:
 
 
 def pipelined_part(root: nn.Module, blocks: Blocks, pp: PipelineParallel) -> str:
-    """The name in `root` of the module that is cut: its child that holds the blocks, or "" for `root` itself.
+    """The name in a LightningModule of what is cut: its child that holds the blocks, or "" for the module itself.
 
     Raises:
         ConfigError: several children hold blocks and `pp.split_spec` does not say which; or there is nothing to cut.
@@ -93,7 +94,7 @@ def pipelined_part(root: nn.Module, blocks: Blocks, pp: PipelineParallel) -> str
     if len(children) > 1:
         return ""
     child = next(iter(children))
-    return "" if not child or child in parents and _is_list(root.get_submodule(child)) else child
+    return "" if not child or (child in parents and _is_list(root.get_submodule(child))) else child
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -133,13 +134,16 @@ def find_units(model: nn.Module, candidates: Sequence[str], everywhere: Sequence
     return units
 
 
-def cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, stages: int) -> Cutting:
+def cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, stages: int, wrapped: bool = True) -> Cutting:
     """Decide how `root` (may be on meta) is cut into so many stages. Nothing is changed.
+
+    Args:
+        wrapped: whether `root` is a module around the model (a LightningModule), and not the model itself.
 
     Raises:
         ConfigError: the model can't be cut so, or its forward does not run on any inputs that are known.
     """
-    part = pipelined_part(root, blocks, pp)
+    part = pipelined_part(root, blocks, pp) if wrapped else ""
     model = root.get_submodule(part)
     prefix = f"{part}." if part else ""
     modules = [name for name, _ in model.named_modules() if name]
@@ -225,8 +229,8 @@ def _refuse_hidden_reads(recording: Recording) -> None:
     for unit, reader in recording.hidden_reads().items():
         raise ConfigError(
             "pp",
-            f"{reader or 'the output of the model'} needs a tensor that {unit} keeps and does not return, so it can't be "
-            "sent to another stage",
+            f"{reader or 'the output of the model'} needs a tensor that {unit} keeps and does not return, so it can't "
+            "be sent to another stage",
             f"a model in which {unit} returns it, or {unit} in pp.global_spec",
             f"pp.global_spec={unit}",
         )
@@ -331,6 +335,11 @@ class Held:
     layout: list[tuple[nn.Module, list[str], dict[str, nn.Parameter]]] = field(default_factory=list)
     """Module, names of its parameters in order, and stand-ins for those that are not held."""
 
+    def lacks(self, module: nn.Module) -> bool:
+        """Whether some parameter of `module` is held by other stages only."""
+        owners = {owner for owner, _, _ in self.layout}
+        return any(part in owners for part in module.modules())
+
     @property
     def stand_ins(self) -> set[nn.Parameter]:
         """Parameters on meta that take the place of what other stages hold."""
@@ -368,21 +377,29 @@ def hold(root: nn.Module, cutting: Cutting, stages: Sequence[int]) -> Held:
     return held
 
 
-def show_whole(held: Held) -> None:
-    """Put stand-ins where parameters are absent, so that code that looks for parameters sees those of all stages."""
+@contextmanager
+def whole_model(held: Held) -> Iterator[nn.Module]:
+    """Within it stand-ins are where parameters are absent: code that looks for parameters sees those of all stages."""
     for module, order, absent in held.layout:
         present = dict(module._parameters)
-        for name in absent:
-            del module.__dict__[name]
         module._parameters.clear()
         for name in order:
+            module.__dict__.pop(name, None)
             module._parameters[name] = absent[name] if name in absent else present.pop(name)
         module._parameters.update(present)
+    try:
+        yield held.root
+    finally:
+        for module, _, absent in held.layout:
+            for name, stand_in in absent.items():
+                module._parameters.pop(name, None)
+                module.__dict__[name] = stand_in.data
 
 
-def show_held(held: Held) -> None:
-    """The opposite of `show_whole`."""
-    for module, _, absent in held.layout:
-        for name, stand_in in absent.items():
-            module._parameters.pop(name, None)
-            module.__dict__[name] = stand_in.data
+def drop_stand_ins(optimizer: torch.optim.Optimizer, held: Held) -> None:
+    """Take the parameters of other stages out of an optimizer; its groups stay, even if nothing is left in them."""
+    absent = held.stand_ins
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter not in absent]
+    for parameter in absent:
+        optimizer.state.pop(parameter, None)

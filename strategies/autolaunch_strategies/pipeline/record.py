@@ -85,7 +85,7 @@ class Recording:
         return sorted(leaf for leaf in later if leaf.call <= call)
 
     def hidden_reads(self) -> dict[str, str]:
-        """Unit -> reader ("" is the model's output): tensors made in the unit, not returned by it, but read elsewhere."""
+        """Unit -> who reads a tensor that was made in it but not returned ("" is the model's output)."""
         found: dict[str, str] = {}
         for reader, reads in [(call.unit, call.reads) for call in self.calls] + [("", self.output_reads)]:
             for leaf in reads:
@@ -150,7 +150,7 @@ class _Recorder(TorchDispatchMode):
             self.alive += [*state.values(), *inputs]
             stack.enter_context(self._watched())
             stack.enter_context(self)
-            output = torch.func.functional_call(self.model, state, args, kwargs)
+            output = torch.func.functional_call(self.model, state, args, dict(kwargs))
             tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
             self.recording.output_reads = _NONE.union(*(self._of(tensor) for tensor in tensors))
 

@@ -9,6 +9,7 @@ log is taken from the last stage.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -190,6 +191,18 @@ class StageRelay:
         """
         assert self.is_recording
         self._parts.append(_Part(samples))
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Within `recording`: what is logged and what metrics collect in it counts for nothing."""
+        parts, self._parts = self._parts, [_Part(1.0)]
+        states = {metric: copy.deepcopy(_state(metric)) for _, metric in self._metrics()}
+        try:
+            yield
+        finally:
+            self._parts = parts
+            for metric, state in states.items():
+                vars(metric).update(tree_map(lambda value, on=metric.device: _arrive(value, on), state))
 
     def share(self, extra: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Log what the last stage recorded, on every rank. One broadcast; two more when its structure is a new one.

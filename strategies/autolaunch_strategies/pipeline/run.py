@@ -29,14 +29,17 @@ from autolaunch_strategies.views import plain
 
 
 class LeaveStep(BaseException):
-    """Ends a user's step on a stage that is not the last, where it calls the model. No Exception: nobody may catch it."""
+    """Ends a user's step on a stage that is not the last, where it calls the model.
+
+    No Exception: user code must not catch it.
+    """
 
 
 class Job(NamedTuple):
     """One microbatch at one stage."""
 
     stage: int
-    index: int
+    microbatch: int
 
 
 @dataclass
@@ -105,6 +108,7 @@ class Pipeline:
         self._works: dict[Job, _Work] = {}
         self._filled: Filled | None = None
         self._weights = WeightGradients()
+        self._state_at_call: Any = None
         self._first_held: dict[int, tuple[nn.Parameter, bool]] = {}
 
     # --- who am I ---------------------------------------------------------------------------------------------------
@@ -202,7 +206,22 @@ class Pipeline:
         output = self._fill(args, kwargs)
         if not self.is_last:
             raise LeaveStep
+        self._state_at_call = self._random_state()
         return output
+
+    def drew_behind_call(self) -> bool:
+        """Whether random numbers were drawn since the model was called for a whole batch: other stages did not."""
+        state, self._state_at_call = self._state_at_call, None
+        return state is not None and state != self._random_state()
+
+    def _random_state(self) -> Any:
+        own = (
+            torch.get_rng_state()
+            if self.device.type == "cpu"
+            else torch.get_device_module(self.device).get_rng_state(self.device)
+        )
+        numpy_state = np.random.get_state(legacy=False)["state"]  # type: ignore[call-overload]
+        return own.numpy().tobytes(), torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(numpy_state)
 
     def _fill(self, args: Any, kwargs: Any) -> Any:
         """Run every microbatch through this rank's stages; on the last one the output of the whole batch."""
@@ -317,15 +336,15 @@ class Pipeline:
         with PutOffWeights(self._weights) if parts_off else nullcontext():
             for action in with_transfers(schedule)[self.pipe_rank]:
                 job = Job(action.stage, action.microbatch)
-                before, behind = Job(job.stage - 1, job.index), Job(job.stage + 1, job.index)
+                before, behind = Job(job.stage - 1, job.microbatch), Job(job.stage + 1, job.microbatch)
                 if action.kind is Kind.RECV_F:
-                    arrivals[job] = self._receive(job, keys[job.index])
+                    arrivals[job] = self._receive(job, keys[job.microbatch])
                 elif action.kind is Kind.F:
-                    self._step_of(job, arrivals.pop(job, None), step, factors[job.index], results)
+                    self._step_of(job, arrivals.pop(job, None), step, factors[job.microbatch], results)
                     if job.stage != self.last_stage and self._is_here(behind.stage):
                         arrivals[behind] = self._handed_on(job)
                 elif action.kind is Kind.SEND_F:
-                    self._send(job, keys[job.index])
+                    self._send(job, keys[job.microbatch])
                 elif action.kind is Kind.RECV_B:
                     gradients[job] = self._begin_gradients(job)
                 elif action.kind in (Kind.B, Kind.I):
@@ -350,7 +369,7 @@ class Pipeline:
     def _step_of(
         self, job: Job, arrival: _Arrival | None, step: Callable[[int], Any], factor: float, results: Microbatches
     ) -> None:
-        """Run the user's step for one job: as a stage's forward up to the model's call, on the last stage to its end."""
+        """Run the user's step for one job: up to its call of the model, on the last stage to its end."""
 
         def call(args: Any, kwargs: Any) -> Any:
             structure, _ = self.structures.of(args, kwargs, self.model.training, several=False)
@@ -359,8 +378,8 @@ class Pipeline:
                 raise LeaveStep
             return output
 
-        with self._own_numbers("step", job.index), self._step(call):
-            loss, rest = step(job.index)
+        with self._own_numbers("step", job.microbatch), self._step(call):
+            loss, rest = step(job.microbatch)
             work = self._works[job]
             results.losses.append(loss.detach())
             results.rest.append(rest)
@@ -406,7 +425,7 @@ class Pipeline:
                 known[leaf] = meta.wrapped(part, self.mp_mesh)
         metas = () if arrival is None else arrival.header.metas
         todo = pass_of(structure, job.stage, known, metas, stop_at_once=stop and job.stage == self.last_stage)
-        with self._own_numbers(job.stage, job.index):
+        with self._own_numbers(job.stage, job.microbatch):
             output = self.staged.run(todo, args, kwargs, self._call)
         outputs = [local_part(todo.known[leaf]) for leaf in todo.carry]
         self._works[job] = _Work(inputs, outputs, Header(tuple(todo.metas), todo.carry))

@@ -204,7 +204,7 @@ def _not_by_batch(leaves: list[Any], spec: Any, size: int, error: Exception) -> 
     return ConfigError(
         "pp.microbatches",
         f"the model is called with tensors of shapes {', '.join(map(str, shapes))}, and it does not run with another "
-        f"number than {size} as their first dim ({first_line[:160]}), so the batch can't be cut into microbatches along it",
+        f"number than {size} as their first dim ({first_line[:160]}), so they can't be cut into microbatches along it",
         "a model that takes the batch as the first dim, or one microbatch",
         "pp.microbatches=1",
     )
@@ -234,8 +234,8 @@ def _join_dims(
             elif leaf in needed and (differing or call.from_data[place]):
                 raise ConfigError(
                     "pp.microbatches",
-                    f"{call.unit} returns a tensor of shape {shape} for a batch of {trial[0]}: it says something of the "
-                    "whole batch, and can't be put together from microbatches",
+                    f"{call.unit} returns a tensor of shape {shape} for a batch of {trial[0]}: it says something of "
+                    "the whole batch, and can't be put together from microbatches",
                     "one microbatch; or pp.loss=microbatch, where the loss is the mean over microbatches",
                     "pp.microbatches=1",
                 )

@@ -1,0 +1,119 @@
+"""A pipeline from a model and a config: cut first, take over the calls when everything else has been applied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autolaunch_strategies.blocks import Block, Blocks
+from autolaunch_strategies.config import PipelineParallel
+from autolaunch_strategies.mesh import RankMesh
+from autolaunch_strategies.pipeline.cut import Cutting, Held, cut, hold
+from autolaunch_strategies.pipeline.run import Pipeline, pipe_rank, stages_of
+from autolaunch_strategies.pipeline.schedule import build_schedule, default_virtual_stages
+from autolaunch_strategies.pipeline.structure import Structures, skeleton_of
+
+_V_SHAPED = ("zbv_zero_bubble", "dualpipev")
+
+
+def placement(pp: PipelineParallel, ranks: int) -> tuple[int, ...]:
+    """The pipe rank of every stage."""
+    if pp.loss == "exact":
+        return tuple(range(ranks))
+    if pp.schedule.endswith(".csv"):
+        return build_schedule(pp.schedule, ranks).rank_of_stage
+    stages = range(ranks * (pp.virtual_stages or default_virtual_stages(pp.schedule)))
+    if pp.schedule in _V_SHAPED:
+        return tuple(stage if stage < ranks else 2 * ranks - 1 - stage for stage in stages)
+    return tuple(stage % ranks for stage in stages)
+
+
+@dataclass
+class CutModel:
+    """A module of which this rank has kept its stages only; its calls are still its own."""
+
+    root: nn.Module
+    cutting: Cutting
+    held: Held
+    structures: Structures
+    pp: PipelineParallel
+    rank_of_stage: tuple[int, ...]
+    mesh: RankMesh
+
+    @classmethod
+    def make(cls, root: nn.Module, cutting: Cutting, pp: PipelineParallel, mesh: RankMesh) -> CutModel:
+        """Take everything out of `root` that other stages hold."""
+        group = mesh.group("pp")
+        assert group is not None
+        rank_of_stage = placement(pp, group.size())
+        model = root.get_submodule(cutting.name.removesuffix("."))
+        keep = [item for item in (getattr(root, "_trainer", None), getattr(root, "_fabric", None)) if item is not None]
+        structures = Structures(cutting, skeleton_of(model, tuple(keep)))
+        own = stages_of(rank_of_stage, pipe_rank(rank_of_stage, group.size(), group.rank()))
+        return cls(root, cutting, hold(root, cutting, own), structures, pp, rank_of_stage, mesh)
+
+    def own_blocks(self, blocks: Blocks) -> Blocks:
+        """Those blocks of which this rank holds something."""
+        kept = [block for block in blocks if _holds_something(block)]
+        return Blocks(kept, blocks.reasons)
+
+    def pipeline(self, device: torch.device) -> Pipeline:
+        """Take over the calls of the model."""
+        group = self.mesh.group("pp")
+        assert group is not None
+        return Pipeline(
+            self.root,
+            self.cutting,
+            self.held,
+            self.structures,
+            self.pp,
+            self.rank_of_stage,
+            group,
+            self.mesh.sub_mesh("mp"),
+            device,
+        )
+
+
+def _holds_something(block: Block) -> bool:
+    return next(block.module.parameters(), None) is not None
+
+
+def plan_cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, ranks: int, wrapped: bool) -> Cutting:
+    """Decide how `root` is cut for so many ranks along pp. Nothing is changed but caches switched off.
+
+    Args:
+        wrapped: whether `root` is a module around the model (a LightningModule), and not the model itself.
+    """
+    for module in root.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:  # keys and values of other stages are not here
+            config.use_cache = False
+    return cut(root, blocks, pp, len(placement(pp, ranks)), wrapped)
+
+
+def account_of_pipeline(cutting: Cutting, pp: PipelineParallel, ranks: int) -> dict[str, Any]:
+    """How a model is cut, and what each rank along pp holds, as plain data."""
+    rank_of_stage = placement(pp, ranks)
+    account: dict[str, Any] = {
+        "model": cutting.name.removesuffix(".") or "(the module)",
+        "schedule": pp.schedule,
+        "loss": pp.loss,
+        "order_from": cutting.recording.origin,
+        "cuts": cutting.cuts,
+        "stages": [
+            {"stage": number, "pipe_rank": rank_of_stage[number], **stage}
+            for number, stage in enumerate(cutting.account())
+        ],
+    }
+    if cutting.recording.untraceable:
+        account["untraceable"] = dict(cutting.recording.untraceable)
+    return account
+
+
+def shared_parameters(cutting: Cutting) -> Mapping[str, tuple[int, ...]]:
+    """Parameters that several stages hold, and which."""
+    return {name: stages for name, stages in cutting.holders.items() if len(stages) > 1}

@@ -1,0 +1,88 @@
+"""Parameters that several stages hold, such as a tied embedding: one copy per holder, one sum of gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autolaunch_strategies.pipeline.cut import Cutting
+from autolaunch_strategies.pipeline.run import Pipeline, group_rank
+
+
+class SharedGradients:
+    """Sums the gradients of shared parameters over the ranks that hold them.
+
+    All of them add in the same order, so that the copies stay equal bit for bit.
+    """
+
+    def __init__(self, root: nn.Module, cutting: Cutting, pipeline: Pipeline) -> None:
+        self.root, self.group, self.device = root, pipeline.group, pipeline.device
+        self._sets: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name, stages in cutting.holders.items():
+            ranks = {group_rank(pipeline.rank_of_stage, self.group.size(), stage) for stage in stages}
+            if len(ranks) > 1 and self.group.rank() in ranks:
+                self._sets[tuple(sorted(ranks))].append(name)
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Replace the gradient of every shared parameter by the sum over its holders. Collective over the holders.
+
+        A parameter that has a gradient nowhere keeps none.
+        """
+        parameters = dict(self.root.named_parameters())
+        for ranks in sorted(self._sets):
+            trained = [parameters[name] for name in self._sets[ranks] if parameters[name].requires_grad]
+            kinds: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
+            for parameter in trained:
+                kinds[parameter.dtype].append(parameter)
+            for same in kinds.values():
+                self._sum(ranks, same)
+
+    def _sum(self, ranks: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
+        own = [
+            torch.zeros_like(_local(parameter)) if parameter.grad is None else _dense(_local(parameter.grad))
+            for parameter in parameters
+        ]
+        present = [float(parameter.grad is not None) for parameter in parameters]
+        flat = torch.cat(
+            [*(item.flatten().to(self.device) for item in own), own[0].new_tensor(present).to(self.device)]
+        )
+        self._all_reduce(ranks, flat)
+        pieces = flat.split([*(item.numel() for item in own), len(own)])
+        for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=False)):
+            if pieces[-1][index] == 0:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+            local = _local(parameter.grad)
+            local.copy_(piece.view_as(local))
+
+    def _all_reduce(self, ranks: tuple[int, ...], flat: torch.Tensor) -> None:
+        if len(ranks) == self.group.size():
+            dist.all_reduce(flat, group=self.group)
+            return
+        first, *others = ranks  # a group of its own for each set of holders would be one more for every replica
+        if self.group.rank() != first:
+            dist.send(flat, group=self.group, group_dst=first)
+            dist.recv(flat, group=self.group, group_src=first)
+            return
+        arriving = torch.empty_like(flat)
+        for rank in others:
+            dist.recv(arriving, group=self.group, group_src=rank)
+            flat += arriving
+        for rank in others:
+            dist.send(flat, group=self.group, group_dst=rank)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor

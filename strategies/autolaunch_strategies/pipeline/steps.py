@@ -1,0 +1,250 @@
+"""The steps of a LightningModule on a rank that holds some stages of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from autolaunch_strategies.checkpoint import random_state, set_random_state
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.data_parallel import DataParallelModule
+from autolaunch_strategies.pipeline.relay import StageRelay
+from autolaunch_strategies.pipeline.run import Microbatches, Pipeline, cut_leaves, shapes_of
+from autolaunch_strategies.pipeline.schedule import Action, Kind, Schedule, build_schedule, fitting_microbatches
+from autolaunch_strategies.pipeline.shared import SharedGradients
+from autolaunch_strategies.pipeline.structure import batch_size
+from autolaunch_strategies.views import plain
+
+
+class PipelinedSteps:
+    """Runs the steps of a module through a pipeline; what the last stage returns and logs is known to all.
+
+    exact: a step runs once for each batch; its call of the model runs all microbatches, and the loss is differentiated
+    where lightning asks for it. microbatch: a step runs once for each microbatch and stage, forward and backward by the
+    schedule, within lightning's training step; the gradients are kept aside until lightning asks for the backward
+    pass, because it sets gradients to zero before that.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipeline: Pipeline,
+        data_parallel: DataParallelModule,
+        data_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.module, self.pipeline, self.data_parallel = module, pipeline, data_parallel
+        self.relay = StageRelay(module, pipeline.group, pipeline.is_last, data_group, pipeline.device)
+        self.shared = SharedGradients(module, pipeline.cutting, pipeline)
+        self._aside: dict[nn.Parameter, torch.Tensor] = {}
+        self._objective_checked = False
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the user's `step` returns on the last stage; elsewhere its loss as a plain value."""
+        self.pipeline.number = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
+        self.pipeline.forget()
+        if self.pipeline.config.loss == "exact":
+            return self._recorded("training_step", lambda: self._whole(step, *args, **kwargs))
+        return self._recorded("training_step", lambda: self._by_schedule(step, *args, **kwargs))
+
+    def backward(self, differentiate: Callable[[], Any]) -> None:
+        """The backward pass of the last training step, with gradients exchanged over dp and over stages.
+
+        Args:
+            differentiate: differentiates the loss, where it is.
+        """
+        if self.pipeline.config.loss == "exact":
+            with self.data_parallel.several_backwards():
+                if self.pipeline.is_last:
+                    differentiate()
+                self.pipeline.drain()
+        else:
+            for parameter, gradient in self._aside.items():
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            self._aside.clear()
+        self.data_parallel.finish_backward()
+        if not self.data_parallel.accumulates:
+            self.shared.sum()
+
+    def _whole(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.data_parallel.gather_rest()
+        output = None
+        with self.pipeline.whole_step():
+            output = tree_map(plain, step(*args, **kwargs))
+        return output
+
+    def _by_schedule(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        pipeline = self.pipeline
+        leaves, spec = tree_flatten(batch)
+        size = batch_size(leaves)
+        schedule = self._schedule(size)
+        batched = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves]
+        parts = cut_leaves(leaves, batched, schedule.microbatches)
+        samples = [batch_size(part) for part in parts] if schedule.microbatches > 1 else [size]
+        accumulated = self.module.trainer.accumulate_grad_batches
+
+        def run(microbatch: int) -> tuple[torch.Tensor, Any]:
+            if pipeline.is_last:
+                self.relay.microbatch(samples[microbatch])
+            output = tree_map(plain, step(tree_unflatten(parts[microbatch], spec), *args, **kwargs))
+            loss = _loss_of(output)
+            if loss is None:
+                raise ConfigError(
+                    "pp.loss=microbatch",
+                    "training_step returned no loss for a microbatch, so the batch can't be left out as a whole",
+                    "a loss for every microbatch, or pp.loss=exact",
+                    "pp=exact",
+                )
+            return loss, output
+
+        self.data_parallel.forget_gathered()
+        before = {parameter: parameter.grad for parameter in self.module.parameters()}
+        for parameter in before:
+            parameter.grad = None
+        self.data_parallel.gather_rest()
+        with self.data_parallel.several_backwards():
+            results = pipeline.run_schedule(
+                schedule,
+                run,
+                [count / size / accumulated for count in samples],
+                [(batched, shapes_of(part)) for part in map(tuple, parts)],
+            )
+        for parameter in before:
+            if parameter.grad is not None:
+                self._aside[parameter] = parameter.grad
+            parameter.grad = before[parameter]
+        if not pipeline.is_last:
+            return None
+        loss = torch.stack([item * (count / size) for item, count in zip(results.losses, samples, strict=True)]).sum()
+        if not self._objective_checked and schedule.microbatches > 1:
+            self._check_objective(results, loss, lambda: step(batch, *args, **kwargs))
+        self._objective_checked = True
+        return _merged(results.rest, loss, samples)
+
+    def _schedule(self, size: int) -> Schedule:
+        """The schedule of a batch of `size` samples; where it has too few for it, all forward and then all backward."""
+        pp, ranks = self.pipeline.config, self.pipeline.group.size()
+        count = fitting_microbatches(pp.schedule, ranks, pp.virtual_stages, pp.microbatches, size)
+        if count:
+            return build_schedule(pp.schedule, ranks, count, pp.virtual_stages)
+        return forward_then_backward(self.pipeline.rank_of_stage, min(size, pp.microbatches or size))
+
+    def _check_objective(self, results: Microbatches, mean: torch.Tensor, step: Callable[[], Any]) -> None:
+        """Refuse a loss of which the mean over microbatches is another loss than that of the whole batch."""
+        with self.relay.unrecorded():
+            whole = _loss_of(tree_map(plain, self.pipeline.replay(results, step)))
+        if whole is None or whole.isnan() or mean.isnan():
+            return
+        tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 1e-2
+        if not torch.isclose(whole.double(), mean.double(), rtol=tolerance, atol=1e-7):
+            raise ConfigError(
+                "pp.loss=microbatch",
+                f"the loss of the first batch is {whole.item():.6g}, but the mean over its {len(results.losses)} "
+                f"microbatches is {mean.item():.6g}: training would minimise something else than on one device",
+                "pp.loss=exact, which computes the loss of the whole batch; or a loss that is a mean over samples",
+                "pp=exact",
+            )
+
+    # --- validation, test, prediction -------------------------------------------------------------------------------
+
+    def evaluation_step(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the user's `step` returns on the last stage; elsewhere None."""
+        try:
+            return self._recorded(name, lambda: self._whole(step, *args, **kwargs))
+        finally:
+            self.data_parallel.forget_gathered()
+
+    # --- what both share --------------------------------------------------------------------------------------------
+
+    def _recorded(self, name: str, run: Callable[[], Any]) -> Any:
+        """Run a step, log on every rank what it logs on the last stage, and go on with equal random numbers."""
+        output = None
+        try:
+            with self.relay.recording():
+                output = run()
+        except Exception as error:
+            if self.pipeline.is_last:
+                self.relay.fail(error, name)
+            raise
+        loss = _loss_of(output) if name == "training_step" else None
+        extra = {"drew": torch.tensor(float(self.pipeline.drew_behind_call()))}
+        if loss is not None:
+            extra["loss"] = loss.detach()
+        told = self.relay.share(extra)
+        if told["drew"]:
+            self._share_random_state()
+        return output if self.pipeline.is_last else told.get("loss")
+
+    def _share_random_state(self) -> None:
+        source = dist.get_global_rank(self.pipeline.group, self.pipeline.last_rank)
+        told = [random_state() if self.pipeline.is_last else None]
+        dist.broadcast_object_list(told, source, group=self.pipeline.group)
+        if not self.pipeline.is_last:
+            assert told[0] is not None
+            set_random_state(told[0])
+
+
+def refuse_what_cannot_run(module: pl.LightningModule, fitting: bool) -> None:
+    """Raise ConfigError for modules whose training can't be run in stages."""
+    if not fitting:
+        return
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"pp with {type(module).__name__}",
+            "it optimizes by hand (automatic_optimization=False), but the backward pass of a pipeline belongs to all "
+            "stages together",
+            "automatic optimization, or a mesh with pp of size 1",
+        )
+    if is_overridden("backward", module, parent=pl.LightningModule):
+        raise ConfigError(
+            f"pp with {type(module).__name__}",
+            "it overrides `backward`, which stages other than the last, that have no loss, can't run",
+            "a module that leaves `backward` to lightning, or a mesh with pp of size 1",
+        )
+
+
+def forward_then_backward(rank_of_stage: tuple[int, ...], microbatches: int) -> Schedule:
+    """A schedule for any number of microbatches on any placement of stages: all forward, then all backward."""
+    ranks = max(rank_of_stage) + 1
+    actions = []
+    for rank in range(ranks):
+        own = [stage for stage, home in enumerate(rank_of_stage) if home == rank]
+        order = range(microbatches)
+        forward = [Action(Kind.F, stage, microbatch) for stage in own for microbatch in order]
+        backward = [Action(Kind.B, stage, microbatch) for stage in reversed(own) for microbatch in order]
+        actions.append((*forward, *backward))
+    per_rank = len(rank_of_stage) // ranks
+    return Schedule("forward_then_backward", ranks, per_rank, microbatches, rank_of_stage, tuple(actions))
+
+
+def _loss_of(output: Any) -> torch.Tensor | None:
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    return output if isinstance(output, torch.Tensor) else None
+
+
+def _merged(outputs: list[Any], loss: torch.Tensor, samples: list[int]) -> Any:
+    """What the step would have returned for the batch: tensors by sample joined, everything else of the first."""
+    first = outputs[0]
+    if not isinstance(first, Mapping):
+        return loss
+    merged = dict(first)
+    for key, value in first.items():
+        values = [output[key] for output in outputs]
+        by_sample = all(
+            isinstance(item, torch.Tensor) and item.dim() > 0 and len(item) == count
+            for item, count in zip(values, samples, strict=True)
+        )
+        if by_sample:
+            merged[key] = torch.cat([item.detach() for item in values])
+        elif isinstance(value, torch.Tensor):
+            merged[key] = value.detach()
+    return {**merged, "loss": loss}
