@@ -269,9 +269,9 @@ def _is_elsewhere(module: nn.Module) -> bool:
 
 def _set_extra_state(module: nn.Module, state: dict[str, Any]) -> None:
     """Hand loaded non-tensor state (`get_extra_state`) to its modules; tensors were filled in place."""
-    extra = {name: value for name, value in state.items() if name.endswith("_extra_state")}
-    if extra:
-        module.load_state_dict(extra, strict=False)
+    for name, value in state.items():
+        if name.endswith("_extra_state"):
+            module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 # --- what differs by dp rank -------------------------------------------------------------------------------------
@@ -368,6 +368,7 @@ def _load_single_file(
     for name, tensor in mine.items():
         if isinstance(tensor, torch.Tensor) and name in saved:
             _copy_part(saved[name], tensor)
+    _set_extra_state(module, {name: saved[name] for name in mine if name in saved})
     names = {parameter: name for name, parameter in module.named_parameters()}
     parameters = {name: parameter for parameter, name in names.items()}
     for number, (optimizer, state) in enumerate(zip(optimizers, checkpoint.pop("optimizer_states", []), strict=False)):

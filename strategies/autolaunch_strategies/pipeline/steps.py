@@ -86,7 +86,7 @@ class PipelinedSteps:
         leaves, spec = tree_flatten(batch)
         size = batch_size(leaves)
         schedule = self._schedule(size)
-        batched = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves]
+        batched = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves)
         parts = cut_leaves(leaves, batched, schedule.microbatches)
         samples = [batch_size(part) for part in parts] if schedule.microbatches > 1 else [size]
         accumulated = self.module.trainer.accumulate_grad_batches
@@ -115,7 +115,7 @@ class PipelinedSteps:
                 schedule,
                 run,
                 [count / size / accumulated for count in samples],
-                [(batched, shapes_of(part)) for part in map(tuple, parts)],
+                [(batched, shapes_of(part)) for part in parts],
             )
         for parameter in before:
             if parameter.grad is not None:
