@@ -62,6 +62,8 @@ def apply_parallelism(
         own_plan: the mp plan that comes with the model.
     """
     count = sum(parameter.numel() for parameter in module.parameters())
+    if config.mesh.pp > 1 or config.recompute.mode != "none":
+        _without_cache(module)
     if construction is not None:
         construction.remember(module)
     share_values(_moved(module, device), mesh.group("pp", "dp", "cp", "mp"))
@@ -112,6 +114,8 @@ def _plan(
 def foresee(module: nn.Module, config: ParallelConfig, own_plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The account that `apply_parallelism` would give of `module` (may be on meta), without touching it."""
     blocks = find_blocks(module)
+    if config.mesh.pp > 1:
+        _without_cache(module)
     sharding = sharding_reasons(module, blocks, config.dp, config.mesh.dp * config.mesh.cp, config.mesh.pp > 1)
     rules, model, prefix = _plan(module, config, own_plan)
     account = account_of_plan(rules, *matched(model, rules, prefix)) if rules else {}
@@ -150,6 +154,17 @@ def _account(
 
 def _if_any(key: str, value: Any) -> dict[str, Any]:
     return {key: value} if value else {}
+
+
+def _without_cache(module: nn.Module) -> None:
+    """Switch off the cache of keys and values that `transformers` fills in training, too.
+
+    A block that runs again would add to it twice, and a stage of a pipeline has a part of it only.
+    """
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False  # type: ignore[union-attr]
 
 
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:

@@ -74,7 +74,7 @@ class CheckpointWriter:
         """
         self.finish()
         checkpoint = dict(checkpoint)
-        model = checkpoint.pop("state_dict")
+        model = {name: _opaque(name, value) for name, value in checkpoint.pop("state_dict").items()}
         tensors: dict[str, Any] = {"model": model if mesh.group("pp") is None else _without_strangers(model, module)}
         groups = []
         if optimizers:
@@ -165,7 +165,7 @@ def load_checkpoint(
         raise _other_optimizers(path, len(ours["optimizer_groups"]), len(optimizers))
     model = module.state_dict()
     _check_names(_whole_shapes(model, mesh.group("pp")), stored, path, module.strict_loading)
-    model = {name: tensor for name, tensor in model.items() if f"model.{name}" in stored}
+    model = {name: _opaque(name, value) for name, value in model.items() if f"model.{name}" in stored}
     tensors: dict[str, Any] = {"model": model}
     names = {parameter: name for name, parameter in module.named_parameters()}
     for index, optimizer in enumerate(optimizers):
@@ -230,7 +230,11 @@ def _whole_shapes(state: dict[str, Any], pipeline: dist.ProcessGroup | None) -> 
 def _check_names(wanted: dict[str, torch.Size | None], stored: dict[str, Any], path: Path, strict: bool) -> None:
     """Raise ConfigError if names (unless not `strict`) or shapes differ; both mappings have names as `model.<name>`."""
     missing = [name for name in wanted if strict and name not in stored and not name.endswith("_extra_state")]
-    unknown = [name for name in stored if strict and name.startswith("model.") and name not in wanted]
+    unknown = [
+        name
+        for name in stored
+        if strict and name.startswith("model.") and name not in wanted and not name.endswith("_extra_state")
+    ]
     wrong = [
         f"{name.removeprefix('model.')} is {tuple(stored[name].size)} there, {tuple(shape)} here"
         for name, shape in wanted.items()
@@ -249,6 +253,11 @@ def _check_names(wanted: dict[str, torch.Size | None], stored: dict[str, Any], p
             f"belongs to another model: {'; '.join(problems + wrong[:3])}",
             "the model that it was saved from",
         )
+
+
+def _opaque(name: str, value: Any) -> Any:
+    """`value` as it is written: a collection that `get_extra_state` gave stays whole, with keys of any type."""
+    return (value,) if name.endswith("_extra_state") and isinstance(value, Mapping | list | tuple) else value
 
 
 def _without_strangers(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
@@ -271,7 +280,8 @@ def _set_extra_state(module: nn.Module, state: dict[str, Any]) -> None:
     """Hand loaded non-tensor state (`get_extra_state`) to its modules; tensors were filled in place."""
     for name, value in state.items():
         if name.endswith("_extra_state"):
-            module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            owner = module.get_submodule(name.rpartition(".")[0])
+            owner.set_extra_state(value[0] if isinstance(value, tuple) and len(value) == 1 else value)
 
 
 # --- what differs by dp rank -------------------------------------------------------------------------------------

@@ -83,15 +83,11 @@ def _holds_something(block: Block) -> bool:
 
 
 def plan_cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, ranks: int, wrapped: bool) -> Cutting:
-    """Decide how `root` is cut for so many ranks along pp. Nothing is changed but caches switched off.
+    """Decide how `root` is cut for so many ranks along pp. Nothing is changed.
 
     Args:
         wrapped: whether `root` is a module around the model (a LightningModule), and not the model itself.
     """
-    for module in root.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "use_cache", None) is True:  # keys and values of other stages are not here
-            config.use_cache = False
     return cut(root, blocks, pp, len(placement(pp, ranks)), wrapped)
 
 

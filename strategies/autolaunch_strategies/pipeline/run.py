@@ -399,8 +399,18 @@ class Pipeline:
                 filled.take(work)
             return self.staged.run(tail_of(structure, *filled.joined(self.mp_mesh)), args, kwargs, self._call)
 
-        with torch.no_grad(), self._own_numbers("step", 0), self._step(call):
+        with self._own_numbers("step", 0), self._step(call):
             return step()
+
+    def used_outside(self, loss: torch.Tensor) -> list[str]:
+        """Parameters of the model that `loss` depends on other than through the call of the model for a whole batch.
+
+        Only those of the last stage are seen; but who uses some of them so, as a penalty on all weights does, uses those
+        of other stages, too.
+        """
+        used = leaves_of(loss)
+        glue = self.cutting.recording.glue_uses
+        return [name for name, parameter in self.model.named_parameters() if id(parameter) in used and name not in glue]
 
     # --- single jobs ------------------------------------------------------------------------------------------------
 
@@ -589,6 +599,22 @@ def cut_leaves(leaves: Sequence[Any], batched: Sequence[bool], count: int) -> li
         for leaf, is_batched in zip(leaves, batched, strict=True)
     ]
     return [list(part) for part in zip(*parts, strict=True)]
+
+
+def leaves_of(loss: torch.Tensor) -> set[int]:
+    """The `id`s of the leaf tensors, parameters among them, that `loss` depends on."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        todo += [following for following, _ in node.next_functions]
+    return found
 
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:

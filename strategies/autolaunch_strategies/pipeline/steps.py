@@ -44,6 +44,7 @@ class PipelinedSteps:
         self.shared = SharedGradients(module, pipeline.cutting, pipeline)
         self._aside: dict[nn.Parameter, torch.Tensor] = {}
         self._objective_checked = False
+        self._parameters_checked = False
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -79,7 +80,21 @@ class PipelinedSteps:
         output = None
         with self.pipeline.whole_step():
             output = tree_map(plain, step(*args, **kwargs))
+            self._refuse_parameters_outside(_loss_of(output))
         return output
+
+    def _refuse_parameters_outside(self, loss: torch.Tensor | None) -> None:
+        """Once: a loss that uses parameters of the model itself would see those of one stage only."""
+        if self._parameters_checked or loss is None or not torch.is_grad_enabled():
+            return
+        self._parameters_checked = True
+        if used := self.pipeline.used_outside(loss):
+            raise ConfigError(
+                "pp",
+                f"the loss uses {self.pipeline.cutting.name}{used[0]} outside of the call of the model, where a stage "
+                "sees its own parameters only (a penalty on all weights, say)",
+                "weight_decay of the optimizer, a penalty computed in the model's forward, or a mesh with pp of size 1",
+            )
 
     def _by_schedule(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         pipeline = self.pipeline
@@ -141,6 +156,7 @@ class PipelinedSteps:
         """Refuse a loss of which the mean over microbatches is another loss than that of the whole batch."""
         with self.relay.unrecorded():
             whole = _loss_of(tree_map(plain, self.pipeline.replay(results, step)))
+            self._refuse_parameters_outside(whole)
         if whole is None or whole.isnan() or mean.isnan():
             return
         tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 1e-2

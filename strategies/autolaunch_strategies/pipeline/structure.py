@@ -169,7 +169,7 @@ class Structures:
                 "pp",
                 f"{reader or 'the output of this call'} needs a tensor that {unit} keeps and does not return, so it "
                 "can't be sent to another stage",
-                f"calls that do not need it (use_cache=False, output_attentions=False), or pp.global_spec={unit}",
+                f"calls that do not need it (use_cache=False, output_attentions=False, output_hidden_states=False), or pp.global_spec={unit}",
             )
 
 
