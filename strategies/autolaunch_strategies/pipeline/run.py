@@ -405,8 +405,8 @@ class Pipeline:
     def used_outside(self, loss: torch.Tensor) -> list[str]:
         """Parameters of the model that `loss` depends on other than through the call of the model for a whole batch.
 
-        Only those of the last stage are seen; but who uses some of them so, as a penalty on all weights does, uses those
-        of other stages, too.
+        Only those of the last stage are seen; but who uses some of them so, as a penalty on all weights does, uses
+        those of other stages, too.
         """
         used = leaves_of(loss)
         glue = self.cutting.recording.glue_uses

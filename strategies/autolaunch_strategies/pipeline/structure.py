@@ -169,7 +169,8 @@ class Structures:
                 "pp",
                 f"{reader or 'the output of this call'} needs a tensor that {unit} keeps and does not return, so it "
                 "can't be sent to another stage",
-                f"calls that do not need it (use_cache=False, output_attentions=False, output_hidden_states=False), or pp.global_spec={unit}",
+                "calls that do not need it (use_cache=False, output_attentions=False, output_hidden_states=False), "
+                f"or pp.global_spec={unit}",
             )
 
 
