@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -378,7 +379,7 @@ def _load_single_file(
     for name, tensor in mine.items():
         if isinstance(tensor, torch.Tensor) and name in saved:
             _copy_part(saved[name], tensor)
-    _set_extra_state(module, {name: saved[name] for name in mine if name in saved})
+    _set_extra_state(module, {name: _opaque(name, saved[name]) for name in mine if name in saved})
     names = {parameter: name for name, parameter in module.named_parameters()}
     parameters = {name: parameter for parameter, name in names.items()}
     for number, (optimizer, state) in enumerate(zip(optimizers, checkpoint.pop("optimizer_states", []), strict=False)):
