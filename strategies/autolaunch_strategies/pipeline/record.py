@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if self.quiet:
+        if self.quiet or func.namespace == "prim":  # what it is on, its type: more than half of all calls, no values
             return output
         given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         self._note_parameters(given)
