@@ -135,7 +135,7 @@ def _account(
     stages = {}
     if cutting is not None:
         assert config.pp is not None
-        stages = account_of_pipeline(cutting, config.pp, config.mesh.pp)
+        stages = account_of_pipeline(cutting, config.pp, config.mesh)
     return {
         "order": list(ORDER),
         "mesh": {"shape": config.mesh.name, "ranks": config.mesh.size, "rank_order": list(config.mesh.order)},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from autolaunch_strategies.blocks import Block, Blocks
-from autolaunch_strategies.config import PipelineParallel
-from autolaunch_strategies.mesh import RankMesh
+from autolaunch_strategies.config import MeshShape, PipelineParallel
+from autolaunch_strategies.mesh import RankMesh, coordinates
 from autolaunch_strategies.pipeline.cut import Cutting, Held, cut, hold
-from autolaunch_strategies.pipeline.run import Pipeline, pipe_rank, stages_of
+from autolaunch_strategies.pipeline.run import Pipeline, group_rank, pipe_rank, stages_of
 from autolaunch_strategies.pipeline.schedule import build_schedule, default_virtual_stages
 from autolaunch_strategies.pipeline.structure import Structures, skeleton_of
 
@@ -91,9 +91,9 @@ def plan_cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, ranks: int, 
     return cut(root, blocks, pp, len(placement(pp, ranks)), wrapped)
 
 
-def account_of_pipeline(cutting: Cutting, pp: PipelineParallel, ranks: int) -> dict[str, Any]:
-    """How a model is cut, and what each rank along pp holds, as plain data."""
-    rank_of_stage = placement(pp, ranks)
+def account_of_pipeline(cutting: Cutting, pp: PipelineParallel, mesh: MeshShape) -> dict[str, Any]:
+    """How a model is cut, and what each stage holds and on which ranks, as plain data."""
+    rank_of_stage = placement(pp, mesh.pp)
     account: dict[str, Any] = {
         "model": cutting.name.removesuffix(".") or "(the module)",
         "schedule": pp.schedule,
@@ -101,13 +101,36 @@ def account_of_pipeline(cutting: Cutting, pp: PipelineParallel, ranks: int) -> d
         "order_from": cutting.recording.origin,
         "cuts": cutting.cuts,
         "stages": [
-            {"stage": number, "pipe_rank": rank_of_stage[number], **stage}
+            {
+                "stage": number,
+                "pipe_rank": rank_of_stage[number],
+                "ranks": _spans(_ranks_of_stage(rank_of_stage, mesh, number)),
+                **stage,
+            }
             for number, stage in enumerate(cutting.account())
         ],
     }
+    if shared := shared_parameters(cutting):
+        account["shared"] = {name: list(stages) for name, stages in shared.items()}
     if cutting.recording.untraceable:
         account["untraceable"] = dict(cutting.recording.untraceable)
     return account
+
+
+def _ranks_of_stage(rank_of_stage: tuple[int, ...], mesh: MeshShape, stage: int) -> list[int]:
+    at = group_rank(rank_of_stage, mesh.pp, stage)
+    return [rank for rank in range(mesh.size) if coordinates(mesh, rank)["pp"] == at]
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Numbers in order as text, runs of them by their ends: `0-3, 8`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def shared_parameters(cutting: Cutting) -> Mapping[str, tuple[int, ...]]:

@@ -41,6 +41,8 @@ class Cutting:
     cuts: list[str]
     blocks: list[str]
     """Where it may be cut, in order of execution."""
+    sizes: dict[str, int]
+    """Parameter of the module that is trained -> its number of elements."""
 
     def unit_stages(self) -> dict[str, list[int]]:
         """Unit -> the stages that call it."""
@@ -53,16 +55,15 @@ class Cutting:
 
     def account(self) -> list[dict[str, Any]]:
         """What each stage calls, holds and costs, as plain data for plan.yaml."""
-        calls = self.recording.calls
-        total = sum(self.recording.costs.values()) or 1.0
-        shared = {name for name, stages in self.holders.items() if len(stages) > 1}
+        calls, costs = self.recording.calls, [_cost_of_calls(self.recording, stage) for stage in self.stages]
+        total = sum(costs) or 1.0
         return [
             {
                 "units": _ranges([call.unit for call in calls[stage.first : stage.last + 1]]),
-                "share_of_work": round(sum(_cost_of_calls(self.recording, stage)) / total, 4),
-                **({"shared": held} if (held := [name for name in shared if number in self.holders[name]]) else {}),
+                "share_of_work": round(cost / total, 4),
+                "parameters": sum(size for name, size in self.sizes.items() if number in self.holders[name]),
             }
-            for number, stage in enumerate(self.stages)
+            for number, (stage, cost) in enumerate(zip(self.stages, costs, strict=True))
         ]
 
 
@@ -176,6 +177,7 @@ def cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, stages: int, wrap
         _holders(root, prefix, model, units, recording, ranges),
         [f"{'behind' if item.after else 'before'} {item.module}" for item in cuts],
         [name for name in dict.fromkeys(order) if name in set(candidates)],
+        {name: parameter.numel() for name, parameter in root.named_parameters()},
     )
 
 
@@ -246,12 +248,13 @@ def _costs(recording: Recording) -> Mapping[str, float]:
     return counted
 
 
-def _cost_of_calls(recording: Recording, stage: StageCalls) -> list[float]:
+def _cost_of_calls(recording: Recording, stage: StageCalls) -> float:
+    costs = _costs(recording)
     times: dict[str, int] = {}
     for call in recording.calls:
         times[call.unit] = times.get(call.unit, 0) + 1
     calls = recording.calls[stage.first : stage.last + 1]
-    return [recording.costs.get(call.unit, 0.0) / times[call.unit] for call in calls]
+    return sum(costs.get(call.unit, 0.0) / times[call.unit] for call in calls)
 
 
 def _last_calls(recording: Recording, cuts: Sequence[tuple[str, bool]]) -> list[int]:

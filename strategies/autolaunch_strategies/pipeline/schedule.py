@@ -253,6 +253,33 @@ def _alternating(stage: int, first: int, microbatches: int) -> tuple[Action, ...
     return tuple(actions)
 
 
+def schedule_for_batch(pp: PipelineParallel, rank_of_stage: Sequence[int], batch: int) -> Schedule:
+    """The schedule of a batch of `batch` samples; where it has too few for it, all forward and then all backward.
+
+    Args:
+        rank_of_stage: the pipe rank of every stage.
+    """
+    ranks = max(rank_of_stage) + 1
+    count = fitting_microbatches(pp.schedule, ranks, pp.virtual_stages, pp.microbatches, batch)
+    if count:
+        return build_schedule(pp.schedule, ranks, count, pp.virtual_stages)
+    return forward_then_backward(rank_of_stage, min(batch, pp.microbatches or batch))
+
+
+def forward_then_backward(rank_of_stage: Sequence[int], microbatches: int) -> Schedule:
+    """A schedule for any number of microbatches on any placement of stages: all forward, then all backward."""
+    ranks = max(rank_of_stage) + 1
+    actions = []
+    for rank in range(ranks):
+        own = [stage for stage, home in enumerate(rank_of_stage) if home == rank]
+        order = range(microbatches)
+        forward = [Action(Kind.F, stage, microbatch) for stage in own for microbatch in order]
+        backward = [Action(Kind.B, stage, microbatch) for stage in reversed(own) for microbatch in order]
+        actions.append((*forward, *backward))
+    per_rank = len(rank_of_stage) // ranks
+    return Schedule("forward_then_backward", ranks, per_rank, microbatches, tuple(rank_of_stage), tuple(actions))
+
+
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 _CELLS_ALLOWED = "stage, F, B, I or W, and microbatch: 0F0, 1B3; an empty cell is idle time"
@@ -453,16 +480,26 @@ def timeline(
     backward: float = 2.0,
     input_share: float = 0.5,
     transfer: float = 0.0,
+    stage_costs: Sequence[float] | None = None,
 ) -> Timeline:
     """Simulate a schedule: every action starts when its rank is free and what it needs is there.
 
     Args:
-        forward: time of one microbatch on all stages of a rank together (with two stages each takes half of it).
+        forward: time of one microbatch on all stages of a rank together (with two stages each takes half of it); with
+            stages that take unequal times, on the average of the ranks.
         backward: the same for the backward.
         input_share: the part of the backward that I takes; W takes the rest.
         transfer: from the end of an action to the arrival of its output on another rank.
+        stage_costs: the work of every stage, in any unit; None where all have as much.
     """
-    return Timeline(schedule, _simulate(schedule, _durations(schedule, forward, backward, input_share), transfer))
+    durations = _durations(schedule, forward, backward, input_share)
+    return Timeline(schedule, _simulate(schedule, durations, transfer, _relative(stage_costs, schedule.stages)))
+
+
+def _relative(costs: Sequence[float] | None, stages: int) -> list[float]:
+    """The work of every stage in units of their average."""
+    average = 0.0 if costs is None else sum(costs) / stages
+    return [1.0] * stages if costs is None or average <= 0 else [cost / average for cost in costs]
 
 
 def with_transfers(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
@@ -532,8 +569,15 @@ def _durations(
     return {kind: time / schedule.virtual_stages for kind, time in of_rank.items()}
 
 
-def _simulate(schedule: Schedule, durations: dict[Kind, float], transfer: float = 0.0) -> tuple[Bar, ...]:
-    """Bars in order of start. Raises `_Stuck` if the order of work needs something that comes later."""
+def _simulate(
+    schedule: Schedule, durations: dict[Kind, float], transfer: float = 0.0, relative: Sequence[float] | None = None
+) -> tuple[Bar, ...]:
+    """Bars in order of start. Raises `_Stuck` if the order of work needs something that comes later.
+
+    Args:
+        relative: per stage by what durations are multiplied.
+    """
+    relative = relative or [1.0] * schedule.stages
     ends: dict[Action, float] = {}
     free = [0.0] * schedule.ranks
     at = [0] * schedule.ranks
@@ -555,7 +599,7 @@ def _simulate(schedule: Schedule, durations: dict[Kind, float], transfer: float 
                 default=0.0,
             )
             start = max(free[rank], arrival)
-            free[rank] = ends[action] = start + durations[action.kind]
+            free[rank] = ends[action] = start + durations[action.kind] * relative[action.stage]
             bars.append(Bar(rank, start, free[rank], action))
             at[rank] += 1
             if action in waiting:

@@ -17,7 +17,7 @@ from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.data_parallel import DataParallelModule
 from autolaunch_strategies.pipeline.relay import StageRelay
 from autolaunch_strategies.pipeline.run import Microbatches, Pipeline, cut_leaves, shapes_of
-from autolaunch_strategies.pipeline.schedule import Action, Kind, Schedule, build_schedule, fitting_microbatches
+from autolaunch_strategies.pipeline.schedule import schedule_for_batch
 from autolaunch_strategies.pipeline.shared import SharedGradients
 from autolaunch_strategies.pipeline.structure import batch_size
 from autolaunch_strategies.views import plain
@@ -100,7 +100,7 @@ class PipelinedSteps:
         pipeline = self.pipeline
         leaves, spec = tree_flatten(batch)
         size = batch_size(leaves)
-        schedule = self._schedule(size)
+        schedule = schedule_for_batch(pipeline.config, pipeline.rank_of_stage, size)
         batched = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves)
         parts = cut_leaves(leaves, batched, schedule.microbatches)
         samples = [batch_size(part) for part in parts] if schedule.microbatches > 1 else [size]
@@ -143,14 +143,6 @@ class PipelinedSteps:
             self._check_objective(results, loss, lambda: step(batch, *args, **kwargs))
         self._objective_checked = True
         return _merged(results.rest, loss, samples)
-
-    def _schedule(self, size: int) -> Schedule:
-        """The schedule of a batch of `size` samples; where it has too few for it, all forward and then all backward."""
-        pp, ranks = self.pipeline.config, self.pipeline.group.size()
-        count = fitting_microbatches(pp.schedule, ranks, pp.virtual_stages, pp.microbatches, size)
-        if count:
-            return build_schedule(pp.schedule, ranks, count, pp.virtual_stages)
-        return forward_then_backward(self.pipeline.rank_of_stage, min(size, pp.microbatches or size))
 
     def _check_objective(self, results: Microbatches, mean: torch.Tensor, step: Callable[[], Any]) -> None:
         """Refuse a loss of which the mean over microbatches is another loss than that of the whole batch."""
@@ -225,20 +217,6 @@ def refuse_what_cannot_run(module: pl.LightningModule, fitting: bool) -> None:
             "it overrides `backward`, which stages other than the last, that have no loss, can't run",
             "a module that leaves `backward` to lightning, or a mesh with pp of size 1",
         )
-
-
-def forward_then_backward(rank_of_stage: tuple[int, ...], microbatches: int) -> Schedule:
-    """A schedule for any number of microbatches on any placement of stages: all forward, then all backward."""
-    ranks = max(rank_of_stage) + 1
-    actions = []
-    for rank in range(ranks):
-        own = [stage for stage, home in enumerate(rank_of_stage) if home == rank]
-        order = range(microbatches)
-        forward = [Action(Kind.F, stage, microbatch) for stage in own for microbatch in order]
-        backward = [Action(Kind.B, stage, microbatch) for stage in reversed(own) for microbatch in order]
-        actions.append((*forward, *backward))
-    per_rank = len(rank_of_stage) // ranks
-    return Schedule("forward_then_backward", ranks, per_rank, microbatches, rank_of_stage, tuple(actions))
 
 
 def _loss_of(output: Any) -> torch.Tensor | None:
