@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from autolaunch_strategies.checkpoint import random_state, set_random_state
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.data_parallel import DataParallelModule
+from autolaunch_strategies.pipeline.objective import Objective, train_by_schedule
 from autolaunch_strategies.pipeline.relay import StageRelay
-from autolaunch_strategies.pipeline.run import Microbatches, Pipeline, cut_leaves, shapes_of
-from autolaunch_strategies.pipeline.schedule import schedule_for_batch
+from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.shared import SharedGradients
-from autolaunch_strategies.pipeline.structure import batch_size
 from autolaunch_strategies.views import plain
 
 
@@ -43,8 +42,7 @@ class PipelinedSteps:
         self.relay = StageRelay(module, pipeline.group, pipeline.is_last, data_group, pipeline.device)
         self.shared = SharedGradients(module, pipeline.cutting, pipeline)
         self._aside: dict[nn.Parameter, torch.Tensor] = {}
-        self._objective_checked = False
-        self._parameters_checked = False
+        self.objective = Objective(pipeline)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -80,36 +78,14 @@ class PipelinedSteps:
         output = None
         with self.pipeline.whole_step():
             output = tree_map(plain, step(*args, **kwargs))
-            self._refuse_parameters_outside(_loss_of(output))
+            self.objective.refuse_parameters_outside(_loss_of(output))
         return output
 
-    def _refuse_parameters_outside(self, loss: torch.Tensor | None) -> None:
-        """Once: a loss that uses parameters of the model itself would see those of one stage only."""
-        if self._parameters_checked or loss is None or not torch.is_grad_enabled():
-            return
-        self._parameters_checked = True
-        if used := self.pipeline.used_outside(loss):
-            raise ConfigError(
-                "pp",
-                f"the loss uses {self.pipeline.cutting.name}{used[0]} outside of the call of the model, where a stage "
-                "sees its own parameters only (a penalty on all weights, say)",
-                "weight_decay of the optimizer, a penalty computed in the model's forward, or a mesh with pp of size 1",
-            )
-
     def _by_schedule(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        pipeline = self.pipeline
-        leaves, spec = tree_flatten(batch)
-        size = batch_size(leaves)
-        schedule = schedule_for_batch(pipeline.config, pipeline.rank_of_stage, size)
-        batched = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves)
-        parts = cut_leaves(leaves, batched, schedule.microbatches)
-        samples = [batch_size(part) for part in parts] if schedule.microbatches > 1 else [size]
-        accumulated = self.module.trainer.accumulate_grad_batches
-
-        def run(microbatch: int) -> tuple[torch.Tensor, Any]:
-            if pipeline.is_last:
-                self.relay.microbatch(samples[microbatch])
-            output = tree_map(plain, step(tree_unflatten(parts[microbatch], spec), *args, **kwargs))
+        def run(part: Any, samples: int) -> tuple[torch.Tensor, Any]:
+            if self.pipeline.is_last:
+                self.relay.microbatch(samples)
+            output = tree_map(plain, step(part, *args, **kwargs))
             loss = _loss_of(output)
             if loss is None:
                 raise ConfigError(
@@ -124,42 +100,18 @@ class PipelinedSteps:
         before = {parameter: parameter.grad for parameter in self.module.parameters()}
         for parameter in before:
             parameter.grad = None
-        self.data_parallel.gather_rest()
-        with self.data_parallel.several_backwards():
-            results = pipeline.run_schedule(
-                schedule,
-                run,
-                [count / size / accumulated for count in samples],
-                [(batched, shapes_of(part)) for part in parts],
-            )
+        scale = 1 / self.module.trainer.accumulate_grad_batches
+        trained = train_by_schedule(self.pipeline, self.data_parallel, batch, run, scale)
         for parameter in before:
             if parameter.grad is not None:
                 self._aside[parameter] = parameter.grad
             parameter.grad = before[parameter]
-        if not pipeline.is_last:
+        if trained.loss is None:
             return None
-        loss = torch.stack([item * (count / size) for item, count in zip(results.losses, samples, strict=True)]).sum()
-        if not self._objective_checked and schedule.microbatches > 1:
-            self._check_objective(results, loss, lambda: step(batch, *args, **kwargs))
-        self._objective_checked = True
-        return _merged(results.rest, loss, samples)
-
-    def _check_objective(self, results: Microbatches, mean: torch.Tensor, step: Callable[[], Any]) -> None:
-        """Refuse a loss of which the mean over microbatches is another loss than that of the whole batch."""
-        with self.relay.unrecorded():
-            whole = _loss_of(tree_map(plain, self.pipeline.replay(results, step)))
-            self._refuse_parameters_outside(whole)
-        if whole is None or whole.isnan() or mean.isnan():
-            return
-        tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 1e-2
-        if not torch.isclose(whole.double(), mean.double(), rtol=tolerance, atol=1e-7):
-            raise ConfigError(
-                "pp.loss=microbatch",
-                f"the loss of the first batch is {whole.item():.6g}, but the mean over its {len(results.losses)} "
-                f"microbatches is {mean.item():.6g}: training would minimise something else than on one device",
-                "pp.loss=exact, which computes the loss of the whole batch; or a loss that is a mean over samples",
-                "pp=exact",
-            )
+        if not self.objective.is_compared:
+            with self.relay.unrecorded():
+                self.objective.compare(trained, lambda: _loss_of(tree_map(plain, step(batch, *args, **kwargs))))
+        return _merged(trained.microbatches.rest, trained.loss, trained.samples)
 
     # --- validation, test, prediction -------------------------------------------------------------------------------
 
