@@ -58,10 +58,11 @@ def _of_transformers(model: Any) -> Iterator[ExampleInputs]:
     elif main == "pixel_values":
         for size in _image_sizes(model):
             channels = getattr(model.config, "num_channels", 3)
-            images = torch.zeros(BATCH, channels, *size)
+            images = torch.zeros(BATCH, channels, *size, dtype=model.dtype)
             yield ExampleInputs("pixel_values of transformers", (), {main: images, **extra})
     elif main == "input_values":
-        yield ExampleInputs("input_values of transformers", (), {main: torch.zeros(BATCH, 4000), **extra})
+        sound = torch.zeros(BATCH, 4000, dtype=model.dtype)
+        yield ExampleInputs("input_values of transformers", (), {main: sound, **extra})
     dummy = getattr(model, "dummy_inputs", None)
     if isinstance(dummy, Mapping):
         yield ExampleInputs("dummy_inputs of transformers", (), {**dummy, **extra})
@@ -75,16 +76,18 @@ def _by_first_layers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if kind is None or kind in seen:
             continue
         seen.add(kind)
+        dtype = layer.weight.dtype
         if isinstance(layer, nn.Embedding):
             yield f"token ids for {name}", _ids()
         elif isinstance(layer, nn.Linear):
-            yield f"features for {name}", torch.zeros(BATCH, POSITIONS, layer.in_features)
-            yield f"features for {name}", torch.zeros(BATCH, layer.in_features)
+            yield f"features for {name}", torch.zeros(BATCH, POSITIONS, layer.in_features, dtype=dtype)
+            yield f"features for {name}", torch.zeros(BATCH, layer.in_features, dtype=dtype)
         elif isinstance(layer, nn.Conv2d):
             for size in _image_sizes(model):
-                yield f"images {size[0]}x{size[1]} for {name}", torch.zeros(BATCH, layer.in_channels, *size)
+                images = torch.zeros(BATCH, layer.in_channels, *size, dtype=dtype)
+                yield f"images {size[0]}x{size[1]} for {name}", images
         elif isinstance(layer, nn.Conv1d):
-            yield f"signals for {name}", torch.zeros(BATCH, layer.in_channels, 64)
+            yield f"signals for {name}", torch.zeros(BATCH, layer.in_channels, 64, dtype=dtype)
 
 
 def _ids() -> torch.Tensor:
