@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from autolaunch_strategies._torch import intercept_calls, intercepted, run_call, saved_random_state
 from autolaunch_strategies.config import ConfigError, PipelineParallel
 from autolaunch_strategies.pipeline.cut import Cutting, Held
+from autolaunch_strategies.pipeline.idle import IdleClock
 from autolaunch_strategies.pipeline.record import Leaf
 from autolaunch_strategies.pipeline.schedule import Kind, Schedule, fitting_microbatches, with_transfers
 from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
@@ -101,6 +102,7 @@ class Pipeline:
         self.number = 0
         """Of the present step: part of the seeds of what stages draw at random."""
         self.line = Line(group, device)
+        self.clock = IdleClock(device)
         self._own_call = intercepted(self.model)
         self.staged = StagedModel(self.model, cutting, self.stages, mp_mesh, device)
         intercept_calls(self.model, self._called)
@@ -186,6 +188,7 @@ class Pipeline:
             left = True
         finally:
             self._in_step = None
+            self.clock.stop()
         if self.calls == 0 and not left:
             raise ConfigError(
                 "pp",
@@ -207,6 +210,7 @@ class Pipeline:
         if not self.is_last:
             raise LeaveStep
         self._state_at_call = self._random_state()
+        self.clock.start()
         return output
 
     def drew_behind_call(self) -> bool:
@@ -230,6 +234,8 @@ class Pipeline:
         count = max(wanted, 1)
         structure, kind = self.structures.of(args, kwargs, self.model.training, count > 1)
         filled = Filled(structure, count)
+        if filled.trains:
+            self.clock.begin()
         leaves = filled.cut_before(leaves)
         parts = cut_leaves(leaves, structure.batched, count)
         keys = [(kind, shapes_of(part)) for part in parts]
@@ -254,9 +260,9 @@ class Pipeline:
         output = None
         if self.is_last:
             whole_args, whole_kwargs = tree_unflatten(leaves, spec)
-            output = self.staged.run(
-                tail_of(structure, *filled.joined(self.mp_mesh)), whole_args, whole_kwargs, self._call
-            )
+            with self.clock.busy():
+                todo = tail_of(structure, *filled.joined(self.mp_mesh))
+                output = self.staged.run(todo, whole_args, whole_kwargs, self._call)
         self.line.finish()
         return output
 
@@ -283,7 +289,9 @@ class Pipeline:
                 elif stage > 0:
                     self.line.send(sent, self._home(stage - 1))
         self.line.finish()
-        filled.differentiate_before()
+        with self.clock.busy():
+            filled.differentiate_before()
+        self.clock.end()
 
     def forget(self) -> None:
         """Drop what a step left behind that failed halfway."""
@@ -327,6 +335,7 @@ class Pipeline:
             factors: by what the loss of each microbatch is multiplied before it is differentiated.
             keys: per microbatch something hashable that is equal where shapes are.
         """
+        self.clock.begin()
         results = Microbatches()
         arrivals: dict[Job, _Arrival] = {}
         gradients: dict[Job, tuple[Gradients, list[dist.Work]]] = {}
@@ -362,8 +371,10 @@ class Pipeline:
                 elif action.kind is Kind.SEND_B:
                     self.line.send(made.pop(job), self._home(before.stage))
                 elif action.kind is Kind.W:
-                    add_weight_gradients(later.pop(job))
+                    with self.clock.busy():
+                        add_weight_gradients(later.pop(job))
         self.line.finish()
+        self.clock.end()
         return results
 
     def _step_of(
@@ -376,6 +387,7 @@ class Pipeline:
             output = self._forward(structure, job, arrival, args, kwargs)
             if job.stage != self.last_stage:
                 raise LeaveStep
+            self.clock.start()
             return output
 
         with self._own_numbers("step", job.microbatch), self._step(call):
@@ -435,7 +447,7 @@ class Pipeline:
                 known[leaf] = meta.wrapped(part, self.mp_mesh)
         metas = () if arrival is None else arrival.header.metas
         todo = pass_of(structure, job.stage, known, metas, stop_at_once=stop and job.stage == self.last_stage)
-        with self._own_numbers(job.stage, job.microbatch):
+        with self._own_numbers(job.stage, job.microbatch), self.clock.busy():
             output = self.staged.run(todo, args, kwargs, self._call)
         outputs = [local_part(todo.known[leaf]) for leaf in todo.carry]
         self._works[job] = _Work(inputs, outputs, Header(tuple(todo.metas), todo.carry))
@@ -451,7 +463,8 @@ class Pipeline:
         ]
         if pairs:
             self._weights.put_off = put_off
-            with torch.autocast(self.device.type, enabled=False):  # a backward pass has the types of its forward
+            # A backward pass has the types of its forward.
+            with torch.autocast(self.device.type, enabled=False), self.clock.busy():
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
             self._weights.put_off = False
         return [

@@ -63,7 +63,8 @@ class PipelinedSteps:
         if self.pipeline.config.loss == "exact":
             with self.data_parallel.several_backwards():
                 if self.pipeline.is_last:
-                    differentiate()
+                    with self.pipeline.clock.busy():
+                        differentiate()
                 self.pipeline.drain()
         else:
             for parameter, gradient in self._aside.items():
