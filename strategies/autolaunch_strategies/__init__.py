@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autolaunch_strategies.config import ConfigError, DataParallel, MeshShape, ParallelConfig
     from autolaunch_strategies.parallelize_api import clip_grad_norm_, parallelize
+    from autolaunch_strategies.pipeline.split import SplitPoint
     from autolaunch_strategies.process_mesh import ProcessMesh, get_mesh, set_mesh
     from autolaunch_strategies.strategy import MeshStrategy
     from autolaunch_strategies.styles.hooks import PrepareLayerInput, PrepareLayerOutput
@@ -34,6 +35,7 @@ __all__ = [
     "SequenceParallelDisable",
     "SequenceParallelEnable",
     "SequenceParallelEnd",
+    "SplitPoint",
     "clip_grad_norm_",
     "get_mesh",
     "parallelize",
@@ -42,6 +44,7 @@ __all__ = [
 
 _HOMES = {
     "MeshStrategy": "strategy",
+    "SplitPoint": "pipeline.split",
     **dict.fromkeys(("parallelize", "clip_grad_norm_"), "parallelize_api"),
     **dict.fromkeys(("ProcessMesh", "get_mesh", "set_mesh"), "process_mesh"),
     **dict.fromkeys(("ColWiseParallel", "RowWiseParallel"), "styles.tensor"),

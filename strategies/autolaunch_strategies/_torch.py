@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
@@ -47,6 +48,17 @@ def initialise_fsdp(root: nn.Module) -> None:
     """
     assert isinstance(root, FSDPModule)
     root._get_fsdp_state()._lazy_init()
+
+
+def end_left_forward(module: nn.Module) -> None:
+    """Let a forward of `module` that an exception ended count as ended: until then nothing of it is freed."""
+    assert isinstance(module, FSDPModule)
+    state = module._get_fsdp_state()
+    if state._state_ctx.iter_forward_root is state:
+        state._state_ctx.iter_forward_root = None
+    for item in (state, state._fsdp_param_group):
+        if item is not None and item._training_state == TrainingState.FORWARD:
+            item._training_state = TrainingState.IDLE
 
 
 def complete_after_backward(root: nn.Module, loss: torch.Tensor) -> None:

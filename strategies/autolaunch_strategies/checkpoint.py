@@ -347,6 +347,16 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def share_random_state(group: dist.ProcessGroup, source: int = 0) -> None:
+    """Let every rank of `group` go on with the random state of its rank `source`. Collective."""
+    first = group.rank() == source
+    told = [random_state() if first else None]
+    dist.broadcast_object_list(told, dist.get_global_rank(group, source), group=group)
+    if not first:
+        assert told[0] is not None
+        set_random_state(told[0])
+
+
 # --- plain lightning checkpoints ---------------------------------------------------------------------------------
 
 

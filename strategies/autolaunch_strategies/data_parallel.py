@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from autolaunch_strategies._torch import (
     begin_several_backwards,
     complete_after_backward,
+    end_left_forward,
     end_several_backwards,
     follow_requires_grad,
     initialise_fsdp,
@@ -107,6 +108,7 @@ class DataParallelModule:
         """Free every gathered parameter. After an optimizer step their values are old."""
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
+                end_left_forward(module)  # a stage leaves the forward of its model behind its own part
                 module.reshard()
 
     def begin_backward(self, loss: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from fractions import Fraction
 from math import lcm
 from typing import Any
@@ -15,8 +16,13 @@ from typing import Any
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.plan.patterns import compile_pattern, matching, nearest_names
 
-SPLIT_POINTS = ("BEGINNING", "END")
-"""What may be said of a module in a mapping: cut before it, or behind it."""
+
+class SplitPoint(Enum):
+    """What may be said of a module in a mapping: cut before it, or behind it."""
+
+    BEGINNING = "BEGINNING"
+    END = "END"
+
 
 _ALLOWED = "a prefix of numbered blocks, a list of names and prefixes, {name or pattern: BEGINNING | END}, or null"
 
@@ -49,9 +55,9 @@ def parse_spec(spec: Any) -> list[str] | dict[str, str] | None:
         for name, value in spec.items():
             if isinstance(value, Mapping) and value:
                 raise _dots(name, value)
-            # torch's SplitPoint is an enum whose members have these names.
+            # torch has a SplitPoint of its own, whose members have the same names.
             point = str(getattr(value, "name", value)).upper()
-            if point not in SPLIT_POINTS:
+            if point not in SplitPoint.__members__:
                 raise ConfigError(where, f"{value!s} is no split point", "BEGINNING (before it), END (behind it)")
             try:
                 compile_pattern(str(name))
