@@ -32,6 +32,7 @@ from autolaunch_strategies.gradients import clip_values, gradient_norm, scale_gr
 from autolaunch_strategies.materialise import WeightFiles
 from autolaunch_strategies.optimizers import adapt_optimizer
 from autolaunch_strategies.pipeline.cut import drop_stand_ins, whole_model
+from autolaunch_strategies.pipeline.idle import idle_share
 from autolaunch_strategies.pipeline.steps import PipelinedSteps, refuse_what_cannot_run
 from autolaunch_strategies.strategy_checkpoints import CheckpointStrategy
 from autolaunch_strategies.termination import Termination
@@ -198,6 +199,16 @@ class MeshStrategy(CheckpointStrategy):
     def describe(self) -> dict[str, Any]:
         """What was applied to the module, in order and with reasons, as plain data."""
         return self._applied.account
+
+    def measured_idle_share(self) -> float | None:
+        """The share of a training step, from 0 to 1, in which the ranks of a pipeline computed nothing.
+
+        None without a pipeline, and before the first step. Collective over all ranks.
+        """
+        pipeline = self._applied.pipeline
+        if pipeline is None:
+            return None
+        return idle_share(pipeline.clock, pipeline.pipe_rank, pipeline.group.size(), pipeline.device)
 
     @property
     def parameter_count(self) -> int:

@@ -75,7 +75,7 @@ def schedule_text(timeline: Timeline, width: int) -> RenderableType:
             legend.append(_LOOKS[kind].sign, style=_style(kind)).append(f" {_LOOKS[kind].words}  ")
     legend.append(_IDLE_SIGN, style="dim").append(" idle")
     lines += [legend, Text(_idle_line(timeline))]
-    if scale * min(bar.end - bar.start for bar in timeline.bars) < 1:
+    if scale * _shortest(timeline) < 1 - 1e-6:
         forwards = f"{1 / scale / _unit(timeline):.2g} forwards"
         lines.append(Text(f"a column is {forwards} long; signs of a kind are in proportion to its time"))
     for line in lines:
@@ -93,7 +93,7 @@ def _shown_ranks(ranks: int) -> list[int | None]:
 
 def _columns(timeline: Timeline, room: int) -> tuple[int, float]:
     """How many columns the picture takes, and how many of them one unit of time takes."""
-    shortest = min(bar.end - bar.start for bar in timeline.bars)
+    shortest = _shortest(timeline)
     whole = math.floor(room / (timeline.length / shortest) + 1e-6)  # columns for the shortest bar
     scale = min(whole, MOST_COLUMNS) / shortest if whole else room / timeline.length
     return min(room, math.ceil(timeline.length * scale - 1e-6)), scale
@@ -154,17 +154,23 @@ def _title(schedule: Schedule) -> str:
 
 
 def _idle_line(timeline: Timeline) -> str:
-    one = {bar.action.kind: bar.end - bar.start for bar in timeline.bars}
-    backward = one[Kind.B] if Kind.B in one else one[Kind.I] + one[Kind.W]
-    ratio = f"{backward / one[Kind.F]:.3g}"
+    forward = sum(bar.end - bar.start for bar in timeline.bars if bar.action.kind is Kind.F)
+    backward = sum(bar.end - bar.start for bar in timeline.bars if bar.action.kind is not Kind.F)
+    ratio = f"{backward / forward:.3g}"
     forwards = "1 forward" if ratio == "1" else f"{ratio} forwards"
     return f"idle {timeline.idle_share:.1%} of all ranks' time, with a backward as long as {forwards}"
 
 
 def _unit(timeline: Timeline) -> float:
-    """The forward of one microbatch on all stages of a rank, in the timeline's unit of time."""
-    forward = next(bar.end - bar.start for bar in timeline.bars if bar.action.kind is Kind.F)
-    return forward * timeline.schedule.virtual_stages
+    """The forward of one microbatch on all stages of a rank, on average, in the timeline's unit of time."""
+    forward = sum(bar.end - bar.start for bar in timeline.bars if bar.action.kind is Kind.F)
+    return forward / (timeline.schedule.microbatches * timeline.schedule.ranks)
+
+
+def _shortest(timeline: Timeline) -> float:
+    """The shortest bar that a picture shows whole; stages may have next to no work."""
+    least = _unit(timeline) / timeline.schedule.virtual_stages / 4
+    return max(least, min(bar.end - bar.start for bar in timeline.bars))
 
 
 def _stages(schedule: Schedule, rank: int, most: int) -> str:
@@ -209,7 +215,7 @@ def write_schedule_svg(timeline: Timeline, path: str | os.PathLike[str]) -> Path
 
 def _svg(timeline: Timeline) -> str:
     schedule, unit, origin = timeline.schedule, _unit(timeline), min(bar.start for bar in timeline.bars)
-    shortest = min(bar.end - bar.start for bar in timeline.bars)
+    shortest = _shortest(timeline)
     plot = min(max(_NARROWEST, timeline.length / shortest * _ROOM_FOR_NUMBER), _WIDEST)
     scale = plot / timeline.length
     names = [_stages(schedule, rank, most=6) for rank in range(schedule.ranks)]

@@ -15,12 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 from autolaunch.models.facts import ModelFacts, model_facts
+from autolaunch.report.pipeline import stage_table
 from autolaunch.report.readable import readable_bytes, readable_count, readable_seconds
+from autolaunch.report.schedule_picture import schedule_text
 from autolaunch.validate import written
 from autolaunch_strategies.config import AXES
+from autolaunch_strategies.pipeline.schedule import Timeline
 
 WIDEST = 100
 """Columns: lines longer than this are hard to read, however wide the terminal is."""
+
+WIDEST_PICTURE = 160
+"""Columns of a schedule's picture, which has more to show the wider it is."""
 
 SHARDED = {
     1: "optimizer state",
@@ -46,6 +52,7 @@ def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Con
         ("model", _model(job, parameters)),
         ("mesh", _mesh(job)),
         ("mp", _plan(job, describe)),
+        ("pipeline", _pipeline(describe)),
         ("data", _data(job)),
         ("training", _training(job) if job["task"] == "fit" else ""),
         ("precision", _precision(job)),
@@ -57,15 +64,23 @@ def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Con
 
 
 def show_plan(
-    account: Mapping[str, Any], job: Mapping[str, Any], console: Console, parameters: int, path: Path
+    account: Mapping[str, Any],
+    job: Mapping[str, Any],
+    console: Console,
+    parameters: int,
+    path: Path,
+    schedule: Timeline | None = None,
+    picture: Path | None = None,
 ) -> None:
-    """Show what a run would do: its panel, then what is applied in which order, and why.
+    """Show what a run would do: its panel, what is applied in which order and why, and how its pipeline works.
 
     Args:
         account: what would be applied (`autolaunch_strategies.apply.foresee`).
         job: the resolved job as plain dicts.
         parameters: of the whole model.
         path: where the plan was written.
+        schedule: of a pipeline, over time.
+        picture: where it was drawn.
     """
     show_start(account, job, console, parameters)
     table = Table.grid(padding=(0, 2))
@@ -87,8 +102,18 @@ def show_plan(
             )
     for names, reason in _alike(account["dp"]["groups"]):
         table.add_row("dp", Text(f"{names}: {reason}"))
-    table.add_row("written", _short_path(path))
     console.print(table)
+    if schedule is not None:
+        console.print()
+        console.print(stage_table(account["pp"]), width=min(console.width, WIDEST))
+        console.print()
+        console.print(schedule_text(schedule, min(console.width, WIDEST_PICTURE)))
+        for line in _remarks(account["pp"]):
+            console.print(Text(line))
+        console.print()
+    written = Table.grid(padding=(0, 2))
+    written.add_row(Text("written", style="dim"), ", ".join(_short_path(item) for item in (path, picture) if item))
+    console.print(written)
 
 
 def _alike(groups: Mapping[str, str]) -> Iterable[tuple[str, str]]:
@@ -111,6 +136,7 @@ def show_end(summary: Mapping[str, Any], console: Console, losses: Sequence[floa
         ("loss", _loss(summary, losses) if fit else ""),
         ("steps", f"{steps:,} in {seconds}") if fit else ("time", seconds),
         ("speed", _speed(summary)),
+        ("pipeline", _idle(summary.get("pipeline") or {})),
         ("memory", _peak(summary)),
         *((name, f"{value:.6g}") for name, value in (summary.get("metrics") or {}).items()),
         ("checkpoint", _short_path(summary.get("checkpoint"))),
@@ -177,6 +203,26 @@ def _plan(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
     )
 
 
+def _pipeline(describe: Mapping[str, Any]) -> str:
+    pp = describe.get("pp", {})
+    if not pp:
+        return ""
+    how = "exact" if pp["loss"] == "exact" else Path(pp["schedule"]).name
+    return _joined(
+        _count(len(pp["stages"]), "stage"),
+        f"{how}, {_count(pp['microbatches'], 'microbatch', 'es')}" if "microbatches" in pp else "",
+        f"idle {pp['expected_idle_share']:.1%} expected" if "expected_idle_share" in pp else "",
+    )
+
+
+def _remarks(pp: Mapping[str, Any]) -> Iterable[str]:
+    """What the picture of a schedule does not say by itself."""
+    if f"{pp['idle_share_of_equal_stages']:.1%}" != f"{pp['expected_idle_share']:.1%}":
+        yield f"idle {pp['idle_share_of_equal_stages']:.1%}, were the stages equal"
+    if pp["loss"] == "exact":
+        yield "the loss of the whole batch is computed once, between the forwards and the backwards"
+
+
 def _styles(styles: Any) -> str:
     """The right-hand side of a rule as one would type it."""
     if isinstance(styles, Mapping):
@@ -187,8 +233,8 @@ def _styles(styles: Any) -> str:
     return ", ".join(map(_styles, styles)) if isinstance(styles, list | tuple) else str(styles)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def _data(job: Mapping[str, Any]) -> str:
@@ -260,6 +306,13 @@ def _speed(summary: Mapping[str, Any]) -> str:
         f"{readable_count(rate)} tokens/s" if rate else "",
         f"{readable_seconds(step_time)} per step (median)" if step_time else "",
     )
+
+
+def _idle(pipeline: Mapping[str, Any]) -> str:
+    measured, expected = (pipeline.get(f"{kind}_idle_share") for kind in ("measured", "expected"))
+    if measured is None:
+        return ""
+    return f"idle {measured:.1%} of the time" + (f" ({expected:.1%} expected)" if expected is not None else "")
 
 
 def _peak(summary: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ def collect_summary(
     status: str = "finished",
     metrics: Mapping[str, Any] | None = None,
     error: str | None = None,
+    pipeline: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The figures of a run, the same on every rank; on a finished run a collective over all of them.
 
@@ -35,6 +36,7 @@ def collect_summary(
         status: finished, failed or interrupted; only a finished run asks the other ranks, which may be gone otherwise.
         metrics: what validate or test found.
         error: what went wrong.
+        pipeline: what is expected of a pipeline; needed on the first rank only.
     """
     strategy = trainer.strategy
     training = task == "fit" and step_metrics is not None
@@ -61,6 +63,10 @@ def collect_summary(
         peak = torch.tensor(summary["peak_memory_bytes"], dtype=torch.int64, device=strategy.root_device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         summary["peak_memory_bytes"] = int(peak)
+        measured = getattr(strategy, "measured_idle_share", None)
+        share = measured() if measured is not None and task == "fit" else None
+        if pipeline is not None:
+            summary["pipeline"] = {**pipeline, "measured_idle_share": share}
         # Clocks differ from rank to rank: rank 0's are the ones that count.
         shared = [summary]
         dist.broadcast_object_list(shared, src=0, device=strategy.root_device)

@@ -15,6 +15,7 @@ from autolaunch.data import build_data
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
 from autolaunch.report.metrics import MetricsCsv, StepMetrics
+from autolaunch.report.pipeline import foreseen_timeline, pipeline_summary, with_expectation
 from autolaunch.report.plan_file import write_plan
 from autolaunch.report.progress import ProgressLine
 from autolaunch.report.screen import show_end, show_start
@@ -60,10 +61,12 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
         if screen.is_first_rank:
             status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
             reason = f"{type(error).__name__}: {error}" if status == "failed" else None
-            summary = collect_summary(trainer, steps, started, task=task, status=status, error=reason)
+            summary = collect_summary(
+                trainer, steps, started, task=task, status=status, error=reason, pipeline=screen.pipeline
+            )
             write_summary(job.output_dir, summary)
         raise
-    summary = collect_summary(trainer, steps, started, task=task, metrics=found)
+    summary = collect_summary(trainer, steps, started, task=task, metrics=found, pipeline=screen.pipeline)
     if screen.is_first_rank:
         write_summary(job.output_dir, summary)
         show_end({**summary, "output_dir": str(job.output_dir)}, Console(), steps.losses)
@@ -76,12 +79,18 @@ class _Screen(pl.Callback):
     def __init__(self, job: ResolvedJob) -> None:
         self.job = job
         self.is_first_rank = False
+        self.pipeline: dict[str, Any] | None = None
+        """What is expected of a pipeline in training, on the first rank."""
 
     def _begin(self, trainer: pl.Trainer) -> None:
         self.is_first_rank = trainer.is_global_zero
         strategy: Any = trainer.strategy
         if self.is_first_rank:
             account = strategy.describe()
+            schedule = foreseen_timeline(account, self.job.config) if self.job.config["task"] == "fit" else None
+            if schedule is not None:
+                account = with_expectation(account, self.job.config, schedule)
+                self.pipeline = pipeline_summary(account)
             write_plan(self.job.output_dir, self.job.config, account, self.job.choices)
             show_start(account, self.job.config, Console(), strategy.parameter_count)
 

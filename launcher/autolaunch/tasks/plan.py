@@ -10,7 +10,9 @@ from rich.console import Console
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
 from autolaunch.models import build_module
+from autolaunch.report.pipeline import foreseen_timeline, pipeline_summary, with_expectation
 from autolaunch.report.plan_file import write_plan
+from autolaunch.report.schedule_picture import write_schedule_svg
 from autolaunch.report.screen import show_plan
 from autolaunch.report.summary import write_summary
 from autolaunch.tasks.run_parts import own_plan
@@ -20,7 +22,10 @@ from autolaunch_strategies.construction import Construction
 
 
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
-    """Write `<output_dir>/plan.yaml` for the mesh that the job names, in this one process; returns the summary."""
+    """Write `<output_dir>/plan.yaml` for the mesh that the job names, in this one process; returns the summary.
+
+    With a pipeline also `<output_dir>/schedule.svg`.
+    """
     started = time.time()
     config = job.config
     parallel = parallel_config(
@@ -36,6 +41,11 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     with Construction(config["seed"]).recording():
         module = build_module(config)
     account = foresee(module, parallel, own_plan(config))
+    schedule = foreseen_timeline(account, config)
+    picture = None
+    if schedule is not None:
+        account = with_expectation(account, config, schedule)
+        picture = write_schedule_svg(schedule, job.output_dir / "schedule.svg")
     path = write_plan(job.output_dir, config, account, job.choices)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     summary = {
@@ -45,8 +55,9 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         "mesh": parallel.mesh.name,
         "parameters": parameters,
         "plan": str(path),
+        **({"pipeline": pipeline_summary(account)} if schedule is not None else {}),
         "seconds": time.time() - started,
     }
     write_summary(job.output_dir, summary)
-    show_plan(account, config, Console(), parameters, path)
+    show_plan(account, config, Console(), parameters, path, schedule, picture)
     return summary
