@@ -124,6 +124,17 @@ def saved_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed torch's random numbers on the CPU and on `device`, where it is the current one of its kind.
+
+    Unlike `torch.manual_seed` it leaves all other devices alone: for each kind that is not in use yet, that one keeps
+    a written stack trace, which takes longer than a small forward pass.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).manual_seed(seed)
+
+
 def is_random(operator: Any) -> bool:
     """Whether an `OpOverload` draws random numbers."""
     return torch.Tag.nondeterministic_seeded in operator.tags

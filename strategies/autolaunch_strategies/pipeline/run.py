@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autolaunch_strategies._torch import intercept_calls, intercepted, run_call, saved_random_state
+from autolaunch_strategies._torch import intercept_calls, intercepted, run_call, saved_random_state, seed_torch
 from autolaunch_strategies.config import ConfigError, PipelineParallel
 from autolaunch_strategies.pipeline.cut import Cutting, Held
 from autolaunch_strategies.pipeline.idle import IdleClock
@@ -500,7 +500,7 @@ class Pipeline:
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
         states = random.getstate(), np.random.get_state()
         with saved_random_state(self.device):
-            torch.manual_seed(seed)
+            seed_torch(seed, self.device)
             random.seed(seed)
             np.random.seed(seed)
             try:
