@@ -58,7 +58,7 @@ class UnitCall:
     from_data: list[bool]
     """Of every leaf: whether its values depend on the inputs of the model."""
     changed: set[int] = field(default_factory=set)
-    """Places of leaves that glue changes in place afterwards."""
+    """Places of leaves that glue or another unit changes in place afterwards."""
 
 
 @dataclass
@@ -229,10 +229,9 @@ class _Recorder(TorchDispatchMode):
                 leaf for name in names for leaf in tree_flatten(by_name.get(name))[0] if isinstance(leaf, torch.Tensor)
             ]
         origin = _NONE.union(*(self._of(tensor) for tensor in given))
-        if self.current is None:
-            for leaf in (leaf for tensor in written for leaf in self._of(tensor) if leaf.place != _INSIDE):
-                self.recording.calls[leaf.call].changed.add(leaf.place)
-        else:
+        for leaf in (leaf for tensor in written for leaf in self._of(tensor) if leaf.place != _INSIDE):
+            self.recording.calls[leaf.call].changed.add(leaf.place)
+        if self.current is not None:
             origin = frozenset({Leaf(self.current, _INSIDE)})
             self._note_cost(func, args, kwargs, output)
         data = any(storage_key(tensor) in self.from_data for tensor in given)

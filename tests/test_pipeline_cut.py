@@ -1,0 +1,480 @@
+"""Any model can be cut: all stages in one process give the output and the gradients of the whole model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pipeline_chain import Chain, flat, weighted_sum
+
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.pipeline.cut import whole_model
+from autolaunch_strategies.pipeline.structure import Structure
+
+WIDTH, TOKENS = 8, 16
+
+
+# --- models that know nothing of stages -----------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc2(self.fc1(x).tanh())
+
+
+class Stack(nn.Module):
+    """A model of `depth` blocks between an embedding and a head; subclasses call them in their own way."""
+
+    kind: type[nn.Module] = Block
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(self.kind() for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class MaskedBlock(Block):
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, shift: tuple[torch.Tensor, float]) -> Any:
+        scores = (x @ x.mT).masked_fill(~mask, -1e9)
+        return super().forward(scores.softmax(-1) @ x + shift[0] * shift[1]), None, {"scores": scores, "kind": "masked"}
+
+
+class Masked(Stack):
+    """Blocks that take keywords and return tuples, dicts and None; a mask and positions are made between them."""
+
+    kind = MaskedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(32, WIDTH))
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        x, scores = self.embed(ids), []
+        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        causal = causal if mask is None else causal & mask[:, None, :].bool()
+        for number, layer in enumerate(self.layers):
+            x, nothing, extra = layer(x, mask=causal, shift=(self.table[: ids.shape[1]], number / 4))
+            assert nothing is None and extra["kind"] == "masked"
+            scores.append(extra["scores"])
+        return {"logits": self.head(self.norm(x)), "scores": (scores[0], scores[-1])}
+
+
+class UNet(nn.Module):
+    """Skips that cross every cut, and a block in the middle that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Sequential(nn.Conv2d(3 if i == 0 else 4, 4, 3, padding=1)) for i in range(3))
+        self.middle = Block()
+        self.up = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 4, 3, padding=1)) for _ in range(3))
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        skips, x = [], images
+        for down in self.down:
+            x = F.gelu(down(x))
+            skips.append(x)
+        x = self.middle(x)
+        for up in self.up:
+            x = F.gelu(up(torch.cat([x, skips.pop()], 1)))
+        return self.last(x)
+
+
+class Repeating(Stack):
+    """Every block is called twice, as the layers of a recurrent model are."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class InPlace(Stack):
+    """Glue that changes what a block returned, and what it returned is needed later."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, kept = self.embed(ids), []
+        for layer in self.layers:
+            x = layer(x)
+            kept.append(x)
+            x += 0.5
+            x[:, 0] *= 2
+            x = F.relu(x, inplace=True)
+        return self.head(self.norm(x + kept[0] + kept[1]))
+
+
+class InPlaceBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x *= 0.5
+        return super().forward(x)
+
+
+class ChangesItsInput(Stack):
+    """Blocks that write into what they are given."""
+
+    kind = InPlaceBlock
+
+
+class Patches(nn.Module):
+    """Frames that use parameters directly: a class token, positions, a head whose weight is that of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Module()
+        self.trunk.embed = nn.Embedding(TOKENS, WIDTH)
+        self.trunk.positions = nn.Parameter(torch.randn(1, 32, WIDTH))
+        self.first = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.trunk.embed(ids)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
+        x = x + self.trunk.positions[:, : x.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(x * self.scale, self.trunk.embed.weight)
+
+
+class TiedBlocks(Stack):
+    """A head that shares the embedding's weight, and two blocks of which one has a matrix of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+        self.layers[3].fc1.weight = self.layers[0].fc1.weight
+
+
+class OutOfOrder(nn.Module):
+    """What is defined first runs last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.norm = nn.Linear(WIDTH, TOKENS), nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleDict({name: Block() for name in ("d", "b", "c", "a")})
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for name in sorted(self.layers):
+            x = self.layers[name](x)
+        return self.head(self.norm(x))
+
+
+class TorchEncoder(nn.Module):
+    def __init__(self, nested: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, nn.LayerNorm(WIDTH), enable_nested_tensor=nested)
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, ids: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+        return self.head(self.encoder(self.embed(ids), src_key_padding_mask=padding))
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        def block(inputs: int, outputs: int) -> nn.Module:
+            norm, act = nn.GroupNorm(1, outputs), nn.ReLU(inplace=True)
+            return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), norm, act)
+
+        parts = OrderedDict(first=block(3, 4), second=block(4, 4), third=block(4, 8), fourth=block(8, 8))
+        ends = OrderedDict(pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(8, 5))
+        super().__init__(parts | ends)
+
+
+class Structured(Stack):
+    """Blocks with outputs in a class of `transformers`."""
+
+    class kind(Block):  # noqa: N801
+        def forward(self, x: torch.Tensor) -> Any:
+            from transformers.modeling_outputs import BaseModelOutput
+
+            return BaseModelOutput(last_hidden_state=super().forward(x), hidden_states=(x, x.detach()))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        for layer in self.layers:
+            output = layer(x)
+            x = output.last_hidden_state + 0.1 * output["hidden_states"][0] + output[1][1]
+        return self.head(self.norm(x))
+
+
+class BatchSecond(Stack):
+    """Sequences first inside of the model: what crosses the cuts has the batch as its second dim."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).transpose(0, 1).contiguous()
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Flattened(Stack):
+    """What crosses the cuts has lost the batch: [batch * length, width]."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).flatten(0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)).view(*ids.shape, -1)
+
+
+class Frozen(Stack):
+    """An embedding that is not trained: nothing flows back to it, and integers cross the cuts, too."""
+
+    class kind(Block):  # noqa: N801
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
+            return super().forward(pair[0]), pair[1] + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        pair = self.embed(ids), ids
+        for layer in self.layers:
+            pair = layer(pair)
+        return self.head(self.norm(pair[0])) * pair[1].unsqueeze(-1)
+
+
+def ids(batch: int = 6, length: int = 5) -> torch.Tensor:
+    return torch.randint(0, TOKENS, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def images(batch: int = 4) -> torch.Tensor:
+    return torch.randn(batch, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def built(model: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(2)
+    made = model().double()
+    if isinstance(made, UNet | Convolutions):
+        made.img_size = 8
+    return made
+
+
+def hf(kind: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{kind}Config")(vocab_size=TOKENS, **sizes)
+        ending = "LMHeadModel" if kind == "GPT2" else "ForConditionalGeneration" if kind == "T5" else "ForCausalLM"
+        return getattr(transformers, f"{kind}{ending}")(config)
+
+    return make
+
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 12, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 16, "pad_token_id": 0,
+}  # fmt: skip
+GPT2 = {
+    "n_embd": WIDTH,
+    "n_layer": 4,
+    "n_head": 2,
+    "n_positions": 16,
+    "resid_pdrop": 0,
+    "embd_pdrop": 0,
+    "attn_pdrop": 0,
+}
+T5 = {
+    "d_model": WIDTH, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def text(square: bool = False) -> dict[str, torch.Tensor]:
+    """Inputs with padding, which an in-model loss leaves out: the mean over microbatches is not that of the batch."""
+    tokens = ids(6, 6 if square else 5)
+    mask = torch.ones_like(tokens)
+    mask[1, 3:] = mask[4, 2:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+def translation() -> dict[str, torch.Tensor]:
+    return {"input_ids": ids(), "attention_mask": text()["attention_mask"], "labels": ids(6, 4)}
+
+
+CASES = {
+    "llama": (hf("Llama", **LLAMA, tie_word_embeddings=True), (), text()),
+    "llama with batch == length": (hf("Llama", **LLAMA), (), text(square=True)),
+    "gpt2": (hf("GPT2", **GPT2), (), text()),
+    "t5": (hf("T5", **T5), (), translation()),
+    "stack": (Stack, (ids(),), {}),
+    "keywords, tuples and masks": (Masked, (ids(),), {"mask": ids() % 5 > 0}),
+    "batch == length": (Masked, (ids(5, 5),), {"mask": ids(5, 5) % 4 > 0}),
+    "skips": (UNet, (images(),), {}),
+    "called twice": (Repeating, (ids(),), {}),
+    "glue in place": (InPlace, (ids(),), {}),
+    "input in place": (ChangesItsInput, (ids(),), {}),
+    "parameters in frames": (Patches, (ids(),), {}),
+    "tied": (TiedBlocks, (ids(),), {}),
+    "out of order": (OutOfOrder, (ids(),), {}),
+    "encoder of torch": (TorchEncoder, (ids(),), {}),
+    "encoder of torch with padding": (TorchEncoder, (ids(), ids() % 5 == 4), {}),
+    "convolutions": (Convolutions, (images(),), {}),
+    "structured outputs": (Structured, (ids(),), {}),
+    "batch second": (BatchSecond, (ids(),), {}),
+    "flattened": (Flattened, (ids(),), {}),
+    "frozen and integers": (Frozen, (ids(),), {}),
+}
+
+
+def compare(model: nn.Module, chain: Chain, args: Any, kwargs: Any) -> None:
+    plain = copy.deepcopy(model)
+    expected = plain(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    loss = (lambda output: output.loss) if "labels" in kwargs else weighted_sum
+    loss(expected).backward()
+    found = chain.step(args, kwargs, loss)
+    assert type(found) is type(expected)
+    torch.testing.assert_close(flat(found), flat(expected), rtol=1e-9, atol=1e-12)
+    gradients = {name: item.grad for name, item in plain.named_parameters() if item.grad is not None}
+    assert chain.gradients().keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        # Some code of transformers computes in float32 whatever the model is in.
+        torch.testing.assert_close(chain.gradients()[name], gradient, rtol=1e-6, atol=1e-8, msg=f"{name}: {{}}".format)
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches"), [pytest.param(2, 1, id="whole"), pytest.param(3, 4, id="microbatches")]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_output_and_gradients_are_those_of_the_whole_model(case: str, stages: int, microbatches: int) -> None:
+    make, args, kwargs = CASES[case]
+    model = built(make)
+    chain = Chain(model, stages, microbatches=microbatches, split_spec="layers" if case == "tied" else None)
+    compare(model, chain, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "first"),
+    [
+        pytest.param("layers", ["embed", "layers.0", "layers.1"], id="prefix"),
+        pytest.param({"layers.1.fc1": "END"}, ["embed", "layers.0", "layers.1.fc1"], id="within a block"),
+        pytest.param({"layers.2.fc2": "BEGINNING"}, ["embed", "layers.0", "layers.1", "layers.2.fc1"], id="beginning"),
+        pytest.param({"embed": "END"}, ["embed"], id="behind the embedding"),
+        pytest.param({"norm": "END"}, ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "norm"], id="norm"),
+    ],
+)
+def test_cuts_anywhere(spec: Any, first: list[str]) -> None:
+    model = built(Stack)
+    chain = Chain(model, 2, microbatches=2, split_spec=spec)
+    homes = chain.cutting.unit_stages()
+    assert [unit for unit in chain.cutting.units if homes[unit] == [0]] == first
+    compare(model, chain, (ids(),), {})
+
+
+def test_every_stage_holds_what_it_runs() -> None:
+    chain = Chain(built(Patches), 3)
+    held = [{name for name in names if "layers" not in name} for names in chain.held()]
+    assert held[0] == {"trunk.embed.weight", "trunk.positions", "first"}
+    # The glue in front of the first block is done anew behind it: there its result is dead, its parameters are not.
+    assert held[2] == {"trunk.embed.weight", "scale", "unused", "trunk.positions", "first"}
+    assert [sorted({name.split(".")[1] for name in names if "layers" in name}) for names in chain.held()] == [
+        ["0", "1"],
+        ["2"],
+        ["3"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "holders"),
+    [
+        pytest.param(hf("Llama", **LLAMA, tie_word_embeddings=True), {"model.embed_tokens.weight": (0, 2)}, id="llama"),
+        pytest.param(hf("GPT2", **GPT2), {"transformer.wte.weight": (0, 2)}, id="gpt2"),
+        pytest.param(TiedBlocks, {"embed.weight": (0, 2), "layers.0.fc1.weight": (0, 2)}, id="blocks"),
+        pytest.param(Stack, {}, id="nothing"),
+    ],
+)
+def test_what_stages_share(make: Callable[[], nn.Module], holders: dict[str, tuple[int, ...]]) -> None:
+    cutting = Chain(built(make), 3, split_spec="layers" if make is TiedBlocks else None).cutting
+    assert {name: stages for name, stages in cutting.holders.items() if len(stages) > 1} == holders
+
+
+def test_an_embedding_is_held_by_the_first_stage_and_a_head_by_the_last() -> None:
+    embedding, *between, last = Chain(built(hf("Llama", **LLAMA, tie_word_embeddings=False)), 4).held()
+    names = [{name for name in held if ".layers." not in name} for held in (embedding, *between, last)]
+    assert names == [{"model.embed_tokens.weight"}, set(), set(), {"model.norm.weight", "lm_head.weight"}]
+
+
+@pytest.mark.parametrize("make", [Stack, Patches, TiedBlocks, Masked, hf("GPT2", **GPT2)])
+def test_names_are_the_original_ones(make: Callable[[], nn.Module]) -> None:
+    model = built(make)
+    chain = Chain(model, 3, split_spec="transformer.h" if hasattr(model, "transformer") else "layers")
+    keys: set[str] = set()
+    for root in chain.roots:
+        state = root.state_dict()
+        keys |= set(state)
+        for name, value in state.items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=0, atol=0)
+    assert keys == set(model.state_dict())
+    for pipeline in chain.pipelines:
+        before = [name for name, _ in pipeline.root.named_parameters()]
+        with whole_model(pipeline.held) as whole:
+            shown = dict(whole.named_parameters())
+            assert list(shown) == [name for name, _ in model.named_parameters()]
+            assert {name for name, item in shown.items() if not item.is_meta} == set(before)
+            assert [item.shape for item in shown.values()] == [item.shape for item in model.parameters()]
+        assert [name for name, _ in pipeline.root.named_parameters()] == before
+
+
+def test_a_part_of_another_stage_can_not_be_called() -> None:
+    chain = Chain(built(Stack), 2)
+    message = "pp: layers.3 is held by stage 1 and can't run here; call the whole model"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        chain.roots[0].layers[3](torch.zeros(1, WIDTH))
+
+
+def test_a_value_that_did_not_travel_is_not_a_number() -> None:
+    """Were liveness wrong, the result would not be a little wrong."""
+    chain = Chain(built(UNet), 2)
+    for pipeline in chain.pipelines:
+        honest = pipeline.structures.of
+
+        def forgetful(*args: Any, honest: Any = honest, **kwargs: Any) -> tuple[Structure, Any]:
+            structure, key = honest(*args, **kwargs)
+            carry, *rest = structure.carries
+            return dataclasses.replace(structure, carries=(carry[1:], *rest)), key
+
+        pipeline.structures.of = forgetful  # type: ignore[method-assign]
+    assert chain.step((images(),)).isnan().any()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_encoder_of_torch_without_gradients(training: bool, nested: bool) -> None:
+    """In evaluation it takes another way, and may leave the padding out."""
+    model = built(lambda: TorchEncoder(nested)).train(training)
+    padding = ids() % 5 == 4
+    padding[:, 0] = False
+    with torch.no_grad():
+        expected = model(ids(), padding)
+    found = Chain(model, 3, microbatches=3).step((ids(), padding))
+    torch.testing.assert_close(found, expected)
