@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +28,8 @@ from autolaunch_strategies.pipeline.structure import Structure, Structures, batc
 from autolaunch_strategies.pipeline.transfer import Header, LeafMeta, Line, Metas, local_part
 from autolaunch_strategies.pipeline.weight_gradients import PutOffWeights, WeightGradients, add_weight_gradients
 from autolaunch_strategies.views import plain
+
+log = logging.getLogger(__name__)
 
 
 class LeaveStep(BaseException):
@@ -99,6 +102,8 @@ class Pipeline:
         self.stages = stages_of(rank_of_stage, self.pipe_rank)
         self.calls = 0
         """How often the model has been called in the present step."""
+        self.others_wait = False
+        """Whether the other stages have done their part of the present step; they can be told of an error then."""
         self.number = 0
         """Of the present step: part of the seeds of what stages draw at random."""
         self.line = Line(group, device)
@@ -111,6 +116,7 @@ class Pipeline:
         self._filled: Filled | None = None
         self._weights = WeightGradients()
         self._state_at_call: Any = None
+        self._samples_checked = False
         self._first_held: dict[int, tuple[nn.Parameter, bool]] = {}
 
     # --- who am I ---------------------------------------------------------------------------------------------------
@@ -180,7 +186,7 @@ class Pipeline:
     def _step(self, call: Callable[[Any, Any], Any]) -> Iterator[None]:
         """Within it the model is called once, and `call` answers; a stage that is not the last may leave."""
         assert self._in_step is None, "a step within a step"
-        self._in_step, self.calls = call, 0
+        self._in_step, self.calls, self.others_wait = call, 0, False
         left = False
         try:
             yield
@@ -233,29 +239,14 @@ class Pipeline:
         wanted = fitting_microbatches("gpipe", self.group.size(), 1, self.config.microbatches, batch_size(leaves))
         count = max(wanted, 1)
         structure, kind = self.structures.of(args, kwargs, self.model.training, count > 1)
+        if count > 1 and not self._samples_checked:
+            self._samples_checked = True
+            self._check_samples(structure, leaves, spec)
         filled = Filled(structure, count)
         if filled.trains:
             self.clock.begin()
         leaves = filled.cut_before(leaves)
-        parts = cut_leaves(leaves, structure.batched, count)
-        keys = [(kind, shapes_of(part)) for part in parts]
-        handed: dict[Job, _Arrival] = {}
-        for stage in self.stages:
-            for index, part in enumerate(parts):
-                job = Job(stage, index)
-                arrival = handed.pop(job, None)
-                if stage > 0 and arrival is None:
-                    arrival = self._receive(job, keys[index])
-                part_args, part_kwargs = tree_unflatten(part, spec)
-                self._forward(structure, job, arrival, part_args, part_kwargs, stop=True)
-                if stage == self.last_stage:
-                    filled.take(self._works[job])
-                elif self._is_here(stage + 1):
-                    handed[Job(stage + 1, index)] = self._handed_on(job)
-                else:
-                    self._send(job, keys[index])
-                if not filled.trains:
-                    del self._works[job]
+        self._run_forward(filled, leaves, spec, kind)
         self._filled = filled if filled.trains else None
         output = None
         if self.is_last:
@@ -265,6 +256,76 @@ class Pipeline:
                 output = self.staged.run(todo, whole_args, whole_kwargs, self._call)
         self.line.finish()
         return output
+
+    def _run_forward(self, filled: Filled, leaves: list[Any], spec: Any, kind: Any) -> None:
+        """Run the microbatches of flattened arguments through this rank's stages; `filled` takes the last one's."""
+        parts = cut_leaves(leaves, filled.structure.batched, filled.count)
+        keys = [(kind, shapes_of(part)) for part in parts]
+        handed: dict[Job, _Arrival] = {}
+        for stage in self.stages:
+            for index, part in enumerate(parts):
+                job = Job(stage, index)
+                arrival = handed.pop(job, None)
+                if stage > 0 and arrival is None:
+                    arrival = self._receive(job, keys[index])
+                part_args, part_kwargs = tree_unflatten(part, spec)
+                self._forward(filled.structure, job, arrival, part_args, part_kwargs, stop=True)
+                if stage == self.last_stage:
+                    filled.take(self._works[job])
+                elif self._is_here(stage + 1):
+                    handed[Job(stage + 1, index)] = self._handed_on(job)
+                else:
+                    self._send(job, keys[index])
+                if not filled.trains:
+                    del self._works[job]
+
+    @torch.no_grad()
+    def _check_samples(self, structure: Structure, leaves: list[Any], spec: Any) -> None:
+        """Once: whether what stands along the first dim are samples, of which none changes what comes of another.
+
+        Two of them run together and one by one, with dropout off. What comes before the last stage's end must agree.
+
+        Raises:
+            ConfigError: it does not, on the last stage.
+        """
+        two = [leaf[:2] if is_batched else leaf for leaf, is_batched in zip(leaves, structure.batched, strict=True)]
+        modes = {module: module.training for module in self.model.modules()}
+        if any(mode and isinstance(module, nn.modules.batchnorm._BatchNorm) for module, mode in modes.items()):
+            log.warning("pp: batch norm sees one microbatch at a time, so its statistics are not those of the batch")
+        together, apart = Filled(structure, 1), Filled(structure, 2)
+        try:
+            self.model.eval()
+            for filled in (together, apart):
+                self._run_forward(filled, two, spec, "samples")
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        self.line.finish()
+        told = [self._mixed_samples(structure, together, apart, leaves) if self.is_last else None]
+        dist.broadcast_object_list(told, dist.get_global_rank(self.group, self.last_rank), group=self.group)
+        if told[0] is not None:
+            raise told[0]
+
+    def _mixed_samples(
+        self, structure: Structure, together: Filled, apart: Filled, leaves: list[Any]
+    ) -> ConfigError | None:
+        apart_values = apart.joined(self.mp_mesh)[0]
+        for leaf, value in together.joined(self.mp_mesh)[0].items():
+            one, other = local_part(value), local_part(apart_values[leaf])
+            if not one.is_floating_point() or one.shape != other.shape:
+                continue
+            tolerance = 1e-3 if one.dtype in (torch.float32, torch.float64) else 5e-2
+            if _far(one, other, tolerance):
+                shapes = [tuple(item.shape) for item in leaves if isinstance(item, torch.Tensor)]
+                return ConfigError(
+                    "pp.microbatches",
+                    f"{structure.recording.calls[leaf.call].unit} returns something else for a sample when another one "
+                    f"is in the batch (tensors of shapes {', '.join(map(str, shapes))} were cut along their first "
+                    "dim), so microbatches would change the result",
+                    "a model that takes the batch as its first dim and each sample by itself, or one microbatch",
+                    "pp.microbatches=1",
+                )
+        return None
 
     def drain(self) -> None:
         """Run every microbatch backward through this rank's stages, once the loss has been differentiated."""
@@ -612,6 +673,12 @@ def cut_leaves(leaves: Sequence[Any], batched: Sequence[bool], count: int) -> li
         for leaf, is_batched in zip(leaves, batched, strict=True)
     ]
     return [list(part) for part in zip(*parts, strict=True)]
+
+
+def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    """Whether two tensors differ by more than rounding, measured on the largest value."""
+    one, other = one.float(), other.float()
+    return bool((one - other).abs().max() > tolerance * one.abs().max().clamp(min=1e-6))
 
 
 def leaves_of(loss: torch.Tensor) -> set[int]:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from autolaunch_strategies.checkpoint import random_state, set_random_state
+from autolaunch_strategies.checkpoint import share_random_state
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.data_parallel import DataParallelModule
 from autolaunch_strategies.pipeline.objective import Objective, train_by_schedule
@@ -132,7 +132,7 @@ class PipelinedSteps:
             with self.relay.recording():
                 output = run()
         except Exception as error:
-            if self.pipeline.is_last:
+            if self.pipeline.is_last and self.pipeline.others_wait:
                 self.relay.fail(error, name)
             raise
         loss = _loss_of(output) if name == "training_step" else None
@@ -141,16 +141,8 @@ class PipelinedSteps:
             extra["loss"] = loss.detach()
         told = self.relay.share(extra)
         if told["drew"]:
-            self._share_random_state()
+            share_random_state(self.pipeline.group, self.pipeline.last_rank)
         return output if self.pipeline.is_last else told.get("loss")
-
-    def _share_random_state(self) -> None:
-        source = dist.get_global_rank(self.pipeline.group, self.pipeline.last_rank)
-        told = [random_state() if self.pipeline.is_last else None]
-        dist.broadcast_object_list(told, source, group=self.pipeline.group)
-        if not self.pipeline.is_last:
-            assert told[0] is not None
-            set_random_state(told[0])
 
 
 def refuse_what_cannot_run(module: pl.LightningModule, fitting: bool) -> None:
