@@ -186,7 +186,7 @@ class Pipeline:
     def _step(self, call: Callable[[Any, Any], Any]) -> Iterator[None]:
         """Within it the model is called once, and `call` answers; a stage that is not the last may leave."""
         assert self._in_step is None, "a step within a step"
-        self._in_step, self.calls, self.others_wait = call, 0, False
+        self._in_step, self.calls = call, 0
         left = False
         try:
             yield
@@ -215,6 +215,7 @@ class Pipeline:
         output = self._fill(args, kwargs)
         if not self.is_last:
             raise LeaveStep
+        self.others_wait = True
         self._state_at_call = self._random_state()
         self.clock.start()
         return output
@@ -355,7 +356,8 @@ class Pipeline:
         self.clock.end()
 
     def forget(self) -> None:
-        """Drop what a step left behind that failed halfway."""
+        """Begin a step: drop what one left behind that failed halfway."""
+        self.others_wait = False
         self._filled = None
         self._works.clear()
         self._weights.take()
@@ -436,6 +438,7 @@ class Pipeline:
                         add_weight_gradients(later.pop(job))
         self.line.finish()
         self.clock.end()
+        self.others_wait = True
         return results
 
     def _step_of(

@@ -49,7 +49,6 @@ class PipelinedSteps:
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the user's `step` returns on the last stage; elsewhere its loss as a plain value."""
         self.pipeline.number = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
-        self.pipeline.forget()
         if self.pipeline.config.loss == "exact":
             return self._recorded("training_step", lambda: self._whole(step, *args, **kwargs))
         return self._recorded("training_step", lambda: self._by_schedule(step, *args, **kwargs))
@@ -128,6 +127,7 @@ class PipelinedSteps:
     def _recorded(self, name: str, run: Callable[[], Any]) -> Any:
         """Run a step, log on every rank what it logs on the last stage, and go on with equal random numbers."""
         output = None
+        self.pipeline.forget()
         try:
             with self.relay.recording():
                 output = run()
