@@ -57,7 +57,6 @@ def follow_parameters(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parame
             if old in optimizer.state:
                 state = optimizer.state.pop(old)
                 optimizer.state[new] = {key: _divided(value, old, new) for key, value in state.items()}
-    adapt_optimizer(optimizer)
 
 
 def adapt_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -20,11 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autolaunch_strategies._torch import AfterBackward
 from autolaunch_strategies.apply import Parallelized, apply_parallelism
+from autolaunch_strategies.checkpoint import share_random_state
 from autolaunch_strategies.config import (
     ConfigError,
     DataParallel,
     ModelParallel,
     ParallelConfig,
+    PipelineParallel,
     nearest,
     parallel_config,
     raise_all,
@@ -32,6 +34,8 @@ from autolaunch_strategies.config import (
 from autolaunch_strategies.gradients import gradient_norm, scale_gradients
 from autolaunch_strategies.mesh import RankMesh
 from autolaunch_strategies.optimizers import adapt_optimizer, check_optimizer, follow_parameters, parameter_names
+from autolaunch_strategies.pipeline.cut import drop_stand_ins, whole_model
+from autolaunch_strategies.pipeline.loop import forward_backward_of
 from autolaunch_strategies.plan.rules import read_plan
 from autolaunch_strategies.process_group import check_world_size, ensure_process_group
 from autolaunch_strategies.process_mesh import ProcessMesh, get_mesh, process_mesh, set_mesh
@@ -41,7 +45,7 @@ from autolaunch_strategies.views import MixedTensors
 log = logging.getLogger(__name__)
 
 _KEYS = ("dp_config", "mp_config", "pp_config", "cp_config")
-_NOT_LANDED = {"pp_config": "pipeline parallelism", "cp_config": "context parallelism"}
+_NOT_LANDED = {"cp_config": "context parallelism"}
 
 _MODELS: weakref.WeakKeyDictionary[nn.Module, Parallelized] = weakref.WeakKeyDictionary()
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -87,6 +91,12 @@ def parallelize(
     settings = _settings(chosen, place)
     names = parameter_names(model)
     _refuse_second_time(model, optimizer)
+    if settings.pp is not None and hasattr(model, "forward_backward"):
+        raise ConfigError(
+            f"model={type(model).__name__}",
+            "it has a `forward_backward` of its own, which is the name of the call that trains a batch in stages",
+            "another name for it",
+        )
     if on_meta := [name for parameter, name in names.items() if parameter.is_meta]:
         raise ConfigError(
             f"the model's {on_meta[0]}", "is on the meta device and has no values", "a model built on a real device"
@@ -97,13 +107,17 @@ def parallelize(
     ranks = _join(place, settings, device)
     applied = apply_parallelism(model, settings, ranks, device)
     _MODELS[model] = applied
-    _share_random_state(ranks, device)
+    for axis in ("mp", "pp"):  # what several ranks hold whole, or compute again, must stay equal
+        if (group := ranks.group(axis)) is not None:
+            share_random_state(group)
     _exchange_gradients(applied)
+    if settings.pp is not None:
+        model.__dict__["forward_backward"] = forward_backward_of(model, applied.pipeline, applied.data_parallel)
     if applied.model_parallel.mode is not None:
         _mix_from_now_on(applied.model_parallel.mode)
         model.register_forward_hook(_explain_errors, always_call=True)
     if optimizer is not None:
-        follow_parameters(optimizer, names, model)
+        _train_here(optimizer, names, applied)
         _OPTIMIZERS.add(optimizer)
     return model, optimizer
 
@@ -153,7 +167,9 @@ def _checked(config: Any) -> dict[str, Any]:
     chosen = {key: value for key, value in config.items() if value is not None}
     for key, value in chosen.items():
         if key in _NOT_LANDED:
-            raise ConfigError(key, f"{_NOT_LANDED[key]} has not landed in this version", "dp_config and mp_config")
+            raise ConfigError(
+                key, f"{_NOT_LANDED[key]} has not landed in this version", "dp_config, mp_config and pp_config"
+            )
         if not isinstance(value, Mapping):
             raise ConfigError(key, f"a mapping is needed, not {type(value).__name__}")
     return chosen
@@ -176,14 +192,11 @@ def _mesh(mesh: Any) -> ProcessMesh:
 
 
 def _settings(chosen: dict[str, Any], mesh: ProcessMesh) -> ParallelConfig:
-    for key, axis in (("dp_config", "dp"), ("mp_config", "mp")):
+    for key, axis in (("dp_config", "dp"), ("mp_config", "mp"), ("pp_config", "pp")):
         if key in chosen and axis not in mesh.dim_names:
             raise ConfigError(key, f"{mesh} has no axis {axis}", f"a mesh with {axis!r} among its dim_names")
-    for axis in ("pp", "cp"):
-        if mesh.axis_size(axis) > 1:
-            raise ConfigError(
-                f"mesh={mesh}", f"{_NOT_LANDED[f'{axis}_config']} has not landed in this version", f"no axis {axis}"
-            )
+    if mesh.axis_size("cp") > 1:
+        raise ConfigError(f"mesh={mesh}", f"{_NOT_LANDED['cp_config']} has not landed in this version", "no axis cp")
     dp = dict(chosen.get("dp_config", {"sharding_level": 0}))
     if "sharding_level" not in dp:
         log.warning("parallelize: dp_config has no sharding_level; level 0 is used: nothing is sharded over dp")
@@ -191,8 +204,9 @@ def _settings(chosen: dict[str, Any], mesh: ProcessMesh) -> ParallelConfig:
     if isinstance(dp["sharding_level"], str) and dp["sharding_level"].isdecimal():
         dp["sharding_level"] = int(dp["sharding_level"])
     plan = _plan(chosen, mesh)
-    config = parallel_config(mesh.to_shape(), dp, ModelParallel("parallelize", base="none", plan=plan))
-    assert isinstance(config.dp, DataParallel)
+    pp = dict(chosen.get("pp_config", {})) if "pp" in mesh.dim_names else None
+    config = parallel_config(mesh.to_shape(), dp, ModelParallel("parallelize", base="none", plan=plan), pp)
+    assert isinstance(config.dp, DataParallel) and isinstance(config.pp, PipelineParallel | None)
     raise_all(config.check())
     return config
 
@@ -230,28 +244,28 @@ def _join(mesh: ProcessMesh, config: ParallelConfig, device: torch.device) -> Ra
     return RankMesh.build(config.mesh, replicate, shard, device.type, mesh.process_ids)
 
 
-def _share_random_state(ranks: RankMesh, device: torch.device) -> None:
-    """Let ranks along mp go on with the random state of the first of them: what they hold whole must stay equal."""
-    group = ranks.group("mp")
-    if group is None:
-        return
-    state = torch.get_rng_state().to(device)
-    dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
-    torch.set_rng_state(state.cpu())
-    if device.type == "cuda":
-        state = torch.cuda.get_rng_state(device).to(device)
-        dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
-        torch.cuda.set_rng_state(state.cpu(), device)
+def _train_here(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], applied: Parallelized) -> None:
+    """Have `optimizer` train what stands in the place of its parameters, of those that this rank holds. Collective."""
+    if applied.pipeline is None:
+        follow_parameters(optimizer, names, applied.module)
+    else:
+        with whole_model(applied.pipeline.held) as whole:
+            follow_parameters(optimizer, names, whole)
+        drop_stand_ins(optimizer, applied.pipeline.held)
+    adapt_optimizer(optimizer)
 
 
 def _exchange_gradients(applied: Parallelized) -> None:
-    """Do for every backward pass and optimizer step what a trainer would do around them."""
+    """Do for every backward pass and optimizer step what a trainer would do around them.
+
+    Of a model that is cut into stages, `forward_backward` does the first of it.
+    """
     average = applied.data_parallel.average
-    if average is not None:
+    if average is not None and applied.pipeline is None:
         after = AfterBackward(average.finish)
         for parameter in average.parameters:
             parameter.register_post_accumulate_grad_hook(after.arm)
-    if isinstance(applied.module, FSDPModule):
+    if isinstance(applied.module, FSDPModule) and applied.pipeline is None:
         applied.module.register_forward_hook(_free_unless_training)
     if not _STEP_HOOKS:  # of every optimizer, those made later, too
         _STEP_HOOKS.append(register_optimizer_step_pre_hook(lambda optimizer, *_: adapt_optimizer(optimizer)))

@@ -1,0 +1,200 @@
+"""`model.forward_backward`: one batch of a training loop of its user's own, on a model that may be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from autolaunch_strategies._torch import intercept_calls, intercepted
+from autolaunch_strategies.checkpoint import share_random_state
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.data_parallel import DataParallelModule
+from autolaunch_strategies.pipeline.objective import Objective, train_by_schedule
+from autolaunch_strategies.pipeline.run import Pipeline
+from autolaunch_strategies.pipeline.shared import SharedGradients
+from autolaunch_strategies.views import plain
+
+Step = Callable[..., torch.Tensor]
+
+CALL = "loss = model.forward_backward(step, *batch)"
+
+
+def forward_backward_of(
+    model: nn.Module, pipeline: Pipeline | None, data_parallel: DataParallelModule
+) -> Callable[..., torch.Tensor]:
+    """The `forward_backward` of a model that may be cut into stages (see `StagedLoop.forward_backward`)."""
+    if pipeline is None:
+        return whole_forward_backward
+    return StagedLoop(model, pipeline, data_parallel).forward_backward
+
+
+class StagedLoop:
+    """Runs a model that is cut into stages for a loop of its user's own: batches to train on, and calls by themselves.
+
+    All ranks along pp call it together, with the same step and the same batch.
+    """
+
+    def __init__(self, model: nn.Module, pipeline: Pipeline, data_parallel: DataParallelModule) -> None:
+        self.model, self.pipeline, self.data_parallel = model, pipeline, data_parallel
+        self.shared = SharedGradients(model, pipeline.cutting, pipeline)
+        self.objective = Objective(pipeline)
+        self._training = False
+        self._call = intercepted(model)
+        intercept_calls(model, self._called)
+
+    def forward_backward(self, step: Step, /, *batch: Any, **batch_kwargs: Any) -> torch.Tensor:
+        """Compute the gradients of ``step(*batch, **batch_kwargs)``, a loss; they add up in ``.grad`` as always.
+
+        `step` calls the model once and returns the loss. With ``loss=exact`` it sees the whole batch, and any loss is
+        right; with ``loss=microbatch`` it is called for parts of the batch, cut along the first dim of its tensors, so
+        everything that has this dim has to be an argument. Stages that are not the last leave it where the model is
+        called. On return gradients are complete: averaged over dp and summed over the stages that hold a parameter.
+
+        Returns:
+            The loss of the whole batch (of this rank's share of it, along dp) on every rank: 0-dim, without a gradient.
+
+        Raises:
+            ConfigError: the step does not call the model, or twice, or returns no loss; with ``loss=microbatch``, its
+                mean over microbatches is another loss than that of the whole batch.
+            RuntimeError: gradients are switched off.
+        """
+        _refuse_without_gradients()
+        self.pipeline.number += 1
+        self.pipeline.forget()
+        self.data_parallel.forget_gathered()
+        run = self._whole if self.pipeline.config.loss == "exact" else self._by_schedule
+        with self._earlier_gradients_aside():
+            loss, refused = run(step, batch, batch_kwargs)
+            self.data_parallel.forget_gathered()  # the comparison of losses gathers again
+            self.data_parallel.finish_backward()
+            self.shared.sum()
+        return self._told(loss, refused)
+
+    # --- both ways to compute gradients -----------------------------------------------------------------------------
+
+    def _whole(self, step: Step, batch: Any, batch_kwargs: Any) -> tuple[torch.Tensor | None, ConfigError | None]:
+        loss = None
+        with self._in_training():
+            self.data_parallel.gather_rest()
+            with self.pipeline.whole_step():
+                loss = loss_of(step(*batch, **batch_kwargs))
+                self.objective.refuse_parameters_outside(loss)
+            with self.data_parallel.several_backwards():
+                if loss is not None:
+                    with torch.autocast(self.pipeline.device.type, enabled=False):  # the types of the forward
+                        loss.backward()
+                self.pipeline.drain()
+        return loss, None
+
+    def _by_schedule(self, step: Step, batch: Any, batch_kwargs: Any) -> tuple[torch.Tensor | None, ConfigError | None]:
+        if not any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in tree_leaves((batch, batch_kwargs))):
+            raise ConfigError(
+                "forward_backward",
+                "it was given no batch that could be cut into microbatches",
+                "the tensors of the batch as arguments: step is called with a part of them",
+                CALL,
+            )
+        with self._in_training():
+            trained = train_by_schedule(
+                self.pipeline,
+                self.data_parallel,
+                (batch, batch_kwargs),
+                lambda part, _: (loss_of(step(*part[0], **part[1])), None),
+            )
+            try:
+                self.objective.compare(trained, lambda: loss_of(step(*batch, **batch_kwargs)))
+            except ConfigError as error:  # other stages are told before it is raised
+                return trained.loss, error
+        return trained.loss, None
+
+    @contextmanager
+    def _in_training(self) -> Iterator[None]:
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
+
+    @contextmanager
+    def _earlier_gradients_aside(self) -> Iterator[None]:
+        """Put what is in ``.grad`` aside, and add it again at the end: it has been exchanged and summed before."""
+        earlier = {item: item.grad for item in self.model.parameters() if item.grad is not None}
+        for parameter in earlier:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, gradient in earlier.items():
+                    parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+    def _told(self, loss: torch.Tensor | None, refused: ConfigError | None) -> torch.Tensor:
+        """The loss on every rank along pp, or the same error; then all go on with equal random numbers."""
+        pipeline = self.pipeline
+        source = dist.get_global_rank(pipeline.group, pipeline.last_rank)
+        told = torch.zeros(4, dtype=torch.float64, device=pipeline.device)
+        if loss is not None:
+            told[0] = loss.detach()
+            told[1:] = torch.tensor([loss.dtype == torch.float64, refused is not None, pipeline.drew_behind_call()])
+        dist.broadcast(told, source, group=pipeline.group)
+        _, is_double, is_refused, drew = told.tolist()
+        if is_refused:
+            errors = [refused]
+            dist.broadcast_object_list(errors, source, group=pipeline.group)
+            assert errors[0] is not None
+            raise errors[0]
+        if drew:
+            share_random_state(pipeline.group, pipeline.last_rank)
+        return told[0].to(torch.float64 if is_double else torch.float32)
+
+    # --- calls by themselves ----------------------------------------------------------------------------------------
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._call is not None
+        if self._training:
+            return self._call(*args, **kwargs)
+        self.data_parallel.forget_gathered()
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            self.data_parallel.forget_gathered()
+
+
+def whole_forward_backward(step: Step, /, *batch: Any, **batch_kwargs: Any) -> torch.Tensor:
+    """What `StagedLoop.forward_backward` is for a model in one piece: the same loop runs on a mesh without stages."""
+    _refuse_without_gradients()
+    loss = loss_of(step(*batch, **batch_kwargs))
+    loss.backward()
+    return loss.detach()
+
+
+def loss_of(returned: Any) -> torch.Tensor:
+    """What a step returned, whole.
+
+    Raises:
+        ConfigError: it is not one number.
+    """
+    loss = plain(returned)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise ConfigError(
+        "forward_backward",
+        f"the step returned {what}, not a loss",
+        "a function of the batch that calls the model and returns the loss, a tensor with one number",
+        "lambda x, y: criterion(model(x), y)",
+    )
+
+
+def _refuse_without_gradients() -> None:
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "forward_backward computes gradients, which torch.no_grad() or inference_mode() has switched off here; "
+            "model(...) runs forward only"
+        )
