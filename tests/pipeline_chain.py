@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,10 +14,8 @@ from torch.utils._pytree import tree_flatten
 
 from autolaunch_strategies.blocks import find_blocks
 from autolaunch_strategies.config import PipelineParallel
-from autolaunch_strategies.pipeline.build import placement, plan_cut
-from autolaunch_strategies.pipeline.cut import hold
-from autolaunch_strategies.pipeline.run import Pipeline, group_rank, stages_of
-from autolaunch_strategies.pipeline.structure import Structures, skeleton_of
+from autolaunch_strategies.pipeline.build import CutModel, placement, plan_cut
+from autolaunch_strategies.pipeline.run import Pipeline, group_rank
 from autolaunch_strategies.pipeline.transfer import Line
 
 CPU = torch.device("cpu")
@@ -79,18 +78,12 @@ class Chain:
         self.pipelines = [self._pipeline(root, rank) for rank, root in enumerate(self.roots)]
 
     def _pipeline(self, root: nn.Module, rank: int) -> Pipeline:
-        group: Any = _Group(len(self.roots), group_rank(self.rank_of_stage, len(self.roots), rank))
-        structures = Structures(self.cutting, skeleton_of(root.get_submodule(self.cutting.name.removesuffix("."))))
-        held = hold(root, self.cutting, stages_of(self.rank_of_stage, rank))
-        pipeline = Pipeline(root, self.cutting, held, structures, self.config, self.rank_of_stage, group, None, CPU)
+        group = _Group(len(self.roots), group_rank(self.rank_of_stage, len(self.roots), rank))
+        mesh: Any = SimpleNamespace(group=lambda axis: group, sub_mesh=lambda axis: None)
+        pipeline = CutModel.make(root, self.cutting, self.config, mesh).pipeline(CPU)
         pipeline.line = _Mailbox(group, self.boxes)
         pipeline._samples_checked = True  # it asks all ranks at once
         return pipeline
-
-    def train(self, mode: bool = True) -> Chain:
-        for root in self.roots:
-            root.train(mode)
-        return self
 
     def step(
         self,

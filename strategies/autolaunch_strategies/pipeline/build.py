@@ -52,6 +52,9 @@ class CutModel:
         rank_of_stage = placement(pp, group.size())
         model = root.get_submodule(cutting.name.removesuffix("."))
         keep = [item for item in (getattr(root, "_trainer", None), getattr(root, "_fabric", None)) if item is not None]
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):  # tensors without sizes can't be told to another stage
+                module.use_nested_tensor = False
         structures = Structures(cutting, skeleton_of(model, tuple(keep)))
         own = stages_of(rank_of_stage, pipe_rank(rank_of_stage, group.size(), group.rank()))
         return cls(root, cutting, hold(root, cutting, own), structures, pp, rank_of_stage, mesh)
@@ -88,7 +91,26 @@ def plan_cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, ranks: int, 
     Args:
         wrapped: whether `root` is a module around the model (a LightningModule), and not the model itself.
     """
-    return cut(root, blocks, pp, len(placement(pp, ranks)), wrapped)
+    for name, module in root.named_modules():
+        if is_compiled(module):
+            raise _compiled_whole(name)
+    cutting = cut(root, blocks, pp, len(placement(pp, ranks)), wrapped)
+    model = root.get_submodule(cutting.name.removesuffix("."))
+    parts = {".".join(unit.split(".")[:depth]) for unit in cutting.units for depth in range(unit.count(".") + 1)}
+    for name in sorted(parts):
+        if intercepted(model.get_submodule(name)) is not None:
+            raise _compiled_whole(cutting.name + name)
+    return cutting
+
+
+def _compiled_whole(name: str) -> ConfigError:
+    return ConfigError(
+        "pp",
+        f"{name.removesuffix('.') or 'the model'} is compiled as a whole, so its parts can't be run in stages",
+        "compile=true, which compiles every block by itself",
+        "compile=true",
+    )
+
 
 
 def account_of_pipeline(cutting: Cutting, pp: PipelineParallel, mesh: MeshShape) -> dict[str, Any]:
