@@ -254,3 +254,10 @@ def pipeline_order(
         )
         for rank in range(ranks)
     )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` made this module."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(module, OptimizedModule)

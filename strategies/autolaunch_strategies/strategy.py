@@ -33,6 +33,7 @@ from autolaunch_strategies.materialise import WeightFiles
 from autolaunch_strategies.optimizers import adapt_optimizer
 from autolaunch_strategies.pipeline.cut import drop_stand_ins, whole_model
 from autolaunch_strategies.pipeline.idle import idle_share
+from autolaunch_strategies.pipeline.relay import exchange_metrics_over
 from autolaunch_strategies.pipeline.steps import PipelinedSteps, refuse_what_cannot_run
 from autolaunch_strategies.strategy_checkpoints import CheckpointStrategy
 from autolaunch_strategies.termination import Termination
@@ -129,6 +130,8 @@ class MeshStrategy(CheckpointStrategy):
             _refuse_what_cannot_work(trainer, sharded=self.shape.dp > 1 and self.parallel.dp.sharding_level > 0)
         self.model = self.lightning_module
         self._parallelize(self.lightning_module, fitting)
+        if self.shape.mp * self.shape.pp > 1:
+            exchange_metrics_over(self.rank_mesh.group("dp", "cp"), self.lightning_module)
         if self._applied.pipeline is not None:
             self._steps = PipelinedSteps(
                 self.lightning_module,

@@ -403,6 +403,9 @@ def drop_stand_ins(optimizer: torch.optim.Optimizer, held: Held) -> None:
     """Take the parameters of other stages out of an optimizer; its groups stay, even if nothing is left in them."""
     absent = held.stand_ins
     for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter not in absent]
+        kept = [place for place, parameter in enumerate(group["params"]) if parameter not in absent]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][place] for place in kept]
     for parameter in absent:
         optimizer.state.pop(parameter, None)
