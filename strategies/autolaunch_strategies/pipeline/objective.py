@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.data_parallel import DataParallelModule
 from autolaunch_strategies.pipeline.run import Microbatches, Pipeline, cut_leaves, shapes_of
-from autolaunch_strategies.pipeline.schedule import schedule_for_batch
 from autolaunch_strategies.pipeline.structure import batch_size
 
 
@@ -45,7 +44,7 @@ def train_by_schedule(
     """
     leaves, spec = tree_flatten(batch)
     size = batch_size(leaves)
-    schedule = schedule_for_batch(pipeline.config, pipeline.rank_of_stage, size)
+    schedule = pipeline.schedule_of(size)
     batched = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves)
     parts = cut_leaves(leaves, batched, schedule.microbatches)
     samples = [batch_size(part) for part in parts] if schedule.microbatches > 1 else [size]

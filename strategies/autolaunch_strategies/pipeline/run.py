@@ -22,7 +22,13 @@ from autolaunch_strategies.config import ConfigError, PipelineParallel
 from autolaunch_strategies.pipeline.cut import Cutting, Held
 from autolaunch_strategies.pipeline.idle import IdleClock
 from autolaunch_strategies.pipeline.record import Leaf
-from autolaunch_strategies.pipeline.schedule import Kind, Schedule, fitting_microbatches, with_transfers
+from autolaunch_strategies.pipeline.schedule import (
+    Kind,
+    Schedule,
+    fitting_microbatches,
+    schedule_for_batch,
+    with_transfers,
+)
 from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
 from autolaunch_strategies.pipeline.structure import Structure, Structures, batch_size
 from autolaunch_strategies.pipeline.transfer import Header, LeafMeta, Line, Metas, local_part
@@ -118,6 +124,7 @@ class Pipeline:
         self._state_at_call: Any = None
         self._samples_checked = False
         self._first_held: dict[int, tuple[nn.Parameter, bool]] = {}
+        self._schedules: dict[int, Schedule] = {}
 
     # --- who am I ---------------------------------------------------------------------------------------------------
 
@@ -387,6 +394,12 @@ class Pipeline:
         return tree_unflatten(made, spec)
 
     # --- microbatches one by one, by a schedule ---------------------------------------------------------------------
+
+    def schedule_of(self, size: int) -> Schedule:
+        """The order of work for a batch of `size` samples."""
+        if size not in self._schedules:
+            self._schedules[size] = schedule_for_batch(self.config, self.rank_of_stage, size)
+        return self._schedules[size]
 
     def run_schedule(
         self, schedule: Schedule, step: Callable[[int], Any], factors: Sequence[float], keys: Sequence[Any]

@@ -6,6 +6,7 @@ Nothing here imports torch, except for asking it for a table of its own (`build_
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -502,6 +503,7 @@ def _relative(costs: Sequence[float] | None, stages: int) -> list[float]:
     return [1.0] * stages if costs is None or average <= 0 else [cost / average for cost in costs]
 
 
+@functools.lru_cache(maxsize=16)
 def with_transfers(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Per pipe rank the actions of a schedule with every SEND and RECV between them.
 
