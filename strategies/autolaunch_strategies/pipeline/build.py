@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autolaunch_strategies._torch import intercepted, is_compiled
 from autolaunch_strategies.blocks import Block, Blocks
-from autolaunch_strategies.config import MeshShape, PipelineParallel
+from autolaunch_strategies.config import ConfigError, MeshShape, PipelineParallel
 from autolaunch_strategies.mesh import RankMesh, coordinates
 from autolaunch_strategies.pipeline.cut import Cutting, Held, cut, hold
 from autolaunch_strategies.pipeline.run import Pipeline, group_rank, pipe_rank, stages_of
@@ -110,7 +111,6 @@ def _compiled_whole(name: str) -> ConfigError:
         "compile=true, which compiles every block by itself",
         "compile=true",
     )
-
 
 
 def account_of_pipeline(cutting: Cutting, pp: PipelineParallel, mesh: MeshShape) -> dict[str, Any]:
