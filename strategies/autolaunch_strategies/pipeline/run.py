@@ -238,7 +238,7 @@ class Pipeline:
             if self.device.type == "cpu"
             else torch.get_device_module(self.device).get_rng_state(self.device)
         )
-        numpy_state = np.random.get_state(legacy=False)["state"]  # type: ignore[call-overload]
+        numpy_state = np.random.get_state(legacy=False)["state"]
         return own.numpy().tobytes(), torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(numpy_state)
 
     def _fill(self, args: Any, kwargs: Any) -> Any:
