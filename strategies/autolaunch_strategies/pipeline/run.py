@@ -26,6 +26,7 @@ from autolaunch_strategies.pipeline.schedule import (
     Kind,
     Schedule,
     fitting_microbatches,
+    forward_only,
     schedule_for_batch,
     with_transfers,
 )
@@ -247,6 +248,7 @@ class Pipeline:
         wanted = fitting_microbatches("gpipe", self.group.size(), 1, self.config.microbatches, batch_size(leaves))
         count = max(wanted, 1)
         structure, kind = self.structures.of(args, kwargs, self.model.training, count > 1)
+        count = min(count, structure.samples(leaves))
         if count > 1 and not self._samples_checked:
             self._samples_checked = True
             self._check_samples(structure, leaves, spec)
@@ -269,23 +271,25 @@ class Pipeline:
         """Run the microbatches of flattened arguments through this rank's stages; `filled` takes the last one's."""
         parts = cut_leaves(leaves, filled.structure.batched, filled.count)
         keys = [(kind, shapes_of(part)) for part in parts]
-        handed: dict[Job, _Arrival] = {}
-        for stage in self.stages:
-            for index, part in enumerate(parts):
-                job = Job(stage, index)
-                arrival = handed.pop(job, None)
-                if stage > 0 and arrival is None:
-                    arrival = self._receive(job, keys[index])
-                part_args, part_kwargs = tree_unflatten(part, spec)
-                self._forward(filled.structure, job, arrival, part_args, part_kwargs, stop=True)
-                if stage == self.last_stage:
+        arrivals: dict[Job, _Arrival] = {}
+        for action in with_transfers(forward_only(self.rank_of_stage, filled.count))[self.pipe_rank]:
+            job = Job(action.stage, action.microbatch)
+            if action.kind is Kind.RECV_F:
+                arrivals[job] = self._receive(job, keys[job.microbatch])
+                continue
+            if action.kind is Kind.F:
+                part_args, part_kwargs = tree_unflatten(parts[job.microbatch], spec)
+                self._forward(filled.structure, job, arrivals.pop(job, None), part_args, part_kwargs, stop=True)
+                if job.stage == self.last_stage:
                     filled.take(self._works[job])
-                elif self._is_here(stage + 1):
-                    handed[Job(stage + 1, index)] = self._handed_on(job)
+                elif self._is_here(job.stage + 1):
+                    arrivals[Job(job.stage + 1, job.microbatch)] = self._handed_on(job)
                 else:
-                    self._send(job, keys[index])
-                if not filled.trains:
-                    del self._works[job]
+                    continue  # what is made is sent next
+            else:
+                self._send(job, keys[job.microbatch])
+            if not filled.trains:
+                del self._works[job]
 
     @torch.no_grad()
     def _check_samples(self, structure: Structure, leaves: list[Any], spec: Any) -> None:

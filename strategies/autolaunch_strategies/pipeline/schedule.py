@@ -10,7 +10,7 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -279,6 +279,14 @@ def forward_then_backward(rank_of_stage: Sequence[int], microbatches: int) -> Sc
         actions.append((*forward, *backward))
     per_rank = len(rank_of_stage) // ranks
     return Schedule("forward_then_backward", ranks, per_rank, microbatches, tuple(rank_of_stage), tuple(actions))
+
+
+@functools.lru_cache(maxsize=64)
+def forward_only(rank_of_stage: tuple[int, ...], microbatches: int) -> Schedule:
+    """A schedule without a backward, for evaluation and for a loss of the whole batch."""
+    whole = forward_then_backward(rank_of_stage, microbatches)
+    actions = tuple(tuple(action for action in row if action.kind is Kind.F) for row in whole.actions)
+    return replace(whole, name="forward_only", actions=actions)
 
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
