@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -146,8 +147,10 @@ class Pipeline:
 
     @property
     def name(self) -> str:
-        """What a step has to call: the name of the pipelined model in the module that is trained."""
+        """What a step has to call, as its writer knows it."""
         name = self.cutting.name.removesuffix(".")
+        if not isinstance(self.root, pl.LightningModule):
+            return "model"
         return f"self.{name}" if name else "self"
 
     def counts(self, parameter: nn.Parameter) -> bool:
