@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def foreseen_timeline(account: Mapping[str, Any], job: Mapping[str, Any]) -> Tim
     # A data module of one's own alone knows its batch: one of which the pipeline gets as many parts as it wants.
     batch = batch_of_rank(job) or options.microbatches or 4 * ranks
     schedule = schedule_for_batch(options, [stage["pipe_rank"] for stage in stages], batch)
+    if options.loss == "exact":
+        schedule = replace(schedule, name="exact")
     costs = [stage["share_of_work"] for stage in stages]
     return timeline(schedule, backward=_backward(account), stage_costs=costs)
 
@@ -109,7 +112,10 @@ def _shown(stages: list[dict[str, Any]]) -> Iterable[dict[str, Any] | None]:
 
 def _shared_lines(shared: Mapping[str, Any]) -> Iterable[str]:
     for name, stages in list(shared.items())[:MOST_SHARED]:
-        at = ", ".join(map(str, stages)) if len(stages) <= 4 else f"{stages[0]} to {stages[-1]}"
-        yield f"{name} is held by stages {at}, which sum its gradients"
+        if len(stages) > 4:
+            at = f"{len(stages)} stages"
+        else:
+            at = f"stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}"
+        yield f"{at} share {name} and sum its gradients"
     if len(shared) > MOST_SHARED:
         yield f"and {len(shared) - MOST_SHARED} more parameters that several stages hold (plan.yaml lists them)"

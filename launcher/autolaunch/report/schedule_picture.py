@@ -40,6 +40,7 @@ _LOOKS = {
     Kind.W: _Look("=", "#2A7F6C", "#134E41", "backward for weights"),
 }
 _IDLE_SIGN = "."
+_NUMBERED = 1.5  # columns for the shortest bar of a kind from which on the kind's bars have numbers
 
 
 # --- for the terminal --------------------------------------------------------------------------------------------
@@ -48,8 +49,8 @@ _IDLE_SIGN = "."
 def schedule_text(timeline: Timeline, width: int) -> RenderableType:
     """A schedule in at most `width` columns: a row of signs per rank, with a legend; plain ASCII, colour if possible.
 
-    A bar is its microbatch, where there is room for it, and then signs of its kind. Where a column stands for several
-    actions, columns show the kinds in turn, in proportion to their time.
+    A bar is its microbatch, if there is room for that in bars of its kind, and then signs of its kind. Where a column
+    stands for several actions, columns show the kinds in turn, in proportion to their time.
     """
     schedule = timeline.schedule
     rows = _shown_ranks(schedule.ranks)
@@ -94,9 +95,18 @@ def _shown_ranks(ranks: int) -> list[int | None]:
 def _columns(timeline: Timeline, room: int) -> tuple[int, float]:
     """How many columns the picture takes, and how many of them one unit of time takes."""
     shortest = _shortest(timeline)
-    whole = math.floor(room / (timeline.length / shortest) + 1e-6)  # columns for the shortest bar
-    scale = min(whole, MOST_COLUMNS) / shortest if whole else room / timeline.length
+    fits = room / (timeline.length / shortest) + 1e-6  # columns for the shortest bar
+    if fits >= 1 and (fits < _NUMBERED or _regular(timeline)):
+        fits = math.floor(fits)  # bars of equal time come out equal
+    scale = min(fits, MOST_COLUMNS) / shortest
     return min(room, math.ceil(timeline.length * scale - 1e-6)), scale
+
+
+def _regular(timeline: Timeline) -> bool:
+    """Whether all bars of a kind are equally long."""
+    unit = _unit(timeline)
+    lengths = {(bar.action.kind, round((bar.end - bar.start) / unit, 6)) for bar in timeline.bars}
+    return len(lengths) == len({kind for kind, _ in lengths})
 
 
 def _row(bars: list[Bar], timeline: Timeline, columns: int, scale: float) -> Text:
@@ -105,10 +115,13 @@ def _row(bars: list[Bar], timeline: Timeline, columns: int, scale: float) -> Tex
     for column, kind in enumerate(_kinds_of_columns(bars, origin, columns, scale)):
         if kind:
             signs[column], styles[column] = _LOOKS[kind].sign, _style(kind)
+    numbered = {kind for kind in _LOOKS if scale * _shortest(timeline, kind) >= _NUMBERED}
     for bar in bars:
         start, end = round((bar.start - origin) * scale), round((bar.end - origin) * scale)
         number = str(bar.action.microbatch)
-        if end - start > len(number):  # one sign of its kind stays
+        # One sign of its kind stays, except in a bar that only rounding has made too narrow for it.
+        squeezed = end - start == 1 and timeline.schedule.microbatches <= 10
+        if bar.action.kind in numbered and (end - start > len(number) or squeezed):
             signs[start:end] = number + _LOOKS[bar.action.kind].sign * (end - start - len(number))
             styles[start:end] = [_style(bar.action.kind)] * (end - start)
     row = Text()
@@ -167,10 +180,11 @@ def _unit(timeline: Timeline) -> float:
     return forward / (timeline.schedule.microbatches * timeline.schedule.ranks)
 
 
-def _shortest(timeline: Timeline) -> float:
-    """The shortest bar that a picture shows whole; stages may have next to no work."""
+def _shortest(timeline: Timeline, kind: Kind | None = None) -> float:
+    """The shortest bar (of a kind, 0 without one) that a picture shows whole; stages may have next to no work."""
+    lengths = [bar.end - bar.start for bar in timeline.bars if kind in (None, bar.action.kind)]
     least = _unit(timeline) / timeline.schedule.virtual_stages / 4
-    return max(least, min(bar.end - bar.start for bar in timeline.bars))
+    return max(least, min(lengths)) if lengths else 0.0
 
 
 def _stages(schedule: Schedule, rank: int, most: int) -> str:
@@ -197,23 +211,27 @@ def _between(colour: str, deep: str, share: float) -> str:
 _NARROWEST, _WIDEST = 720, 1600  # of the plot, in pixels
 _ROOM_FOR_NUMBER = 13  # pixels of the shortest bar that the plot tries to give
 _ROW, _GAP = 24, 6
+_WHOLE_LOSS = "loss of the whole batch"
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue','DejaVu Sans',Arial,sans-serif"
 _LETTER, _DIGIT = 6.6, 0.6  # pixels of a letter at 12 px, width of a digit as a share of the font's size
 
 
-def write_schedule_svg(timeline: Timeline, path: str | os.PathLike[str]) -> Path:
+def write_schedule_svg(timeline: Timeline, path: str | os.PathLike[str], whole_loss: bool = False) -> Path:
     """Write a schedule as a self-contained SVG, one row per rank, and return its path.
 
     Later stages of a rank are darker. The unit of time is the forward of one microbatch on all stages of a rank.
+
+    Args:
+        whole_loss: mark where the loss of the whole batch is computed, behind the last forward.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".new")
-    beside.write_text(_svg(timeline), encoding="utf-8")
+    beside.write_text(_svg(timeline, whole_loss), encoding="utf-8")
     return beside.replace(path)
 
 
-def _svg(timeline: Timeline) -> str:
+def _svg(timeline: Timeline, whole_loss: bool) -> str:
     schedule, unit, origin = timeline.schedule, _unit(timeline), min(bar.start for bar in timeline.bars)
     shortest = _shortest(timeline)
     plot = min(max(_NARROWEST, timeline.length / shortest * _ROOM_FOR_NUMBER), _WIDEST)
@@ -253,7 +271,10 @@ def _svg(timeline: Timeline) -> str:
             parts.append(f'</g><g fill="{_ink(colour)}" text-anchor="middle">')
             parts += filter(None, (_number(bar, left + (bar.start - origin) * scale, top, scale) for bar in chosen))
             parts.append("</g>")
-    parts += _legend(timeline, left, bottom + 74)
+    if whole_loss:
+        last = max((bar for bar in timeline.bars if bar.action.kind is Kind.F), key=lambda bar: bar.end)
+        parts.append(_loss_mark(left + (last.end - origin) * scale, top + last.rank * (_ROW + _GAP), _ROW))
+    parts += _legend(timeline, left, bottom + 74, whole_loss)
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -283,6 +304,11 @@ def _number(bar: Bar, x: float, top: float, scale: float) -> str:
     return f'<text x="{x + wide / 2:.2f}" y="{y:.2f}" font-size="{size:.1f}">{number}</text>'
 
 
+def _loss_mark(x: float, y: float, height: float) -> str:
+    line = f'<rect x="{x - 2:.2f}" y="{y - 2}" width="4" height="{height + 4}" fill="#222222">'
+    return f"{line}<title>{_WHOLE_LOSS}</title></rect>"
+
+
 def _axis(left: float, right: float, top: float, bottom: float, scale: float) -> list[str]:
     step = next(step for step in _steps() if (right - left) / (step * scale) <= 14)
     parts = [f'<path d="M{left:.2f} {bottom + 8}H{right:.2f}" stroke="#888888" fill="none"/>']
@@ -299,7 +325,7 @@ def _steps() -> Iterator[int]:
         yield from (10**power, 2 * 10**power, 5 * 10**power)
 
 
-def _legend(timeline: Timeline, x: float, y: float) -> list[str]:
+def _legend(timeline: Timeline, x: float, y: float, whole_loss: bool) -> list[str]:
     parts, chunks = [], timeline.schedule.virtual_stages
     entries = [
         ([_colour(kind, chunk, chunks) for chunk in range(chunks)], look.words)
@@ -312,4 +338,6 @@ def _legend(timeline: Timeline, x: float, y: float) -> list[str]:
             x += 14
         parts.append(_words(x + 7, y, words))
         x += 7 + len(words) * _LETTER + 22
+    if whole_loss:
+        parts += [_loss_mark(x + 2, y - 11, 14), _words(x + 11, y, _WHOLE_LOSS)]
     return parts

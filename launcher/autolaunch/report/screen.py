@@ -218,9 +218,9 @@ def _pipeline(describe: Mapping[str, Any]) -> str:
 def _remarks(pp: Mapping[str, Any]) -> Iterable[str]:
     """What the picture of a schedule does not say by itself."""
     if f"{pp['idle_share_of_equal_stages']:.1%}" != f"{pp['expected_idle_share']:.1%}":
-        yield f"idle {pp['idle_share_of_equal_stages']:.1%}, were the stages equal"
+        yield f"with stages of equal work it would be {pp['idle_share_of_equal_stages']:.1%}"
     if pp["loss"] == "exact":
-        yield "the loss of the whole batch is computed once, between the forwards and the backwards"
+        yield "the loss of the whole batch is computed between forwards and backwards"
 
 
 def _styles(styles: Any) -> str:

@@ -45,7 +45,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     picture = None
     if schedule is not None:
         account = with_expectation(account, config, schedule)
-        picture = write_schedule_svg(schedule, job.output_dir / "schedule.svg")
+        picture = write_schedule_svg(schedule, job.output_dir / "schedule.svg", account["pp"]["loss"] == "exact")
     path = write_plan(job.output_dir, config, account, job.choices)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     summary = {
