@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 _TRIAL_SIZES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 """Sizes of batches that are unlikely to be the size of anything else."""
 _MOST_STRUCTURES = 64
+_MOST_WAYS = 32
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ class Structure:
     """Of every flattened argument: whether its first dim is the batch."""
     join_dims: Mapping[Leaf, int]
     """Along which dim leaves of microbatches are joined; those that do not depend on the batch are not in it."""
+
+    def samples(self, leaves: list[Any]) -> int:
+        """How many samples flattened arguments hold."""
+        return next((len(leaf) for leaf, batched in zip(leaves, self.batched, strict=True) if batched), 1)
 
     def join_dim(self, leaf: Leaf) -> int | None:
         """Along which dim the leaves of microbatches are joined; None: each is the leaf of the batch."""
@@ -105,14 +111,17 @@ class Structures:
         return self._known[kind], (kind, sizes)
 
     def _record(self, leaves: list[Any], spec: Any, size: int, training: bool, several: bool) -> Structure:
-        batched = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == size for leaf in leaves)
-        first = second = None
+        ways = _ways_to_cut(leaves, size)
+        batched, first, second = ways[0], None, None
         taken = {dim for leaf in leaves if isinstance(leaf, torch.Tensor) for dim in leaf.shape}
         trial = [number for number in _TRIAL_SIZES if number not in taken] or list(_TRIAL_SIZES)
         if self.skeleton is not None:
             try:
-                first = self._try(leaves, spec, batched, trial[0] if several else size, training)
-                second = self._try(leaves, spec, batched, trial[1], training) if several else None
+                if several:
+                    batched, first = self._first_way_that_runs(leaves, spec, ways, trial[0], training)
+                    second = self._try(leaves, spec, batched, trial[1], training)
+                else:
+                    first = self._try(leaves, spec, batched, size, training)
             except Exception as error:  # whatever a model raises on shapes alone
                 if several and _runs(lambda: self._try(leaves, spec, batched, size, training)):
                     raise _not_by_batch(leaves, spec, size, error) from error
@@ -125,6 +134,18 @@ class Structures:
         self._refuse_hidden(recording)
         dims = _join_dims(carries[-1], recording, first, second, trial) if several else {}
         return Structure(recording, stage_of, tuple(carries), batched, dims)
+
+    def _first_way_that_runs(
+        self, leaves: list[Any], spec: Any, ways: list[tuple[bool, ...]], size: int, training: bool
+    ) -> tuple[tuple[bool, ...], Recording]:
+        """The first of `ways` in which the model takes a batch of another size, and what it then does."""
+        errors = []
+        for way in ways:
+            try:
+                return way, self._try(leaves, spec, way, size, training)
+            except Exception as error:  # whatever a model raises on shapes alone
+                errors.append(error)
+        raise errors[0]
 
     def _try(self, leaves: list[Any], spec: Any, batched: tuple[bool, ...], size: int, training: bool) -> Recording:
         assert self.skeleton is not None
@@ -172,6 +193,28 @@ class Structures:
                 "calls that do not need it (use_cache=False, output_attentions=False, output_hidden_states=False), "
                 f"or pp.global_spec={unit}",
             )
+
+
+def _ways_to_cut(leaves: list[Any], size: int) -> list[tuple[bool, ...]]:
+    """Which arguments may have the batch as their first dim, the likeliest guess first.
+
+    All that have its size, but a square one behind the first (a mask, if anything else runs, too); then fewer, since
+    positions may by chance be as many as samples. Last of all the first tensor alone, whatever its size: a batch of one
+    sample beside such arguments.
+    """
+    tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    fitting = [place for place in tensors if leaves[place].shape[0] == size]
+    squares = {place for place in fitting[1:] if tuple(leaves[place].shape) == (size, size)}
+    ways = [set(fitting) - squares, set(fitting)]
+    ways += [
+        {fitting[0], *others}
+        for count in range(len(fitting) - 1)
+        for others in itertools.combinations(fitting[1:], count)
+    ]
+    unique = {
+        tuple(place in way for place in range(len(leaves))): None for way in (*ways[:_MOST_WAYS], set(tensors[:1]))
+    }
+    return list(unique)
 
 
 def _kind(leaf: Any, size: int) -> Any:
