@@ -36,6 +36,7 @@ from autolaunch_strategies.mesh import RankMesh
 from autolaunch_strategies.optimizers import adapt_optimizer, check_optimizer, follow_parameters, parameter_names
 from autolaunch_strategies.pipeline.cut import drop_stand_ins, whole_model
 from autolaunch_strategies.pipeline.loop import forward_backward_of
+from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.plan.rules import read_plan
 from autolaunch_strategies.process_group import check_world_size, ensure_process_group
 from autolaunch_strategies.process_mesh import ProcessMesh, get_mesh, process_mesh, set_mesh
@@ -137,19 +138,28 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
     chosen: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    # Asked of every model, not of those whose parameters are here: a stage may hold none of what is clipped.
-    staged = [(applied.pipeline, applied.module) for applied in _MODELS.values() if applied.pipeline is not None]
-    if staged:
-        first = staged[0][0]
-        pipeline_of = {id(item): pipeline for pipeline, module in staged for item in module.parameters()}
-        counted = [item for item in chosen if pipeline_of.get(id(item), first).counts(item)]
-        norm = gradient_norm(counted, norm_type, first.group, device=first.device)
+    pipelines, known = _pipelines_of(chosen)
+    if pipelines:
+        counted = [item for item in chosen if id(item) not in known or known[id(item)].counts(item)]
+        norm = gradient_norm(counted, norm_type, pipelines[0].group, device=pipelines[0].device)
     else:
         norm = gradient_norm(chosen, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, so they can't be clipped")
     scale_gradients(chosen, norm, max_norm)
     return norm
+
+
+def _pipelines_of(parameters: list[Any]) -> tuple[list[Pipeline], dict[int, Pipeline]]:
+    """The pipelines of the models that these parameters belong to, and which belongs to which.
+
+    Of all models, where they belong to none: a stage may hold nothing of what is clipped, and has to take part.
+    """
+    models = {id(item): applied for applied in list(_MODELS.values()) for item in applied.module.parameters()}
+    owners = [models[id(item)] for item in parameters if id(item) in models] or list(_MODELS.values())
+    found = {id(applied.pipeline): applied.pipeline for applied in owners if applied.pipeline is not None}
+    known = {id(item): models[id(item)].pipeline for item in parameters if id(item) in models}
+    return list(found.values()), {key: pipeline for key, pipeline in known.items() if pipeline is not None}
 
 
 def _checked(config: Any) -> dict[str, Any]:

@@ -16,13 +16,12 @@ from autolaunch_strategies.checkpoint import share_random_state
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.data_parallel import DataParallelModule
 from autolaunch_strategies.pipeline.objective import Objective, train_by_schedule
+from autolaunch_strategies.pipeline.relay import StageFailedError
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.shared import SharedGradients
 from autolaunch_strategies.views import plain
 
 Step = Callable[..., torch.Tensor]
-
-CALL = "loss = model.forward_backward(step, *batch)"
 
 
 def forward_backward_of(
@@ -62,6 +61,7 @@ class StagedLoop:
         Raises:
             ConfigError: the step does not call the model, or twice, or returns no loss; with ``loss=microbatch``, its
                 mean over microbatches is another loss than that of the whole batch.
+            StageFailedError: the step raised something else on the last stage; there it is raised as it is.
             RuntimeError: gradients are switched off.
         """
         _refuse_without_gradients()
@@ -70,48 +70,59 @@ class StagedLoop:
         self.data_parallel.forget_gathered()
         run = self._whole if self.pipeline.config.loss == "exact" else self._by_schedule
         with self._earlier_gradients_aside():
-            loss, refused = run(step, batch, batch_kwargs)
+            with self._in_training():
+                loss = run(step, batch, batch_kwargs)
             self.data_parallel.forget_gathered()  # the comparison of losses gathers again
             self.data_parallel.finish_backward()
             self.shared.sum()
-        return self._told(loss, refused)
+        return loss
 
     # --- both ways to compute gradients -----------------------------------------------------------------------------
 
-    def _whole(self, step: Step, batch: Any, batch_kwargs: Any) -> tuple[torch.Tensor | None, ConfigError | None]:
-        loss = None
-        with self._in_training():
-            self.data_parallel.gather_rest()
+    def _whole(self, step: Step, batch: Any, batch_kwargs: Any) -> torch.Tensor:
+        loss, failed = None, None
+        self.data_parallel.gather_rest()
+        try:
             with self.pipeline.whole_step():
                 loss = loss_of(step(*batch, **batch_kwargs))
+            if loss is not None:
+                _refuse_without_graph(loss)
                 self.objective.refuse_parameters_outside(loss)
-            with self.data_parallel.several_backwards():
-                if loss is not None:
-                    with torch.autocast(self.pipeline.device.type, enabled=False):  # the types of the forward
-                        loss.backward()
-                self.pipeline.drain()
-        return loss, None
+        except Exception as error:
+            if not (self.pipeline.is_last and self.pipeline.others_wait):
+                raise
+            failed = error
+        told = self._told(loss, failed)
+        with self.data_parallel.several_backwards():
+            if loss is not None:
+                with torch.autocast(
+                    self.pipeline.device.type, enabled=False
+                ):  # a backward has the types of its forward
+                    loss.backward()
+            self.pipeline.drain()
+        return told
 
-    def _by_schedule(self, step: Step, batch: Any, batch_kwargs: Any) -> tuple[torch.Tensor | None, ConfigError | None]:
+    def _by_schedule(self, step: Step, batch: Any, batch_kwargs: Any) -> torch.Tensor:
         if not any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in tree_leaves((batch, batch_kwargs))):
             raise ConfigError(
                 "forward_backward",
                 "it was given no batch that could be cut into microbatches",
                 "the tensors of the batch as arguments: step is called with a part of them",
-                CALL,
+                "loss = model.forward_backward(step, *batch)",
             )
-        with self._in_training():
-            trained = train_by_schedule(
-                self.pipeline,
-                self.data_parallel,
-                (batch, batch_kwargs),
-                lambda part, _: (loss_of(step(*part[0], **part[1])), None),
-            )
-            try:
-                self.objective.compare(trained, lambda: loss_of(step(*batch, **batch_kwargs)))
-            except ConfigError as error:  # other stages are told before it is raised
-                return trained.loss, error
-        return trained.loss, None
+
+        def run(part: Any, samples: int) -> tuple[torch.Tensor, None]:
+            loss = loss_of(step(*part[0], **part[1]))
+            _refuse_without_graph(loss)
+            return loss, None
+
+        failed = None
+        trained = train_by_schedule(self.pipeline, self.data_parallel, (batch, batch_kwargs), run)
+        try:
+            self.objective.compare(trained, lambda: loss_of(step(*batch, **batch_kwargs)))
+        except Exception as error:
+            failed = error
+        return self._told(trained.loss, failed)
 
     @contextmanager
     def _in_training(self) -> Iterator[None]:
@@ -134,24 +145,33 @@ class StagedLoop:
                 for parameter, gradient in earlier.items():
                     parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
-    def _told(self, loss: torch.Tensor | None, refused: ConfigError | None) -> torch.Tensor:
-        """The loss on every rank along pp, or the same error; then all go on with equal random numbers."""
+    def _told(self, loss: torch.Tensor | None, failed: Exception | None) -> torch.Tensor:
+        """The loss on every rank along pp, or an error on all of them; then all go on with equal random numbers."""
         pipeline = self.pipeline
         source = dist.get_global_rank(pipeline.group, pipeline.last_rank)
         told = torch.zeros(4, dtype=torch.float64, device=pipeline.device)
-        if loss is not None:
-            told[0] = loss.detach()
-            told[1:] = torch.tensor([loss.dtype == torch.float64, refused is not None, pipeline.drew_behind_call()])
+        if pipeline.is_last:
+            drew = pipeline.drew_behind_call()
+            is_double = loss is not None and loss.dtype == torch.float64
+            told[1:] = torch.tensor([is_double, failed is not None, drew])
+            told[0] = 0.0 if loss is None else loss.detach()
         dist.broadcast(told, source, group=pipeline.group)
-        _, is_double, is_refused, drew = told.tolist()
-        if is_refused:
-            errors = [refused]
-            dist.broadcast_object_list(errors, source, group=pipeline.group)
-            assert errors[0] is not None
-            raise errors[0]
+        _, is_double, is_failed, drew = told.tolist()
+        if is_failed:
+            raise self._same_error(failed, source)
         if drew:
             share_random_state(pipeline.group, pipeline.last_rank)
         return told[0].to(torch.float64 if is_double else torch.float32)
+
+    def _same_error(self, failed: Exception | None, source: int) -> Exception:
+        """On every rank along pp, what the last stage's step raised, or words that tell of it."""
+        errors: list[Any] = [failed]
+        if failed is not None and not isinstance(failed, ConfigError):  # it may not be possible to send it
+            errors = [
+                StageFailedError(f"the step failed on the last pipeline stage: {type(failed).__name__}: {failed}")
+            ]
+        dist.broadcast_object_list(errors, source, group=self.pipeline.group)
+        return failed or errors[0]
 
     # --- calls by themselves ----------------------------------------------------------------------------------------
 
@@ -172,6 +192,15 @@ def whole_forward_backward(step: Step, /, *batch: Any, **batch_kwargs: Any) -> t
     loss = loss_of(step(*batch, **batch_kwargs))
     loss.backward()
     return loss.detach()
+
+
+def _refuse_without_graph(loss: torch.Tensor) -> None:
+    if not loss.requires_grad:
+        raise ConfigError(
+            "forward_backward",
+            "the loss that the step returned has no gradient: it does not come from the output of the model",
+            "a loss computed from what model(...) returned, without detach() or item()",
+        )
 
 
 def loss_of(returned: Any) -> torch.Tensor:
