@@ -125,6 +125,8 @@ class Pipeline:
         self._weights = WeightGradients()
         self._state_at_call: Any = None
         self._samples_checked = False
+        self.drew_in_replay = False
+        """Whether the replayed step drew random numbers: its loss can't be compared with that of microbatches then."""
         self._first_held: dict[int, tuple[nn.Parameter, bool]] = {}
         self._schedules: dict[int, Schedule] = {}
 
@@ -496,7 +498,10 @@ class Pipeline:
             return self.staged.run(tail_of(structure, *filled.joined(self.mp_mesh)), args, kwargs, self._call)
 
         with self._own_numbers("step", 0), self._step(call):
-            return step()
+            before = self._random_state()
+            output = step()
+            self.drew_in_replay = before != self._random_state()
+            return output
 
     def used_outside(self, loss: torch.Tensor) -> list[str]:
         """Parameters of the model that `loss` depends on other than through the call of the model for a whole batch.
