@@ -57,6 +57,7 @@ def schedule_text(timeline: Timeline, width: int) -> RenderableType:
     names = {rank: _stages(schedule, rank, most=4) for rank in range(schedule.ranks)}
     margin = max(len("stages"), *(len(names[rank]) for rank in rows if rank is not None))
     columns, scale = _columns(timeline, max(width - margin - len("   idle"), 8))
+    numbered = {kind for kind in _LOOKS if scale * _shortest(timeline, kind) >= _NUMBERED}
     lines = [
         Text(_title(schedule), style="bold"),
         Text(f"{_noun(schedule):>{margin}}  {'':{columns}} idle", style="dim"),
@@ -67,7 +68,8 @@ def schedule_text(timeline: Timeline, width: int) -> RenderableType:
             lines.append(Text(f"{'...':>{margin}}", style="dim"))
             continue
         line = Text(f"{names[rank]:>{margin}}  ")
-        line.append_text(_row([bar for bar in timeline.bars if bar.rank == rank], timeline, columns, scale))
+        bars = [bar for bar in timeline.bars if bar.rank == rank]
+        line.append_text(_row(bars, timeline, columns, scale, numbered))
         line.append(f"{idle[rank]:>5.0%}")
         lines.append(line)
     legend = Text()
@@ -77,8 +79,9 @@ def schedule_text(timeline: Timeline, width: int) -> RenderableType:
     legend.append(_IDLE_SIGN, style="dim").append(" idle")
     lines += [legend, Text(_idle_line(timeline))]
     if scale * _shortest(timeline) < 1 - 1e-6:
-        forwards = f"{1 / scale / _unit(timeline):.2g} forwards"
-        lines.append(Text(f"a column is {forwards} long; signs of a kind are in proportion to its time"))
+        forwards = 1 / scale / _unit(timeline)
+        written = f"{forwards:.2g}" if forwards < 10 else f"{forwards:,.0f}"
+        lines.append(Text(f"a column is {written} forwards long; signs of a kind are in proportion to its time"))
     for line in lines:
         line.no_wrap = len(line) <= width
     return Group(*lines)
@@ -109,13 +112,12 @@ def _regular(timeline: Timeline) -> bool:
     return len(lengths) == len({kind for kind, _ in lengths})
 
 
-def _row(bars: list[Bar], timeline: Timeline, columns: int, scale: float) -> Text:
+def _row(bars: list[Bar], timeline: Timeline, columns: int, scale: float, numbered: set[Kind]) -> Text:
     origin = min(bar.start for bar in timeline.bars)
     signs, styles = [_IDLE_SIGN] * columns, ["dim"] * columns
     for column, kind in enumerate(_kinds_of_columns(bars, origin, columns, scale)):
         if kind:
             signs[column], styles[column] = _LOOKS[kind].sign, _style(kind)
-    numbered = {kind for kind in _LOOKS if scale * _shortest(timeline, kind) >= _NUMBERED}
     for bar in bars:
         start, end = round((bar.start - origin) * scale), round((bar.end - origin) * scale)
         number = str(bar.action.microbatch)
@@ -132,18 +134,20 @@ def _row(bars: list[Bar], timeline: Timeline, columns: int, scale: float) -> Tex
 
 def _kinds_of_columns(bars: list[Bar], origin: float, columns: int, scale: float) -> Iterator[Kind | None]:
     """What each column shows. What a column leaves out counts for the next ones, as in error diffusion."""
-    owed: dict[Kind | None, float] = {}
-    for column in range(columns):
-        shares: dict[Kind | None, float] = {}
-        for bar in bars:
-            overlap = min((bar.end - origin) * scale, column + 1) - max((bar.start - origin) * scale, column)
+    shares: list[dict[Kind | None, float]] = [{} for _ in range(columns)]
+    for bar in bars:
+        start, end = (bar.start - origin) * scale, (bar.end - origin) * scale
+        for column in range(math.floor(start), min(math.ceil(end), columns)):
+            overlap = min(end, column + 1) - max(start, column)
             if overlap > 1e-6:
-                shares[bar.action.kind] = shares.get(bar.action.kind, 0.0) + overlap
-        if (idle := 1 - sum(shares.values())) > 1e-6:
-            shares[None] = idle
-        for kind, share in shares.items():
+                shares[column][bar.action.kind] = shares[column].get(bar.action.kind, 0.0) + overlap
+    owed: dict[Kind | None, float] = {}
+    for share_of in shares:
+        if (idle := 1 - sum(share_of.values())) > 1e-6:
+            share_of[None] = idle
+        for kind, share in share_of.items():
             owed[kind] = owed.get(kind, 0.0) + share
-        shown = max(shares, key=lambda kind: owed[kind])
+        shown = max(share_of, key=lambda kind: owed[kind])
         owed[shown] -= 1
         yield shown
 
@@ -290,6 +294,8 @@ def _rectangle(bar: Bar, x: float, top: float, scale: float, unit: float, origin
     wide = (bar.end - bar.start) * scale
     seam = min(1.0, wide * 0.15)  # what lies behind shows between two bars
     y = top + bar.rank * (_ROW + _GAP)
+    if wide < 1:  # nobody can point at it
+        return f'<rect x="{x:.2f}" y="{y}" width="{wide - seam:.2f}" height="{_ROW}"/>'
     times = f"{(bar.start - origin) / unit:.4g} to {(bar.end - origin) / unit:.4g}"
     about = f"{_LOOKS[bar.action.kind].words}, stage {bar.action.stage}, microbatch {bar.action.microbatch}: {times}"
     return f'<rect x="{x:.2f}" y="{y}" width="{wide - seam:.2f}" height="{_ROW}"><title>{about}</title></rect>'
