@@ -266,10 +266,9 @@ class Pipeline:
         output = None
         if self.is_last:
             whole_args, whole_kwargs = tree_unflatten(leaves, spec)
-            with self._own_numbers("tail", 0):
-                with self.clock.busy():
-                    todo = tail_of(structure, *filled.joined(self.mp_mesh))
-                    output = self.staged.run(todo, whole_args, whole_kwargs, self._call)
+            with self._own_numbers("tail", 0), self.clock.busy():
+                todo = tail_of(structure, *filled.joined(self.mp_mesh))
+                output = self.staged.run(todo, whole_args, whole_kwargs, self._call)
         self.line.finish()
         return output
 
