@@ -117,7 +117,10 @@ class StagedLoop:
             return loss, None
 
         failed = None
-        trained = train_by_schedule(self.pipeline, self.data_parallel, (batch, batch_kwargs), run)
+        keep_outputs = not self.objective.is_compared
+        trained = train_by_schedule(
+            self.pipeline, self.data_parallel, (batch, batch_kwargs), run, keep_outputs=keep_outputs
+        )
         try:
             self.objective.compare(trained, lambda: loss_of(step(*batch, **batch_kwargs)))
         except Exception as error:

@@ -35,6 +35,7 @@ def train_by_schedule(
     batch: Any,
     step: Callable[[Any, int], tuple[torch.Tensor, Any]],
     scale: float = 1.0,
+    keep_outputs: bool = False,
 ) -> TrainedBatch:
     """Run a step forward and backward for every microbatch of `batch`, by the schedule of the pipeline.
 
@@ -44,6 +45,7 @@ def train_by_schedule(
         batch: tensors of as many samples as the first one has are cut along dim 0; anything else goes into each step.
         step: of a microbatch and its number of samples; returns the loss and anything else that is to be kept.
         scale: what the gradients of the mean loss are multiplied by.
+        keep_outputs: keep what the model returned, which `Objective.compare` needs.
     """
     leaves, spec = tree_flatten(batch)
     size = batch_size(leaves)
@@ -58,6 +60,7 @@ def train_by_schedule(
             lambda number: step(tree_unflatten(parts[number], spec), samples[number]),
             [count / size * scale for count in samples],
             [(batched, shapes_of(part)) for part in parts],
+            keep_outputs,
         )
     if not pipeline.is_last:
         return TrainedBatch(done, samples, None)

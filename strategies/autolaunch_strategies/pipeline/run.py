@@ -411,7 +411,12 @@ class Pipeline:
         return self._schedules[size]
 
     def run_schedule(
-        self, schedule: Schedule, step: Callable[[int], Any], factors: Sequence[float], keys: Sequence[Any]
+        self,
+        schedule: Schedule,
+        step: Callable[[int], Any],
+        factors: Sequence[float],
+        keys: Sequence[Any],
+        keep_outputs: bool,
     ) -> Microbatches:
         """Train on one batch: the step of every microbatch at every stage of this rank, forward and backward.
 
@@ -419,9 +424,10 @@ class Pipeline:
             step: runs the user's step on a microbatch of that number and returns (its loss, anything else).
             factors: by what the loss of each microbatch is multiplied before it is differentiated.
             keys: per microbatch something hashable that is equal where shapes are.
+            keep_outputs: keep what the model returned, for `replay`.
         """
         self.clock.begin()
-        results = Microbatches()
+        results = Microbatches(works=[] if keep_outputs else None)
         arrivals: dict[Job, _Arrival] = {}
         gradients: dict[Job, tuple[Gradients, list[dist.Work]]] = {}
         made: dict[Job, list[torch.Tensor]] = {}
@@ -481,7 +487,8 @@ class Pipeline:
             work = self._works[job]
             results.losses.append(loss.detach())
             results.rest.append(rest)
-            results.works.append(_Work([], [part.detach() for part in work.outputs], work.header))
+            if results.works is not None:
+                results.works.append(_Work([], [part.detach() for part in work.outputs], work.header))
             work.outputs = [loss * factor]
 
     def replay(self, microbatches: Microbatches, step: Callable[[], Any]) -> Any:
@@ -490,10 +497,13 @@ class Pipeline:
         On the last stage, after `run_schedule`; nothing is sent, and nothing can be differentiated.
         """
 
+        works = microbatches.works
+        assert works is not None, "outputs were not kept"
+
         def call(args: Any, kwargs: Any) -> Any:
-            structure, _ = self.structures.of(args, kwargs, self.model.training, len(microbatches.works) > 1)
-            filled = Filled(structure, len(microbatches.works))
-            for work in microbatches.works:
+            structure, _ = self.structures.of(args, kwargs, self.model.training, len(works) > 1)
+            filled = Filled(structure, len(works))
+            for work in works:
                 filled.take(work)
             return self.staged.run(tail_of(structure, *filled.joined(self.mp_mesh)), args, kwargs, self._call)
 
@@ -605,7 +615,8 @@ class Microbatches:
 
     losses: list[torch.Tensor] = field(default_factory=list)
     rest: list[Any] = field(default_factory=list)
-    works: list[_Work] = field(default_factory=list)
+    works: list[_Work] | None = None
+    """What the model returned; None if it was not to be kept."""
 
 
 class Filled:

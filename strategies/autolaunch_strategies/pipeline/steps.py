@@ -101,7 +101,8 @@ class PipelinedSteps:
         for parameter in before:
             parameter.grad = None
         scale = 1 / self.module.trainer.accumulate_grad_batches
-        trained = train_by_schedule(self.pipeline, self.data_parallel, batch, run, scale)
+        keep_outputs = not self.objective.is_compared
+        trained = train_by_schedule(self.pipeline, self.data_parallel, batch, run, scale, keep_outputs)
         for parameter in before:
             if parameter.grad is not None:
                 self._aside[parameter] = parameter.grad
