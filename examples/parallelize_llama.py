@@ -1,9 +1,9 @@
-"""A small Llama made parallel by `parallelize`, with an ordinary training loop.
+"""A small Llama made parallel by `parallelize` over three axes, with a training loop of its own.
 
-On eight processes:  torchrun --nproc-per-node 8 examples/parallelize_llama.py
-On one, unchanged:   python examples/parallelize_llama.py
+On eight processes, 2 x 2 x 2 along dp, mp and pp:  torchrun --nproc-per-node 8 examples/parallelize_llama.py
+On one, unchanged:                                  python examples/parallelize_llama.py
 
-The losses are the same.
+The losses are the same. On a mesh that does not name pp the loop may call loss.backward() itself.
 """
 
 import logging
@@ -113,7 +113,6 @@ class LlamaForCausalLM(nn.Module):
         return self.lm_head(self.llama(input))
 
 
-# Pipeline parallelism has not landed: where a third axis, pp, would halve the layers, dp has twice the ranks.
 parallel_config = {
     "dp_config": {"sharding_level": 1},
     "mp_config": {
@@ -142,6 +141,7 @@ parallel_config = {
             "lm_head": auto.SequenceParallelEnd(),
         }
     },
+    "pp_config": {"split_spec": "llama.layers"},
 }
 
 
@@ -151,28 +151,28 @@ def main():
     torch.manual_seed(0)
     model = LlamaForCausalLM()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    place, replicas = 0, 1
-    if ranks > 1:
-        mesh = auto.ProcessMesh([[0, 1], [2, 3], [4, 5], [6, 7]], dim_names=["dp", "mp"])
-        auto.set_mesh(mesh)
-        model, optimizer = auto.parallelize(model, optimizer, config=parallel_config)
-        place, replicas = mesh.coordinate(rank)["dp"], mesh.axis_size("dp")
+    places = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]] if ranks == 8 else [[[0]]]
+    mesh = auto.ProcessMesh(places, dim_names=["dp", "mp", "pp"])
+    auto.set_mesh(mesh)
+    model, optimizer = auto.parallelize(model, optimizer, config=parallel_config)
+    place, replicas = mesh.coordinate(rank)["dp"], mesh.axis_size("dp")
+
+    def loss_of(batch):
+        logits = model(batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     data = torch.Generator().manual_seed(1)
     for step in range(5):
         batch = torch.randint(0, model_config.vocab_size, (8, 13), generator=data).sort(dim=1).values
-        batch = batch.chunk(replicas)[place]
-        logits = model(batch[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
+        # Each replica has its share; the ranks along mp and pp, which hold parts of one replica, are given the same.
+        loss = model.forward_backward(loss_of, batch.chunk(replicas)[place])
         auto.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        shown = loss.detach()
-        if ranks > 1:
-            dist.all_reduce(shown)  # each replica has the loss of its share
+        dist.all_reduce(loss)
         if rank == 0:
-            print(f"step {step}: loss {shown.item() / ranks:.5f}", flush=True)
+            print(f"step {step}: loss {loss.item() / ranks:.5f}", flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
