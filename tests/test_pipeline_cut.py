@@ -672,3 +672,41 @@ def test_a_call_that_leaves_blocks_out_runs() -> None:
     chain = Chain(model, 2, microbatches=2)
     compare(model, chain, (ids(),), {"skip": 1})
     compare(model, Chain(model, 2, microbatches=2), (ids(),), {})
+
+
+# --- what hooks are shown -------------------------------------------------------------------------------------------
+
+
+class Shows(Stack):
+    """The output takes what hooks collected: of blocks, and of a layer inside of each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[torch.Tensor] = []
+        for layer in self.layers:
+            layer.fc1.register_forward_hook(self._collect)
+            layer.register_forward_hook(self._collect_with_input, with_kwargs=True)
+
+    def _collect(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.collected.append(output)
+
+    def _collect_with_input(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.collected.append(args[0])
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        self.collected.clear()
+        logits = super().forward(ids)
+        assert len(self.collected) == 8
+        return logits, self.collected[0], self.collected[2].mean(-1), self.collected[5]
+
+
+def test_what_hooks_collect_inside_of_blocks_travels() -> None:
+    model = built(Shows)
+    compare(model, Chain(model, 3, microbatches=3), (ids(),), {})
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_hidden_states_and_attention_weights_of_transformers(microbatches: int) -> None:
+    model = built(hf("Llama", **LLAMA, attn_implementation="eager"))
+    wanted = {"output_hidden_states": True, "output_attentions": True}
+    compare(model, Chain(model, 3, microbatches=microbatches), (), {**text(), **wanted})

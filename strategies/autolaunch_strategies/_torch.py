@@ -219,6 +219,20 @@ def run_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
+def has_forward_hooks(module: nn.Module, besides: int = 0) -> bool:
+    """Whether someone is shown what `module` returns, not counting `besides` hooks."""
+    return len(module._forward_hooks) > besides
+
+
+def show_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """Show the forward hooks of `module` an output as if it had been called; what they return does not count."""
+    for key, hook in list(module._forward_hooks.items()):
+        if key in module._forward_hooks_with_kwargs:
+            hook(module, args, kwargs, output)
+        else:
+            hook(module, args, output)
+
+
 def pipeline_order(
     name: str, ranks: int, microbatches: int, virtual_stages: int
 ) -> tuple[tuple[tuple[int, str, int], ...], ...]:

@@ -4,6 +4,9 @@ The units of a model are the parts that a stage of a pipeline holds as a whole (
 runs between them is glue. A *leaf* is one tensor in what a unit call returns. Every operation is followed, so that for
 each leaf it is known which later unit calls need it, through whatever glue: a cut between two calls has to carry
 exactly the leaves from before it that something behind it needs.
+
+What hooks are shown inside of a unit counts as returned, too: so do models of `transformers` collect hidden states and
+the logits of routers. A stage that does not run the unit shows them what arrived.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autolaunch_strategies._torch import (
     fake_tensors,
+    has_forward_hooks,
     intercept_calls,
     run_call,
     saved_random_state,
@@ -46,6 +50,23 @@ Leaves = frozenset[Leaf]
 _NONE: Leaves = frozenset()
 
 
+@dataclass(frozen=True)
+class Shown:
+    """An output that hooks of a module inside of a unit (or of the unit) were shown."""
+
+    module: str
+    turn: int
+    """Which of the calls of the module in this call of the unit."""
+    spec: TreeSpec
+    first: int
+    """The place of its first leaf: they stand behind those that the unit returned."""
+
+    @property
+    def places(self) -> range:
+        """The places of its leaves."""
+        return range(self.first, self.first + self.spec.num_leaves)
+
+
 @dataclass
 class UnitCall:
     """One call of a unit: what it returned and which earlier leaves it needs."""
@@ -59,6 +80,8 @@ class UnitCall:
     """Of every leaf: whether its values depend on the inputs of the model."""
     changed: set[int] = field(default_factory=set)
     """Places of leaves that glue or another unit changes in place afterwards."""
+    shown: list[Shown] = field(default_factory=list)
+    """In order; empty if nothing of what any unit shows is needed outside of it."""
 
 
 @dataclass
@@ -128,6 +151,7 @@ class _Recorder(TorchDispatchMode):
         self.from_data: set[int] = set()  # memory whose values depend on the inputs
         self.parameters: dict[int, str] = {}  # memory -> parameter
         self.alive: list[torch.Tensor] = []  # keeps the keys of memory unique
+        self.shown: list[tuple[str, Any]] = []  # what hooks were shown in the unit call that is running
         self.quiet = False
 
     @property
@@ -153,6 +177,17 @@ class _Recorder(TorchDispatchMode):
             output = torch.func.functional_call(self.model, state, args, dict(kwargs))
             tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
             self.recording.output_reads = _NONE.union(*(self._of(tensor) for tensor in tensors))
+        self._forget_shown_for_nothing()
+
+    def _forget_shown_for_nothing(self) -> None:
+        """What hooks are shown counts only if anything of it is needed, but then all of it: hooks may count."""
+        calls = self.recording.calls
+        read = self.recording.output_reads.union(*(call.reads for call in calls))
+        if any(leaf.place >= calls[leaf.call].spec.num_leaves for leaf in read):
+            return
+        for call in calls:
+            call.shown.clear()
+            del call.shapes[call.spec.num_leaves :], call.from_data[call.spec.num_leaves :]
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -180,8 +215,10 @@ class _Recorder(TorchDispatchMode):
 
         return hook
 
-    def _ends(self, *_: Any) -> None:
-        self.stack.pop()
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        name = self.stack.pop()
+        if self.current is not None and has_forward_hooks(module, besides=1):
+            self.shown.append((name, output))
 
     def _unit(self, name: str, module: nn.Module) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -193,23 +230,39 @@ class _Recorder(TorchDispatchMode):
             self.recording.calls.append(made)
             output = run_call(module, *args, **kwargs)
             leaves, made.spec = tree_flatten(output)
+            self._keep_shown(number, made, len(leaves))
             self.quiet = True
             # Copies, so that a unit that returns what it was given has leaves of its own, too.
             copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             self.quiet = False
             for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
-                tensor = isinstance(leaf, torch.Tensor)
-                made.shapes.append(tuple(leaf.shape) if tensor else None)
-                made.from_data.append(tensor and storage_key(leaf) in self.from_data)
-                if tensor:
+                made.shapes[place] = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
+                if isinstance(leaf, torch.Tensor):
                     self.alive.append(copy)
                     self.origins[storage_key(copy)] = frozenset({Leaf(number, place)})
-                    if made.from_data[-1]:
+                    if storage_key(leaf) in self.from_data:
+                        made.from_data[place] = True
                         self.from_data.add(storage_key(copy))
             self.current = None
             return tree_unflatten(copies, made.spec)
 
         return call
+
+    def _keep_shown(self, number: int, made: UnitCall, returned: int) -> None:
+        """Give what hooks were shown in a unit call places behind the `returned` leaves."""
+        made.shapes, made.from_data = [None] * returned, [False] * returned
+        turns: dict[str, int] = {}
+        for name, output in self.shown:
+            leaves, spec = tree_flatten(output)
+            made.shown.append(Shown(name, turns.get(name, 0), spec, len(made.shapes)))
+            turns[name] = turns.get(name, 0) + 1
+            for leaf in leaves:
+                if isinstance(leaf, torch.Tensor):
+                    self.alive.append(leaf)
+                    self.origins[storage_key(leaf)] = frozenset({Leaf(number, len(made.shapes))})
+                made.from_data.append(isinstance(leaf, torch.Tensor) and storage_key(leaf) in self.from_data)
+                made.shapes.append(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None)
+        self.shown.clear()
 
     def _of(self, tensor: torch.Tensor) -> Leaves:
         return self.origins.get(storage_key(tensor), _NONE)

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autolaunch_strategies._torch import intercept_calls, intercepted, run_call
+from autolaunch_strategies._torch import intercept_calls, intercepted, run_call, show_output
 from autolaunch_strategies.pipeline.cut import Cutting
-from autolaunch_strategies.pipeline.record import Leaf
+from autolaunch_strategies.pipeline.record import Leaf, Shown
 from autolaunch_strategies.pipeline.structure import Structure
 from autolaunch_strategies.pipeline.transfer import LeafMeta, Metas, closed
 
@@ -133,32 +133,56 @@ class StagedModel:
                 raise _Leave
             todo.position += 1
             if number < todo.first:
-                return self._returned_elsewhere(todo, number)
-            with _inside(todo):
+                return self._returned_elsewhere(todo, number, args, kwargs)
+            with _inside(todo), self._watching(calls[number].shown) as shown:
                 output = own_call(*args, **kwargs) if own_call is not None else run_call(module, *args, **kwargs)
-            output = self._keep(todo, number, output)
+            output = self._keep(todo, number, output, shown)
             if number == todo.last and todo.stop_at_once:
                 raise _Leave
             return output
 
         return call
 
-    def _keep(self, todo: Pass, number: int, output: Any) -> Any:
+    def _keep(self, todo: Pass, number: int, output: Any, shown: dict[tuple[str, int], Any]) -> Any:
         recorded = todo.structure.recording.calls[number]
         leaves, spec = tree_flatten(output)
         leaves = [closed(leaf) for leaf in leaves]
-        todo.metas.append(tuple(LeafMeta.of(leaf) for leaf in leaves))
         handed_on = list(leaves)
+        for item in recorded.shown:
+            leaves += [None] * (item.first - len(leaves))
+            leaves += [closed(leaf) for leaf in tree_flatten(shown[item.module, item.turn])[0]]
+        todo.metas.append(tuple(LeafMeta.of(leaf) for leaf in leaves))
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 todo.known[Leaf(number, place)] = leaf
-                if place in recorded.changed:
+                if place in recorded.changed and place < len(handed_on):
                     handed_on[place] = leaf.clone()
                 else:
                     todo.versions[Leaf(number, place)] = leaf._version
         return tree_unflatten(handed_on, spec)
 
-    def _returned_elsewhere(self, todo: Pass, number: int) -> Any:
+    @contextmanager
+    def _watching(self, wanted: list[Shown]) -> Iterator[dict[tuple[str, int], Any]]:
+        """Within it outputs of modules are noted that hooks are shown, by (module, turn)."""
+        found: dict[tuple[str, int], Any] = {}
+        turns: dict[str, int] = {}
+
+        def hook_of(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                turns[name] = turns.get(name, -1) + 1
+                found[name, turns[name]] = output
+
+            return hook
+
+        names = {item.module for item in wanted}
+        handles = [self.model.get_submodule(name).register_forward_hook(hook_of(name)) for name in names]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _returned_elsewhere(self, todo: Pass, number: int, args: Any, kwargs: Any) -> Any:
         recorded = todo.structure.recording.calls[number]
         leaves: list[Any] = []
         for place, meta in enumerate(todo.metas[number]):
@@ -170,7 +194,12 @@ class StagedModel:
                 elif place in recorded.changed:
                     value = value.clone()
             leaves.append(value)
-        return tree_unflatten(leaves, recorded.spec)
+        for item in recorded.shown:
+            of_unit = item.module == recorded.unit
+            output = tree_unflatten([leaves[place] for place in item.places], item.spec)
+            module = self.model.get_submodule(item.module)
+            show_output(module, args if of_unit else (), kwargs if of_unit else {}, output)
+        return tree_unflatten(leaves[: recorded.spec.num_leaves], recorded.spec)
 
     def _blank(self, todo: Pass, meta: LeafMeta) -> torch.Tensor:
         """A tensor that nothing needs. If something did after all, its result would be NaN, not slightly wrong."""
