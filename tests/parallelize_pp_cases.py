@@ -316,6 +316,45 @@ def random_numbers_stay_in_step() -> None:
     assert drawn[0] == drawn[1]
 
 
+@cases("two")
+def another_model_in_the_step() -> str:
+    """A teacher that is cut, too, runs forward in front of the student's call, and not behind it."""
+    tokens = tokens_of()
+    teacher, cut_teacher = built(lambda: Chain("dict"))
+    reference, model = built()
+
+    def step(student: Any, other: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        def distance(x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = other(x)["last"].mean(-1, keepdim=True)
+            return (student(x) - target).square().mean()
+
+        return distance
+
+    step(reference, teacher)(tokens).backward()
+    model.forward_backward(step(model, cut_teacher), tokens)
+    assert_same_gradients(model, reference)
+    return message(lambda: model.forward_backward(lambda x: (model(x) - cut_teacher(x)["logits"]).sum(), tokens))
+
+
+@cases("two")
+def autocast() -> None:
+    tokens = tokens_of()
+    for pp_config in ({}, {"loss": "microbatch", "schedule": "1f1b"}):
+        reference, model = built(**pp_config)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = F.cross_entropy(reference(tokens).flatten(0, 1), tokens.flatten())
+            loss = model.forward_backward(lambda x, m=model: F.cross_entropy(m(x).flatten(0, 1), x.flatten()), tokens)
+        expected.backward()
+        assert logits_of(model(tokens)).dtype == torch.float32
+        torch.testing.assert_close(loss, expected.detach(), rtol=2e-2, atol=2e-2)
+        gradients = dict(reference.named_parameters())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                parameter.grad, gradients[name].grad, rtol=5e-2, atol=5e-3, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
 # --- optimizers ----------------------------------------------------------------------------------------------------
 
 

@@ -79,6 +79,7 @@ def no_global_mesh() -> Any:
         "global_spec",
         "any_loss_is_exact",
         "random_numbers_stay_in_step",
+        "autocast",
         "optimizer_keeps_groups_state_and_scheduler",
         "one_loop_for_a_mesh_without_stages",
     ],
@@ -173,6 +174,15 @@ def test_errors_that_belong_to_one_stage(two: Runs) -> None:
     text = "RuntimeError: pp: {} is held by stage {} and can't run here; call the whole model"
     assert (last["part"], first["part"]) == (text.format("blocks.0", 0), text.format("blocks.3", 1))
     assert (last["inner call"], first["inner call"]) == (text.format("embed", 0), text.format("blocks.2", 1))
+
+
+def test_another_model_of_stages_behind_the_call(two: Runs) -> None:
+    for rank in range(2):
+        assert two.read("another_model_in_the_step", rank) == (
+            "ConfigError: forward_backward: the step calls a Chain that is cut into stages behind its call of the "
+            "model that it trains, where other stages have left it\n"
+            "  allowed: its call in front of that call, or in front of forward_backward"
+        )
 
 
 # --- what is checked before anything is started --------------------------------------------------------------------

@@ -63,25 +63,42 @@ def parallelize(
 
     The training loop stays as it is: ``loss = criterion(model(x)); loss.backward(); optimizer.step()``. Each rank along
     dp trains on its own share of the batch (``get_mesh().coordinate(rank)["dp"]``); gradients are averaged over dp by
-    the end of every backward pass, so the loss is the mean over a share. Ranks along mp are given the same data.
-    Every rank gets the values of the first one; ranks along mp also get the same random state (ranks along
+    the end of every backward pass, so the loss is the mean over a share. Ranks along mp and pp are given the same data.
+    Every rank gets the values of the first one; ranks along mp and pp also get the same random state (ranks along
     dp keep what they have: seed them differently if their dropout should differ). Clip with `clip_grad_norm_` of
     this package: torch's own can't join gradients that are sharded differently. From the first call that shards
     layers on, torch functions called by this thread take sharded and plain tensors together (`views.MixedTensors`).
+
+    With an axis pp in the mesh the model is cut into stages, and one call takes the place of forward and backward::
+
+        loss = model.forward_backward(lambda x, y: criterion(model(x), y), x, y)
+
+    Its first argument, the step, calls the model once and returns the loss; what follows is the batch, which the step
+    is called with. By default (``loss="exact"``) the step sees the whole batch, and any loss is right. With
+    ``loss="microbatch"`` it is called for parts of the batch, in the order of the schedule, and the loss has to be a
+    mean over samples: the first call checks that. Either way the call returns the loss of this rank's share of the
+    batch, a 0-dim tensor without a gradient, on every rank, and gradients are complete: `clip_grad_norm_` and
+    ``optimizer.step()`` follow as always, and several calls before a step add up. ``model(x)`` alone runs forward only,
+    on all ranks together, and gives each of them the output; ``loss.backward()`` on it is an error. Parameters keep
+    their names, and a rank has those of its own stages: in ``model.parameters()``, both ``state_dict()`` and the
+    optimizer's groups, whose order and options stay even where nothing is left in them. On a mesh where pp has one rank
+    the call is there, too, so that one loop serves every mesh.
 
     Args:
         model: any module that holds its values; the same object is returned.
         optimizer: any of torch's except LBFGS, over parameters of `model`. Groups, their options, state and schedulers
             are kept. One made afterwards, from the parallel model's parameters, works as well.
         mesh: by default what `set_mesh` was given; another one takes its place.
-        config: any of ``dp_config={"sharding_level": 0..3}`` (and the other fields of `DataParallel`) and
-            ``mp_config={"parallelize_plan": {pattern: style or [style, ...]}}``; styles are ours, torch's
-            `ParallelStyle` objects, or as in YAML. Replicas average gradients also without a dp_config. With None or
-            nothing in it nothing is done. It is not changed.
+        config: any of ``dp_config={"sharding_level": 0..3}`` (and the other fields of `DataParallel`),
+            ``mp_config={"parallelize_plan": {pattern: style or [style, ...]}}`` and
+            ``pp_config={"split_spec": prefix, list or {name: SplitPoint.END}, "global_spec": name or list}``
+            (and the other fields of `PipelineParallel`: loss, schedule, microbatches, ...); styles are ours, torch's
+            `ParallelStyle` objects, or as in YAML. Replicas average gradients also without a dp_config, and an axis pp
+            has stages without a pp_config. With None or nothing in it nothing is done. It is not changed.
 
     Raises:
-        ConfigError: a wrong config or mesh, pp_config or cp_config (not there yet), something that was parallelised
-            before, a model on meta, an optimizer that can't follow.
+        ConfigError: a wrong config or mesh, cp_config (not there yet), something that was parallelised before, a model
+            on meta, an optimizer that can't follow, a model that can't be cut. Fields are named as in YAML: pp.loss.
     """
     chosen = _checked(config)
     if not chosen:

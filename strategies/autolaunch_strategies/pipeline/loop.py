@@ -43,7 +43,6 @@ class StagedLoop:
         self.model, self.pipeline, self.data_parallel = model, pipeline, data_parallel
         self.shared = SharedGradients(model, pipeline.cutting, pipeline)
         self.objective = Objective(pipeline)
-        self._training = False
         self._call = intercepted(model)
         intercept_calls(model, self._called)
 
@@ -70,7 +69,7 @@ class StagedLoop:
         self.data_parallel.forget_gathered()
         run = self._whole if self.pipeline.config.loss == "exact" else self._by_schedule
         with self._earlier_gradients_aside():
-            with self._in_training():
+            with _training_with(self):
                 loss = run(step, batch, batch_kwargs)
             self.data_parallel.forget_gathered()  # the comparison of losses gathers again
             self.data_parallel.finish_backward()
@@ -128,14 +127,6 @@ class StagedLoop:
         return self._told(trained.loss, failed)
 
     @contextmanager
-    def _in_training(self) -> Iterator[None]:
-        self._training = True
-        try:
-            yield
-        finally:
-            self._training = False
-
-    @contextmanager
     def _earlier_gradients_aside(self) -> Iterator[None]:
         """Put what is in ``.grad`` aside, and add it again at the end: it has been exchanged and summed before."""
         earlier = {item: item.grad for item in self.model.parameters() if item.grad is not None}
@@ -180,13 +171,33 @@ class StagedLoop:
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         assert self._call is not None
-        if self._training:
+        if self in _TRAINING:
             return self._call(*args, **kwargs)
+        if any(other.pipeline.calls for other in _TRAINING):
+            raise ConfigError(
+                "forward_backward",
+                f"the step calls a {type(self.model).__name__} that is cut into stages behind its call of the model "
+                "that it trains, where other stages have left it",
+                "its call in front of that call, or in front of forward_backward",
+            )
         self.data_parallel.forget_gathered()
         try:
             return self._call(*args, **kwargs)
         finally:
             self.data_parallel.forget_gathered()
+
+
+_TRAINING: list[StagedLoop] = []
+"""Whose `forward_backward` is running; one at most, unless a step runs another one's."""
+
+
+@contextmanager
+def _training_with(loop: StagedLoop) -> Iterator[None]:
+    _TRAINING.append(loop)
+    try:
+        yield
+    finally:
+        _TRAINING.remove(loop)
 
 
 def whole_forward_backward(step: Step, /, *batch: Any, **batch_kwargs: Any) -> torch.Tensor:
