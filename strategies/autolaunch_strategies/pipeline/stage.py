@@ -152,13 +152,14 @@ class StagedModel:
             leaves += [None] * (item.first - len(leaves))
             leaves += [closed(leaf) for leaf in tree_flatten(shown[item.module, item.turn])[0]]
         todo.metas.append(tuple(LeafMeta.of(leaf) for leaf in leaves))
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                todo.known[Leaf(number, place)] = leaf
-                if place in recorded.changed and place < len(handed_on):
-                    handed_on[place] = leaf.clone()
-                else:
-                    todo.versions[Leaf(number, place)] = leaf._version
+        for place in recorded.changed:
+            if place < len(handed_on):
+                handed_on[place] = leaves[place].clone()
+        for leaf in todo.carry:
+            if leaf.call == number:
+                todo.known[leaf] = value = leaves[leaf.place]
+                if leaf.place not in recorded.changed:
+                    todo.versions[leaf] = value._version
         return tree_unflatten(handed_on, spec)
 
     @contextmanager
