@@ -710,3 +710,30 @@ def test_hidden_states_and_attention_weights_of_transformers(microbatches: int) 
     model = built(hf("Llama", **LLAMA, attn_implementation="eager"))
     wanted = {"output_hidden_states": True, "output_attentions": True}
     compare(model, Chain(model, 3, microbatches=microbatches), (), {**text(), **wanted})
+
+
+class Caching(Stack):
+    """A mask that is made once and kept, as people do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: torch.Tensor | None = None
+        self.lengths: list[int] = []
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(ids.shape[1])
+        if self.mask is None or len(self.mask) < ids.shape[1]:
+            self.mask = torch.linspace(0, 1, ids.shape[1], dtype=torch.float64)
+        x = self.embed(ids) * self.mask[: ids.shape[1], None]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_recorded_model_is_left_as_it_was() -> None:
+    model = built(Caching)
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    chain = Chain(model, 2, microbatches=2)
+    assert model.mask is None and model.lengths == []
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+    compare(model, chain, (ids(),), {})

@@ -5,6 +5,7 @@ Parameters are stood in for by fake tensors that have shapes only, so the model 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -150,7 +151,7 @@ def stepping_over(model: nn.Module, attempt: Callable[[Mapping[str, str]], Resul
     first_error: Exception | None = None
     while True:
         try:
-            with _standing_in(model, stand_ins):
+            with _attributes_kept(model), _standing_in(model, stand_ins):
                 return attempt(stand_ins)
         except Untraceable as failure:
             first_error = first_error or failure.error
@@ -161,6 +162,23 @@ def stepping_over(model: nn.Module, attempt: Callable[[Mapping[str, str]], Resul
                 raise first_error from None
             first_line = (str(failure.error).strip() or type(failure.error).__name__).splitlines()[0]
             stand_ins |= {name: first_line for name, module in model.named_modules() if type(module) is kind}
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back afterwards what modules keep of a call (a cached mask): it would be a tensor without values."""
+    kinds = (dict, OrderedDict, list, set)
+    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    contents = [(item, item.copy()) for _, own in before for item in own.values() if type(item) in kinds]
+    try:
+        yield
+    finally:
+        for now, then in (*before, *contents):
+            now.clear()
+            if isinstance(now, list):
+                now.extend(then)
+            else:
+                now.update(then)
 
 
 @contextmanager
