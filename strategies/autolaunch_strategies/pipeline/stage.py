@@ -152,13 +152,13 @@ class StagedModel:
             leaves += [None] * (item.first - len(leaves))
             leaves += [closed(leaf) for leaf in tree_flatten(shown[item.module, item.turn])[0]]
         todo.metas.append(tuple(LeafMeta.of(leaf) for leaf in leaves))
-        for place in recorded.changed:
-            if place < len(handed_on):
-                handed_on[place] = leaves[place].clone()
+        copied = {place for place in recorded.changed if place < len(handed_on)}
+        for place in copied:
+            handed_on[place] = leaves[place].clone()
         for leaf in todo.carry:
             if leaf.call == number:
                 todo.known[leaf] = value = leaves[leaf.place]
-                if leaf.place not in recorded.changed:
+                if leaf.place not in copied:
                     todo.versions[leaf] = value._version
         return tree_unflatten(handed_on, spec)
 
