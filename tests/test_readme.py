@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(330)
 
 
 def blocks(language: str) -> list[str]:
@@ -63,7 +63,7 @@ def run(command: list[str], clone: tuple[Path, dict[str, str]]) -> subprocess.Co
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
+        timeout=300,
     )
 
 
