@@ -118,4 +118,4 @@ def _shared_lines(shared: Mapping[str, Any]) -> Iterable[str]:
             at = f"stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}"
         yield f"{at} share {name} and sum its gradients"
     if len(shared) > MOST_SHARED:
-        yield f"and {len(shared) - MOST_SHARED} more parameters that several stages hold (plan.yaml lists them)"
+        yield f"shared parameters beyond these: {len(shared) - MOST_SHARED}, named in plan.yaml"
