@@ -146,6 +146,8 @@ def batches(make: Callable[[], Items], size: int = 8, limit: int | None = None) 
 
 VECTORS, TEXTS = batches(vectors), batches(lambda: only(texts(), *HF_KEYS))
 EVEN_TEXTS = batches(lambda: only(texts(even=True), *HF_KEYS))
+SHORT = batches(lambda: only(texts(even=True), *HF_KEYS), limit=16)
+PAIRS = batches(lambda: only(texts(), *HF_KEYS), limit=16)
 MASKED = batches(lambda: only(texts(), "input_ids", "attention_mask", "wanted"))
 
 # --- what is compared -------------------------------------------------------------------------------------------------
@@ -300,6 +302,7 @@ training("hf-gpt2", hf("gpt2"), TEXTS, val=TEXTS, gradient_clip_val=0.5)
 training("hf-qwen3-adamw", hf("qwen3", adam=True), TEXTS, val=TEXTS, gradient_clip_val=0.5)
 training("hf-gpt-neox", hf("gpt_neox"), TEXTS, val=TEXTS)
 training("hf-opt", hf("opt"), TEXTS, val=TEXTS)
+training("hf-all-hidden-states", lambda: modules.WithHiddenStates(modules.hf_causal("llama")), TEXTS)
 training(
     "hf-t5", lambda: modules.Transformers(modules.hf_t5()), TEXTS, val=TEXTS,
     on={"pp": {"split_spec": {"model.decoder.block.0": "BEGINNING"}}},
@@ -516,11 +519,15 @@ def predictions(setting: Setting) -> Any:
     module, trainer = modules.Classifier(), make_trainer(setting)
     trainer.fit(module, VECTORS(setting))
     after = trainer.predict(module, [VECTORS(setting), batches(vectors, 8, limit=11)(setting)])
+    pl.seed_everything(1, verbose=False)
     untrained = make_trainer(setting).predict(hf("gpt2")(), TEXTS(setting))  # without labels
+    if RANK:
+        return {}
+    assert after and untrained
     return {
         "first": {
-            "after": [[item.tolist() for item in part] for part in after or []],
-            "untrained": [item.tolist() for item in untrained or []],
+            "after": [[item.tolist() for item in part] for part in after],
+            "untrained": [item.tolist() for item in untrained],
         }
     }
 
@@ -593,20 +600,27 @@ REFUSED: dict[str, Case] = {
     "manual-optimization": lambda: failing(modules.ManualOptimization),
     "own-backward": lambda: failing(modules.OwnBackward),
     "averaging": lambda: failing(modules.Classifier, pl.callbacks.StochasticWeightAveraging(1e-2)),
-    "too-few-blocks": lambda: failing(lambda: modules.Classifier(modules.Mlp(blocks=1))),
+    "too-few-blocks": lambda: failing(
+        lambda: modules.Classifier(modules.Mlp(blocks=1)), pp={"split_spec": "model.blocks"}
+    ),
     "two-calls": lambda: failing(modules.TwoCalls),
-    "calls-forward": lambda: failing(modules.CallsForward),
-    "never-calls": lambda: failing(modules.NeverCalls),
-    "hidden-states": lambda: failing(lambda: modules.WithHiddenStates(modules.hf_causal("llama")), data=TEXTS),
+    "penalty": lambda: failing(modules.Penalty),
     "masked-mean": lambda: failing(modules.Masked, data=MASKED, **MICROBATCH),
     "hf-masked-mean": lambda: failing(hf("llama"), data=TEXTS, **MICROBATCH),
     "in-batch-contrastive": lambda: failing(modules.Contrastive, **MICROBATCH),
 }
-"""What is refused, before or at the first step, with the same message on every rank."""
+"""What is refused, before or at the first step, by every rank."""
 
+ENDS: dict[str, Case] = {
+    "calls-forward": lambda: fit(Setting("1x1x2"), modules.CallsForward, VECTORS),
+    "never-calls": lambda: fit(Setting("1x1x2"), modules.NeverCalls, VECTORS),
+}
+"""What one rank refuses at the first step, while others may wait for it: the end of the run."""
 
 for _name, _function in REFUSED.items():
-    add("refused", f"refused-{_name}", _function)
+    add("refused", _name, _function)
+for _name, _function in ENDS.items():
+    add("refused", _name, _function)
 
 
 def dropout() -> Any:
@@ -687,14 +701,20 @@ again("sandwich", "dp2pp2-3", "four", "2x1x2", dp=3)
 again("tasks", "dp2pp2-3", "four", "2x1x2", dp=3)
 again("llama-8", "dp2pp2-3-1f1b", "four", "2x1x2", dp=3, **scheduled("1f1b", microbatches=2))
 again("llama-8", "dp2pp2-2-interleaved", "four", "2x1x2", dp=2, **scheduled("interleaved_1f1b", microbatches=2))
+for _name, _make, _data in (
+    ("own", modules.OwnLlama, SHORT), ("tied", hf("llama"), PAIRS), ("gpt2", hf("gpt2"), PAIRS),
+    ("qwen3", hf("qwen3"), PAIRS),
+):  # fmt: skip
+    recipe(f"short-{_name}")(
+        lambda setting, make=_make, data=_data: fit(setting, make, data, data, gradient_clip_val=0.5)  # type: ignore[misc]
+    )
+    again(f"short-{_name}", "2x2x2", "eight", "2x2x2", dp=3, mp="seq_parallel")
+again("short-own", "2x2x2-1f1b", "eight", "2x2x2", dp=3, mp="seq_parallel", **scheduled("1f1b", microbatches=2))
 for _plan in ("tensor_parallel", "seq_parallel"):
-    again("llama", f"mp2pp2-{_plan}", "four", "1x2x2", mp=_plan)
-    again("hf-llama", f"mp2pp2-{_plan}", "four", "1x2x2", mp=_plan)
-again("llama-8", "mp2pp2-1f1b", "four", "1x2x2", mp="seq_parallel", **scheduled("1f1b"))
+    again("short-own", f"mp2pp2-{_plan}", "four", "1x2x2", mp=_plan)
+    again("short-tied", f"mp2pp2-{_plan}", "four", "1x2x2", mp=_plan)
+again("short-own", "mp2pp2-1f1b", "four", "1x2x2", mp="seq_parallel", **scheduled("1f1b"))
 again("recompute-full", "dp2pp2-3", "four", "2x1x2", dp=3, recompute="full")
-for _name in ("llama", "hf-llama", "hf-gpt2", "hf-qwen3-adamw"):
-    again(_name, "2x2x2", "eight", "2x2x2", dp=3, mp="seq_parallel")
-again("llama-8", "2x2x2-1f1b", "eight", "2x2x2", dp=3, mp="seq_parallel", **scheduled("1f1b"))
 
 
 def masks() -> Any:
@@ -729,7 +749,7 @@ def saves(name: str, setting: Setting, make: Callable[[], pl.LightningModule]) -
     module = make()
     rows = Rows(canonical_names(module))
     trainer = make_trainer(setting, rows, max_epochs=1, gradient_clip_val=0.5)
-    trainer.fit(module, EVEN_TEXTS(setting))
+    trainer.fit(module, SHORT(setting))
     trainer.save_checkpoint(shelf(name))
     return table(rows, trainer, module)
 
@@ -739,12 +759,12 @@ def resumes(name: str, setting: Setting, make: Callable[[], pl.LightningModule])
     module = make()
     rows = Rows(canonical_names(module))
     trainer = make_trainer(setting, rows, max_epochs=2, gradient_clip_val=0.5)
-    trainer.fit(module, EVEN_TEXTS(setting), ckpt_path=str(shelf(name)))
+    trainer.fit(module, SHORT(setting), ckpt_path=str(shelf(name)))
     return table(rows, trainer, module)
 
 
 def uninterrupted(make: Callable[[], pl.LightningModule]) -> Any:
-    return fit(PLAIN, make, EVEN_TEXTS, max_epochs=2, gradient_clip_val=0.5)
+    return fit(PLAIN, make, SHORT, max_epochs=2, gradient_clip_val=0.5)
 
 
 KEPT: dict[str, Callable[[], pl.LightningModule]] = {
