@@ -94,8 +94,7 @@ def end_several_backwards(root: nn.Module, exchange: bool, all_reduce: bool) -> 
         root.set_requires_all_reduce(all_reduce)
     state = root._get_fsdp_state()
     for item in state._state_ctx.all_states:
-        group = item._fsdp_param_group
-        if group is not None:
+        for group in _parameter_groups(item):
             group.post_backward()
     state._root_post_backward_final_callback()
 
@@ -103,10 +102,16 @@ def end_several_backwards(root: nn.Module, exchange: bool, all_reduce: bool) -> 
 def follow_requires_grad(module: nn.Module) -> None:
     """Let gathered parameters of `module` need gradients as its sharded ones do, which is what people switch."""
     assert isinstance(module, FSDPModule)
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is not None and group.is_unsharded:
-        for parameter in group.fsdp_params:
+    for group in _parameter_groups(module._get_fsdp_state()):
+        for parameter in group.fsdp_params if group.is_unsharded else ():
             parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """What a sharded module gathers together: one group, or none, before torch 2.13 allowed for several."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def process_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
