@@ -6,7 +6,7 @@ The script by hand builds a `PipelineStage` of every part of the Llama of `model
 same name; ours is a plain LightningModule with the whole model. Same weights, cuts, schedule, microbatches and
 optimizer. In one set of processes both take turns, so that the machine's drift hits both. Printed are the medians of
 the ratio of neighbouring turns: of the time that passes, and of the processor time of all ranks together, which tells
-more where other programs run. Losses of both are compared in every turn.
+more where other programs run; and the ratio of the fastest turns. Losses of both are compared in every turn.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ def run_rank(arguments: argparse.Namespace) -> None:
     for schedule in arguments.schedules:
         turns = take_turns(schedule, arguments)
         if os.environ["RANK"] == "0":
-            by_hand, ours, ratio, of_processor = turns
+            by_hand, ours, ratio, fastest, processor = turns
             print(
                 f"{os.environ['WORLD_SIZE']:>5} {schedule:>17} {by_hand:>8.3f} s {ours:>8.3f} s {ratio:>7.3f} "
-                f"{of_processor:>18.3f}",
+                f"{fastest:>8.3f} {processor:>10.3f}",
                 flush=True,
             )
     sys.stdout.flush()
     os._exit(0)
 
 
-def take_turns(schedule: str, arguments: argparse.Namespace) -> tuple[float, float, float, float]:
-    """(seconds per step by hand, seconds per step of ours, median ratio, the same of processor time)."""
+def take_turns(schedule: str, arguments: argparse.Namespace) -> tuple[float, float, float, float, float]:
+    """Medians of seconds per step by hand and of ours, and three ratios: median, fastest, of processor time."""
     import lightning.pytorch as pl
     import torch
     import torch.distributed as dist
@@ -178,7 +178,8 @@ def take_turns(schedule: str, arguments: argparse.Namespace) -> tuple[float, flo
         for kind in (0, 1)
     ]
     first, second = (statistics.median(wall for wall, _ in turn) / STEPS_PER_TURN for turn in (by_hand, ours))
-    return first, second, ratios[0], ratios[1]
+    fastest = min(ours)[0] / min(by_hand)[0]
+    return first, second, ratios[0], fastest, ratios[1]
 
 
 def _model(sizes: dict[str, Any]) -> Any:
