@@ -78,6 +78,7 @@ def train_in_stages(
 ) -> list[list[float]]:
     told, step = [], token_loss(model)
     dp, place = mesh.axis_size("dp"), mesh.coordinate(RANK)["dp"]
+    parameters = {id(item) for item in model.parameters()}
     for tokens in data:
         total = torch.zeros(())
         for part in tokens.chunk(parts):
@@ -89,6 +90,7 @@ def train_in_stages(
         optimizer.zero_grad()
         dist.all_reduce(total)
         told.append([total.item() / mesh.size, norm.item(), evaluated(model, tokens)])
+        assert {id(item) for item in model.parameters()} == parameters, "something gathered was not freed"
     return told
 
 
@@ -302,18 +304,24 @@ def logits_of(output: Any) -> torch.Tensor:
 
 @cases("two")
 def random_numbers_stay_in_step() -> None:
-    _, model = built()
+    model: Any = Chain()
     for block in model.blocks:
         block.drop.p = 0.5
-    torch.manual_seed(5)
+    torch.manual_seed(RANK)
+    in_stages(model)
+    assert_same_everywhere(torch.rand(3))
     tokens = tokens_of()
     losses = [
         model.forward_backward(lambda x: model(x).pow(2).mean() + 0 * torch.rand(()), tokens).item() for _ in range(3)
     ]
     assert len(set(losses)) == 3, "dropout draws the same numbers in every step"
-    drawn: list[Any] = [None, None]
-    dist.all_gather_object(drawn, torch.rand(3).tolist())
-    assert drawn[0] == drawn[1]
+    assert_same_everywhere(torch.rand(3))
+
+
+def assert_same_everywhere(tensor: torch.Tensor) -> None:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    assert all(torch.equal(part, tensor) for part in parts)
 
 
 @cases("two")
