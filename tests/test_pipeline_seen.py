@@ -22,7 +22,7 @@ from autolaunch.command_line import parse
 from autolaunch.compose import compose
 from autolaunch.jobs import resolve_job
 from autolaunch.launch.place import Place
-from autolaunch.report.pipeline import foreseen_timeline, stage_table, with_expectation
+from autolaunch.report.pipeline import foreseen_timeline, remarks, stage_table, with_expectation
 from autolaunch.report.plan_file import read_plan
 from autolaunch.report.schedule_picture import schedule_text
 from autolaunch.tasks import plan
@@ -68,8 +68,8 @@ def test_every_option_is_planned(tmp_path: Path, option: str) -> None:
     pp = read_plan(tmp_path / "plan.yaml")["reasons"]["pp"]
     schedule = build_schedule("gpipe" if option == "exact" else option, 2, 8)
     costs = [stage["share_of_work"] for stage in pp["stages"]]
-    assert pp["expected_idle_share"] == round(timeline(schedule, stage_costs=costs).idle_share, 4)
-    assert pp["idle_share_of_equal_stages"] == round(timeline(schedule).idle_share, 4)
+    assert pp["expected_idle_share"] == round(timeline(schedule, stage_costs=costs).idle_share, 6)
+    assert pp["idle_share_of_equal_stages"] == round(timeline(schedule).idle_share, 6)
     assert (pp["batch_of_rank"], pp["microbatches"], sum(costs)) == (8, 8, pytest.approx(1, abs=1e-3))
     assert json.loads((tmp_path / "summary.json").read_text())["pipeline"] == {
         "schedule": schedule.name,
@@ -78,6 +78,9 @@ def test_every_option_is_planned(tmp_path: Path, option: str) -> None:
         "microbatches": 8,
         "expected_idle_share": pp["expected_idle_share"],
     }
+    v_shaped = option in ("zbv_zero_bubble", "dualpipev")
+    assert pp["stages"][-1]["ranks"] == "0-1"
+    assert pp["stages"][0]["ranks"] == ("0-1" if v_shaped else "2-3")
     texts = [element.text or "" for element in ElementTree.parse(tmp_path / "schedule.svg").iter()]
     each = ", 2 stages each" if schedule.virtual_stages == 2 else ""
     assert f"{option}: 8 microbatches on 2 ranks{each}" in texts
@@ -117,6 +120,12 @@ def test_a_plan_can_be_repeated(tmp_path: Path) -> None:
     first, again = (read_plan(tmp_path / name / "plan.yaml") for name in ("first", "again"))
     assert first["pp"]["schedule"] == "interleaved_1f1b"
     assert again == first
+
+
+def test_ranks_in_another_order(tmp_path: Path) -> None:
+    planned(tmp_path, "pp=1f1b", "mesh=2x1x2", "mesh.order=[dp,pp,cp,mp]")
+    stages = read_plan(tmp_path / "plan.yaml")["reasons"]["pp"]["stages"]
+    assert [stage["ranks"] for stage in stages] == ["1, 3", "0, 2"]
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
@@ -226,13 +235,39 @@ def test_stages_of_unequal_work() -> None:
     assert {name: figures[name] for name in list(figures)[:4]} == {
         "batch_of_rank": 2,
         "microbatches": 2,
-        "expected_idle_share": 0.4286,
-        "idle_share_of_equal_stages": 0.3333,
+        "expected_idle_share": 0.428571,
+        "idle_share_of_equal_stages": 0.333333,
     }
     rows = shown(schedule_text(found, 60))[2:4]
     assert [row[-4:] for row in rows] == [" 71%", " 14%"]
     assert rows[0].startswith("     0  0>1>....")
     assert rows[1].startswith("     1  ..0>>>>>>1>>>>>>0<<<")
+
+
+@pytest.mark.parametrize(
+    ("shares", "blocks", "options", "said"),
+    [
+        pytest.param([0.5, 0.5], 8, {}, [], id="equal"),
+        pytest.param([0.4, 0.6], 4, {}, ["with stages of equal work it would be 33.3%"], id="as-even-as-blocks-are"),
+        pytest.param(
+            [0.4, 0.6],
+            8,
+            {},
+            ["with stages of equal work it would be 33.3%; pp.split=balanced cuts by work"],
+            id="better-by-work",
+        ),
+        pytest.param(
+            [0.4, 0.6], 8, {"split_spec": ["a"]}, ["with stages of equal work it would be 33.3%"], id="cut-by-hand"
+        ),
+    ],
+)
+def test_what_is_remarked(shares: list[float], blocks: int, options: dict[str, Any], said: list[str]) -> None:
+    config = job()
+    config["pp"] |= {"split": "even", **options}
+    described = account(shares, loss="microbatch") | {"blocks": {"found": [str(number) for number in range(blocks)]}}
+    found = foreseen_timeline(described, config)
+    assert found is not None
+    assert list(remarks(with_expectation(described, config, found), config)) == said
 
 
 @pytest.mark.parametrize(

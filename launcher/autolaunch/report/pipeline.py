@@ -49,8 +49,8 @@ def with_expectation(account: Mapping[str, Any], job: Mapping[str, Any], expecte
     figures = {
         "batch_of_rank": batch_of_rank(job),
         "microbatches": expected.schedule.microbatches,
-        "expected_idle_share": round(expected.idle_share, 4),
-        "idle_share_of_equal_stages": round(equal.idle_share, 4),
+        "expected_idle_share": round(expected.idle_share, 6),
+        "idle_share_of_equal_stages": round(equal.idle_share, 6),
     }
     parts = dict(account["pp"])
     lists = {key: parts.pop(key) for key in ("cuts", "stages", "shared") if key in parts}
@@ -89,6 +89,20 @@ def stage_table(pp: Mapping[str, Any]) -> RenderableType:
             readable_count(stage["parameters"]),
         )
     return Group(table, *(Text(line, style="dim") for line in _shared_lines(pp.get("shared", {}))))
+
+
+def remarks(account: Mapping[str, Any], job: Mapping[str, Any]) -> Iterable[str]:
+    """What the picture of a schedule does not say by itself, from an account with what is expected of a pipeline."""
+    pp = account["pp"]
+    equal, shares = f"{pp['idle_share_of_equal_stages']:.1%}", [stage["share_of_work"] for stage in pp["stages"]]
+    if equal != f"{pp['expected_idle_share']:.1%}":
+        # A block has less than its share of all work, so one more of them fits between the largest and the smallest.
+        uneven = max(shares) - min(shares) > 1 / max(1, len(account["blocks"]["found"]))
+        by_count = job["pp"].get("split") == "even" and job["pp"].get("split_spec") is None
+        advice = "; pp.split=balanced cuts by work" if uneven and by_count else ""
+        yield f"with stages of equal work it would be {equal}{advice}"
+    if pp["loss"] == "exact":
+        yield "the loss of the whole batch is computed between forwards and backwards"
 
 
 def batch_of_rank(job: Mapping[str, Any]) -> int | None:

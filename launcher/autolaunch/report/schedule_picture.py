@@ -40,7 +40,7 @@ _LOOKS = {
     Kind.W: _Look("=", "#2A7F6C", "#134E41", "backward for weights"),
 }
 _IDLE_SIGN = "."
-_NUMBERED = 1.5  # columns for the shortest bar of a kind from which on the kind's bars have numbers
+_NUMBERED = 1.75  # columns for the shortest bar of a kind from which on the kind's bars have numbers
 
 
 # --- for the terminal --------------------------------------------------------------------------------------------

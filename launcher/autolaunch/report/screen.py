@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autolaunch.models.facts import ModelFacts, model_facts
-from autolaunch.report.pipeline import stage_table
+from autolaunch.report.pipeline import remarks, stage_table
 from autolaunch.report.readable import readable_bytes, readable_count, readable_seconds
 from autolaunch.report.schedule_picture import schedule_text
 from autolaunch.validate import written
@@ -108,7 +108,7 @@ def show_plan(
         console.print(stage_table(account["pp"]), width=min(console.width, WIDEST))
         console.print()
         console.print(schedule_text(schedule, min(console.width, WIDEST_PICTURE)))
-        for line in _remarks(account["pp"]):
+        for line in remarks(account, job):
             console.print(Text(line))
         console.print()
     written = Table.grid(padding=(0, 2))
@@ -213,14 +213,6 @@ def _pipeline(describe: Mapping[str, Any]) -> str:
         f"{how}, {_count(pp['microbatches'], 'microbatch', 'es')}" if "microbatches" in pp else "",
         f"idle {pp['expected_idle_share']:.1%} expected" if "expected_idle_share" in pp else "",
     )
-
-
-def _remarks(pp: Mapping[str, Any]) -> Iterable[str]:
-    """What the picture of a schedule does not say by itself."""
-    if f"{pp['idle_share_of_equal_stages']:.1%}" != f"{pp['expected_idle_share']:.1%}":
-        yield f"with stages of equal work it would be {pp['idle_share_of_equal_stages']:.1%}"
-    if pp["loss"] == "exact":
-        yield "the loss of the whole batch is computed between forwards and backwards"
 
 
 def _styles(styles: Any) -> str:
