@@ -53,10 +53,8 @@ def main() -> None:
     if "RANK" in os.environ:
         run_rank(arguments)
         return
-    print(
-        f"{'ranks':>5} {'schedule':>17} {'by hand':>10} {'ours':>10} {'ratio':>7} {'fastest':>8} {'processor':>10}",
-        flush=True,
-    )
+    titles = ("by hand", "ours", "ratio", "fastest", "processor")
+    print(f"{'ranks':>5} {'schedule':>17}", *(f"{title:>10}" for title in titles), flush=True)
     for ranks in arguments.ranks:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
         subprocess.run([*command, __file__, *sys.argv[1:]], check=True, env=_environment())
@@ -76,8 +74,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
         if os.environ["RANK"] == "0":
             by_hand, ours, ratio, fastest, processor = turns
             print(
-                f"{os.environ['WORLD_SIZE']:>5} {schedule:>17} {by_hand:>8.3f} s {ours:>8.3f} s {ratio:>7.3f} "
-                f"{fastest:>8.3f} {processor:>10.3f}",
+                f"{os.environ['WORLD_SIZE']:>5} {schedule:>17} {by_hand:>8.3f} s {ours:>8.3f} s {ratio:>10.3f} "
+                f"{fastest:>10.3f} {processor:>10.3f}",
                 flush=True,
             )
     sys.stdout.flush()
