@@ -737,3 +737,60 @@ def test_a_recorded_model_is_left_as_it_was() -> None:
     assert model.mask is None and model.lengths == []
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
     compare(model, chain, (ids(),), {})
+
+
+class LooksAtValues(Stack):
+    """Glue that asks for a value if it is given a mask, and a unit that does not see the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1, WIDTH)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        shift = self.table(torch.zeros(1, dtype=torch.long))
+        x = self.embed(ids)
+        if mask is not None and mask.sum() > 0:
+            x = x * mask.unsqueeze(-1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + shift)
+
+
+def test_a_call_that_looks_at_values_runs_as_the_recorded_one(caplog: pytest.LogCaptureFixture) -> None:
+    model = built(LooksAtValues)
+    compare(model, Chain(model, 2, microbatches=3), (ids(), ids() % 5 > 0), {})
+    assert {record.getMessage() for record in caplog.records} == {
+        "pp: this call can't be recorded (aten._local_scalar_dense.default); it is taken to run as the first one"
+    }
+
+
+class EveryWhere(Stack):
+    """A module with parameters that runs between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = self.between(layer(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("spec", [None, "between", ["between", "norm"]])
+def test_a_module_that_runs_on_every_stage(spec: Any) -> None:
+    model = built(EveryWhere)
+    chain = Chain(model, 3, microbatches=2, global_spec=spec)
+    assert chain.cutting.holders["between.weight"] == (0, 1, 2)
+    assert ("between" in chain.cutting.units) == (spec is None)
+    compare(model, chain, (ids(),), {})
+
+
+def test_a_module_for_every_stage_that_is_not_there() -> None:
+    with pytest.raises(ConfigError) as error:
+        Chain(built(EveryWhere), 2, global_spec="betwen")
+    assert message(error) == [
+        "pp.global_spec=betwen: no module of the model is called so; did you mean between?",
+        "  allowed: names of modules, as a string or a list",
+    ]

@@ -270,7 +270,7 @@ def _join_dims(
             if shape is None or other is None:
                 continue
             if first is None or second is None:
-                dims |= {leaf: 0} if shape else {}
+                dims |= {leaf: 0} if shape and call.from_data[place] else {}
                 continue
             differing = [dim for dim, sizes in enumerate(zip(shape, other, strict=True)) if sizes[0] != sizes[1]]
             if len(differing) == 1 and shape[differing[0]] * trial[1] == other[differing[0]] * trial[0]:
