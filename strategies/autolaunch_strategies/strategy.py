@@ -34,7 +34,7 @@ from autolaunch_strategies.optimizers import adapt_optimizer
 from autolaunch_strategies.pipeline.cut import drop_stand_ins, whole_model
 from autolaunch_strategies.pipeline.idle import idle_share
 from autolaunch_strategies.pipeline.relay import exchange_metrics_over
-from autolaunch_strategies.pipeline.steps import PipelinedSteps, refuse_what_cannot_run
+from autolaunch_strategies.pipeline.steps import PipelinedSteps, refuse_optimizers, refuse_what_cannot_run
 from autolaunch_strategies.strategy_checkpoints import CheckpointStrategy
 from autolaunch_strategies.termination import Termination
 from autolaunch_strategies.views import plain
@@ -305,6 +305,7 @@ class MeshStrategy(CheckpointStrategy):
         else:
             with whole_model(pipeline.held) as whole:  # what groups parameters sees those of every stage
                 super().setup_optimizers(trainer)
+                refuse_optimizers(self.optimizers)
                 names = {parameter: name for name, parameter in whole.named_parameters()}
                 self._optimizer_names = [
                     [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]

@@ -71,7 +71,7 @@ def pipelined_part(root: nn.Module, blocks: Blocks, pp: PipelineParallel) -> str
     """The name in a LightningModule of what is cut: its child that holds the blocks, or "" for the module itself.
 
     Raises:
-        ConfigError: several children hold blocks and `pp.split_spec` does not say which; or there is nothing to cut.
+        ConfigError: there is nothing to cut.
     """
     spec = pp.split_spec
     if spec is not None:
@@ -91,10 +91,12 @@ def pipelined_part(root: nn.Module, blocks: Blocks, pp: PipelineParallel) -> str
             "names of modules to cut at, as a list or {name: END}",
             "pp.split_spec='{model.trunk: END}'",
         )
-    children = {name.partition(".")[0] for name in parents}
-    if len(children) > 1:
+    children = list(dict.fromkeys(name.partition(".")[0] for name in parents))
+    if len(children) > 1:  # a frozen teacher beside the model, say, is none of it
+        children = [child for child in children if any(p.requires_grad for p in root.get_submodule(child).parameters())]
+    if len(children) != 1:
         return ""
-    child = next(iter(children))
+    child = children[0]
     return "" if not child or (child in parents and _is_list(root.get_submodule(child))) else child
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -163,6 +163,17 @@ def refuse_what_cannot_run(module: pl.LightningModule, fitting: bool) -> None:
             "it overrides `backward`, which stages other than the last, that have no loss, can't run",
             "a module that leaves `backward` to lightning, or a mesh with pp of size 1",
         )
+
+
+def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise ConfigError for optimizers whose step needs the parameters of all stages at once."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                f"pp with {type(optimizer).__name__}",
+                "its step needs products over all parameters, of which each stage holds its own",
+                "optimizers that treat each parameter by itself, such as AdamW, or a mesh with pp of size 1",
+            )
 
 
 def _loss_of(output: Any) -> torch.Tensor | None:
