@@ -91,12 +91,12 @@ def pipelined_part(root: nn.Module, blocks: Blocks, pp: PipelineParallel) -> str
             "names of modules to cut at, as a list or {name: END}",
             "pp.split_spec='{model.trunk: END}'",
         )
-    children = list(dict.fromkeys(name.partition(".")[0] for name in parents))
-    if len(children) > 1:  # a frozen teacher beside the model, say, is none of it
-        children = [child for child in children if any(p.requires_grad for p in root.get_submodule(child).parameters())]
-    if len(children) != 1:
+    holding = list(dict.fromkeys(name.partition(".")[0] for name in parents))
+    if len(holding) > 1:  # a frozen teacher beside the model, say, is none of it
+        holding = [child for child in holding if any(p.requires_grad for p in root.get_submodule(child).parameters())]
+    if len(holding) != 1:
         return ""
-    child = children[0]
+    child = holding[0]
     return "" if not child or (child in parents and _is_list(root.get_submodule(child))) else child
 
 
