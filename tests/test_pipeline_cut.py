@@ -794,3 +794,34 @@ def test_a_module_for_every_stage_that_is_not_there() -> None:
         "pp.global_spec=betwen: no module of the model is called so; did you mean between?",
         "  allowed: names of modules, as a string or a list",
     ]
+
+
+class Masking(Stack):
+    """Random numbers for the input of the first block; `later` are needed again behind the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later = False
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        kept = torch.rand(ids.shape) < 0.5
+        first = self.dropout(x * kept.unsqueeze(-1))
+        x = first
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + first) * kept.unsqueeze(-1) if self.later else self.head(x)
+
+
+def test_random_numbers_that_several_stages_need_are_refused() -> None:
+    model = built(Masking)
+    assert not Chain(model, 2, microbatches=2).step((ids(),)).isnan().any()
+    model.later = True
+    with pytest.raises(ConfigError) as error:
+        Chain(model, 2, microbatches=2).step((ids(),))
+    assert message(error) == [
+        "pp: random numbers that are drawn between the parts of the model reach both layers.0 and head, which run at "
+        "different times, on different stages; each would draw its own",
+        "  allowed: random numbers that are drawn within one part of the model, or given to it",
+    ]

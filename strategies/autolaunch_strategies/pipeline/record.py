@@ -28,6 +28,7 @@ from autolaunch_strategies._torch import (
     fake_tensors,
     has_forward_hooks,
     intercept_calls,
+    is_random,
     run_call,
     saved_random_state,
     storage_key,
@@ -78,6 +79,8 @@ class UnitCall:
     """Of every leaf; None for what is no tensor."""
     from_data: list[bool]
     """Of every leaf: whether its values depend on the inputs of the model."""
+    draws: frozenset[int] = frozenset()
+    """The random numbers it needs that glue drew, by number of the draw."""
     changed: set[int] = field(default_factory=set)
     """Places of leaves that glue or another unit changes in place afterwards."""
     shown: list[Shown] = field(default_factory=list)
@@ -92,6 +95,8 @@ class Recording:
     calls: list[UnitCall] = field(default_factory=list)
     output_reads: Leaves = _NONE
     """The leaves that the output of the model needs behind the last unit call."""
+    output_draws: frozenset[int] = frozenset()
+    """The random numbers that the output of the model needs behind the last unit call."""
     uses: dict[str, set[int]] = field(default_factory=dict)
     """Parameter -> numbers of the unit calls that use it."""
     glue_uses: dict[str, int] = field(default_factory=dict)
@@ -149,6 +154,8 @@ class _Recorder(TorchDispatchMode):
         self.current: int | None = None  # the unit call that is running
         self.origins: dict[int, Leaves] = {}  # memory -> leaves that its values come from
         self.from_data: set[int] = set()  # memory whose values depend on the inputs
+        self.draws: dict[int, frozenset[int]] = {}  # memory -> draws of random numbers in glue that are in it
+        self.draw_count = 0
         self.parameters: dict[int, str] = {}  # memory -> parameter
         self.alive: list[torch.Tensor] = []  # keeps the keys of memory unique
         self.shown: list[tuple[str, Any]] = []  # what hooks were shown in the unit call that is running
@@ -177,6 +184,7 @@ class _Recorder(TorchDispatchMode):
             output = torch.func.functional_call(self.model, state, args, dict(kwargs))
             tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
             self.recording.output_reads = _NONE.union(*(self._of(tensor) for tensor in tensors))
+            self.recording.output_draws = self._draws_of(tensors)
         self._forget_shown_for_nothing()
 
     def _forget_shown_for_nothing(self) -> None:
@@ -227,6 +235,7 @@ class _Recorder(TorchDispatchMode):
             number = self.current = len(self.recording.calls)
             given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
             made = UnitCall(name, _NONE.union(*(self._of(tensor) for tensor in given)), tree_flatten(())[1], [], [])
+            made.draws = self._draws_of(given)
             self.recording.calls.append(made)
             output = run_call(module, *args, **kwargs)
             leaves, made.spec = tree_flatten(output)
@@ -267,6 +276,10 @@ class _Recorder(TorchDispatchMode):
     def _of(self, tensor: torch.Tensor) -> Leaves:
         return self.origins.get(storage_key(tensor), _NONE)
 
+    def _draws_of(self, tensors: list[torch.Tensor]) -> frozenset[int]:
+        nothing: frozenset[int] = frozenset()
+        return nothing.union(*(self.draws.get(storage_key(tensor), nothing) for tensor in tensors))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
@@ -290,9 +303,16 @@ class _Recorder(TorchDispatchMode):
         data = any(storage_key(tensor) in self.from_data for tensor in given)
         known = {storage_key(tensor) for tensor in given}  # a window on them is what they are
         changed = [*(tensor for tensor in made if storage_key(tensor) not in known), *written]
+        drawn = self._draws_of(given) if self.current is None else frozenset[int]()
+        if self.current is None and is_random(func) and func.overloadpacket is not torch.ops.aten.bernoulli_:
+            # bernoulli_ is dropout, of which each stage may have its own.
+            drawn |= {self.draw_count}
+            self.draw_count += 1
         self.alive += made
         for tensor in changed:
             self.origins[storage_key(tensor)] = origin | self._of(tensor)
+            if drawn:
+                self.draws[storage_key(tensor)] = drawn | self._draws_of([tensor])
             if data:
                 self.from_data.add(storage_key(tensor))
         return output

@@ -132,6 +132,7 @@ class Structures:
         stage_of = self._stages_of(recording)
         carries = [tuple(recording.needed_behind(_last(stage_of, stage))) for stage in range(len(self.cutting.stages))]
         self._refuse_hidden(recording)
+        _refuse_shared_draws(recording, stage_of)
         dims = _join_dims(carries[-1], recording, first, second, trial) if several else {}
         return Structure(recording, stage_of, tuple(carries), batched, dims)
 
@@ -215,6 +216,27 @@ def _ways_to_cut(leaves: list[Any], size: int) -> list[tuple[bool, ...]]:
         tuple(place in way for place in range(len(leaves))): None for way in (*ways[:_MOST_WAYS], set(tensors[:1]))
     }
     return list(unique)
+
+
+def _refuse_shared_draws(recording: Recording, stage_of: Sequence[int]) -> None:
+    """Refuse random numbers that glue draws for several stages: every stage would draw its own.
+
+    What follows the last part runs once for the whole batch, after all microbatches.
+    """
+    for draw in sorted(recording.output_draws.union(*(call.draws for call in recording.calls))):
+        readers = {
+            stage: call.unit for call, stage in zip(recording.calls, stage_of, strict=True) if draw in call.draws
+        }
+        if draw in recording.output_draws:
+            readers[len(stage_of)] = "the output of the model"
+        if len(readers) > 1:
+            first, second, *_ = readers.values()
+            raise ConfigError(
+                "pp",
+                f"random numbers that are drawn between the parts of the model reach both {first} and {second}, which "
+                "run at different times, on different stages; each would draw its own",
+                "random numbers that are drawn within one part of the model, or given to it",
+            )
 
 
 def _kind(leaf: Any, size: int) -> Any:
