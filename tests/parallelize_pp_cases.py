@@ -414,6 +414,25 @@ def optimizer_keeps_groups_state_and_scheduler() -> None:
 
 
 @cases("two")
+def clipping_together_with_a_module_outside() -> None:
+    """One norm over all stages and what only the last one, where the loss is, has gradients of."""
+    tokens = tokens_of()
+    reference, model = built()
+    heads = [nn.Linear(16, 3), nn.Linear(16, 3)]
+    heads[1].load_state_dict(heads[0].state_dict())
+    F.cross_entropy(heads[0](reference(tokens)).mean(1), tokens[:, 0] % 3).backward()
+    model.forward_backward(lambda x: F.cross_entropy(heads[1](model(x)).mean(1), x[:, 0] % 3), tokens)
+    for kind in (2.0, float("inf")):
+        expected = nn.utils.clip_grad_norm_([*reference.parameters(), *heads[0].parameters()], 0.1, kind)
+        norm = clip_grad_norm_([*model.parameters(), *heads[1].parameters()], 0.1, kind)
+        torch.testing.assert_close(norm, expected)
+        assert_same_gradients(model, reference)
+    # Only one stage holds anything of this; the other takes part without a parameter.
+    expected = nn.utils.clip_grad_norm_(reference.blocks[0].parameters(), 1.0)
+    torch.testing.assert_close(clip_grad_norm_(model.blocks[0].parameters(), 1.0), expected)
+
+
+@cases("two")
 def one_loop_for_a_mesh_without_stages() -> None:
     """With an axis pp of one rank the call is there, too."""
     for level in (0, 1):

@@ -81,6 +81,7 @@ def no_global_mesh() -> Any:
         "random_numbers_stay_in_step",
         "autocast",
         "optimizer_keeps_groups_state_and_scheduler",
+        "clipping_together_with_a_module_outside",
         "one_loop_for_a_mesh_without_stages",
     ],
 )

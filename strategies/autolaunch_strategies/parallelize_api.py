@@ -157,7 +157,7 @@ def clip_grad_norm_(
     chosen: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     pipelines, known = _pipelines_of(chosen)
     if pipelines:
-        counted = [item for item in chosen if id(item) not in known or known[id(item)].counts(item)]
+        counted = [item for item in chosen if known.get(id(item), pipelines[0]).counts(item)]
         norm = gradient_norm(counted, norm_type, pipelines[0].group, device=pipelines[0].device)
     else:
         norm = gradient_norm(chosen, norm_type)

@@ -94,9 +94,7 @@ class StagedLoop:
         told = self._told(loss, failed)
         with self.data_parallel.several_backwards():
             if loss is not None:
-                with torch.autocast(
-                    self.pipeline.device.type, enabled=False
-                ):  # a backward has the types of its forward
+                with torch.autocast(self.pipeline.device.type, enabled=False):  # types are those of the forward
                     loss.backward()
             self.pipeline.drain()
         return told
