@@ -88,6 +88,21 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
         },
     ),
+    "clip": (
+        "CLIPModel",
+        {
+            "text_config": {
+                "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+                "vocab_size": VOCABULARY, "max_position_embeddings": 32, "projection_dim": 16, "eos_token_id": 2,
+                "bos_token_id": 1, "pad_token_id": 0,
+            },
+            "vision_config": {
+                "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+                "image_size": 16, "patch_size": 4,
+            },
+            "projection_dim": 16,
+        },
+    ),
     "swin": (
         "SwinForImageClassification",
         {
@@ -100,6 +115,11 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "drop_path_rate": 0.0},
     ),
 }  # fmt: skip
+EXAMPLES: dict[str, dict[str, torch.Tensor]] = {
+    "whisper": {"input_features": torch.zeros(2, 8, 40), "decoder_input_ids": torch.zeros(2, 5, dtype=torch.long)},
+    "clip": {"input_ids": torch.zeros(2, 8, dtype=torch.long), "pixel_values": torch.zeros(2, 3, 16, 16)},
+}
+"""Families whose inputs have to be shown: `example_input_array` of the model."""
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_4": ("llama", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "gpt2_4": ("gpt2", {"n_layer": 4}),
@@ -121,11 +141,8 @@ def made(name: str) -> nn.Module:
     config = getattr(transformers, kind).config_class(**sizes)
     config.use_cache = False
     model = getattr(transformers, kind)(config)
-    if name == "whisper":
-        model.example_input_array = {
-            "input_features": torch.zeros(2, 8, 40),
-            "decoder_input_ids": torch.zeros(2, 5, dtype=torch.long),
-        }
+    if name in EXAMPLES:
+        model.example_input_array = EXAMPLES[name]
     return model
 
 
@@ -134,6 +151,9 @@ def batch(name: str) -> Data:
     if name in ("swin", "convnext"):
         images = torch.randn(4, 3, 16 if name == "swin" else 32, 16 if name == "swin" else 32, generator=generator)
         return {"pixel_values": images, "labels": torch.tensor([0, 1, 1, 0])}
+    if name == "clip":
+        ids = torch.randint(3, VOCABULARY, (4, 8), generator=generator)
+        return {"input_ids": ids, "pixel_values": torch.randn(4, 3, 16, 16, generator=generator)}
     data = zoo_models.batch("vision_transformer" if name == "vision_transformer" else "llama", generator)
     if name in zoo_models.OWN:
         return data
@@ -149,7 +169,10 @@ def batch(name: str) -> Data:
 
 def step_of(name: str, model: nn.Module) -> Callable[[Data], torch.Tensor]:
     def step(data: Data) -> torch.Tensor:
-        return zoo_models.loss(name, model, data) if name in zoo_models.OWN else model(**data).loss
+        if name in zoo_models.OWN:
+            return zoo_models.loss(name, model, data)
+        extra = {"return_loss": True} if name == "clip" else {}
+        return model(**data, **extra).loss
 
     return step
 

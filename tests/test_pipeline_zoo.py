@@ -37,7 +37,7 @@ STARTS: dict[str, tuple[str, int, list[str]]] = {
     "mp2pp2": (
         "1x2x2",
         4,
-        ["llama_4:exact", "gpt2_4:exact", "gemma2:exact", "qwen3_moe_4:exact", "t5:exact", "llama_4:1f1b"],
+        ["llama_4:exact", "gpt2_4:exact", "gemma2:exact", "qwen3_moe_router_logits:exact", "t5:exact", "llama_4:1f1b"],
     ),
 }
 """Name of a start -> mesh, processes, cases."""
