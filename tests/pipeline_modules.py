@@ -593,6 +593,21 @@ class EpochEnds(Classifier):
         self.outs.clear()
 
 
+class Distilled(Classifier):
+    """A frozen teacher of the same kind beside the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = Mlp().requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+        with torch.no_grad():
+            target = self.teacher(batch[0]).softmax(-1)
+        loss = F.cross_entropy(self(batch[0]), target)
+        self.log("train_loss", loss)
+        return loss
+
+
 class Noisy(Classifier):
     """Dropout in every block."""
 
@@ -637,6 +652,11 @@ class CallsForward(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         return F.cross_entropy(self.model.forward(x), y)
+
+
+class SecondOrder(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 class NeverCalls(Classifier):

@@ -31,7 +31,7 @@ class Results:
         return written[f"{case}.{rank}.json"]["result"]
 
 
-def run_cases(directory: Path, group: str, ranks: int, shelf: Path | None = None, timeout: float = 280) -> Results:
+def run_cases(directory: Path, group: str, ranks: int, shelf: Path | None = None, timeout: float = 500) -> Results:
     """Run a group of cases on `ranks` processes.
 
     A case that raises ends its start, since ranks may stand at different places: the others go on in a new one.

