@@ -156,8 +156,8 @@ parity_case("two", "split_spec_prefix", layers(3), split_spec="model.layers")
 parity_case("two", "split_spec_list", layers(4), split_spec=["model.layers.0", "model.layers.2"])
 parity_case("two", "split_spec_points", layers(4), split_spec={"model.layers.1": SplitPoint.BEGINNING})
 for level in range(4):
-    tie = level % 2 == 1
-    parity_case("four", f"dp2_pp2_level{level}", layers(3, tie_embeddings=tie), dp=2, level=level, parts=1 + level // 2)
+    tied, parts = level % 2 == 1, 2 if level in (0, 3) else 1
+    parity_case("four", f"dp2_pp2_level{level}", layers(3, tie_embeddings=tied), dp=2, level=level, parts=parts)
 for level in (1, 2):
     by_schedule = {"loss": "microbatch", "schedule": "1f1b"}
     parity_case("four", f"dp2_pp2_level{level}_1f1b", layers(2), dp=2, level=level, parts=level, **by_schedule)
