@@ -15,22 +15,8 @@ from autolaunch_strategies.config import ConfigError, MeshShape, PipelineParalle
 from autolaunch_strategies.mesh import RankMesh, coordinates
 from autolaunch_strategies.pipeline.cut import Cutting, Held, cut, hold
 from autolaunch_strategies.pipeline.run import Pipeline, group_rank, pipe_rank, stages_of
-from autolaunch_strategies.pipeline.schedule import build_schedule, default_virtual_stages
+from autolaunch_strategies.pipeline.schedule import placement
 from autolaunch_strategies.pipeline.structure import Structures, skeleton_of
-
-_V_SHAPED = ("zbv_zero_bubble", "dualpipev")
-
-
-def placement(pp: PipelineParallel, ranks: int) -> tuple[int, ...]:
-    """The pipe rank of every stage."""
-    if pp.loss == "exact":
-        return tuple(range(ranks))
-    if pp.schedule.endswith(".csv"):
-        return build_schedule(pp.schedule, ranks).rank_of_stage
-    stages = range(ranks * (pp.virtual_stages or default_virtual_stages(pp.schedule)))
-    if pp.schedule in _V_SHAPED:
-        return tuple(stage if stage < ranks else 2 * ranks - 1 - stage for stage in stages)
-    return tuple(stage % ranks for stage in stages)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autolaunch_strategies.blocks import Blocks
-from autolaunch_strategies.config import ConfigError, PipelineParallel
+from autolaunch_strategies.config import ConfigError, PipelineParallel, nearest
 from autolaunch_strategies.pipeline.record import Recording, record
 from autolaunch_strategies.pipeline.split import candidate_names, choose_cuts
 from autolaunch_strategies.plan.example_inputs import example_inputs
@@ -189,8 +189,6 @@ def _global_modules(spec: Any, modules: Sequence[str], prefix: str) -> list[str]
     for name in named:
         inner = str(name).removeprefix(prefix) if prefix else str(name)
         if inner not in modules:
-            from autolaunch_strategies.config import nearest
-
             close = nearest(inner, modules)
             raise ConfigError(
                 f"pp.global_spec={name}",

@@ -236,12 +236,7 @@ def build_schedule(
             tuple(Action(Kind(kind), stage, microbatch) for stage, kind, microbatch in row)
             for row in pipeline_order(name, ranks, microbatches, per_rank)
         )
-    stages = range(ranks * per_rank)
-    if name in _V_SHAPED:
-        placement = tuple(stage if stage < ranks else 2 * ranks - 1 - stage for stage in stages)
-    else:
-        placement = tuple(stage % ranks for stage in stages)
-    return Schedule(name, ranks, per_rank, microbatches, placement, actions)
+    return Schedule(name, ranks, per_rank, microbatches, _placed(name, ranks, per_rank), actions)
 
 
 def _alternating(stage: int, first: int, microbatches: int) -> tuple[Action, ...]:
@@ -265,6 +260,26 @@ def schedule_for_batch(pp: PipelineParallel, rank_of_stage: Sequence[int], batch
     if count:
         return build_schedule(pp.schedule, ranks, count, pp.virtual_stages)
     return forward_then_backward(rank_of_stage, min(batch, pp.microbatches or batch))
+
+
+def placement(pp: PipelineParallel, ranks: int) -> tuple[int, ...]:
+    """The pipe rank of every stage.
+
+    Raises:
+        ConfigError: the schedule is a CSV file that is wrong.
+    """
+    if pp.loss == "exact":
+        return tuple(range(ranks))
+    if _is_file(pp.schedule):
+        return read_schedule(pp.schedule, ranks).rank_of_stage
+    return _placed(pp.schedule, ranks, pp.virtual_stages or default_virtual_stages(pp.schedule))
+
+
+def _placed(name: str, ranks: int, per_rank: int) -> tuple[int, ...]:
+    stages = range(ranks * per_rank)
+    if name in _V_SHAPED:
+        return tuple(stage if stage < ranks else 2 * ranks - 1 - stage for stage in stages)
+    return tuple(stage % ranks for stage in stages)
 
 
 def forward_then_backward(rank_of_stage: Sequence[int], microbatches: int) -> Schedule:
