@@ -386,6 +386,9 @@ def peer() -> RuntimeError:
         pytest.param(raised(peer()), True, id="gloo"),
         pytest.param(raised(RuntimeError("NCCL error: ncclRemoteError: remote process exited")), True, id="nccl"),
         pytest.param(raised(RuntimeError("wait timeout after 50ms, keys: /a/x")), True, id="store"),
+        pytest.param(
+            raised(RuntimeError("training_step failed on the last pipeline stage: KeyError: 'x'")), True, id="a stage"
+        ),
         pytest.param(raised(ConnectionResetError("Connection reset by peer")), False, id="a download of the user's"),
         pytest.param(raised(RuntimeError("shapes differ")), False, id="any other"),
         pytest.param(raised(peer(), ValueError("boom")), False, id="while cleaning up after its own"),

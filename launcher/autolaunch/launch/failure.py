@@ -28,10 +28,10 @@ PEER_LOST = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|socket timeout|remote worker (crashing|hanging)"
     r"|timed out waiting \d+ms for (recv|send) operation|wait timeout after \d+ms|connectfullmesh failed"
     r"|failed to recv|store.{0,40}tim(ed|eout)|client socket has timed out|ncclremoteerror|remote process exited"
-    r"|nccl communicator was aborted|collective operation timeout",
+    r"|nccl communicator was aborted|collective operation timeout|failed on (the last|another) pipeline stage",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and torch's stores say on a rank that is fine itself but waits for one that is not."""
+"""What gloo, NCCL, torch's stores and pipelines say on a rank that is fine itself but waits for one that is not."""
 
 VERDICT_SECONDS = 1.0
 """How long the rank that caused it may take to show, when all that is known is that others lost contact with it."""
