@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten
 from autolaunch_strategies.blocks import find_blocks
 from autolaunch_strategies.config import PipelineParallel
 from autolaunch_strategies.pipeline.build import CutModel, plan_cut
-from autolaunch_strategies.pipeline.run import Pipeline, group_rank
+from autolaunch_strategies.pipeline.placement import group_rank
+from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.schedule import placement
 from autolaunch_strategies.pipeline.transfer import Line
 

@@ -14,7 +14,8 @@ from autolaunch_strategies.blocks import Block, Blocks
 from autolaunch_strategies.config import ConfigError, MeshShape, PipelineParallel
 from autolaunch_strategies.mesh import RankMesh, coordinates
 from autolaunch_strategies.pipeline.cut import Cutting, Held, cut, hold
-from autolaunch_strategies.pipeline.run import Pipeline, group_rank, pipe_rank, stages_of
+from autolaunch_strategies.pipeline.placement import group_rank, pipe_rank, stages_of
+from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.schedule import placement
 from autolaunch_strategies.pipeline.structure import Structures, skeleton_of
 

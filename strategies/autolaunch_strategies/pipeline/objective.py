@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.data_parallel import DataParallelModule
-from autolaunch_strategies.pipeline.run import Microbatches, Pipeline, cut_leaves, shapes_of
+from autolaunch_strategies.pipeline.microbatches import Microbatches, cut_leaves, shapes_of
+from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.structure import batch_size
 
 log = logging.getLogger(__name__)

@@ -22,6 +22,16 @@ from autolaunch_strategies._torch import intercept_calls, intercepted, run_call,
 from autolaunch_strategies.config import ConfigError, PipelineParallel
 from autolaunch_strategies.pipeline.cut import Cutting, Held
 from autolaunch_strategies.pipeline.idle import IdleClock
+from autolaunch_strategies.pipeline.microbatches import (
+    Filled,
+    Gradients,
+    Microbatches,
+    Work,
+    cut_leaves,
+    shapes_of,
+    spread,
+)
+from autolaunch_strategies.pipeline.placement import group_rank, pipe_rank, stages_of
 from autolaunch_strategies.pipeline.record import Leaf
 from autolaunch_strategies.pipeline.schedule import (
     Kind,
@@ -33,7 +43,7 @@ from autolaunch_strategies.pipeline.schedule import (
 )
 from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
 from autolaunch_strategies.pipeline.structure import Structure, Structures, batch_size
-from autolaunch_strategies.pipeline.transfer import Header, LeafMeta, Line, Metas, local_part
+from autolaunch_strategies.pipeline.transfer import Header, LeafMeta, Line, local_part
 from autolaunch_strategies.pipeline.weight_gradients import PutOffWeights, WeightGradients, add_weight_gradients
 from autolaunch_strategies.views import plain
 
@@ -55,26 +65,12 @@ class Job(NamedTuple):
 
 
 @dataclass
-class _Work:
-    """What is kept of a job between its forward and its backward."""
-
-    inputs: list[torch.Tensor]
-    """This rank's parts of what arrived."""
-    outputs: list[torch.Tensor]
-    """This rank's parts of what is carried on; at the end of it all: the loss alone."""
-    header: Header
-
-
-@dataclass
 class _Arrival:
     """What a job starts from: this rank's parts of what is carried."""
 
     parts: list[torch.Tensor]
     header: Header
     works: list[dist.Work] = field(default_factory=list)
-
-
-Gradients = Sequence[torch.Tensor | None]
 
 
 class Pipeline:
@@ -120,7 +116,7 @@ class Pipeline:
         self.staged = StagedModel(self.model, cutting, self.stages, mp_mesh, device)
         intercept_calls(self.model, self._called)
         self._in_step: Callable[[Any, Any], Any] | None = None
-        self._works: dict[Job, _Work] = {}
+        self._works: dict[Job, Work] = {}
         self._filled: Filled | None = None
         self._weights = WeightGradients()
         self._state_at_call: Any = None
@@ -486,7 +482,7 @@ class Pipeline:
             results.losses.append(loss.detach())
             results.rest.append(rest)
             if results.works is not None:
-                results.works.append(_Work([], [part.detach() for part in work.outputs], work.header))
+                results.works.append(Work([], [part.detach() for part in work.outputs], work.header))
             work.outputs = [loss * factor]
 
     def replay(self, microbatches: Microbatches, step: Callable[[], Any]) -> Any:
@@ -547,7 +543,7 @@ class Pipeline:
         with self._own_numbers(job.stage, job.microbatch), self.clock.busy():
             output = self.staged.run(todo, args, kwargs, self._call)
         outputs = [local_part(todo.known[leaf]) for leaf in todo.carry]
-        self._works[job] = _Work(inputs, outputs, Header(tuple(todo.metas), todo.carry))
+        self._works[job] = Work(inputs, outputs, Header(tuple(todo.metas), todo.carry))
         return output
 
     def _backward(self, job: Job, gradients: Gradients, put_off: bool = False) -> list[torch.Tensor]:
@@ -607,84 +603,6 @@ class Pipeline:
                 np.random.set_state(states[1])
 
 
-@dataclass
-class Microbatches:
-    """What the steps of the microbatches of one batch gave, in order; on the last stage only."""
-
-    losses: list[torch.Tensor] = field(default_factory=list)
-    rest: list[Any] = field(default_factory=list)
-    works: list[_Work] | None = None
-    """What the model returned; None if it was not to be kept."""
-
-
-class Filled:
-    """A batch that has been run forward: what joins its microbatches on the last stage, and cuts their gradients."""
-
-    def __init__(self, structure: Structure, count: int) -> None:
-        self.structure, self.count = structure, count
-        self.trains = torch.is_grad_enabled()
-        self._works: list[_Work] = []
-        self._whole: list[tuple[int, torch.Tensor, int | None]] = []  # place in the carry, joined part, dim
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def cut_before(self, leaves: list[Any]) -> list[Any]:
-        """The arguments of the call, cut off from what computed them; `differentiate_before` goes on there."""
-        if not self.trains:
-            return leaves
-        cut = list(leaves)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                cut[place] = leaf.detach().requires_grad_()
-                self._before.append((leaf, cut[place]))
-        return cut
-
-    def differentiate_before(self) -> None:
-        """Differentiate what computed the arguments of the call."""
-        pairs = [(leaf, cut.grad) for leaf, cut in self._before if cut.grad is not None]
-        if pairs:
-            torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
-
-    def take(self, work: _Work) -> None:
-        """Take what the last stage made of the next microbatch."""
-        self._works.append(work)
-
-    def joined(self, mesh: DeviceMesh | None) -> tuple[dict[Leaf, torch.Tensor], Metas]:
-        """What the output of the model needs, for the whole batch, and metas of everything."""
-        headers = [work.header for work in self._works]
-        metas = tuple(
-            tuple(
-                meta.resized(
-                    self.structure.join_dim(Leaf(call, place)), [header.metas[call][place] for header in headers]
-                )
-                for place, meta in enumerate(row)
-            )
-            for call, row in enumerate(headers[0].metas)
-        )
-        known: dict[Leaf, torch.Tensor] = {}
-        for place, leaf in enumerate(headers[0].carry):
-            parts = [work.outputs[place].detach() for work in self._works]
-            meta, dim = metas[leaf.call][leaf.place], self.structure.join_dim(leaf)
-            whole = parts[0] if dim is None else torch.cat(parts, dim)
-            if self.trains and meta.requires_grad:
-                whole = whole.detach().requires_grad_()
-                self._whole.append((place, whole, dim))
-            known[leaf] = meta.wrapped(whole, mesh)
-        return known, metas
-
-    def gradients(self, index: int) -> Gradients:
-        """The gradients of what the last stage made of a microbatch."""
-        found: list[torch.Tensor | None] = [None] * len(self._works[index].outputs)
-        for place, whole, dim in self._whole:
-            if whole.grad is None:
-                continue
-            if dim is None:  # equal in all microbatches: one of them passes the gradient on
-                found[place] = whole.grad if index == 0 else None
-                continue
-            sizes = [work.outputs[place].shape[dim] for work in self._works]
-            found[place] = whole.grad.narrow(dim, sum(sizes[:index]), sizes[index])
-        return found
-
-
 class _ForwardOnly(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -696,20 +614,6 @@ class _ForwardOnly(torch.autograd.Function):
             "a call of a model that is cut into pipeline stages runs forward only, so its output can't be "
             "differentiated; write `loss = model.forward_backward(step, *batch)` instead of loss.backward()"
         )
-
-
-def cut_leaves(leaves: Sequence[Any], batched: Sequence[bool], count: int) -> list[list[Any]]:
-    """Flattened arguments of every microbatch: tensors of the batch in `count` parts along dim 0, the rest as it is.
-
-    The first parts have one sample more where the batch does not divide.
-    """
-    if count == 1:
-        return [list(leaves)]
-    parts = [
-        leaf.tensor_split(count) if is_batched else (leaf,) * count
-        for leaf, is_batched in zip(leaves, batched, strict=True)
-    ]
-    return [list(part) for part in zip(*parts, strict=True)]
 
 
 def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
@@ -732,35 +636,3 @@ def leaves_of(loss: torch.Tensor) -> set[int]:
             found.add(id(node.variable))
         todo += [following for following, _ in node.next_functions]
     return found
-
-
-def shapes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """The shapes of the tensors among `leaves`."""
-    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-
-
-def spread(gradients: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Gradients of those of `tensors` that need one, with None for the others."""
-    left = iter(gradients)
-    return [next(left) if tensor.requires_grad else None for tensor in tensors]
-
-
-# --- which rank holds what ---------------------------------------------------------------------------------------
-
-
-def pipe_rank(rank_of_stage: Sequence[int], ranks: int, coordinate: int) -> int:
-    """The pipe rank at a coordinate of the pp axis: the last stage is at coordinate 0, on global rank 0.
-
-    There lightning's "rank zero" runs what follows the call of the model.
-    """
-    return coordinate if rank_of_stage[-1] == 0 else ranks - 1 - coordinate
-
-
-def group_rank(rank_of_stage: Sequence[int], ranks: int, stage: int) -> int:
-    """The coordinate of the pp axis at which a stage is held: the inverse of `pipe_rank`."""
-    return pipe_rank(rank_of_stage, ranks, rank_of_stage[stage])
-
-
-def stages_of(rank_of_stage: Sequence[int], pipe_rank: int) -> tuple[int, ...]:
-    """The stages that a pipe rank holds, first stage first."""
-    return tuple(stage for stage, rank in enumerate(rank_of_stage) if rank == pipe_rank)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autolaunch_strategies.pipeline.cut import Cutting
-from autolaunch_strategies.pipeline.run import Pipeline, group_rank
+from autolaunch_strategies.pipeline.placement import group_rank
+from autolaunch_strategies.pipeline.run import Pipeline
 
 
 class SharedGradients:
