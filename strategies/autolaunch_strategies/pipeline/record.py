@@ -95,6 +95,8 @@ class Recording:
     calls: list[UnitCall] = field(default_factory=list)
     output_reads: Leaves = _NONE
     """The leaves that the output of the model needs behind the last unit call."""
+    may_draw: bool = True
+    """Whether anything in the model may draw random numbers; False only if it is known that nothing does."""
     output_draws: frozenset[int] = frozenset()
     """The random numbers that the output of the model needs behind the last unit call."""
     uses: dict[str, set[int]] = field(default_factory=dict)
@@ -140,6 +142,7 @@ def record(model: nn.Module, units: Sequence[str], args: Any, kwargs: Mapping[st
         except Exception as error:
             raise Untraceable(recorder.inside, error) from error
         recorder.recording.untraceable = dict(stand_ins)
+        recorder.recording.may_draw |= bool(stand_ins)
         return recorder.recording
 
     return stepping_over(model, attempt)
@@ -156,6 +159,7 @@ class _Recorder(TorchDispatchMode):
         self.from_data: set[int] = set()  # memory whose values depend on the inputs
         self.draws: dict[int, frozenset[int]] = {}  # memory -> draws of random numbers in glue that are in it
         self.draw_count = 0
+        self.has_drawn = False
         self.parameters: dict[int, str] = {}  # memory -> parameter
         self.alive: list[torch.Tensor] = []  # keeps the keys of memory unique
         self.shown: list[tuple[str, Any]] = []  # what hooks were shown in the unit call that is running
@@ -168,7 +172,7 @@ class _Recorder(TorchDispatchMode):
 
     def run(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         with ExitStack() as stack:
-            stack.enter_context(_random_state_kept())
+            drew = stack.enter_context(_random_state_kept())
             stack.enter_context(fake_tensors())
             state = {name: _like(tensor) for name, tensor in self.model.named_parameters()}
             self.parameters = {storage_key(tensor): name for name, tensor in state.items()}
@@ -185,6 +189,7 @@ class _Recorder(TorchDispatchMode):
             tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
             self.recording.output_reads = _NONE.union(*(self._of(tensor) for tensor in tensors))
             self.recording.output_draws = self._draws_of(tensors)
+            self.recording.may_draw = self.has_drawn or drew()
         self._forget_shown_for_nothing()
 
     def _forget_shown_for_nothing(self) -> None:
@@ -303,6 +308,8 @@ class _Recorder(TorchDispatchMode):
         data = any(storage_key(tensor) in self.from_data for tensor in given)
         known = {storage_key(tensor) for tensor in given}  # a window on them is what they are
         changed = [*(tensor for tensor in made if storage_key(tensor) not in known), *written]
+        # An operator of somebody else's does not say whether it draws.
+        self.has_drawn |= is_random(func) or func.namespace not in ("aten", "prims")
         drawn = self._draws_of(given) if self.current is None else frozenset[int]()
         if self.current is None and is_random(func) and func.overloadpacket is not torch.ops.aten.bernoulli_:
             # bernoulli_ is dropout, of which each stage may have its own.
@@ -341,9 +348,16 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _random_state_kept() -> Iterator[Callable[[], bool]]:
+    """Put random states back afterwards; gives a function that says whether python's or numpy's have changed."""
     states = random.getstate(), np.random.get_state()
-    with saved_random_state(torch.device("cpu")):
-        yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+
+    def drew() -> bool:
+        return random.getstate() != states[0] or repr(np.random.get_state()) != repr(states[1])
+
+    try:
+        with saved_random_state(torch.device("cpu")):
+            yield drew
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -121,6 +121,7 @@ class Pipeline:
         self._weights = WeightGradients()
         self._state_at_call: Any = None
         self._samples_checked = False
+        self._seed_of_step = torch.initial_seed()
         self.drew_in_replay = False
         """Whether the replayed step drew random numbers: its loss can't be compared with that of microbatches then."""
         self._first_held: dict[int, tuple[nn.Parameter, bool]] = {}
@@ -262,7 +263,7 @@ class Pipeline:
         output = None
         if self.is_last:
             whole_args, whole_kwargs = tree_unflatten(leaves, spec)
-            with self._own_numbers("tail", 0), self.clock.busy():
+            with self._own_numbers("tail", 0, structure.may_draw), self.clock.busy():
                 todo = tail_of(structure, *filled.joined(self.mp_mesh))
                 output = self.staged.run(todo, whole_args, whole_kwargs, self._call)
         self.line.finish()
@@ -367,6 +368,7 @@ class Pipeline:
 
     def forget(self) -> None:
         """Begin a step: drop what one left behind that failed halfway."""
+        self._seed_of_step = torch.initial_seed()
         self.others_wait = False
         self._filled = None
         self._works.clear()
@@ -427,7 +429,8 @@ class Pipeline:
         made: dict[Job, list[torch.Tensor]] = {}
         later: dict[Job, Any] = {}
         parts_off = any(action.kind is Kind.W for actions in schedule.actions for action in actions)
-        with PutOffWeights(self._weights) if parts_off else nullcontext():
+        put_off = PutOffWeights(self._weights) if parts_off else nullcontext()
+        with self._own_numbers("schedule", 0), put_off:
             for action in with_transfers(schedule)[self.pipe_rank]:
                 job = Job(action.stage, action.microbatch)
                 before, behind = Job(job.stage - 1, job.microbatch), Job(job.stage + 1, job.microbatch)
@@ -476,7 +479,8 @@ class Pipeline:
             self.clock.start()
             return output
 
-        with self._own_numbers("step", job.microbatch), self._step(call):
+        self._seed("step", job.microbatch)  # the user's code draws the same numbers on every stage
+        with self._step(call):
             loss, rest = step(job.microbatch)
             work = self._works[job]
             results.losses.append(loss.detach())
@@ -540,7 +544,7 @@ class Pipeline:
                 known[leaf] = meta.wrapped(part, self.mp_mesh)
         metas = () if arrival is None else arrival.header.metas
         todo = pass_of(structure, job.stage, known, metas, stop_at_once=stop and job.stage == self.last_stage)
-        with self._own_numbers(job.stage, job.microbatch), self.clock.busy():
+        with self._own_numbers(job.stage, job.microbatch, structure.may_draw), self.clock.busy():
             output = self.staged.run(todo, args, kwargs, self._call)
         outputs = [local_part(todo.known[leaf]) for leaf in todo.carry]
         self._works[job] = Work(inputs, outputs, Header(tuple(todo.metas), todo.carry))
@@ -587,20 +591,26 @@ class Pipeline:
         return spread(buffers, outputs), works
 
     @contextmanager
-    def _own_numbers(self, stage: int | str, index: int) -> Iterator[None]:
+    def _own_numbers(self, stage: int | str, index: int, needed: bool = True) -> Iterator[None]:
         """Random numbers for this job only, so that the user's code draws the same ones on every stage."""
-        text = f"{torch.initial_seed()}:{self.number}:{stage}:{index}"
-        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+        if not needed:
+            yield
+            return
         states = random.getstate(), np.random.get_state()
         with saved_random_state(self.device):
-            seed_torch(seed, self.device)
-            random.seed(seed)
-            np.random.seed(seed)
+            self._seed(stage, index)
             try:
                 yield
             finally:
                 random.setstate(states[0])
                 np.random.set_state(states[1])
+
+    def _seed(self, stage: int | str, index: int) -> None:
+        text = f"{self._seed_of_step}:{self.number}:{stage}:{index}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+        seed_torch(seed, self.device)
+        random.seed(seed)
+        np.random.seed(seed)
 
 
 class _ForwardOnly(torch.autograd.Function):

@@ -36,6 +36,8 @@ class Structure:
     """Of every stage: the leaves that something behind it needs; of the last one: what the output needs."""
     batched: tuple[bool, ...]
     """Of every flattened argument: whether its first dim is the batch."""
+    may_draw: bool
+    """Whether anything in the model may draw random numbers in such a call."""
     join_dims: Mapping[Leaf, int]
     """Along which dim leaves of microbatches are joined; those that do not depend on the batch are not in it."""
 
@@ -134,7 +136,7 @@ class Structures:
         self._refuse_hidden(recording)
         _refuse_shared_draws(recording, stage_of)
         dims = _join_dims(carries[-1], recording, first, second, trial) if several else {}
-        return Structure(recording, stage_of, tuple(carries), batched, dims)
+        return Structure(recording, stage_of, tuple(carries), batched, first is None or first.may_draw, dims)
 
     def _first_way_that_runs(
         self, leaves: list[Any], spec: Any, ways: list[tuple[bool, ...]], size: int, training: bool
