@@ -236,13 +236,11 @@ class Pipeline:
         return state is not None and state != self._random_state()
 
     def _random_state(self) -> Any:
-        own = (
-            torch.get_rng_state()
-            if self.device.type == "cpu"
-            else torch.get_device_module(self.device).get_rng_state(self.device)
-        )
+        states = [torch.get_rng_state()]
+        if self.device.type != "cpu":
+            states.append(torch.get_device_module(self.device).get_rng_state(self.device))
         numpy_state = np.random.get_state(legacy=False)["state"]
-        return own.numpy().tobytes(), torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(numpy_state)
+        return [state.numpy().tobytes() for state in states], random.getstate(), repr(numpy_state)
 
     def _fill(self, args: Any, kwargs: Any) -> Any:
         """Run every microbatch through this rank's stages; on the last one the output of the whole batch."""
@@ -297,10 +295,10 @@ class Pipeline:
     def _check_samples(self, structure: Structure, leaves: list[Any], spec: Any) -> None:
         """Once: whether what stands along the first dim are samples, of which none changes what comes of another.
 
-        Two of them run together and one by one, with dropout off. What comes before the last stage's end must agree.
+        Two of them run together and one by one, with dropout off. What the output of the model is made of must agree.
 
         Raises:
-            ConfigError: it does not, on the last stage.
+            ConfigError: it does not; on every rank.
         """
         two = [leaf[:2] if is_batched else leaf for leaf, is_batched in zip(leaves, structure.batched, strict=True)]
         modes = {module: module.training for module in self.model.modules()}
@@ -492,9 +490,9 @@ class Pipeline:
     def replay(self, microbatches: Microbatches, step: Callable[[], Any]) -> Any:
         """What `step`, run once on the whole batch, returns if the model's output is put together from microbatches.
 
-        On the last stage, after `run_schedule`; nothing is sent, and nothing can be differentiated.
+        On the last stage, after `run_schedule`. Nothing is sent; what can be differentiated is only what follows the
+        model's last part.
         """
-
         works = microbatches.works
         assert works is not None, "outputs were not kept"
 

@@ -96,6 +96,9 @@ class Header:
         return found
 
 
+_MOST_HEADERS = 512
+
+
 class Line:
     """The transfers of one rank of a pipeline.
 
@@ -104,8 +107,8 @@ class Line:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self._sent: dict[Any, Header] = {}
-        self._received: dict[Any, Header] = {}
+        self._told: dict[int, dict[Any, Header]] = {}
+        self._heard: dict[int, dict[Any, Header]] = {}
         self._running: list[tuple[dist.Work, torch.Tensor]] = []
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
@@ -133,30 +136,39 @@ class Line:
         Raises:
             RuntimeError: they are not what was told for the same key.
         """
-        if key in self._sent:
-            if self._sent[key] != header:
+        known = self._told.setdefault(to, {})
+        if key in known:
+            if known[key] != header:
                 raise RuntimeError(
                     "pp: activations have other shapes than in an earlier call with inputs of the same shapes; "
                     "with pp.loss=microbatch what training_step makes of a batch must have fixed sizes "
                     "(pp.loss=exact takes any)"
                 )
             return
-        self._sent[key] = header
+        _remember(known, key, header)
         data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8).to(self.device)
         self.send([torch.tensor([data.numel()], device=self.device), data], to)
 
     def ask(self, key: Any, source: int) -> Header:
         """The header that rank `source` told for `key`."""
-        if key not in self._received:
+        known = self._heard.setdefault(source, {})
+        if key not in known:
             (size,), works = self.receive([((1,), torch.int64)], source)
             works[0].wait()
             (data,), works = self.receive([((int(size),), torch.uint8)], source)
             works[0].wait()
-            self._received[key] = pickle.loads(bytes(data.cpu().numpy()))
-        return self._received[key]
+            _remember(known, key, pickle.loads(bytes(data.cpu().numpy())))
+        return known[key]
 
     def finish(self) -> None:
         """Wait until everything has been sent."""
         for work, _ in self._running:
             work.wait()
         self._running.clear()
+
+
+def _remember(known: dict[Any, Header], key: Any, header: Header) -> None:
+    """Keep a header; when there are too many, all are forgotten, which both ends do at the same one."""
+    if len(known) >= _MOST_HEADERS:
+        known.clear()
+    known[key] = header
