@@ -1,0 +1,1 @@
+"""Context parallelism: sequences divided among ranks, for models that know nothing of it."""
