@@ -334,6 +334,107 @@ class PipelineParallel:
     global_spec: Any = option("Modules with parameters that run on every stage: a name or a list of names.", None)
 
 
+CP_BACKENDS = ("gather", "ring", "ulysses", "usp")
+"""How the ranks of the cp axis compute attention, by name."""
+
+_CP_SPELLINGS = {"p2p": "ring", "all2all": "ulysses"}
+
+
+def cp_backend(name: Any, where: str = "cp.backend") -> str:
+    """The name of a backend of `CP_BACKENDS`; `p2p` (Paddle's) is another one for ring, `all2all` for ulysses.
+
+    Raises:
+        ConfigError: no backend is called so.
+    """
+    found = _CP_SPELLINGS.get(name, name) if isinstance(name, str) else name
+    if found in CP_BACKENDS:
+        return str(found)
+    close = nearest(str(name), (*CP_BACKENDS, *_CP_SPELLINGS))
+    raise ConfigError(
+        f"{where}={_yaml(name)}",
+        "no backend is called so" + (f"; did you mean {close}?" if close else ""),
+        f"{', '.join(CP_BACKENDS)} (p2p is ring, all2all is ulysses)",
+        f"{where}={close}" if close and where == "cp.backend" else "",
+    )
+
+
+def ulysses_degree(cp: int, heads: int | None) -> int:
+    """How many neighbours along cp exchange heads for positions (ulysses), if `cp.ulysses` does not say it.
+
+    The rest of them is the ring. Of several: the most that divide the heads, as an all-to-all costs less than as many
+    steps of a ring, with two places of the ring left at least. A prime `cp` cannot be both: it is ulysses alone if it
+    divides the heads, else a ring alone.
+
+    Args:
+        cp: the size of the cp axis.
+        heads: attention heads of one rank of mp; None if they are not known: then the least that is more than one, as
+            it asks least of them, and of a prime `cp` a ring, which asks nothing.
+
+    Returns:
+        a divisor of `cp`, and of `heads`.
+    """
+    between = [part for part in range(2, cp) if cp % part == 0]
+    if heads is None:
+        return between[0] if between else 1
+    fitting = [part for part in between or [cp] if heads % part == 0]
+    return max(fitting, default=1)
+
+
+@dataclass
+class ContextParallel:
+    """How the ranks of the cp axis divide sequences, and how attention sees all of them."""
+
+    name: str = option("Which way this is; set by the group.", "gather")
+    backend: str = option(
+        "How attention gets keys and values of other ranks: `gather` has all of them at once (any mask), `ring` passes "
+        "them around (least memory), `ulysses` exchanges heads for positions (heads % (mp x cp) = 0), `usp` is "
+        "ulysses among neighbours and a ring around.",
+        "gather",
+        choices=CP_BACKENDS,
+    )
+    ulysses: int | None = option(
+        "backend=usp: neighbours that exchange heads for positions; the rest of cp is the ring (null: the most below "
+        "cp that divide the heads).",
+        None,
+        ge=1,
+    )
+    pad: bool = option("Pad sequences whose length is no multiple of 2 x cp, instead of refusing them.", False)
+    plan: dict[str, Any] = option(
+        "Where sequences are divided, if not in every block: `pattern: PrepareContextParallel` for layers that get "
+        "them, `pattern: ContextParallel` for layers that call attention.",
+        {},
+    )
+
+    def split(self, cp: int, heads: int | None = None) -> tuple[int, int]:
+        """(ring, ulysses): how many places of a ring, and how many ranks at each, the `cp` ranks of the axis are.
+
+        Args:
+            heads: attention heads of one rank of mp, if they are known.
+
+        Raises:
+            ConfigError: `ulysses` does not divide `cp`, or is set for a backend that has a ring alone or none.
+        """
+        if self.backend != "usp":
+            if self.ulysses is not None:
+                raise ConfigError(
+                    f"cp.ulysses={self.ulysses} with cp.backend={self.backend}",
+                    f"only usp has two ways at once; {self.backend} does the same on all ranks",
+                    "cp.ulysses=null, or cp=usp",
+                    f"cp=usp cp.ulysses={self.ulysses}",
+                )
+            return (1, cp) if self.backend == "ulysses" else (cp, 1)
+        ulysses = ulysses_degree(cp, heads) if self.ulysses is None else self.ulysses
+        if cp % ulysses:
+            fitting = [part for part in range(1, cp + 1) if cp % part == 0]
+            raise ConfigError(
+                f"cp.ulysses={self.ulysses}",
+                f"{cp} ranks of cp cannot be cut into groups of {ulysses}",
+                f"cp.ulysses of {', '.join(map(str, fitting))}, or null",
+                "cp.ulysses=null",
+            )
+        return cp // ulysses, ulysses
+
+
 RECOMPUTE_MODES = ("none", "full", "selective")
 
 
@@ -373,9 +474,14 @@ class ParallelConfig:
     dp: DataParallel = field(default_factory=DataParallel)
     mp: ModelParallel | None = None
     pp: PipelineParallel | None = None
-    cp: Mapping[str, Any] | None = None
+    cp: ContextParallel | None = None
     recompute: Recompute = field(default_factory=Recompute)
     compile: bool | str = False
+
+    @property
+    def ulysses(self) -> int:
+        """How many neighbours along cp exchange heads for positions: a divisor of the size of cp."""
+        return 1 if self.cp is None or self.mesh.cp == 1 else self.cp.split(self.mesh.cp)[1]
 
     def check(self) -> list[ConfigError]:
         """Every problem that can be seen without a model and without a device; an empty list if there is none."""
@@ -412,18 +518,28 @@ class ParallelConfig:
                 )
             )
         errors += self._check_pipeline()
-        if self.mesh.cp != 1 and not self.cp:
-            rest = dataclasses.replace(self.mesh, dp=self.mesh.dp * self.mesh.cp, cp=1)
-            errors.append(
+        errors += self._check_context()
+        return errors
+
+    def _check_context(self) -> list[ConfigError]:
+        if self.cp is None:
+            if self.mesh.cp == 1:
+                return []
+            return [
                 ConfigError(
                     f"mesh={self.mesh.name} with cp=none",
-                    f"the mesh has {self.mesh.cp} ranks along cp, but cp=none uses only one, "
-                    f"and this version has nothing else for cp",
-                    "a mesh with cp of size 1",
-                    f"mesh={rest.name}",
+                    f"the mesh has {self.mesh.cp} ranks along cp, but cp=none uses only one",
+                    f"cp={', '.join(CP_BACKENDS)}",
+                    "cp=gather",
                 )
-            )
-        return errors
+            ]
+        if self.mesh.cp == 1 and self.cp.backend == "usp":
+            return []  # a size that fits another mesh
+        try:
+            self.cp.split(self.mesh.cp)
+        except ConfigError as error:
+            return [error]
+        return []
 
     def _check_pipeline(self) -> list[ConfigError]:
         from autolaunch_strategies.pipeline.schedule import check_schedule
@@ -468,12 +584,19 @@ PP_NAMES: dict[str, PipelineParallel | None] = {
 """What the names of the group pp mean."""
 
 
+CP_NAMES: dict[str, ContextParallel | None] = {
+    "none": None,
+    **{name: ContextParallel(name, name) for name in CP_BACKENDS},
+}
+"""What the names of the group cp mean."""
+
+
 def parallel_config(
     mesh: str | int | MeshShape | Mapping[str, Any] = 1,
     dp: DataParallel | Mapping[str, Any] | int | None = None,
     mp: ModelParallel | Mapping[str, Any] | str | None = None,
     pp: PipelineParallel | Mapping[str, Any] | str | None = None,
-    cp: Mapping[str, Any] | None = None,
+    cp: ContextParallel | Mapping[str, Any] | str | None = None,
     recompute: Any = "none",
     recompute_save: Iterable[str] = ("mm", "attention"),
     compile: bool | str = False,
@@ -485,6 +608,7 @@ def parallel_config(
         dp: a `DataParallel`, its fields as a mapping, or a sharding level.
         mp: a `ModelParallel`, its fields as a mapping, or none, auto, tensor_parallel, seq_parallel.
         pp: a `PipelineParallel`, its fields as a mapping, or none, exact, or the name of a schedule.
+        cp: a `ContextParallel`, its fields as a mapping, or none, or the name of a backend.
 
     Raises:
         ConfigError: an unknown field, a wrong shape or a wrong value.
@@ -508,8 +632,24 @@ def parallel_config(
         pp = PP_NAMES[pp]
     pipeline = _from_mapping(PipelineParallel, pp, "pp") if isinstance(pp, Mapping) else pp
     return ParallelConfig(
-        mesh, data_parallel, model_parallel, pipeline, cp, parse_recompute(recompute, recompute_save), compile
+        mesh,
+        data_parallel,
+        model_parallel,
+        pipeline,
+        _context_parallel(cp),
+        parse_recompute(recompute, recompute_save),
+        compile,
     )
+
+
+def _context_parallel(cp: ContextParallel | Mapping[str, Any] | str | None) -> ContextParallel | None:
+    if isinstance(cp, str):
+        return CP_NAMES["none" if cp == "none" else cp_backend(cp, "cp")]
+    if not isinstance(cp, Mapping):
+        return cp
+    given = {**cp, "backend": cp_backend(cp["backend"])} if "backend" in cp else cp
+    made: ContextParallel = _from_mapping(ContextParallel, given, "cp")
+    return made
 
 
 def _from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:

@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autolaunch_strategies._torch import flatten_mesh
 from autolaunch_strategies.config import AXES, MeshShape
+from autolaunch_strategies.context.layout import Peers
 
-_PARTS = {"dp": ("dp_replicate", "dp_shard")}
+_PARTS = {"dp": ("dp_replicate", "dp_shard"), "cp": ("cp_ring", "cp_ulysses", "cp")}
+_SHARDED_OVER = ("dp_shard", *_PARTS["cp"])
 
 
 def coordinates(shape: MeshShape, rank: int) -> dict[str, int]:
@@ -36,8 +38,9 @@ def rank_at(shape: MeshShape, position: dict[str, int]) -> int:
 class RankMesh:
     """This process in the mesh: its coordinates, and the torch sub-meshes and groups it belongs to.
 
-    The dp axis is held as `dp_replicate` x `dp_shard`, so that hybrid sharding is a choice of sizes. Axes of size 1
-    are left out of torch's mesh: asking for them gives None, and nothing is created for them.
+    The dp axis is held as `dp_replicate` x `dp_shard`, so that hybrid sharding is a choice of sizes; the cp axis as
+    `cp_ring` x `cp_ulysses` if both have more than one rank, else as one dim `cp`. Axes of size 1 are left out of
+    torch's mesh: asking for them gives None, and nothing is created for them.
     """
 
     shape: MeshShape
@@ -46,28 +49,44 @@ class RankMesh:
     replicate: int
     shard: int
     device_mesh: DeviceMesh
+    ulysses: int = 1
 
     @classmethod
     def build(
-        cls, shape: MeshShape, replicate: int, shard: int, device_type: str, ranks: list[int] | None = None
+        cls,
+        shape: MeshShape,
+        replicate: int,
+        shard: int,
+        device_type: str,
+        ranks: list[int] | None = None,
+        ulysses: int = 1,
     ) -> RankMesh:
         """Create torch's mesh over the default process group. Collective: every rank calls it once.
 
         Args:
             replicate, shard: how the dp axis is divided; their product is `shape.dp`.
             device_type: `cpu` or `cuda`.
-            ranks: which rank stands at each place of the mesh, in its order; by default 0, 1, 2, ...
+            ranks: which rank stands at each place of the mesh, in its order; by default 0, 1, 2, ... Along cp they are
+                put in ascending order, as torch counts the ranks of a group so: every rank stays what it is along
+                the other axes.
+            ulysses: how many neighbours along cp exchange heads for positions with each other; divides `shape.cp`.
         """
         assert replicate * shard == shape.dp and dist.get_world_size() == shape.size
-        sizes = {**shape.sizes, "dp_replicate": replicate, "dp_shard": shard}
+        assert shape.cp % ulysses == 0
+        sizes = {**shape.sizes, "dp_replicate": replicate, "dp_shard": shard, "cp_ring": 1, "cp_ulysses": 1}
+        if 1 < ulysses < shape.cp:
+            sizes |= {"cp": 1, "cp_ring": shape.cp // ulysses, "cp_ulysses": ulysses}
         names = [part for axis in shape.order for part in _PARTS.get(axis, (axis,)) if sizes[part] > 1]
         names = names or ["dp_shard"]
         dims = tuple(sizes[name] for name in names)
         if ranks is None or ranks == list(range(shape.size)):
             device_mesh = init_device_mesh(device_type, dims, mesh_dim_names=tuple(names))
-            return cls(shape, dist.get_rank(), replicate, shard, device_mesh)
-        device_mesh = DeviceMesh(device_type, torch.tensor(ranks).view(dims), mesh_dim_names=tuple(names))
-        return cls(shape, ranks.index(dist.get_rank()), replicate, shard, device_mesh)
+            return cls(shape, dist.get_rank(), replicate, shard, device_mesh, ulysses)
+        by_axis = torch.tensor(ranks).view([shape.sizes[axis] for axis in shape.order])
+        placed = by_axis.sort(dim=shape.order.index("cp")).values
+        device_mesh = DeviceMesh(device_type, placed.reshape(dims), mesh_dim_names=tuple(names))
+        place = placed.flatten().tolist().index(dist.get_rank())
+        return cls(shape, place, replicate, shard, device_mesh, ulysses)
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -88,6 +107,15 @@ class RankMesh:
         mesh = self.sub_mesh(*axes)
         return None if mesh is None else mesh.get_group()
 
+    def cp_peers(self) -> Peers | None:
+        """The ranks with which this one shares sequences; None if cp has one rank."""
+        group = self.group("cp")
+        if group is None:
+            return None
+        if self.ulysses in (1, self.shape.cp):
+            return Peers(group, *((group, None) if self.ulysses == 1 else (None, group)))
+        return Peers(group, self.device_mesh["cp_ring"].get_group(), self.device_mesh["cp_ulysses"].get_group())
+
     def sharding_mesh(self) -> DeviceMesh:
         """The mesh for `fully_shard`: 1-D over what is sharded, or 2-D (replicate, shard) for hybrid sharding.
 
@@ -95,7 +123,7 @@ class RankMesh:
         """
         assert self.device_mesh.mesh_dim_names is not None
         names = self.device_mesh.mesh_dim_names
-        shard = tuple(name for name in names if name in ("dp_shard", "cp"))
+        shard = tuple(name for name in names if name in _SHARDED_OVER)
         assert shard, "nothing to shard over"
         flat = flatten_mesh(self.device_mesh, shard)
         if "dp_replicate" not in names:

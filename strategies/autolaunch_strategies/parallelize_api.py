@@ -268,7 +268,7 @@ def _join(mesh: ProcessMesh, config: ParallelConfig, device: torch.device) -> Ra
     environment = TorchElasticEnvironment() if started else LightningEnvironment()
     ensure_process_group(config.mesh, environment, device, None, timedelta(minutes=30))
     replicate, shard = config.dp.split(config.mesh.dp)
-    return RankMesh.build(config.mesh, replicate, shard, device.type, mesh.process_ids)
+    return RankMesh.build(config.mesh, replicate, shard, device.type, mesh.process_ids, config.ulysses)
 
 
 def _train_here(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], applied: Parallelized) -> None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from autolaunch_strategies.apply import Parallelized, apply_parallelism
 from autolaunch_strategies.config import (
     ConfigError,
+    ContextParallel,
     DataParallel,
     MeshShape,
     ModelParallel,
@@ -54,7 +55,7 @@ class MeshStrategy(CheckpointStrategy):
         dp: a sharding level, or the fields of `DataParallel` as a mapping.
         mp: `auto`, `tensor_parallel`, `seq_parallel`, or the fields of `ModelParallel` as a mapping.
         pp: `exact`, the name of a schedule (`1f1b`, ...), or the fields of `PipelineParallel` as a mapping.
-        cp: a later axis; None as long as it has one rank.
+        cp: `gather`, `ring`, `ulysses`, `usp`, or the fields of `ContextParallel` as a mapping.
         recompute: activation checkpointing: none, full, n (every n-th block), selective.
         recompute_save: operators whose outputs selective recomputation keeps.
         compile: compile every block: True or a mode of `torch.compile`.
@@ -78,7 +79,7 @@ class MeshStrategy(CheckpointStrategy):
         dp: DataParallel | Mapping[str, Any] | int | None = None,
         mp: ModelParallel | Mapping[str, Any] | str | None = "auto",
         pp: PipelineParallel | Mapping[str, Any] | str | None = "exact",
-        cp: Mapping[str, Any] | None = None,
+        cp: ContextParallel | Mapping[str, Any] | str | None = "gather",
         *,
         recompute: str | int = "none",
         recompute_save: Iterable[str] = ("mm", "attention"),

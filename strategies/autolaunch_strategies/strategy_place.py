@@ -162,7 +162,9 @@ class PlacedStrategy(ParallelStrategy):
         _set_rank(dist.get_rank())
         if self._rank_mesh is None:
             replicate, shard = self.parallel.dp.split(self.shape.dp)
-            self._rank_mesh = RankMesh.build(self.shape, replicate, shard, self.root_device.type)
+            self._rank_mesh = RankMesh.build(
+                self.shape, replicate, shard, self.root_device.type, ulysses=self.parallel.ulysses
+            )
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = self._rank_mesh.device_mesh
 
