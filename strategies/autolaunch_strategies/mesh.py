@@ -66,9 +66,9 @@ class RankMesh:
         Args:
             replicate, shard: how the dp axis is divided; their product is `shape.dp`.
             device_type: `cpu` or `cuda`.
-            ranks: which rank stands at each place of the mesh, in its order; by default 0, 1, 2, ... Along cp they are
-                put in ascending order, as torch counts the ranks of a group so: every rank stays what it is along
-                the other axes.
+            ranks: which rank stands at each place of the mesh, in its order; by default 0, 1, 2, ... Along dp every rank
+                stays where it is (it has its share of the data); along the other axes ranks are put in ascending
+                order, as torch numbers the ranks of a group so, whatever their order in its mesh.
             ulysses: how many neighbours along cp exchange heads for positions with each other; divides `shape.cp`.
         """
         assert replicate * shard == shape.dp and dist.get_world_size() == shape.size
@@ -82,8 +82,9 @@ class RankMesh:
         if ranks is None or ranks == list(range(shape.size)):
             device_mesh = init_device_mesh(device_type, dims, mesh_dim_names=tuple(names))
             return cls(shape, dist.get_rank(), replicate, shard, device_mesh, ulysses)
-        by_axis = torch.tensor(ranks).view([shape.sizes[axis] for axis in shape.order])
-        placed = by_axis.sort(dim=shape.order.index("cp")).values
+        placed = torch.tensor(ranks).view([shape.sizes[axis] for axis in shape.order])
+        for axis in ("pp", "cp", "mp"):  # ranks sorted along one axis stay so when they are sorted along the next
+            placed = placed.sort(dim=shape.order.index(axis)).values
         device_mesh = DeviceMesh(device_type, placed.reshape(dims), mesh_dim_names=tuple(names))
         place = placed.flatten().tolist().index(dist.get_rank())
         return cls(shape, place, replicate, shard, device_mesh, ulysses)
