@@ -280,3 +280,26 @@ def is_compiled(module: nn.Module) -> bool:
     from torch._dynamo import OptimizedModule
 
     return isinstance(module, OptimizedModule)
+
+
+@contextmanager
+def attention_replaced(attention: Callable[..., Any]) -> Iterator[None]:
+    """Within it functions of torch that are written in Python call `attention` for scaled dot product attention.
+
+    Function modes don't see those calls: a mode is taken away while a function of torch runs that it let through.
+    """
+    functional: Any = torch.nn.functional
+    original = functional.scaled_dot_product_attention
+
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        functional.scaled_dot_product_attention = original  # what answers may use it
+        try:
+            return attention(*args, **kwargs)
+        finally:
+            functional.scaled_dot_product_attention = answered
+
+    functional.scaled_dot_product_attention = answered
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
