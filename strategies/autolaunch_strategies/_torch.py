@@ -303,3 +303,12 @@ def attention_replaced(attention: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = original
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Within it tensors are made that are kept: real ones, whatever mode (fake, inference, device) is active."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False):
+        yield
