@@ -116,7 +116,7 @@ class SequenceShard(torch.Tensor):
 
     local: torch.Tensor
     """The entries of this rank: a plain tensor, or a DTensor over the mp mesh."""
-    sequence_dim: int
+    dim_of_sequence: int
     """Which dim is divided (>= 0); `dim()` is what it is for every tensor: their number."""
     positions: Positions
     """Which entries each rank holds."""
@@ -132,12 +132,12 @@ class SequenceShard(torch.Tensor):
         shard = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             SequenceShard, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        shard.local, shard.sequence_dim, shard.positions, shard.group = local, dim, positions, group
+        shard.local, shard.dim_of_sequence, shard.positions, shard.group = local, dim, positions, group
         return shard
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, the same on every rank, plain or a DTensor as `local` is. Differentiable."""
-        positions, dim = self.positions, self.sequence_dim
+        positions, dim = self.positions, self.dim_of_sequence
         order = positions.order(self.local.device)
 
         def gather(part: torch.Tensor) -> torch.Tensor:
@@ -148,10 +148,10 @@ class SequenceShard(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         shape = list(self.local.shape)
-        shape[self.sequence_dim] = self.positions.size
+        shape[self.dim_of_sequence] = self.positions.size
         return (
             f"SequenceShard(shape={shape}, dtype={self.local.dtype}, device={self.local.device}, "
-            f"{self.local.shape[self.sequence_dim]} of {self.positions.size} along dim {self.sequence_dim})"
+            f"{self.local.shape[self.dim_of_sequence]} of {self.positions.size} along dim {self.dim_of_sequence})"
         )
 
     @classmethod
