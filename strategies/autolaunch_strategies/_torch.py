@@ -312,3 +312,15 @@ def outside_of_modes() -> Iterator[None]:
 
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False):
         yield
+
+
+def all_gather_single(gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Equal parts of all ranks, one after the other along the first dim; torch 2.13 has a new name for it."""
+    function: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(gathered, own, group=group)
+
+
+def reduce_scatter_single(own: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """This rank's part of the sum over ranks, parts along the first dim; torch 2.13 has a new name for it."""
+    function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(own, parts, group=group)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from autolaunch_strategies._torch import all_gather_single, reduce_scatter_single
+
 
 def gather_parts(tensor: torch.Tensor, dim: int, counts: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
     """The parts of all ranks of `group`, one after the other along `dim`; backward: a reduce-scatter (sum).
@@ -49,9 +51,9 @@ class _Gather(torch.autograd.Function):
         context.how = dim, counts, group
         part = _lengthened(tensor, dim, max(counts)).contiguous()
         sent = part.view(torch.uint8) if part.dtype == torch.bool else part
-        parts = sent.new_empty((len(counts) * sent.shape[0], *sent.shape[1:]) if sent.dim() else (len(counts),))
+        parts = sent.new_empty((len(counts) * sent.shape[0], *sent.shape[1:]))
         if parts.numel():
-            dist.all_gather_into_tensor(parts, sent, group=group)
+            all_gather_single(parts, sent, group)
         parts = parts.view(part.dtype).view(len(counts), *part.shape)
         return torch.cat([parts[rank].narrow(dim, 0, count) for rank, count in enumerate(counts)], dim)
 
@@ -70,7 +72,7 @@ class _Scatter(torch.autograd.Function):
         parts = torch.stack([_lengthened(part, dim, longest) for part in tensor.split(counts, dim)])
         own = torch.empty_like(parts[0])
         if own.numel():
-            dist.reduce_scatter_tensor(own, parts.flatten(0, 1) if own.dim() else parts, group=group)
+            reduce_scatter_single(own, parts.flatten(0, 1), group)
         return own.narrow(dim, 0, counts[group.rank()])
 
     @staticmethod
