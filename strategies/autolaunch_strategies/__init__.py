@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from autolaunch_strategies.pipeline.split import SplitPoint
     from autolaunch_strategies.process_mesh import ProcessMesh, get_mesh, set_mesh
     from autolaunch_strategies.strategy import MeshStrategy
+    from autolaunch_strategies.styles.context import ContextParallel, PrepareContextParallel
     from autolaunch_strategies.styles.hooks import PrepareLayerInput, PrepareLayerOutput
     from autolaunch_strategies.styles.sequence import (
         SequenceParallelBegin,
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ColWiseParallel",
     "ConfigError",
+    "ContextParallel",
     "DataParallel",
     "MeshShape",
     "MeshStrategy",
     "ParallelConfig",
+    "PrepareContextParallel",
     "PrepareLayerInput",
     "PrepareLayerOutput",
     "ProcessMesh",
@@ -48,6 +51,7 @@ _HOMES = {
     **dict.fromkeys(("parallelize", "clip_grad_norm_"), "parallelize_api"),
     **dict.fromkeys(("ProcessMesh", "get_mesh", "set_mesh"), "process_mesh"),
     **dict.fromkeys(("ColWiseParallel", "RowWiseParallel"), "styles.tensor"),
+    **dict.fromkeys(("PrepareContextParallel", "ContextParallel"), "styles.context"),
     **dict.fromkeys(("PrepareLayerInput", "PrepareLayerOutput"), "styles.hooks"),
     **dict.fromkeys((f"SequenceParallel{end}" for end in ("Begin", "End", "Enable", "Disable")), "styles.sequence"),
 }  # everything else lives in config, which imports no torch

@@ -358,6 +358,12 @@ def cp_backend(name: Any, where: str = "cp.backend") -> str:
     )
 
 
+def divides_alike(one: str, other: str) -> bool:
+    """Whether two backends have the same positions on a rank: gather and ring have."""
+    alike = ("gather", "ring")
+    return one == other or (one in alike and other in alike)
+
+
 def ulysses_degree(cp: int, heads: int | None) -> int:
     """How many neighbours along cp exchange heads for positions (ulysses), if `cp.ulysses` does not say it.
 
@@ -424,7 +430,7 @@ class ContextParallel:
                 )
             return (1, cp) if self.backend == "ulysses" else (cp, 1)
         ulysses = ulysses_degree(cp, heads) if self.ulysses is None else self.ulysses
-        if cp % ulysses:
+        if not isinstance(ulysses, int) or isinstance(ulysses, bool) or ulysses < 1 or cp % ulysses:
             fitting = [part for part in range(1, cp + 1) if cp % part == 0]
             raise ConfigError(
                 f"cp.ulysses={self.ulysses}",
@@ -645,8 +651,15 @@ def parallel_config(
 def _context_parallel(cp: ContextParallel | Mapping[str, Any] | str | None) -> ContextParallel | None:
     if isinstance(cp, str):
         return CP_NAMES["none" if cp == "none" else cp_backend(cp, "cp")]
-    if not isinstance(cp, Mapping):
+    if cp is None or isinstance(cp, ContextParallel):
         return cp
+    if not isinstance(cp, Mapping):
+        raise ConfigError(
+            f"cp={type(cp).__name__}",
+            "not what the axis cp does",
+            "the name of a backend, a mapping, or autolaunch_strategies.config.ContextParallel",
+            "cp='gather'",
+        )
     given = {**cp, "backend": cp_backend(cp["backend"])} if "backend" in cp else cp
     made: ContextParallel = _from_mapping(ContextParallel, given, "cp")
     return made

@@ -66,8 +66,8 @@ class RankMesh:
         Args:
             replicate, shard: how the dp axis is divided; their product is `shape.dp`.
             device_type: `cpu` or `cuda`.
-            ranks: which rank stands at each place of the mesh, in its order; by default 0, 1, 2, ... Along dp every rank
-                stays where it is (it has its share of the data); along the other axes ranks are put in ascending
+            ranks: which rank stands at each place of the mesh, in its order; by default 0, 1, 2, ... Along dp every
+                rank stays where it is (it has its share of the data); along the other axes ranks are put in ascending
                 order, as torch numbers the ranks of a group so, whatever their order in its mesh.
             ulysses: how many neighbours along cp exchange heads for positions with each other; divides `shape.cp`.
         """

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autolaunch_strategies.config import ConfigError, nearest
+from autolaunch_strategies.config import ConfigError, cp_backend, nearest
 from autolaunch_strategies.plan.patterns import compile_pattern, nearest_names
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ STYLES: dict[str, dict[str, type]] = {
     "SequenceParallelEnd": {"need_transpose": bool},
     "SequenceParallelEnable": {},
     "SequenceParallelDisable": {"need_transpose": bool},
+    "PrepareContextParallel": {"backend": str},
+    "ContextParallel": {"backend": str},
     "PrepareLayerInput": {"fn": object},
     "PrepareLayerOutput": {"fn": object},
 }
@@ -128,6 +130,8 @@ def _read_style(style: Any, where: str) -> StyleSpec:
             raise ConfigError(where, f"{name} has no argument {key!r}", ", ".join(known) or "it takes none")
         if known[key] is not object and not (isinstance(value, known[key]) or value is None):
             raise ConfigError(where, f"{name}.{key}={value!r}", f"a value of type {known[key].__name__}")
+        if key == "backend" and value is not None:
+            cp_backend(value, f"{where}: {name}: backend")
     return StyleSpec(name, dict(arguments))
 
 

@@ -27,6 +27,12 @@ class Region:
     """Names of modules whose output goes back into a sequence parallel region."""
     replaced: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     """Parameters that were placed: what stood there before -> what stands there now."""
+    context_backend: str | None = None
+    """What the cp axis does (`config.CP_BACKENDS`); None where it has one rank: then nothing is marked."""
+    context_regions: dict[str, str] = field(default_factory=dict)
+    """Names of modules within which sequences are divided along cp -> backend."""
+    context_attention: dict[str, str] = field(default_factory=dict)
+    """Names of modules whose attention is over whole sequences -> backend."""
     _owners: dict[int, list[tuple[nn.Module, str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
