@@ -17,6 +17,7 @@ from autolaunch.launch.devices import visible_devices
 from autolaunch.microbatches import check_batch_parts, with_batch_parts
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.resume import resolve_ckpt_path
+from autolaunch.sequence_parts import check_sequence_parts
 from autolaunch.validate import Where, typed, written
 from autolaunch_strategies.config import (
     AXES,
@@ -24,12 +25,14 @@ from autolaunch_strategies.config import (
     ConfigError,
     ConfigErrors,
     MeshShape,
+    cp_backend,
     parallel_config,
     parse_mesh,
     parse_order,
     parse_recompute,
 )
 from autolaunch_strategies.pipeline.schedule import default_virtual_stages
+from autolaunch_strategies.plan.context import check_backends, read_context_plan
 from autolaunch_strategies.plan.rules import read_plan
 
 
@@ -57,7 +60,7 @@ def check(
         parse_recompute(config["recompute"], config["recompute_save"])
     except ConfigError as error:
         errors.append(error)
-    errors += _plans(config)
+    errors += _plans(config, mesh)
     errors += _schedule(config, where)
     errors += _checkpoint(config, output_dir, where)
     errors += _own_objects(config)
@@ -153,15 +156,7 @@ def _facts(model: Mapping[str, Any], errors: list[ConfigError]) -> ModelFacts | 
 def _divisibility(
     config: Mapping[str, Any], mesh: MeshShape, facts: ModelFacts | None, where: Where
 ) -> Iterator[ConfigError]:
-    seq_len = config["data"].get("seq_len")
-    if isinstance(seq_len, int) and mesh.cp > 1 and seq_len % (2 * mesh.cp):
-        below = max(seq_len // (2 * mesh.cp), 1) * 2 * mesh.cp
-        yield ConfigError(
-            where("data.seq_len", seq_len),
-            f"cp={mesh.cp} cuts a sequence into 2 x {mesh.cp} parts of equal length",
-            f"multiples of {2 * mesh.cp}",
-            f"data.seq_len={below}",
-        )
+    yield from check_sequence_parts(config, mesh, facts, where)
     if facts is None:
         return
     heads = facts.num_heads
@@ -194,9 +189,11 @@ def _layers(pp: Mapping[str, Any] | None, mesh: MeshShape, facts: ModelFacts) ->
     )
 
 
-def _plans(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Every rule of every plan for mp in the config, used or not: each is read by itself, so that all are told."""
-    plans = {"mp.plan": (config["mp"] or {}).get("plan")}
+def _plans(config: Mapping[str, Any], mesh: MeshShape | None) -> Iterator[ConfigError]:
+    """Every rule of every plan in the config, used or not: each is read by itself, so that all are told."""
+    plans = {"mp.plan": (config["mp"] or {}).get("plan"), "cp.plan": (config["cp"] or {}).get("plan")}
+    divides = mesh is not None and mesh.cp > 1 and config["cp"] is not None
+    backend = cp_backend(config["cp"]["backend"]) if divides else None
     own = config["model"].get("mp_plans") if config["module"] is None else None
     if own is not None and not isinstance(own, Mapping):
         plans["model.mp_plans"] = own
@@ -217,7 +214,9 @@ def _plans(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 )
                 continue
             try:
-                read = read_plan(rule, key)
+                read = read_context_plan(rule, backend, key) if key == "cp.plan" else read_plan(rule, key)
+                if backend is not None:
+                    check_backends(read, backend)
             except ConfigError as error:
                 yield error
                 continue

@@ -289,7 +289,10 @@ def _refusal(override: str, error: Exception, config: Mapping[str, Any], loader:
     return _no_such_key(override, typed, value, config, loader)
 
 
-_OTHER_NAMES = {"dp/zero3": "fsdp", "dp/fsdp2": "fsdp", "dp/zero0": "ddp"}
+_OTHER_NAMES = {
+    **{"dp/zero3": "fsdp", "dp/fsdp2": "fsdp", "dp/zero0": "ddp"},
+    **{"cp/p2p": "ring", "cp/all2all": "ulysses", "cp/allgather": "gather"},
+}
 """What other tools call our options."""
 
 

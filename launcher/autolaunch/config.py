@@ -8,7 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from autolaunch_strategies.config import AXES, DEFAULT_ORDER, DataParallel, ModelParallel, PipelineParallel, option
+from autolaunch_strategies.config import (
+    AXES,
+    DEFAULT_ORDER,
+    ContextParallel,
+    DataParallel,
+    ModelParallel,
+    PipelineParallel,
+    option,
+)
 
 TASKS = {
     "fit": "train the model",
@@ -305,7 +313,7 @@ class Job:
     dp: DataParallel = field(default_factory=DataParallel)
     mp: ModelParallel | None = field(default_factory=ModelParallel)
     pp: PipelineParallel | None = field(default_factory=PipelineParallel)
-    cp: dict[str, Any] | None = None
+    cp: ContextParallel | None = field(default_factory=ContextParallel)
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
     trainer: Trainer = field(default_factory=Trainer)

@@ -19,6 +19,8 @@ from autolaunch.config import DATA, MODELS, TASKS, Job
 from autolaunch.mesh_source import SHAPES
 from autolaunch.validate import field_types, group_schema, limits_text, written
 from autolaunch_strategies.config import ConfigError, nearest
+from autolaunch_strategies.plan.context import CONTEXT_STYLES
+from autolaunch_strategies.plan.rules import STYLES
 
 _FAMILIES: dict[str, Mapping[str, type]] = {"model": MODELS, "data": DATA}
 
@@ -29,7 +31,7 @@ GROUPS = {
     "dp": "data parallel: what is sharded",
     "mp": "model (tensor) parallel",
     "pp": "pipeline parallel: in which order the stages work",
-    "cp": "context parallel",
+    "cp": "context parallel: how attention sees sequences that are divided",
     "optimizer": "",
     "scheduler": "the learning rate over the steps",
     "trainer": "arguments of Lightning's Trainer",
@@ -49,6 +51,8 @@ _EXAMPLES = (
     ("autolaunch plan model=llama model.size=8b mesh=8 dp=fsdp precision=bf16-mixed", "show what a run would do"),
     ("autolaunch -m dp=fsdp,zero1 mesh=1,2", "four runs, one after the other, and a table"),
 )
+
+_STYLES_OF = {"mp.plan": tuple(STYLES), "cp.plan": CONTEXT_STYLES}
 
 _FLAGS = (
     ("--info KEY", "what a group or key means: --info trainer, --info trainer.max_steps"),
@@ -226,6 +230,8 @@ def _print_key(key: str, parent: type, item: dataclasses.Field[Any], console: Co
         rows.append(("choices", ", ".join(map(written, item.metadata["choices"]))))
     if limits := limits_text(item.metadata):
         rows.append(("limits", limits))
+    if key in _STYLES_OF:
+        rows.append(("styles", ", ".join(_STYLES_OF[key])))
     for name, text in rows:
         console.print(Text(f"  {name + ': ' if name else ''}{text}"))
     console.print()

@@ -27,6 +27,7 @@ from autolaunch.launch.place import Place, place
 from autolaunch.microbatches import with_batch_parts
 from autolaunch.origin import Origin
 from autolaunch.resume import resolve_ckpt_path
+from autolaunch.sequence_parts import with_sequence_parts
 from autolaunch.sweep import JobEnd, forget_ends, print_table, read_ends
 from autolaunch.validate import validate
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
@@ -227,7 +228,7 @@ def resolve_job(
     raise_all(wrong)
     values["mesh"] = {**mesh.sizes, "order": list(mesh.order)}
     values["ckpt_path"] = resolve_ckpt_path(values, output_dir)
-    values = with_batch_parts(values, mesh.pp)
+    values = with_sequence_parts(with_batch_parts(values, mesh.pp), mesh)
     if values["pp"] is not None and values["pp"]["schedule"].endswith(".csv"):
         values["pp"] = {**values["pp"], "schedule": str(Path(values["pp"]["schedule"]).absolute())}
     choices = {group: option for group, option in hydra.runtime.choices.items() if option is not None}

@@ -394,9 +394,9 @@ class ContextParallel:
     backend: str = option(
         "How attention gets keys and values of other ranks: `gather` has all of them at once (any mask), `ring` passes "
         "them around (least memory), `ulysses` exchanges heads for positions (heads % (mp x cp) = 0), `usp` is "
-        "ulysses among neighbours and a ring around.",
+        "ulysses among neighbours and a ring around (p2p is ring, all2all is ulysses).",
         "gather",
-        choices=CP_BACKENDS,
+        choices=(*CP_BACKENDS, *_CP_SPELLINGS),
     )
     ulysses: int | None = option(
         "backend=usp: neighbours that exchange heads for positions; the rest of cp is the ring (null: the most below "
@@ -410,6 +410,9 @@ class ContextParallel:
         "them, `pattern: ContextParallel` for layers that call attention.",
         {},
     )
+
+    def __post_init__(self) -> None:
+        self.backend = cp_backend(self.backend)
 
     def split(self, cp: int, heads: int | None = None) -> tuple[int, int]:
         """(ring, ulysses): how many places of a ring, and how many ranks at each, the `cp` ranks of the axis are.
@@ -660,8 +663,7 @@ def _context_parallel(cp: ContextParallel | Mapping[str, Any] | str | None) -> C
             "the name of a backend, a mapping, or autolaunch_strategies.config.ContextParallel",
             "cp='gather'",
         )
-    given = {**cp, "backend": cp_backend(cp["backend"])} if "backend" in cp else cp
-    made: ContextParallel = _from_mapping(ContextParallel, given, "cp")
+    made: ContextParallel = _from_mapping(ContextParallel, cp, "cp")
     return made
 
 

@@ -22,6 +22,8 @@ class ModelFacts:
     intermediate_size: int | None = None
     vocab_size: int | None = None
     max_seq_len: int | None = None
+    attention_dropout: tuple[str, float] | None = None
+    """The key that says how many attention weights are dropped in training, and that share; None if it is none."""
 
 
 # How the families of `transformers` spell the same size, the usual spelling first.
@@ -34,6 +36,7 @@ _SPELLINGS = {
     "vocab_size": ("vocab_size",),
     "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
 }
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def model_facts(model_cfg: Mapping[str, Any]) -> ModelFacts:
@@ -60,4 +63,5 @@ def model_facts(model_cfg: Mapping[str, Any]) -> ModelFacts:
         found = next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
         if found is not None:
             sizes[size] = found
-    return ModelFacts(name, **sizes)
+    shares = {key: value for key in _DROPOUTS if isinstance(value := fields.get(key), int | float) and value}
+    return ModelFacts(name, **sizes, attention_dropout=next(iter(shares.items()), None))

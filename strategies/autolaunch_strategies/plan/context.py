@@ -15,11 +15,11 @@ CONTEXT_STYLES = ("PrepareContextParallel", "ContextParallel")
 _PADDLE_BACKEND = "ring"  # p2p is the default of Paddle's styles
 
 
-def read_context_plan(plan: Any, backend: str, source: str = "cp.plan") -> list[Rule]:
+def read_context_plan(plan: Any, backend: str | None, source: str = "cp.plan") -> list[Rule]:
     """Read and check a plan that has nothing but styles for cp. A rule of null is left out.
 
     Args:
-        backend: what the axis does.
+        backend: what the axis does; None where it has one rank, so that nothing is divided.
 
     Raises:
         ConfigError: as `read_plan`; a style for mp; one that names a backend which divides sequences in another way.
@@ -33,7 +33,8 @@ def read_context_plan(plan: Any, backend: str, source: str = "cp.plan") -> list[
                     "this is nothing that cp does",
                     f"{' and '.join(CONTEXT_STYLES)}; all others stand in the plan for mp",
                 )
-    check_backends(rules, backend)
+    if backend is not None:
+        check_backends(rules, backend)
     return rules
 
 
