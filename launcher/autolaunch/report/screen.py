@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Con
         ("mesh", _mesh(job)),
         ("mp", _plan(job, describe)),
         ("pipeline", _pipeline(describe)),
+        ("cp", _sequences(job, describe)),
         ("data", _data(job)),
         ("training", _training(job) if job["task"] == "fit" else ""),
         ("precision", _precision(job)),
@@ -95,6 +97,8 @@ def show_plan(
         table.add_row("mp", Text(f"{pattern}: {_styles(styles)} ({matched}; {mp['reasons'][pattern]})"))
     for warning in mp.get("warnings", ()):
         table.add_row("mp", Text(warning, style="yellow"))
+    for kind, names in _divided(account.get("cp", {})):
+        table.add_row("cp", Text(f"{names}: {kind}"))
     for step in ("recompute", "compile"):
         if blocks := account[step].get("blocks"):
             table.add_row(
@@ -213,6 +217,33 @@ def _pipeline(describe: Mapping[str, Any]) -> str:
         f"{how}, {_count(pp['microbatches'], 'microbatch', 'es')}" if "microbatches" in pp else "",
         f"idle {pp['expected_idle_share']:.1%} expected" if "expected_idle_share" in pp else "",
     )
+
+
+def _sequences(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
+    cp = describe.get("cp", {})
+    if not cp:
+        return ""
+    ranks, ulysses = cp["ranks"], cp["ulysses"] or 1
+    places = f" (ring of {ranks // ulysses} × ulysses of {ulysses})" if cp["backend"] == "usp" else ""
+    tokens = ""
+    if (length := job["data"].get("seq_len")) and "_target_" not in job["data"]:
+        padded = -(-length // (2 * ranks)) * 2 * ranks
+        tokens = f"{length:,} → {padded // ranks:,} tokens per rank" + (", padded" if padded > length else "")
+    return _joined(cp["backend"], f"{ranks} ranks{places}", tokens)
+
+
+def _divided(cp: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """(what happens there, names of modules) of each kind of layer that a divided sequence goes through."""
+    if names := [*cp.get("regions", ()), *cp.get("layers", ())]:
+        yield f"each rank has 1/{cp['ranks']} of the positions", _names(names)
+    for backend, run in itertools.groupby((cp.get("attention") or {}).items(), key=lambda item: item[1]):
+        yield f"attention over all positions by {backend}", _names(name for name, _ in run)
+
+
+def _names(names: Iterable[str]) -> str:
+    """Names in their order, those that differ in numbers alone as the first and the last of them."""
+    runs = [list(run) for _, run in itertools.groupby(names, key=lambda name: re.sub(r"\d+", "*", name))]
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} ... {run[-1]}" for run in runs)
 
 
 def _styles(styles: Any) -> str:

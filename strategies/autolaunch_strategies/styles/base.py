@@ -18,11 +18,14 @@ from autolaunch_strategies.views import Replicator, plain
 
 @dataclass
 class Region:
-    """Where a plan is applied: the model, the mesh of the mp axis, and what the styles share."""
+    """Where a plan is applied: the model, the mesh of the mp axis, and what the styles share.
+
+    Styles for cp need nothing of mp, so that they are applied without it, too.
+    """
 
     model: nn.Module
-    mesh: DeviceMesh
-    replicate: Replicator
+    mp_mesh: DeviceMesh | None = None
+    mp_replicate: Replicator | None = None
     sequence_parallel_within: set[str] = field(default_factory=set)
     """Names of modules whose output goes back into a sequence parallel region."""
     replaced: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
@@ -39,6 +42,18 @@ class Region:
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 self._owners.setdefault(id(parameter), []).append((module, name))
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the mp axis."""
+        assert self.mp_mesh is not None, "a style for mp, but mp has one rank"
+        return self.mp_mesh
+
+    @property
+    def replicate(self) -> Replicator:
+        """Makes tensors ones that every rank of mp has whole."""
+        assert self.mp_replicate is not None, "a style for mp, but mp has one rank"
+        return self.mp_replicate
 
     def shard(self, module: nn.Module, name: str, placement: Placement) -> bool:
         """Divide a parameter among the ranks, unless an earlier rule has placed it. Ties to it stay ties.
