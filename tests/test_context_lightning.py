@@ -1,0 +1,113 @@
+"""LightningModules that know nothing of cp give on two ranks along it what plain Lightning gives in one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parent))
+from context_cases import GROUPS, RECIPES
+from context_runs import run_group
+from pipeline_runs import Results, problems
+from strategy_runs import differences
+
+pytestmark = pytest.mark.timeout(600)
+TOLERANCE = 1e-5
+SAME = [name for name in GROUPS["two"] if name.split("@")[0] in RECIPES and "bf16" not in name]
+BACKENDS = ("gather", "ring", "ulysses")
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints that pass from mesh to mesh."""
+    return tmp_path_factory.mktemp("shelf")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory, shelf: Path) -> Results:
+    return run_group(tmp_path_factory.mktemp("context") / "one", "one", shelf)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, one: Results, shelf: Path) -> Results:
+    return run_group(tmp_path_factory.mktemp("context") / "two", "two", shelf)
+
+
+@pytest.fixture(scope="module")
+def back(tmp_path_factory: pytest.TempPathFactory, two: Results, shelf: Path) -> Results:
+    cases = [name for name in GROUPS["back"] if "dp2xcp2" not in name]
+    return run_group(tmp_path_factory.mktemp("context") / "back", "back", shelf, cases)
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_two_ranks_equal_one_process(one: Results, two: Results, case: str) -> None:
+    assert problems(one, two, case.split("@")[0], case, 2, TOLERANCE) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_mixed_is_close(one: Results, two: Results, backend: str) -> None:
+    """Sums over parts of a sequence round differently from those over the whole: 8 bits of mantissa."""
+    expected, found = one.read("bf16-mixed")["first"], two.read(f"bf16-mixed@cp2-{backend}")["first"]
+    assert differences(expected["losses"], found["losses"], 1e-2) == []
+    assert differences(one.read("llama")["first"]["losses"], found["losses"], 1e-5) != []
+
+
+@pytest.mark.parametrize("case", [f"dropout-{backend}" for backend in BACKENDS])
+def test_dropout(one: Results, two: Results, case: str) -> None:
+    """Each rank drops on its own part of the sequence, differently, and the same again with the same seed."""
+    parts = [two.read(case, rank) for rank in (0, 1)]
+    for part in parts:
+        assert part["first"] == part["again"]
+        losses, without = part["first"]["losses"], one.read("nanogpt")["first"]["losses"]
+        assert len(losses) == 4 and all(0 < loss < 20 for loss in losses)
+        assert all(abs(loss - other) > 1e-3 for loss, other in zip(losses, without, strict=True))
+        assert part["other"]["losses"] != losses
+    assert parts[0]["first"]["losses"] == parts[1]["first"]["losses"], "every rank computes the whole loss"
+    dropped = [part["first"]["dropped"] for part in parts]
+    inside = [name for name in dropped[0] if ".h." in name]
+    assert len(inside) == 4 and dropped[0].keys() == dropped[1].keys()
+    for name in inside:
+        for here, there in zip(dropped[0][name], dropped[1][name], strict=True):
+            assert len(here) == len(there) == 4 * 8 * 16  # samples, half of the positions, width
+            assert 0.4 < sum(here) / len(here) < 0.6
+            both = sum(a and b for a, b in zip(here, there, strict=True)) / len(here)
+            assert 0.15 < both < 0.35, "the ranks' masks have nothing to do with each other"
+
+
+@pytest.mark.parametrize("backend", ["gather", "ulysses"])
+def test_dropout_of_attention(one: Results, two: Results, backend: str) -> None:
+    found = [two.read(f"dropout-of-attention-{backend}", rank) for rank in (0, 1)]
+    assert found[0]["first"] == found[1]["first"] == found[0]["again"]
+    losses, without = found[0]["first"]["losses"], one.read("nanogpt")["first"]["losses"]
+    assert all(0 < loss < 20 for loss in losses)
+    assert losses != found[0]["other"]["losses"]
+    assert all(abs(loss - other) > 1e-4 for loss, other in zip(losses, without, strict=True))
+
+
+def went_on(whole: Results, resumed: Results, case: str, ranks: int) -> list[str]:
+    """Where a resumed second epoch differs from that of the run that nobody interrupted."""
+    expected = whole.read("uninterrupted")
+    steps = len(expected["first"]["losses"]) // 2
+    lines = []
+    for rank in range(ranks):
+        found = resumed.read(case, rank)
+        for name in ("norms", "reported", "rates"):
+            lines += differences(expected["everywhere"][name][steps:], found["everywhere"][name], TOLERANCE, name)
+        for name in ("weights", "metrics", "step"):
+            lines += differences(expected["everywhere"][name], found["everywhere"][name], TOLERANCE, name)
+        if rank == 0:
+            lines += differences(expected["first"]["losses"][steps:], found["first"]["losses"], TOLERANCE, "losses")
+    return lines
+
+
+@pytest.mark.parametrize("case", [name for name in GROUPS["two"] if name.startswith("resume-")])
+def test_a_run_goes_on_with_another_axis(one: Results, two: Results, case: str) -> None:
+    assert went_on(one, two, case, 2) == []
+
+
+@pytest.mark.parametrize("case", [name for name in GROUPS["back"] if "dp2xcp2" not in name])
+def test_a_run_goes_on_in_one_process(one: Results, back: Results, case: str) -> None:
+    assert went_on(one, back, case, 1) == []
