@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from autolaunch_strategies._torch import run_backward
+from autolaunch_strategies.context.sequence_shard import SequenceShard
 from autolaunch_strategies.random_streams import RANDOM_FUNCTIONS, own_stream, run_random
 from autolaunch_strategies.sharding_errors import raise_explained
 from autolaunch_strategies.vocabulary_loss import vocabulary_cross_entropy
@@ -60,7 +61,12 @@ class Replicator:
 
 
 def plain(tensor: Any) -> Any:
-    """A DTensor as the whole plain tensor, the same on every rank; anything else as it is. Differentiable."""
+    """A DTensor or a sequence shard as the whole plain tensor, the same on every rank; anything else as it is.
+
+    Differentiable.
+    """
+    if isinstance(tensor, SequenceShard):
+        tensor = tensor.whole()
     if not isinstance(tensor, DTensor):
         return tensor
     return _Whole.apply(tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim))
@@ -87,6 +93,9 @@ class MixedTensors(TorchFunctionMode):
         self.replicate = Replicator(mesh)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if SequenceShard in types:
+            with self:  # what is computed of this rank's positions may be sharded, too
+                return SequenceShard.__torch_function__(func, types, args, kwargs)
         try:
             return self._run(func, args, kwargs or {})
         except Exception as error:

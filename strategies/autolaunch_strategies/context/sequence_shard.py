@@ -116,12 +116,14 @@ class SequenceShard(torch.Tensor):
 
     local: torch.Tensor
     """The entries of this rank: a plain tensor, or a DTensor over the mp mesh."""
-    dim_of_sequence: int
+    sequence_dim: int
     """Which dim is divided (>= 0); `dim()` is what it is for every tensor: their number."""
     positions: Positions
     """Which entries each rank holds."""
     group: dist.ProcessGroup
     """The ranks among which the dim is divided."""
+    sizes: tuple[int, ...]
+    """The shape of the whole, for code that does not want to go through torch functions."""
 
     @staticmethod
     def of(local: torch.Tensor, dim: int, positions: Positions, group: dist.ProcessGroup) -> SequenceShard:
@@ -132,27 +134,46 @@ class SequenceShard(torch.Tensor):
         shard = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             SequenceShard, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        shard.local, shard.dim_of_sequence, shard.positions, shard.group = local, dim, positions, group
+        shard.local, shard.sequence_dim, shard.positions, shard.group = local, dim, positions, group
+        shard.sizes = tuple(shape)
+        if local.requires_grad:
+            with torch._C.DisableTorchFunction():
+                shard.register_hook(_lost)
         return shard
+
+    @property
+    def held(self) -> torch.Tensor:
+        """`local`, if autograd knows nothing else of this tensor.
+
+        Raises:
+            RuntimeError: it came out of a `torch.autograd.Function`, whose gradients would never arrive.
+        """
+        with torch._C.DisableTorchFunction():
+            node = self.grad_fn
+        if node is not None:
+            raise RuntimeError(f"{node.name()} {_UNSEEN}")
+        return self.local
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, the same on every rank, plain or a DTensor as `local` is. Differentiable."""
-        positions, dim = self.positions, self.dim_of_sequence
-        order = positions.order(self.local.device)
+        positions, dim, local = self.positions, self.sequence_dim, self.held
+        order = positions.order(local.device)
 
         def gather(part: torch.Tensor) -> torch.Tensor:
             together = gather_parts(part, dim, positions.counts, self.group)
             return together if order is None else together.index_select(dim, order)
 
-        return _along(self.local, dim, positions.size, gather)
+        return on_parts(local, gather, dim, positions.size)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        shape = list(self.local.shape)
-        shape[self.dim_of_sequence] = self.positions.size
+        count, dim = self.local.shape[self.sequence_dim], self.sequence_dim
         return (
-            f"SequenceShard(shape={shape}, dtype={self.local.dtype}, device={self.local.device}, "
-            f"{self.local.shape[self.dim_of_sequence]} of {self.positions.size} along dim {self.dim_of_sequence})"
+            f"SequenceShard(shape={list(self.sizes)}, dtype={self.local.dtype}, device={self.local.device}, "
+            f"{count} of {self.positions.size} along dim {dim} here)"
         )
+
+    def __format__(self, specification: str) -> str:
+        return repr(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -162,10 +183,18 @@ class SequenceShard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(
-            f"{func} got a tensor of which each rank holds a part of the sequence, on a way that torch functions do "
-            "not take (a torch.autograd.Function, or an operator called from C++). Give it `tensor.whole()`."
-        )
+        raise RuntimeError(f"{func} {_UNSEEN}")
+
+
+_UNSEEN = (
+    "got a tensor of which each rank holds a part of the sequence (cp), and not by the way of torch functions, which "
+    "would compute it part by part. A torch.autograd.Function, or what is called from C++, needs `tensor.whole()`, or "
+    "to run in a module of its own that is one of the divided ones."
+)
+
+
+def _lost(_: torch.Tensor) -> None:
+    raise RuntimeError(f"A torch.autograd.Function {_UNSEEN}")
 
 
 def cut(whole: torch.Tensor, dim: int, positions: Positions, group: dist.ProcessGroup) -> torch.Tensor:
@@ -179,21 +208,36 @@ def cut(whole: torch.Tensor, dim: int, positions: Positions, group: dist.Process
     count = len(held)
     if count == 0 or int(held[-1] - held[0]) + 1 == count:
         first = int(held[0]) if count else 0
-        return _along(whole, dim, count, lambda tensor: tensor.narrow(dim, first, count))
+        return on_parts(whole, lambda tensor: tensor.narrow(dim, first, count), dim, count)
     index = positions.of_rank(rank, whole.device)
-    return _along(whole, dim, count, lambda tensor: tensor.index_select(dim, index))
+    return on_parts(whole, lambda tensor: tensor.index_select(dim, index), dim, count)
 
 
-def _along(tensor: torch.Tensor, dim: int, size: int, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`change`, which gives `dim` the length `size`, of a plain tensor or of each rank's part of a DTensor."""
+def on_parts(
+    tensor: torch.Tensor,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    dim: int | None = None,
+    size: int | None = None,
+) -> torch.Tensor:
+    """`change` of a plain tensor, or of each mp rank's part of a DTensor.
+
+    Args:
+        tensor: one of which a DTensor is first made one without addends, and whole along `dim`.
+        change: what works on any part; it may give `dim` the length `size`.
+        dim: >= 0; None: the shape stays.
+        size: the length of `dim` afterwards.
+    """
     if not isinstance(tensor, DTensor):
         return change(tensor)
-    mesh = tensor.device_mesh
+    mesh, shape = tensor.device_mesh, list(tensor.shape)
     placements = [
-        item if item.is_shard() and item != Shard(dim) and item != Shard(dim - tensor.dim()) else Replicate()
+        Replicate()
+        if item.is_partial() or (dim is not None and item in (Shard(dim), Shard(dim - len(shape))))
+        else item
         for item in tensor.placements
     ]
-    shape = torch.Size((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
-    changed = change(tensor.redistribute(placements=placements).to_local())
+    if dim is not None and size is not None:
+        shape[dim] = size
+    changed = change(tensor.redistribute(placements=placements).to_local()).contiguous()
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(changed.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(changed, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
