@@ -373,3 +373,10 @@ def efficient_attention_backward(
     return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, bias, out, lse, unused, unused, 0.0, wanted, causal, scale=scale
     )[:3]
+
+
+def start_all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Start gathering flat tensors of all ranks, one after the other; wait for what is returned."""
+    # torch 2.13 has a new name for it and warns about the old one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(received, sent, group=group, async_op=True)
