@@ -10,7 +10,16 @@ import torch.distributed as dist
 from autolaunch_strategies.context.exchange import Gathering, GatherInOrder, in_order, sum_at_owners
 from autolaunch_strategies.context.kernels import attend_whole
 from autolaunch_strategies.context.layout import Layout
-from autolaunch_strategies.context.tiles import Differentiated, Merged, Tile, padded, ring_tile, rows_of, valid, whole_tiles
+from autolaunch_strategies.context.tiles import (
+    Differentiated,
+    Merged,
+    Tile,
+    padded,
+    ring_tile,
+    rows_of,
+    valid,
+    whole_tiles,
+)
 
 
 def gathered_attention(

@@ -94,7 +94,8 @@ def attend_backward(
         bias = _aligned(bias, q, k)
         dq, dk, dv = _torch.efficient_attention_backward(grad, q, k, v, out, lse, causal, bias, scale)
         if key_heads != heads:
-            dk, dv = (x.unflatten(1, (key_heads, -1)).sum(2, dtype=torch.float32) for x in (dk, dv))
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            dk, dv = (x.unflatten(1, (key_heads, -1)).sum(2, dtype=dtype) for x in (dk, dv))
     return dq[..., :width], dk[..., :width], dv[..., :width_v]
 
 
