@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,14 @@ from torch import nn
 from autolaunch_strategies.blocks import Blocks, find_blocks
 from autolaunch_strategies.config import ParallelConfig
 from autolaunch_strategies.construction import Construction
+from autolaunch_strategies.context.marked import Marked, marked_by
+from autolaunch_strategies.context.parallel import (
+    ContextParallelModule,
+    account_of_context,
+    both,
+    divide,
+    prepare_context,
+)
 from autolaunch_strategies.data_parallel import DataParallelModule, apply_data_parallel, sharding_reasons
 from autolaunch_strategies.materialise import WeightFiles, materialise, share_values
 from autolaunch_strategies.mesh import RankMesh
@@ -21,10 +30,11 @@ from autolaunch_strategies.pipeline.build import CutModel, account_of_pipeline, 
 from autolaunch_strategies.pipeline.cut import Cutting
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.plan.choose import plan_for, planned_part
-from autolaunch_strategies.plan.rules import Rule
+from autolaunch_strategies.plan.context import context_rules, other_rules, with_context_plan
+from autolaunch_strategies.plan.rules import Match, Rule, read_plan
 from autolaunch_strategies.recompute import apply_compile, apply_recompute, recomputed_blocks
 
-ORDER = ("cut stages (pp)", "styles (mp)", "recompute", "compile", "shard (dp)", "materialise", "optimizer")
+ORDER = ("cut stages (pp)", "styles (mp, cp)", "recompute", "compile", "shard (dp)", "materialise", "optimizer")
 
 
 @dataclass
@@ -35,6 +45,7 @@ class Parallelized:
     config: ParallelConfig
     data_parallel: DataParallelModule
     model_parallel: ModelParallelModule
+    context_parallel: ContextParallelModule
     parameter_count: int
     blocks: Blocks
     account: dict[str, Any] = field(default_factory=dict)
@@ -42,6 +53,11 @@ class Parallelized:
     """The stages of this rank if the module is cut: `group`, the ranks that hold the other stages, `device`, where this
     rank computes, and `counts(parameter)`, False for a parameter whose first holder is another stage (True for one
     that is not of this module)."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Forward and backward passes of the module run within it."""
+        # What divides heads is asked before what divides sequences, so it is entered after it.
+        return both(self.context_parallel.running(), self.model_parallel.running())
 
 
 def apply_parallelism(
@@ -62,7 +78,7 @@ def apply_parallelism(
         own_plan: the mp plan that comes with the model.
     """
     count = sum(parameter.numel() for parameter in module.parameters())
-    if config.mesh.pp > 1 or config.recompute.mode != "none":
+    if config.mesh.pp * config.mesh.cp > 1 or config.recompute.mode != "none":
         _without_cache(module)
     if construction is not None:
         construction.remember(module)
@@ -80,15 +96,20 @@ def apply_parallelism(
     model_parallel = apply_plan(model, rules, mesh.sub_mesh("mp"), prefix, found, absent)
     if model_parallel.mode is not None and config.recompute.mode == "selective":
         model_parallel.mode.replicate.remembers = False
-    apply_recompute(own_blocks, config.recompute, model_parallel.running)
+    marked = _marked(model, found[0], prefix, config)
+    context_parallel = prepare_context(module, config.cp, mesh, marked, device)
+    apply_recompute(own_blocks, config.recompute, lambda: both(context_parallel.repeating(), model_parallel.running()))
     apply_compile(own_blocks, config.compile)
     data_parallel = apply_data_parallel(module, own_blocks, mesh, config.dp)
     materialise(module, device, construction, files)
     model_parallel.begin()
     data_parallel.begin()
+    divide(context_parallel, module, own_blocks, marked, lambda module: not absent(module))
     pipeline = stages.pipeline(device) if stages is not None else None
-    account = _account(config, blocks, data_parallel.reasons, model_parallel.account, cutting)
-    return Parallelized(module, config, data_parallel, model_parallel, count, own_blocks, account, pipeline)
+    account = _account(config, module, blocks, data_parallel.reasons, _plan_account(rules, found), marked, cutting)
+    return Parallelized(
+        module, config, data_parallel, model_parallel, context_parallel, count, own_blocks, account, pipeline
+    )
 
 
 def _cut(module: nn.Module, blocks: Blocks, config: ParallelConfig) -> Cutting | None:
@@ -102,31 +123,56 @@ def _cut(module: nn.Module, blocks: Blocks, config: ParallelConfig) -> Cutting |
 def _plan(
     module: nn.Module, config: ParallelConfig, own_plan: Mapping[str, Any] | None
 ) -> tuple[list[Rule], nn.Module, str]:
-    """(rules, the module that they speak of, its prefix): no rules where mp has one rank."""
+    """(rules, the module that they speak of, its prefix): of axes with one rank they say nothing."""
     model, prefix = planned_part(module)
-    if config.mesh.mp == 1:
-        return [], model, prefix
-    assert config.mp is not None
-    example = getattr(module, "example_input_array", None)
-    return plan_for(model, config.mp, own_plan, config.mesh.mp, example), model, prefix
+    rules: list[Rule] = []
+    if config.mesh.mp > 1:
+        assert config.mp is not None
+        example = getattr(module, "example_input_array", None)
+        rules = plan_for(model, config.mp, own_plan, config.mesh.mp, example)
+    elif config.mp is not None:
+        rules = context_rules(read_plan(config.mp.plan))
+    if config.mesh.cp > 1:
+        rules = with_context_plan(rules, config.cp)
+    else:
+        rules = other_rules(rules)
+    return rules, model, prefix
+
+
+def _marked(model: nn.Module, matches: list[Match], prefix: str, config: ParallelConfig) -> Marked:
+    """What a plan says of cp; names are those in the whole module."""
+    if config.mesh.cp == 1:
+        return Marked()
+    assert config.cp is not None
+    return marked_by(model, matches, config.cp.backend).within(prefix)
+
+
+def _plan_account(rules: list[Rule], found: tuple[list[Match], list[str]]) -> dict[str, Any]:
+    """What a plan does along mp, as plain data."""
+    matches, warnings = found
+    of_mp = other_rules(rules)
+    return account_of_plan(of_mp, matches, warnings) if of_mp else {}
 
 
 def foresee(module: nn.Module, config: ParallelConfig, own_plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The account that `apply_parallelism` would give of `module` (may be on meta), without touching it."""
     blocks = find_blocks(module)
-    if config.mesh.pp > 1:
+    if config.mesh.pp * config.mesh.cp > 1:
         _without_cache(module)
     sharding = sharding_reasons(module, blocks, config.dp, config.mesh.dp * config.mesh.cp, config.mesh.pp > 1)
     rules, model, prefix = _plan(module, config, own_plan)
-    account = account_of_plan(rules, *matched(model, rules, prefix)) if rules else {}
-    return _account(config, blocks, sharding, account, _cut(module, blocks, config))
+    found = matched(model, rules, prefix)
+    marked = _marked(model, found[0], prefix, config)
+    return _account(config, module, blocks, sharding, _plan_account(rules, found), marked, _cut(module, blocks, config))
 
 
 def _account(
     config: ParallelConfig,
+    module: nn.Module,
     blocks: Blocks,
     sharding: dict[str, str],
     plan: dict[str, Any],
+    marked: Marked,
     cutting: Cutting | None,
 ) -> dict[str, Any]:
     """Everything that is applied, in order and with reasons, as plain data for plan.yaml."""
@@ -136,12 +182,17 @@ def _account(
     if cutting is not None:
         assert config.pp is not None
         stages = account_of_pipeline(cutting, config.pp, config.mesh)
+    context = {}
+    if config.mesh.cp > 1:
+        assert config.cp is not None
+        context = account_of_context(config.cp, config.mesh.cp, module, [block.module for block in blocks], marked)
     return {
         "order": list(ORDER),
         "mesh": {"shape": config.mesh.name, "ranks": config.mesh.size, "rank_order": list(config.mesh.order)},
         "blocks": {"found": [block.name for block in blocks], **_if_any("reasons", blocks.reasons)},
         **_if_any("pp", stages),
         **_if_any("mp", plan),
+        **_if_any("cp", context),
         "recompute": {"mode": config.recompute.mode, **_if_any("blocks", recomputed)},
         "compile": {"mode": config.compile, **_if_any("blocks", compiled)},
         "dp": {

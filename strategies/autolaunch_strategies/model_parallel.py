@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autolaunch_strategies._torch import is_active
+from autolaunch_strategies.plan.context import is_context_style
 from autolaunch_strategies.plan.rules import Match, Rule, match_rules
 from autolaunch_strategies.sharding_errors import explained, remember_plan
 from autolaunch_strategies.styles.base import Region
@@ -69,7 +70,7 @@ def apply_plan(
 ) -> ModelParallelModule:
     """Apply the rules of a plan to `model` in place; parameters may be on meta.
 
-    What no rule places stays a plain parameter, whole on every rank.
+    What no rule places stays a plain parameter, whole on every rank. What rules say of cp is left to `marked_by`.
 
     Args:
         mesh: the 1-D mesh of the mp axis; None if it has one rank: then nothing is done.
@@ -93,6 +94,8 @@ def apply_plan(
         if absent(modules[match.module]):
             continue
         for spec in match.rule.styles:
+            if is_context_style(spec):
+                continue
             style = build_style(spec, f"{match.rule.source}: {match.rule.pattern}")
             style.apply(region, match.module, modules[match.module], match.only)
     return ModelParallelModule(model, mode, region.replaced, account_of_plan(rules, matches, warnings))

@@ -31,12 +31,14 @@ from autolaunch_strategies.config import (
     parallel_config,
     raise_all,
 )
+from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.gradients import gradient_norm, scale_gradients
 from autolaunch_strategies.mesh import RankMesh
 from autolaunch_strategies.optimizers import adapt_optimizer, check_optimizer, follow_parameters, parameter_names
 from autolaunch_strategies.pipeline.cut import drop_stand_ins, whole_model
 from autolaunch_strategies.pipeline.loop import forward_backward_of
 from autolaunch_strategies.pipeline.run import Pipeline
+from autolaunch_strategies.plan.context import context_config
 from autolaunch_strategies.plan.rules import read_plan
 from autolaunch_strategies.process_group import check_world_size, ensure_process_group
 from autolaunch_strategies.process_mesh import ProcessMesh, get_mesh, process_mesh, set_mesh
@@ -46,7 +48,6 @@ from autolaunch_strategies.views import MixedTensors
 log = logging.getLogger(__name__)
 
 _KEYS = ("dp_config", "mp_config", "pp_config", "cp_config")
-_NOT_LANDED = {"cp_config": "context parallelism"}
 
 _MODELS: weakref.WeakKeyDictionary[nn.Module, Parallelized] = weakref.WeakKeyDictionary()
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -63,8 +64,8 @@ def parallelize(
 
     The training loop stays as it is: ``loss = criterion(model(x)); loss.backward(); optimizer.step()``. Each rank along
     dp trains on its own share of the batch (``get_mesh().coordinate(rank)["dp"]``); gradients are averaged over dp by
-    the end of every backward pass, so the loss is the mean over a share. Ranks along mp and pp are given the same data.
-    Every rank gets the values of the first one; ranks along mp and pp also get the same random state (ranks along
+    the end of every backward pass, so the loss is the mean over a share. Ranks along mp, pp and cp are given the same
+    data. Every rank gets the values of the first one; ranks along these also get the same random state (ranks along
     dp keep what they have: seed them differently if their dropout should differ). Clip with `clip_grad_norm_` of
     this package: torch's own can't join gradients that are sharded differently. From the first call that shards
     layers on, torch functions called by this thread take sharded and plain tensors together (`views.MixedTensors`).
@@ -92,12 +93,15 @@ def parallelize(
         config: any of ``dp_config={"sharding_level": 0..3}`` (and the other fields of `DataParallel`),
             ``mp_config={"parallelize_plan": {pattern: style or [style, ...]}}`` and
             ``pp_config={"split_spec": prefix, list or {name: SplitPoint.END}, "global_spec": name or list}``
-            (and the other fields of `PipelineParallel`: loss, schedule, microbatches, ...); styles are ours, torch's
-            `ParallelStyle` objects, or as in YAML. Replicas average gradients also without a dp_config, and an axis pp
-            has stages without a pp_config. With None or nothing in it nothing is done. It is not changed.
+            (and the other fields of `PipelineParallel`: loss, schedule, microbatches, ...), and
+            ``cp_config={"parallelize_plan": {pattern: PrepareContextParallel() or ContextParallel()}}`` (and backend,
+            ulysses, pad of `config.ContextParallel`); styles are ours, torch's `ParallelStyle` objects, or as in YAML.
+            Replicas average gradients also without a dp_config, an axis pp has stages without a pp_config, and along an
+            axis cp sequences are divided in every block without a cp_config. With None or nothing in it nothing is
+            done. It is not changed.
 
     Raises:
-        ConfigError: a wrong config or mesh, cp_config (not there yet), something that was parallelised before, a model
+        ConfigError: a wrong config or mesh, something that was parallelised before, a model
             on meta, an optimizer that can't follow, a model that can't be cut. Fields are named as in YAML: pp.loss.
     """
     chosen = _checked(config)
@@ -125,12 +129,15 @@ def parallelize(
     ranks = _join(place, settings, device)
     applied = apply_parallelism(model, settings, ranks, device)
     _MODELS[model] = applied
-    for axis in ("mp", "pp"):  # what several ranks hold whole, or compute again, must stay equal
+    for axis in ("mp", "pp", "cp"):  # what several ranks hold whole, or compute again, must stay equal
         if (group := ranks.group(axis)) is not None:
             share_random_state(group)
     _exchange_gradients(applied)
     if settings.pp is not None:
         model.__dict__["forward_backward"] = forward_backward_of(model, applied.pipeline, applied.data_parallel)
+    if applied.context_parallel.sequences is not None:
+        _enter_from_now_on(applied.context_parallel.sequences.calls)  # before the next one, which is asked first
+        model.register_forward_hook(_check_attention_seen)
     if applied.model_parallel.mode is not None:
         _mix_from_now_on(applied.model_parallel.mode)
         model.register_forward_hook(_explain_errors, always_call=True)
@@ -193,10 +200,6 @@ def _checked(config: Any) -> dict[str, Any]:
             )
     chosen = {key: value for key, value in config.items() if value is not None}
     for key, value in chosen.items():
-        if key in _NOT_LANDED:
-            raise ConfigError(
-                key, f"{_NOT_LANDED[key]} has not landed in this version", "dp_config, mp_config and pp_config"
-            )
         if not isinstance(value, Mapping):
             raise ConfigError(key, f"a mapping is needed, not {type(value).__name__}")
     return chosen
@@ -219,11 +222,9 @@ def _mesh(mesh: Any) -> ProcessMesh:
 
 
 def _settings(chosen: dict[str, Any], mesh: ProcessMesh) -> ParallelConfig:
-    for key, axis in (("dp_config", "dp"), ("mp_config", "mp"), ("pp_config", "pp")):
+    for key, axis in (("dp_config", "dp"), ("mp_config", "mp"), ("pp_config", "pp"), ("cp_config", "cp")):
         if key in chosen and axis not in mesh.dim_names:
             raise ConfigError(key, f"{mesh} has no axis {axis}", f"a mesh with {axis!r} among its dim_names")
-    if mesh.axis_size("cp") > 1:
-        raise ConfigError(f"mesh={mesh}", f"{_NOT_LANDED['cp_config']} has not landed in this version", "no axis cp")
     dp = dict(chosen.get("dp_config", {"sharding_level": 0}))
     if "sharding_level" not in dp:
         log.warning("parallelize: dp_config has no sharding_level; level 0 is used: nothing is sharded over dp")
@@ -232,10 +233,15 @@ def _settings(chosen: dict[str, Any], mesh: ProcessMesh) -> ParallelConfig:
         dp["sharding_level"] = int(dp["sharding_level"])
     plan = _plan(chosen, mesh)
     pp = dict(chosen.get("pp_config", {})) if "pp" in mesh.dim_names else None
-    config = parallel_config(mesh.to_shape(), dp, ModelParallel("parallelize", base="none", plan=plan), pp)
+    cp = context_config(chosen.get("cp_config", {}), read_plan(plan, "parallelize_plan")) if _has_cp(mesh) else None
+    config = parallel_config(mesh.to_shape(), dp, ModelParallel("parallelize", base="none", plan=plan), pp, cp)
     assert isinstance(config.dp, DataParallel) and isinstance(config.pp, PipelineParallel | None)
     raise_all(config.check())
     return config
+
+
+def _has_cp(mesh: ProcessMesh) -> bool:
+    return "cp" in mesh.dim_names
 
 
 def _plan(chosen: dict[str, Any], mesh: ProcessMesh) -> dict[str, Any]:
@@ -311,6 +317,22 @@ def _forget_all_gathered(*_: Any) -> None:
     """What was gathered between a backward pass and a step has old values now."""
     for applied in _MODELS.values():
         applied.data_parallel.forget_gathered()
+
+
+def _enter_from_now_on(calls: AttentionCalls) -> None:
+    """Enter the mode for the rest of the process, below those that are there already."""
+    above = list(_MODES.values())
+    for mode in reversed(above):
+        mode.__exit__(None, None, None)
+    calls.__enter__()
+    for mode in above:
+        mode.__enter__()
+
+
+def _check_attention_seen(module: nn.Module, *_: Any) -> None:
+    applied = _MODELS[module]
+    if applied.pipeline is None:
+        applied.context_parallel.check_seen(type(module).__name__, None)
 
 
 def _mix_from_now_on(mode: MixedTensors) -> None:

@@ -33,7 +33,7 @@ def apply_recompute(
     """Let blocks compute their activations again in the backward pass. Returns block name -> what was done.
 
     Args:
-        running: the context in which a forward pass runs; a backward pass is not within it.
+        running: gives the context in which a forward pass that begins now runs; a backward pass is not within it.
 
     Raises:
         ConfigError: selective with a name that is neither a group nor an aten operator.
@@ -79,14 +79,14 @@ def _replace_forward(module: nn.Module, change: Callable[[Callable], Callable]) 
 def _contexts(
     selective: Callable | None, running: Callable[[], AbstractContextManager]
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The contexts of a block's forward pass and of its repetition."""
+    """The contexts of a block's forward pass, which begins now, and of its repetition."""
     first, again = (nullcontext(), nullcontext()) if selective is None else selective()
-    return first, _both(running, again)
+    return first, _both(running(), again)
 
 
 @contextmanager
-def _both(running: Callable[[], AbstractContextManager], inner: AbstractContextManager) -> Iterator[None]:
-    with running(), inner:
+def _both(running: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
+    with running, inner:
         yield
 
 

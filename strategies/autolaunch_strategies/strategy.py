@@ -36,6 +36,7 @@ from autolaunch_strategies.pipeline.cut import drop_stand_ins, whole_model
 from autolaunch_strategies.pipeline.idle import idle_share
 from autolaunch_strategies.pipeline.relay import exchange_metrics_over
 from autolaunch_strategies.pipeline.steps import PipelinedSteps, refuse_optimizers, refuse_what_cannot_run
+from autolaunch_strategies.plan.choose import planned_part
 from autolaunch_strategies.strategy_checkpoints import CheckpointStrategy
 from autolaunch_strategies.termination import Termination
 from autolaunch_strategies.views import plain
@@ -238,18 +239,23 @@ class MeshStrategy(CheckpointStrategy):
             return self._as_forward("predict_step", *args, **kwargs)
 
     def _as_forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        with self._applied.model_parallel.running():
-            if self._steps is not None:
+        with self._applied.running():
+            if self._steps is None:
+                output = tree_map(plain, self._gathered(step, *args, **kwargs))
+            else:
                 method = getattr(self.lightning_module, step)
                 if step == "training_step":
-                    return self._steps.training_step(method, *args, **kwargs)
-                return self._steps.evaluation_step(step, method, *args, **kwargs)
-            return tree_map(plain, self._gathered(step, *args, **kwargs))
+                    output = self._steps.training_step(method, *args, **kwargs)
+                else:
+                    output = self._steps.evaluation_step(step, method, *args, **kwargs)
+        model, _ = planned_part(self._applied.module)
+        self._applied.context_parallel.check_seen(type(model).__name__, self.rank_mesh.group("pp"))
+        return output
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        with self._applied.model_parallel.running():  # recomputed blocks run their forward within it
+        with self._applied.running():  # recomputed blocks run their forward within it
             if self._steps is None:
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
             plugin, module = self.precision_plugin, self.lightning_module

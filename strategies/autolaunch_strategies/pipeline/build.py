@@ -18,6 +18,7 @@ from autolaunch_strategies.pipeline.placement import group_rank, pipe_rank, stag
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.schedule import placement
 from autolaunch_strategies.pipeline.structure import Structures, skeleton_of
+from autolaunch_strategies.pipeline.transfer import Axes
 
 
 @dataclass
@@ -64,7 +65,7 @@ class CutModel:
             self.pp,
             self.rank_of_stage,
             group,
-            self.mesh.sub_mesh("mp"),
+            Axes(self.mesh.sub_mesh("mp"), self.mesh.group("cp")),
             device,
         )
 

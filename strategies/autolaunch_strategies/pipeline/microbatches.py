@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from autolaunch_strategies.pipeline.record import Leaf
 from autolaunch_strategies.pipeline.structure import Structure
-from autolaunch_strategies.pipeline.transfer import Header, Metas
+from autolaunch_strategies.pipeline.transfer import Axes, Header, Metas
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -68,7 +67,7 @@ class Filled:
         """Take what the last stage made of the next microbatch."""
         self._works.append(work)
 
-    def joined(self, mesh: DeviceMesh | None) -> tuple[dict[Leaf, torch.Tensor], Metas]:
+    def joined(self, axes: Axes) -> tuple[dict[Leaf, torch.Tensor], Metas]:
         """What the output of the model needs, for the whole batch, and metas of everything."""
         headers = [work.header for work in self._works]
         metas = tuple(
@@ -88,7 +87,7 @@ class Filled:
             if self.trains and meta.requires_grad:
                 whole = whole.detach().requires_grad_()
                 self._whole.append((place, whole, dim))
-            known[leaf] = meta.wrapped(whole, mesh)
+            known[leaf] = meta.wrapped(whole, axes)
         return known, metas
 
     def gradients(self, index: int) -> Gradients:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autolaunch_strategies._torch import intercept_calls, intercepted, run_call, saved_random_state, seed_torch
@@ -43,7 +42,7 @@ from autolaunch_strategies.pipeline.schedule import (
 )
 from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
 from autolaunch_strategies.pipeline.structure import Structure, Structures, batch_size
-from autolaunch_strategies.pipeline.transfer import Header, LeafMeta, Line, local_part
+from autolaunch_strategies.pipeline.transfer import Axes, Header, LeafMeta, Line, local_part
 from autolaunch_strategies.pipeline.weight_gradients import PutOffWeights, WeightGradients, add_weight_gradients
 from autolaunch_strategies.views import plain
 
@@ -89,7 +88,7 @@ class Pipeline:
         config: PipelineParallel,
         rank_of_stage: tuple[int, ...],
         group: dist.ProcessGroup,
-        mp_mesh: DeviceMesh | None,
+        axes: Axes,
         device: torch.device,
     ) -> None:
         """Take over the calls of the pipelined model in `root`. Not collective.
@@ -100,7 +99,7 @@ class Pipeline:
         """
         self.root, self.cutting, self.held, self.structures = root, cutting, held, structures
         self.config, self.rank_of_stage, self.group, self.device = config, rank_of_stage, group, device
-        self.mp_mesh = mp_mesh
+        self.axes = axes
         self.model = root.get_submodule(cutting.name.removesuffix("."))
         self.pipe_rank = pipe_rank(rank_of_stage, group.size(), group.rank())
         self.stages = stages_of(rank_of_stage, self.pipe_rank)
@@ -113,7 +112,7 @@ class Pipeline:
         self.line = Line(group, device)
         self.clock = IdleClock(device)
         self._own_call = intercepted(self.model)
-        self.staged = StagedModel(self.model, cutting, self.stages, mp_mesh, device)
+        self.staged = StagedModel(self.model, cutting, self.stages, axes, device)
         intercept_calls(self.model, self._called)
         self._in_step: Callable[[Any, Any], Any] | None = None
         self._works: dict[Job, Work] = {}
@@ -262,7 +261,7 @@ class Pipeline:
         if self.is_last:
             whole_args, whole_kwargs = tree_unflatten(leaves, spec)
             with self._own_numbers("tail", 0, structure.may_draw), self.clock.busy():
-                todo = tail_of(structure, *filled.joined(self.mp_mesh))
+                todo = tail_of(structure, *filled.joined(self.axes))
                 output = self.staged.run(todo, whole_args, whole_kwargs, self._call)
         self.line.finish()
         return output
@@ -321,8 +320,8 @@ class Pipeline:
     def _mixed_samples(
         self, structure: Structure, together: Filled, apart: Filled, leaves: list[Any]
     ) -> ConfigError | None:
-        apart_values = apart.joined(self.mp_mesh)[0]
-        for leaf, value in together.joined(self.mp_mesh)[0].items():
+        apart_values = apart.joined(self.axes)[0]
+        for leaf, value in together.joined(self.axes)[0].items():
             one, other = local_part(value), local_part(apart_values[leaf])
             tolerance = 1e-3 if one.dtype in (torch.float32, torch.float64) else 5e-2
             if one.shape != other.shape or (one.is_floating_point() and _far(one, other, tolerance)):
@@ -501,7 +500,7 @@ class Pipeline:
             filled = Filled(structure, len(works))
             for work in works:
                 filled.take(work)
-            return self.staged.run(tail_of(structure, *filled.joined(self.mp_mesh)), args, kwargs, self._call)
+            return self.staged.run(tail_of(structure, *filled.joined(self.axes)), args, kwargs, self._call)
 
         with self._own_numbers("step", 0), self._step(call):
             before = self._random_state()
@@ -539,7 +538,7 @@ class Pipeline:
                 if meta.requires_grad and torch.is_grad_enabled():
                     part = part.detach().requires_grad_()
                 inputs.append(part)
-                known[leaf] = meta.wrapped(part, self.mp_mesh)
+                known[leaf] = meta.wrapped(part, self.axes)
         metas = () if arrival is None else arrival.header.metas
         todo = pass_of(structure, job.stage, known, metas, stop_at_once=stop and job.stage == self.last_stage)
         with self._own_numbers(job.stage, job.microbatch, structure.may_draw), self.clock.busy():
@@ -579,7 +578,7 @@ class Pipeline:
     def _receive(self, job: Job, key: Any) -> _Arrival:
         source = self._home(job.stage - 1)
         header = self.line.ask((job.stage, key), source)
-        parts, works = self.line.receive(header.shapes(self.mp_mesh), source)
+        parts, works = self.line.receive(header.shapes(self.axes), source)
         return _Arrival(parts, header, works)
 
     def _begin_gradients(self, job: Job) -> tuple[Gradients, list[dist.Work]]:

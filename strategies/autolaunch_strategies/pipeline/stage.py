@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autolaunch_strategies._torch import intercept_calls, intercepted, run_call, show_output
 from autolaunch_strategies.pipeline.cut import Cutting
 from autolaunch_strategies.pipeline.record import Leaf, Shown
 from autolaunch_strategies.pipeline.structure import Structure
-from autolaunch_strategies.pipeline.transfer import LeafMeta, Metas, closed
+from autolaunch_strategies.pipeline.transfer import Axes, LeafMeta, Metas, closed
 
 
 class _Leave(BaseException):
@@ -59,16 +58,16 @@ class StagedModel:
         model: nn.Module,
         cutting: Cutting,
         stages: tuple[int, ...],
-        mesh: DeviceMesh | None,
+        axes: Axes,
         device: torch.device,
     ) -> None:
         """Take over the calls of the units of `model`.
 
         Args:
             stages: those that this rank holds.
-            mesh: of the mp axis, over which leaves may be sharded.
+            axes: over which leaves may be divided.
         """
-        self.model, self.cutting, self.stages, self.mesh, self.device = model, cutting, stages, mesh, device
+        self.model, self.cutting, self.stages, self.axes, self.device = model, cutting, stages, axes, device
         self._pass: Pass | None = None
         homes = cutting.unit_stages()
         for unit in cutting.units:
@@ -205,11 +204,11 @@ class StagedModel:
     def _blank(self, todo: Pass, meta: LeafMeta) -> torch.Tensor:
         """A tensor that nothing needs. If something did after all, its result would be NaN, not slightly wrong."""
         assert meta.dtype is not None
-        key = (meta.shape, meta.dtype, meta.placements)
+        key = (meta.shape, meta.dtype, meta.placements, meta.sequence)
         if key not in todo.blanks:
             fill = float("nan") if meta.dtype.is_floating_point else 0
-            local = torch.full(meta.local_shape(self.mesh), fill, dtype=meta.dtype, device=self.device)
-            todo.blanks[key] = meta.wrapped(local, self.mesh)
+            local = torch.full(meta.local_shape(self.axes), fill, dtype=meta.dtype, device=self.device)
+            todo.blanks[key] = meta.wrapped(local, self.axes)
         return todo.blanks[key]
 
 

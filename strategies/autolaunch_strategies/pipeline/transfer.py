@@ -13,7 +13,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autolaunch_strategies._torch import local_shape
+from autolaunch_strategies.context.sequence_shard import Positions, SequenceShard
 from autolaunch_strategies.pipeline.record import Leaf
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Over which other axes leaves may be divided, along with the stages."""
+
+    mp: DeviceMesh | None = None
+    cp: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class SequenceDim:
+    """Which dim of a leaf is divided along cp, and which of its entries each rank holds."""
+
+    dim: int
+    positions: Positions
 
 
 @dataclass(frozen=True)
@@ -21,28 +38,32 @@ class LeafMeta:
     """What a stage has to know of a leaf that another one made."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor; () for what is no tensor."""
+    """Of the whole tensor; () for what is no tensor. Along a dim that is divided along cp, of this rank's part."""
     dtype: torch.dtype | None = None
     """None: no tensor, but `constant`."""
     requires_grad: bool = False
     placements: tuple[Placement, ...] | None = None
     """Of a DTensor over the mp axis."""
+    sequence: SequenceDim | None = None
+    """Of a sequence that is divided along cp."""
     constant: Any = None
 
     @classmethod
     def of(cls, leaf: Any) -> LeafMeta:
         """The meta of a leaf; what is neither a tensor nor plain data counts as None."""
+        if isinstance(leaf, SequenceShard):
+            return replace(cls.of(leaf.local), sequence=SequenceDim(leaf.sequence_dim, leaf.positions))
         if isinstance(leaf, DTensor):
             return cls(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.placements))
         if isinstance(leaf, torch.Tensor):
             return cls(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
         return cls((), constant=leaf if isinstance(leaf, bool | int | float | str) else None)
 
-    def local_shape(self, mesh: DeviceMesh | None) -> tuple[int, ...]:
+    def local_shape(self, axes: Axes) -> tuple[int, ...]:
         """The shape of this rank's part."""
-        if self.placements is None or mesh is None:
+        if self.placements is None or axes.mp is None:
             return self.shape
-        return local_shape(self.shape, mesh, self.placements)
+        return local_shape(self.shape, axes.mp, self.placements)
 
     def resized(self, dim: int | None, parts: Sequence[LeafMeta]) -> LeafMeta:
         """The meta of leaves joined along `dim` (None: of one of them)."""
@@ -50,25 +71,38 @@ class LeafMeta:
             return self
         shape = list(self.shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
-        return replace(self, shape=tuple(shape))
+        sequence = self.sequence
+        if sequence is not None and sequence.dim == dim:  # rows of the batch that are flattened into the sequence
+            positions = sequence.positions.one_row()
+            rows = sum(part.sequence.positions.rows or 0 for part in parts if part.sequence is not None)
+            sequence = SequenceDim(dim, positions.flattened(rows))
+        return replace(self, shape=tuple(shape), sequence=sequence)
 
-    def wrapped(self, local: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    def wrapped(self, local: torch.Tensor, axes: Axes) -> torch.Tensor:
         """`local` (this rank's part) as the leaf, differentiably."""
-        if self.placements is None or mesh is None:
-            return local
-        whole = torch.empty(self.shape, device="meta")
-        return DTensor.from_local(
-            local, mesh, self.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        made = local
+        if self.placements is not None and axes.mp is not None:
+            whole = torch.empty(self.shape, device="meta")
+            made = DTensor.from_local(
+                local, axes.mp, self.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+        if self.sequence is not None and axes.cp is not None:
+            made = SequenceShard.of(made, self.sequence.dim, self.sequence.positions, axes.cp)
+        return made
 
 
 def local_part(leaf: torch.Tensor) -> torch.Tensor:
     """This rank's part of a leaf as a plain tensor, differentiably."""
+    if isinstance(leaf, SequenceShard):
+        leaf = leaf.local
     return leaf.to_local() if isinstance(leaf, DTensor) else leaf
 
 
 def closed(leaf: Any) -> Any:
     """A leaf that can travel: a DTensor without open sums; anything else as it is."""
+    if isinstance(leaf, SequenceShard):
+        local = closed(leaf.local)
+        return leaf if local is leaf.local else SequenceShard.of(local, leaf.sequence_dim, leaf.positions, leaf.group)
     if isinstance(leaf, DTensor) and any(placement.is_partial() for placement in leaf.placements):
         return leaf.redistribute(placements=[Replicate() if item.is_partial() else item for item in leaf.placements])
     return leaf
@@ -86,13 +120,13 @@ class Header:
     carry: tuple[Leaf, ...]
     """The leaves that travel, in this order."""
 
-    def shapes(self, mesh: DeviceMesh | None) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def shapes(self, axes: Axes) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape of this rank's part and type of everything that travels."""
         found = []
         for leaf in self.carry:
             meta = self.metas[leaf.call][leaf.place]
             assert meta.dtype is not None, "only tensors travel"
-            found.append((meta.local_shape(mesh), meta.dtype))
+            found.append((meta.local_shape(axes), meta.dtype))
         return found
 
 

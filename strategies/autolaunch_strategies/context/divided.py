@@ -1,0 +1,438 @@
+"""Modules that run on this rank's part of a sequence, within models whose own code sees whole sequences.
+
+The call of such a module is intercepted: of its arguments, tensors with one sequence dim are cut to the positions of
+this rank; those with two (masks) and those with none stay whole. What it returns says the shape of the whole and holds
+this rank's part (`SequenceShard`).
+
+Which dims are those of the sequence, and that the module gives the same result when its sequence is divided, is tried
+out at the first call of each kind, on a short sequence: run whole and run divided, it must return the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autolaunch_strategies._torch import intercept_calls, intercepted, run_call, saved_random_state, seed_torch
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.context.interception import AttentionCalls
+from autolaunch_strategies.context.layout import Layout, Peers
+from autolaunch_strategies.context.sequence_shard import Positions, SequenceShard, cut
+from autolaunch_strategies.views import plain
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """The argument of a call that tells how long the sequence is."""
+
+    leaf: int
+    dim: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a module is called on a part of a sequence."""
+
+    cuts: tuple[int | None, ...]
+    """Of every flattened argument the dim along which it is cut; None: it is handed over whole."""
+    gives: tuple[int | None, ...]
+    """Of every flattened output the sequence dim; None: it has none."""
+
+
+@dataclass
+class Sequences:
+    """What all divided modules of a model share."""
+
+    peers: Peers
+    calls: AttentionCalls
+    pad: bool
+    device: torch.device
+    together: dist.ProcessGroup | None
+    """Ranks that call the same modules at the same time, and agree on what a trial has shown."""
+    ranks_along_mp: int = 1
+    inside: bool = False
+    """Whether a module runs that is divided, or found not to be divisible: those within it run as they are called."""
+    divided: int = 0
+    """How many calls have been run on parts of a sequence."""
+    _cut: dict[tuple[int, int, Any], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
+
+    def cut(self, leaf: torch.Tensor, dim: int, layout: Layout, padded: bool) -> torch.Tensor:
+        """This rank's part of a whole plain tensor. Tables that every block gets are cut once."""
+        if leaf.requires_grad and torch.is_grad_enabled():
+            return self._cut_now(leaf, dim, layout, padded)
+        key = (id(leaf), dim, (layout, padded))
+        known = self._cut.get(key)
+        if known is None or known[0]() is not leaf or known[1] != leaf._version:
+            if len(self._cut) >= _MOST_CUT:
+                self._cut.clear()
+            self._cut[key] = known = weakref.ref(leaf), leaf._version, self._cut_now(leaf, dim, layout, padded)
+        return known[2]
+
+    def _cut_now(self, leaf: torch.Tensor, dim: int, layout: Layout, padded: bool) -> torch.Tensor:
+        if padded and layout.is_padded:
+            rows = layout.padded_positions(self.peers.rank).clamp(max=layout.size - 1)
+            return leaf.index_select(dim, rows.to(leaf.device))
+        return cut(leaf, dim, Positions.of_layout(layout), self.peers.group)
+
+
+_MOST_CUT = 16
+
+
+class DividedModule:
+    """One module whose calls run on this rank's part of the sequence."""
+
+    def __init__(self, name: str, module: nn.Module, sequences: Sequences, is_block: bool, backend: str) -> None:
+        """Take over the calls of `module`.
+
+        Args:
+            is_block: it holds attention: that it can't be divided is an error. Any other module then runs whole.
+            backend: what computes attention in it.
+        """
+        self.name, self.module, self.sequences, self.is_block = name, module, sequences, is_block
+        self.backend = backend
+        own = intercepted(module)
+        self._own: Callable[..., Any] = own or (lambda *args, **kwargs: run_call(module, *args, **kwargs))
+        self._ways: dict[Any, Way | None] = {}
+        self._draws: bool | None = None
+        intercept_calls(module, self._called)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        if self.sequences.inside:
+            return self._own(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        anchor = self._anchor(leaves)
+        if anchor is None or not self._fits(anchor.size):
+            return self._whole(leaves, spec)
+        layout = self.sequences.peers.layout(anchor.size)
+        key = (str(spec), tuple(_kind(leaf, anchor.size) for leaf in leaves))
+        if key not in self._ways:
+            self._ways[key] = self._try(leaves, spec, anchor)
+        way = self._ways[key]
+        if way is None:
+            return self._whole(leaves, spec)
+        self.sequences.divided += 1
+        with self._own_numbers():
+            output = self._divided(leaves, spec, way, layout)
+        given, out_spec = tree_flatten(output)
+        gives = way.gives if len(way.gives) == len(given) else [_dim_of_part(leaf, layout) for leaf in given]
+        shards = [
+            leaf if dim is None or not isinstance(leaf, torch.Tensor) else self._shard(leaf, dim, layout)
+            for leaf, dim in zip(given, gives, strict=True)
+        ]
+        return tree_unflatten(shards, out_spec)
+
+    # --- whole or divided -------------------------------------------------------------------------------------------
+
+    def _whole(self, leaves: list[Any], spec: Any) -> Any:
+        args, kwargs = tree_unflatten([_whole(leaf) for leaf in leaves], spec)
+        with self._within(None):
+            return self._own(*args, **kwargs)
+
+    def _divided(self, leaves: list[Any], spec: Any, way: Way, layout: Layout) -> Any:
+        """What the module returns for this rank's part; with padding, if there is any."""
+        parts = [
+            self._part(leaf, dim, layout) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf, dim in zip(leaves, way.cuts, strict=True)
+        ]
+        args, kwargs = tree_unflatten(parts, spec)
+        with self._within(layout):
+            return self._own(*args, **kwargs)
+
+    @contextmanager
+    def _within(self, layout: Layout | None) -> Iterator[None]:
+        calls = self.sequences.calls
+        self.sequences.inside = True
+        try:
+            with calls.whole() if layout is None else calls.dividing(self.name, layout, self.backend):
+                yield
+        finally:
+            self.sequences.inside = False
+
+    def _part(self, leaf: torch.Tensor, dim: int | None, layout: Layout) -> torch.Tensor:
+        if dim is None:
+            return _whole(leaf)
+        if isinstance(leaf, SequenceShard):
+            if leaf.sequence_dim == dim and leaf.positions == Positions.of_layout(layout):
+                return _padded(leaf.local, dim, layout.local)
+            leaf = leaf.whole()
+        return self.sequences.cut(leaf, dim, layout, padded=True)
+
+    def _shard(self, local: torch.Tensor, dim: int, layout: Layout) -> torch.Tensor:
+        """What the module has returned as a tensor of the whole sequence, without padding."""
+        outer = local.shape[dim] // layout.local
+        if layout.is_padded:
+            valid = layout.valid(self.sequences.peers.rank)
+            if outer == 1:
+                local = local.narrow(dim, 0, valid)
+            else:
+                local = local.unflatten(dim, (outer, layout.local)).narrow(dim + 1, 0, valid).flatten(dim, dim + 1)
+        positions = Positions.of_layout(layout)
+        if outer != 1:
+            positions = positions.flattened(outer)
+        return SequenceShard.of(local, dim, positions, self.sequences.peers.group)
+
+    # --- what is cut ------------------------------------------------------------------------------------------------
+
+    def _anchor(self, leaves: list[Any]) -> Anchor | None:
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, SequenceShard):
+                dim = leaf.sequence_dim
+                return Anchor(place, dim, leaf.shape[dim])
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() >= (3 if leaf.is_floating_point() else 2):
+                return Anchor(place, 1, leaf.shape[1])
+        return None
+
+    def _fits(self, size: int) -> bool:
+        """Whether a sequence of so many positions is divided.
+
+        Raises:
+            ConfigError: a block would get one that can't be.
+        """
+        ranks = self.sequences.peers.size
+        if size % (2 * ranks) == 0 or (self.sequences.pad and size >= 2 * ranks):
+            return True
+        if not self.is_block:
+            return False
+        below = max(size // (2 * ranks), 1) * 2 * ranks
+        enough = size >= 2 * ranks
+        raise ConfigError(
+            f"cp={ranks} with {self.name}",
+            f"a sequence of {size} positions can't be cut into 2 x {ranks} parts of equal length",
+            f"multiples of {2 * ranks}, such as {below}" + (", or padding" if enough else ""),
+            "cp.pad=true" if enough else "",
+        )
+
+    # --- trial ------------------------------------------------------------------------------------------------------
+
+    def _try(self, leaves: list[Any], spec: Any, anchor: Anchor) -> Way | None:
+        """How this call is divided, found by running a short one of its kind whole and divided; None: it is not.
+
+        Collective over `Sequences.together`.
+
+        Raises:
+            ConfigError: a block returns something else when its sequence is divided.
+        """
+        if isinstance(self.module, _NEVER_BY_POSITION) and not self.is_block:
+            return None
+        ranks = self.sequences.peers.size
+        per_rank = 2 * max(min(anchor.size // (2 * ranks), 2 * self.sequences.ranks_along_mp), 1)
+        layout = self.sequences.peers.layout(per_rank * ranks)
+        problem = ""
+        with torch.no_grad(), saved_random_state(self.sequences.device), self._evaluating():
+            for cuts in _ways_to_cut(leaves, anchor):
+                short = [
+                    self._short(leaf, anchor.size, dim, layout.local) for leaf, dim in zip(leaves, cuts, strict=True)
+                ]
+                way, problem = self._compare(short, spec, cuts, layout)
+                if self._agree(way is not None):
+                    return way
+        if not self.is_block:
+            log.debug("cp: %s runs on whole sequences: %s", self.name, problem)
+            return None
+        kind = type(self.module).__name__
+        raise ConfigError(
+            f"cp={ranks} with {self.name} ({kind})",
+            f"{problem or 'another rank found that it returns something else for a divided sequence'}; positions may "
+            "meet only in attention that torch's scaled_dot_product_attention computes",
+            "blocks whose only other operations treat each position by itself, or a mesh with cp of size 1",
+        )
+
+    def _compare(
+        self, short: list[Any], spec: Any, cuts: tuple[int | None, ...], layout: Layout
+    ) -> tuple[Way | None, str]:
+        """(the way, "") if the module returns for a divided sequence what it returns for a whole one, or why not."""
+        try:
+            theirs = tree_flatten(self._whole(short, spec))[0]
+            ours = tree_flatten(self._divided(short, spec, Way(cuts, ()), layout))[0]
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a model raises when shapes don't fit
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            return None, f"it does not run on a part of a sequence ({type(error).__name__}: {first_line})"
+        if len(ours) != len(theirs):
+            return None, "it returns other things for a part of a sequence"
+        gives: list[int | None] = []
+        for one, other in zip(ours, theirs, strict=True):
+            dim = None
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                sizes = list(zip(one.shape, other.shape, strict=False))
+                changed = [place for place, (ours_here, theirs_here) in enumerate(sizes) if ours_here != theirs_here]
+                if one.dim() != other.dim() or len(changed) > 1 or (changed and one.shape[changed[0]] % layout.local):
+                    shapes = f"{list(one.shape)} for a part, {list(other.shape)} for the whole"
+                    return None, f"what it returns does not have the sequence as one of its dims ({shapes})"
+                dim = changed[0] if changed else None
+                if _far(plain(one if dim is None else self._shard(one, dim, layout)), plain(other)):
+                    return None, "it returns something else when its sequence is divided"
+            gives.append(dim)
+        if all(dim is None for dim in gives):
+            return None, "nothing that it returns has the sequence among its dims"
+        return Way(cuts, tuple(gives)), ""
+
+    def _short(self, leaf: Any, size: int, cut_dim: int | None, local: int) -> Any:
+        """An argument with so many positions per rank instead of `size`, whole, with values of the real one."""
+        peers = self.sequences.peers
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.detach()
+        if isinstance(leaf, SequenceShard):
+            dim = leaf.sequence_dim
+            if leaf.shape[dim] != size:
+                return leaf.whole()
+            positions = Positions.of_layout(peers.layout(local * peers.size))
+            part = _padded(leaf.local.narrow(dim, 0, min(local, leaf.local.shape[dim])), dim, local)
+            return SequenceShard.of(part, dim, positions, peers.group).whole()
+        for dim in _sequence_dims(leaf, size) if cut_dim is None else [cut_dim]:
+            leaf = leaf.narrow(dim, 0, local * peers.size)
+        return leaf
+
+    def _agree(self, fine: bool) -> bool:
+        """Whether all ranks say so."""
+        vote = torch.tensor(int(fine), device=self.sequences.device)
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self.sequences.together or self.sequences.peers.group)
+        return bool(vote)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = {module: module.training for module in self.module.modules()}
+        for module in modes:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    # --- random numbers ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _own_numbers(self) -> Iterator[None]:
+        """Other random numbers than those of the other ranks, whose default generators stay in step with this one's."""
+        if not self.module.training or self._draws is False:
+            yield
+            return
+        device, rank = self.sequences.device, self.sequences.peers.rank
+        digest = hashlib.blake2b(_random_state(device) + bytes([rank % 256, rank // 256]), digest_size=8).digest()
+        with saved_random_state(device):
+            seed_torch(int.from_bytes(digest, "little") >> 1, device)
+            before = _random_state(device)
+            yield
+            drew = _random_state(device) != before
+        if self._draws is None:
+            self._draws = drew
+        if drew:
+            torch.rand((), device=device)  # the next module draws others
+
+
+def _random_state(device: torch.device) -> bytes:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return b"".join(state.numpy().tobytes() for state in states)
+
+
+_NEVER_BY_POSITION = (
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.MultiheadAttention,
+)
+"""Layers without parts whose positions meet."""
+
+
+def _kind(leaf: Any, size: int) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf if isinstance(leaf, bool | int | str | None) else type(leaf)
+    if isinstance(leaf, SequenceShard):
+        return "shard", leaf.dim(), leaf.sequence_dim, leaf.shape[leaf.sequence_dim] == size
+    return leaf.dtype, leaf.dim(), tuple(_sequence_dims(leaf, size))
+
+
+def _sequence_dims(leaf: torch.Tensor, size: int) -> list[int]:
+    """The dims that may be those of a sequence of `size` positions: the first only where it is the only one."""
+    first = 0 if leaf.dim() == 1 or (leaf.dim() == 2 and leaf.shape[0] == leaf.shape[1]) else 1
+    return [dim for dim in range(first, leaf.dim()) if leaf.shape[dim] == size]
+
+
+def _ways_to_cut(leaves: Sequence[Any], anchor: Anchor) -> Iterator[tuple[int | None, ...]]:
+    """Which dims of a call's arguments may be those along which they are cut, the likeliest first.
+
+    A tensor with two dims of that length is a mask and stays whole; or else the length of another dim is the same by
+    chance: then each of its dims is tried.
+    """
+    choices: list[list[int | None]] = []
+    for place, leaf in enumerate(leaves):
+        if place == anchor.leaf:
+            choices.append([anchor.dim])
+        elif isinstance(leaf, SequenceShard):
+            dim = leaf.sequence_dim
+            choices.append([dim if leaf.shape[dim] == anchor.size else None])
+        elif isinstance(leaf, torch.Tensor):
+            dims = _sequence_dims(leaf, anchor.size)
+            choices.append([None] if not dims else [dims[0]] if len(dims) == 1 else [None, *dims])
+        else:
+            choices.append([None])
+    yield tuple(options[0] for options in choices)
+    for place, options in enumerate(choices):
+        for option in options[1:]:
+            # tensors of one kind (cosine and sine) are cut in one way
+            alike = [_shape(leaf) == _shape(leaves[place]) for leaf in leaves]
+            yield tuple(
+                option if same and option in other else other[0] for same, other in zip(alike, choices, strict=True)
+            )
+
+
+def _shape(leaf: Any) -> Any:
+    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
+
+
+def _dim_of_part(leaf: Any, layout: Layout) -> int | None:
+    """The dim of an output that has the length of a rank's part, or None."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    dims = [dim for dim in range(leaf.dim()) if leaf.shape[dim] == layout.local]
+    return dims[0] if len(dims) == 1 else next((dim for dim in dims if dim == 1), None)
+
+
+def _whole(leaf: Any) -> Any:
+    return leaf.whole() if isinstance(leaf, SequenceShard) else leaf
+
+
+def _padded(local: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """`local` with its last entry along `dim` repeated until there are `length` of them."""
+    missing = length - local.shape[dim]
+    if missing == 0:
+        return local
+    if local.shape[dim] == 0:
+        shape = list(local.shape)
+        shape[dim] = missing
+        return local.new_zeros(shape)
+    last = local.narrow(dim, local.shape[dim] - 1, 1)
+    return torch.cat([local, *[last] * missing], dim)
+
+
+def _far(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors differ by more than rounding, measured on the largest value."""
+    if one.shape != other.shape:
+        return True
+    if not one.is_floating_point():
+        return not torch.equal(one, other)
+    if one.numel() == 0:
+        return False
+    tolerance = 1e-3 if one.dtype in (torch.float32, torch.float64) else 5e-2
+    one, other = one.float().nan_to_num(), other.float().nan_to_num()
+    return bool((one - other).abs().max() > tolerance * one.abs().max().clamp(min=1e-6))

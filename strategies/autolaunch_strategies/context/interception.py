@@ -1,0 +1,209 @@
+"""Where attention is called: the calls of models that know nothing of divided sequences are answered here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from autolaunch_strategies._torch import attention_replaced, is_active
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.context.attention import context_attention
+from autolaunch_strategies.context.layout import Layout, Peers
+from autolaunch_strategies.context.sequence_shard import Positions, SequenceShard
+
+
+@dataclass(frozen=True)
+class Within:
+    """What runs now: a module on this rank's part of a sequence."""
+
+    module: str
+    layout: Layout
+    backend: str
+
+
+class AttentionCalls(TorchFunctionMode):
+    """While it is active, attention within a divided module sees the keys and values of every rank.
+
+    It has to be entered before `MixedTensors`, which comes first then and hands on the heads of this rank alone.
+    """
+
+    def __init__(self, peers: Peers, backend: str) -> None:
+        super().__init__()
+        self.peers, self.backend = peers, backend
+        self.within: Within | None = None
+        self.seen = 0
+        """How many calls have been answered."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Forward and backward passes run within it."""
+        if is_active(self):
+            yield
+            return
+        with self:
+            yield
+
+    @contextmanager
+    def dividing(self, module: str, layout: Layout, backend: str) -> Iterator[None]:
+        """Within it tensors are this rank's part of a sequence."""
+        with self._set(Within(module, layout, backend)):
+            yield
+
+    @contextmanager
+    def using(self, backend: str) -> Iterator[None]:
+        """Within it attention is computed by another backend than the usual one."""
+        if self.within is None:
+            yield
+            return
+        with self._set(replace(self.within, backend=backend)):
+            yield
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it tensors are whole."""
+        with self._set(None):
+            yield
+
+    @contextmanager
+    def _set(self, within: Within | None) -> Iterator[None]:
+        before, self.within = self.within, within
+        try:
+            yield
+        finally:
+            self.within = before
+
+    def repeating(self) -> Repeating:
+        """The context in which what runs now can be run again, in a backward pass."""
+        return Repeating(self, self.within)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.within is not None:
+            if func is F.scaled_dot_product_attention:
+                return self._attention(args, kwargs or {})
+            if func is F.multi_head_attention_forward:
+                return self._multi_head_attention(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    @torch.compiler.disable
+    def _attention(self, args: Any, kwargs: Any) -> Any:
+        """As `F.scaled_dot_product_attention` of whole sequences, on q, k, v [b, h, local, d]: this rank's rows."""
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        within = self.within
+        assert within is not None
+        layout = within.layout
+        q, k, v = (given.pop(name) for name in ("query", "key", "value"))
+        mask, is_causal = given.pop("attn_mask", None), given.pop("is_causal", False)
+        if q.dim() < 3 or q.shape[-2] != layout.local:  # along something else than the sequence
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, **given)
+        if k.shape[-2] != layout.local:
+            return self._on_whole_keys(within, q, k, v, mask, is_causal, given)
+        self.seen += 1
+        given.pop("enable_gqa", None)
+        leading = q.shape[:-3]
+        if q.dim() != 4:
+            q, k, v = (_four_dims(item) for item in (q, k, v))
+            mask = mask if mask is None or mask.dim() <= 4 else mask.flatten(0, mask.dim() - 4)
+            if mask is not None and mask.dim() == 3:
+                mask = mask.unsqueeze(0)
+        out = context_attention(
+            q,
+            k,
+            v,
+            backend=within.backend,
+            peers=self.peers,
+            layout=layout,
+            mask=mask,
+            is_causal=is_causal,
+            dropout_p=given.get("dropout_p", 0.0),
+            scale=given.get("scale"),
+        )
+        return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
+
+    def _on_whole_keys(
+        self, within: Within, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, is_causal: bool, given: Any
+    ) -> torch.Tensor:
+        """Attention of this rank's queries to keys that every rank has whole (those of another sequence)."""
+        if is_causal:
+            raise ConfigError(
+                f"cp with {within.module}",
+                f"causal attention of a divided sequence of {within.layout.size} positions to {k.shape[-2]} keys that "
+                "are not divided",
+                "causal attention of a sequence to itself, without a cache of keys",
+            )
+        if mask is not None and mask.dim() > 1 and mask.shape[-2] == within.layout.size:
+            rows = within.layout.padded_positions(self.peers.rank).clamp(max=within.layout.size - 1)
+            mask = mask.index_select(-2, rows.to(mask.device))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **given)
+
+    def _multi_head_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """As `F.multi_head_attention_forward`: attention within it is answered here, too.
+
+        A whole mask [s, s] or [b·h, s, s] does not fit into its checks of shapes, so it goes around them.
+        """
+        given = dict(zip(_MULTI_HEAD_ARGUMENTS, args, strict=False)) | kwargs
+        within = self.within
+        assert within is not None
+        mask, local = given.get("attn_mask"), within.layout.local
+        if given.get("need_weights", True) or given["query"].shape[0] != local:
+            return func(**given)
+        around: Any = None
+        if mask is not None and mask.shape[-1] != local:
+            if given.get("is_causal") and given.get("key_padding_mask") is None:
+                around = "causal"
+            else:
+                around = mask
+                if mask.dtype == torch.bool:
+                    around = torch.zeros_like(mask, dtype=given["query"].dtype).masked_fill_(mask, float("-inf"))
+                if mask.dim() == 3:
+                    around = around.unflatten(0, (-1, given["num_heads"]))
+            given |= {"attn_mask": None, "is_causal": False}
+
+        def attention(
+            q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False
+        ) -> Any:
+            if isinstance(around, torch.Tensor):
+                attn_mask = around if attn_mask is None else around + self._of_all_keys(attn_mask, within.layout)
+            causal = is_causal or around == "causal"
+            return self._attention((q, k, v), {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": causal})
+
+        with attention_replaced(attention):
+            return func(**given)
+
+    def _of_all_keys(self, mask: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """A mask [..., local] of this rank's keys as one of the keys of all ranks, [..., size]."""
+        own = mask.narrow(-1, 0, layout.valid(self.peers.rank))
+        positions = Positions.of_layout(layout)
+        return SequenceShard.of(own, own.dim() - 1, positions, self.peers.group).whole()
+
+
+_MULTI_HEAD_ARGUMENTS = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
+
+
+def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., h, s, d] as [b, h, s, d]."""
+    return tensor.unsqueeze(0) if tensor.dim() == 3 else tensor.flatten(0, tensor.dim() - 4)
+
+
+class Repeating:
+    """A context that can be entered any number of times: what ran when it was made runs again."""
+
+    def __init__(self, calls: AttentionCalls, within: Within | None) -> None:
+        self.calls, self.within = calls, within
+        self._stack: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        stack.enter_context(self.calls.running())
+        stack.enter_context(self.calls._set(self.within))
+        self._stack.append(stack)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.pop().__exit__(*error)

@@ -1,0 +1,170 @@
+"""Context parallelism applied to a model, in place: which of its modules run on parts of sequences."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autolaunch_strategies.blocks import Blocks
+from autolaunch_strategies.config import ConfigError, ContextParallel
+from autolaunch_strategies.context.divided import DividedModule, Sequences
+from autolaunch_strategies.context.interception import AttentionCalls
+from autolaunch_strategies.context.marked import Marked
+from autolaunch_strategies.mesh import RankMesh
+
+
+@dataclass
+class ContextParallelModule:
+    """A model whose sequences are divided: the context in which it runs, and an account of what was done."""
+
+    sequences: Sequences | None = None
+    divided: list[DividedModule] = field(default_factory=list)
+    account: dict[str, Any] = field(default_factory=dict)
+    _seen_is_checked: bool = False
+
+    def running(self) -> AbstractContextManager[None]:
+        """Forward and backward passes of the model run within it, and within what `model_parallel` needs inside it."""
+        return nullcontext() if self.sequences is None else self.sequences.calls.running()
+
+    def repeating(self) -> AbstractContextManager[None]:
+        """The context in which a block that runs now can run again, in a backward pass."""
+        return nullcontext() if self.sequences is None else self.sequences.calls.repeating()
+
+    def check_seen(self, name: str, group: dist.ProcessGroup | None) -> None:
+        """Once, after the first step: whether attention has been seen at all.
+
+        Args:
+            group: the ranks that hold the other stages; collective over it.
+
+        Raises:
+            ConfigError: it has not, so sequences were not divided where it matters.
+        """
+        if self.sequences is None or self._seen_is_checked:
+            return
+        self._seen_is_checked = True
+        seen = torch.tensor(self.sequences.calls.seen, device=self.sequences.device)
+        if group is not None:
+            dist.all_reduce(seen, group=group)
+        if not int(seen):
+            ranks = self.sequences.peers.size
+            raise ConfigError(
+                f"cp={ranks}",
+                f"cp={ranks} but no attention call was intercepted in model {name}: nothing in its blocks calls "
+                "torch.nn.functional.scaled_dot_product_attention on [b, heads, s, d] with a sequence that can be "
+                "divided",
+                "models whose attention is scaled_dot_product_attention (for transformers: "
+                "attn_implementation=sdpa), or a mesh with cp of size 1",
+            )
+
+
+def prepare_context(
+    model: nn.Module, config: ContextParallel | None, mesh: RankMesh, marked: Marked, device: torch.device
+) -> ContextParallelModule:
+    """Take what has to be there before blocks are wrapped: calls of attention are found from now on.
+
+    Nothing is done where cp has one rank.
+    """
+    peers = mesh.cp_peers()
+    if peers is None:
+        return ContextParallelModule()
+    assert config is not None
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):  # it would make the sequence a dim without a size
+            module.use_nested_tensor = False
+    calls = AttentionCalls(peers, config.backend)
+    for name, backend in marked.attention.items():
+        module = model.get_submodule(name)
+        forward = module.forward
+        module.forward = functools.wraps(forward)(_using(calls, backend, forward))
+    mp = mesh.sub_mesh("mp")
+    ranks_along_mp = 1 if mp is None else mp.size()
+    together = mesh.group("dp", "cp", "mp")
+    return ContextParallelModule(Sequences(peers, calls, config.pad, device, together, ranks_along_mp))
+
+
+def _using(calls: AttentionCalls, backend: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with calls.using(backend):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def divide(
+    applied: ContextParallelModule,
+    model: nn.Module,
+    blocks: Blocks,
+    marked: Marked,
+    is_here: Callable[[nn.Module], bool] = lambda module: True,
+) -> None:
+    """Take over the calls of the modules that run on parts of sequences, once everything else has been applied.
+
+    Args:
+        blocks: of this rank.
+        is_here: whether this rank holds a module.
+    """
+    if applied.sequences is None:
+        return
+    chosen = divided_modules(model, [block.module for block in blocks], marked)
+    for name, (module, is_block) in chosen.items():
+        if is_here(module):
+            backend = marked.regions.get(name, applied.sequences.calls.backend)
+            applied.divided.append(DividedModule(name, module, applied.sequences, is_block, backend))
+
+
+def divided_modules(model: nn.Module, blocks: list[nn.Module], marked: Marked) -> Mapping[str, tuple[nn.Module, bool]]:
+    """Name -> (module, whether it is a block): blocks, or what a plan marks, and layers with parameters around them."""
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[str, tuple[nn.Module, bool]] = {}
+    tops = [model.get_submodule(name) for name in marked.regions] or blocks or _only_blocks(model)
+    within: set[nn.Module] = set()
+    for module in tops:
+        if module not in within:
+            found[names[module]] = module, True
+            within.update(module.modules())
+    for module, name in names.items():
+        is_layer = next(module.children(), None) is None and next(module.parameters(recurse=False), None) is not None
+        if is_layer and module not in within:
+            found[name] = module, False
+    return found
+
+
+def _only_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model that has one of each kind, so that nothing is repeated."""
+    return [
+        child
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        for child in module.children()
+        if next(child.children(), None) is not None and next(child.parameters(), None) is not None
+    ]
+
+
+def account_of_context(
+    config: ContextParallel, ranks: int, model: nn.Module, blocks: list[nn.Module], marked: Marked
+) -> dict[str, Any]:
+    """What is done along cp, as plain data for plan.yaml."""
+    chosen = divided_modules(model, blocks, marked)
+    return {
+        "backend": config.backend,
+        "ranks": ranks,
+        "ulysses": config.split(ranks)[1],
+        "pad": config.pad,
+        "regions": [name for name, (_, is_block) in chosen.items() if is_block],
+        "layers": [name for name, (_, is_block) in chosen.items() if not is_block],
+        "attention": dict(marked.attention),
+    }
+
+
+@contextmanager
+def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Two contexts as one."""
+    with outer, inner:
+        yield
