@@ -166,7 +166,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     """Functions that compute each element from those at the same place, with broadcasting."""
     shards = _shards((args, kwargs))
     first = _first(args)
-    if first is None and (_changes_first(getattr(func, "__name__", "")) or "out" in kwargs):
+    if first is None and (_changes_first(getattr(func, "__name__", "")) or kwargs.get("out") is not None):
         return NotImplemented  # a plain tensor stays plain
     lead = (
         first
@@ -339,7 +339,7 @@ def _reduction(names: tuple[str, ...], default: Any = None, summed: bool = False
         if (len(args) > 1 and isinstance(args[1], torch.Tensor)) or "other" in kwargs:
             return _elementwise(func, args, kwargs)  # the larger of two
         first = _first(args)
-        if first is None or "out" in kwargs:
+        if first is None or kwargs.get("out") is not None:
             return NotImplemented
         given = _bound(names, args, kwargs)
         value = given.get("dim", default)
@@ -379,7 +379,7 @@ def _joined(func: Any, args: Any, kwargs: Any) -> Any:
     given = _bound(("tensors", "dim"), args, kwargs)
     tensors, stacks = list(given["tensors"]), func.__name__ == "stack"
     lead = _shards(tensors)[0] if _shards(tensors) else None
-    if lead is None or "out" in given or any(tensor.dim() != len(lead.sizes) for tensor in tensors):
+    if lead is None or given.get("out") is not None or any(tensor.dim() != len(lead.sizes) for tensor in tensors):
         return NotImplemented
     dim = int(given.get("dim", 0)) % (len(lead.sizes) + stacks)
     if dim == lead.sequence_dim and not stacks:
