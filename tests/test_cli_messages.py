@@ -589,7 +589,8 @@ WRONG = [
         ],
         "mp.plan: fc1: no style is called 'ColumnParallel'; did you mean ColWiseParallel?\n"
         "  allowed: ColWiseParallel, RowWiseParallel, SequenceParallelBegin, SequenceParallelEnd, "
-        "SequenceParallelEnable, SequenceParallelDisable, PrepareLayerInput, PrepareLayerOutput\n"
+        "SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, ContextParallel, PrepareLayerInput, "
+        "PrepareLayerOutput\n"
         "mp.plan: 'layers.*.(': not a pattern: missing ), unterminated subpattern at position 15\n"
         "  allowed: names, *, or a regular expression\n"
         "mp.plan: fc2: ColWiseParallel has no argument 'gather'\n"
@@ -611,12 +612,11 @@ WRONG = [
         id="plan-of-an-unknown-way",
     ),
     pytest.param(
-        ["mesh=2x2x1x2"],
-        "mesh=2x2x1x2 with cp=none: the mesh has 2 ranks along cp, but cp=none uses only one, and this version "
-        "has nothing else for cp\n"
-        "  allowed: a mesh with cp of size 1\n"
-        "  write:   mesh=4x2",
-        id="mesh-with-an-axis-of-a-later-version",
+        ["mesh=2x2x1x2", "cp=none"],
+        "mesh=2x2x1x2 with cp=none: the mesh has 2 ranks along cp, but cp=none uses only one\n"
+        "  allowed: cp=gather, ring, ulysses, usp\n"
+        "  write:   cp=gather",
+        id="mesh-with-an-axis-that-is-none",
     ),
     pytest.param(
         ["mesh=4", "dp=hsdp", "dp.replicate=3"],
@@ -679,13 +679,9 @@ WRONG = [
     ),
     pytest.param(
         ["mesh=cp4", "data.seq_len=60"],
-        "mesh=1x1x1x4 with cp=none: the mesh has 4 ranks along cp, but cp=none uses only one, and this "
-        "version has nothing else for cp\n"
-        "  allowed: a mesh with cp of size 1\n"
-        "  write:   mesh=4\n"
-        "data.seq_len=60: cp=4 cuts a sequence into 2 x 4 parts of equal length\n"
-        "  allowed: multiples of 8\n"
-        "  write:   data.seq_len=56",
+        "data.seq_len=60: 4 ranks of cp cut a sequence into 2 x 4 parts of equal length\n"
+        "  allowed: multiples of 8, or cp.pad=true\n"
+        "  write:   data.seq_len=56 or cp.pad=true",
         id="context-parallel-sequence",
     ),
     pytest.param(

@@ -263,7 +263,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 def _data(job: Mapping[str, Any]) -> str:
     data = job["data"]
     name = str(data.get("name", "custom"))
-    if "seq_len" not in data:
+    if "seq_len" not in data or "batch_size" not in data:
         return name
     sequences, length, microbatches = data["batch_size"], data["seq_len"], data.get("microbatches", 1)
     return _joined(
@@ -296,15 +296,16 @@ def _precision(job: Mapping[str, Any]) -> str:
 
 
 def _sharded(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
-    if job["mesh"].get("dp", 1) == 1:
+    axes = [axis for axis in ("dp", "cp") if job["mesh"].get(axis, 1) > 1]
+    if not axes:
         return ""
     dp = {**job["dp"], **describe.get("dp", {})}  # the strategy has worked out what the job leaves open
     if dp["sharding_level"] == 0:
-        return "nothing: every rank of dp holds all of it"
+        return f"nothing: every rank of {' and '.join(axes)} holds all of it"
     replicas = dp.get("replicate") or 1
     blocks = len(describe.get("blocks", {}).get("found", ()))
     return _joined(
-        f"{SHARDED[dp['sharding_level']]} over {'dp' if replicas == 1 else 'each replica'}",
+        f"{SHARDED[dp['sharding_level']]} over {' × '.join(axes) if replicas == 1 else 'each replica'}",
         f"{replicas} replicas" if replicas > 1 else "",
         f"{blocks} blocks" if blocks else "",
         "in host memory" if dp.get("cpu_offload") else "",

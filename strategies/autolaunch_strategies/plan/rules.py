@@ -116,7 +116,8 @@ def _read_style(style: Any, where: str) -> StyleSpec:
     else:
         return StyleSpec(type(style).__name__, {}, made=style)
     if name not in STYLES:
-        close = nearest(str(name), STYLES)
+        same_beginning = [known for known in STYLES if known[:3].lower() == str(name)[:3].lower()]
+        close = nearest(str(name), same_beginning or STYLES)
         raise ConfigError(
             where, f"no style is called {name!r}" + (f"; did you mean {close}?" if close else ""), ", ".join(STYLES)
         )

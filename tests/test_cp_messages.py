@@ -1,0 +1,559 @@
+"""Command lines with context parallelism: what is wrong with them, told before a process starts, and what is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from torch import nn
+
+from autolaunch import check, cli
+from autolaunch.command_line import parse
+from autolaunch.compose import compose
+from autolaunch.jobs import resolve_job
+from autolaunch.report.screen import show_plan, show_start
+from autolaunch_strategies import ColWiseParallel, ConfigError, ContextParallel, PrepareContextParallel
+from autolaunch_strategies.config import CP_BACKENDS, CP_NAMES, MeshShape, cp_backend, parallel_config, ulysses_degree
+from autolaunch_strategies.config import ContextParallel as ContextOptions
+from autolaunch_strategies.context.marked import marked_by
+from autolaunch_strategies.model_parallel import matched
+from autolaunch_strategies.plan.context import context_config, context_rules, other_rules, with_context_plan
+from autolaunch_strategies.plan.rules import read_plan
+from autolaunch_strategies.strategy import MeshStrategy
+
+ONE_WAY = (
+    "sequences are divided in one way in the whole model\n"
+    "  allowed: one backend for all (gather and ring divide alike), or none in the plan\n"
+)
+
+WRONG = [
+    pytest.param(
+        ["mesh=2x1x1x2", "cp=none"],
+        "mesh=2x1x1x2 with cp=none: the mesh has 2 ranks along cp, but cp=none uses only one\n"
+        "  allowed: cp=gather, ring, ulysses, usp\n"
+        "  write:   cp=gather",
+        id="none",
+    ),
+    pytest.param(
+        ["mesh=cp2", "cp=rnig"],
+        "cp=rnig: cp has no option 'rnig'; did you mean ring?\n"
+        "  allowed: gather, none, ring, ulysses, usp\n"
+        "  write:   cp=ring",
+        id="option",
+    ),
+    pytest.param(
+        ["mesh=cp2", "cp=all2all"],
+        "cp=all2all: cp has no option 'all2all'; did you mean ulysses?\n"
+        "  allowed: gather, none, ring, ulysses, usp\n"
+        "  write:   cp=ulysses",
+        id="option-by-the-name-of-others",
+    ),
+    pytest.param(
+        ["cp.backend=ulises", "cp.ulysses=0", "cp.pad=2", "cp.padding=true"],
+        "cp.padding=true: no such key; did you mean cp.pad?\n"
+        "  write:   cp.pad=true\n"
+        "cp.backend=ulises: not one of the choices\n"
+        "  allowed: gather, ring, ulysses, usp, p2p, all2all\n"
+        "cp.ulysses=0: out of range\n"
+        "  allowed: 1 or more\n"
+        "cp.pad=2: must be true or false",
+        id="values",
+    ),
+    pytest.param(
+        ["mesh=cp4", "data.seq_len=62"],
+        "data.seq_len=62: 4 ranks of cp cut a sequence into 2 x 4 parts of equal length\n"
+        "  allowed: multiples of 8, or cp.pad=true\n"
+        "  write:   data.seq_len=64 or cp.pad=true",
+        id="length",
+    ),
+    pytest.param(
+        ["mesh=cp4", "data.seq_len=62", "model.max_seq_len=63"],
+        "data.seq_len=62: 4 ranks of cp cut a sequence into 2 x 4 parts of equal length\n"
+        "  allowed: multiples of 8, or cp.pad=true\n"
+        "  write:   data.seq_len=56 or cp.pad=true",
+        id="length-of-a-model-that-takes-no-longer-one",
+    ),
+    pytest.param(
+        ["mesh=cp4", "data.seq_len=6", "model.max_seq_len=7"],
+        "data.seq_len=6: 4 ranks of cp cut a sequence into 2 x 4 parts of equal length\n"
+        "  allowed: multiples of 8, or cp.pad=true\n"
+        "  write:   cp.pad=true",
+        id="length-without-a-fitting-one",
+    ),
+    pytest.param(
+        ["mesh=cp3", "cp=ulysses", "data.seq_len=60"],
+        "mesh=1x1x1x3 with model=llama and cp=ulysses: 4 attention heads cannot be shared evenly by 3 ranks of cp, as "
+        "ulysses does\n"
+        "  allowed: cp=gather or cp=ring for any number of heads, or cp=usp with cp.ulysses of 1\n"
+        "  write:   cp=ring",
+        id="heads-of-ulysses",
+    ),
+    pytest.param(
+        ["mesh=1x2x1x4", "cp=ulysses"],
+        "mesh=1x2x1x4 with model=llama and cp=ulysses: 2 attention heads per rank of mp (4 over 2) cannot be shared "
+        "evenly by 4 ranks of cp, as ulysses does\n"
+        "  allowed: cp=gather or cp=ring for any number of heads, or cp=usp with cp.ulysses of 1, 2\n"
+        "  write:   cp=usp",
+        id="heads-of-ulysses-and-mp",
+    ),
+    pytest.param(
+        ["mesh=1x3x1x2", "cp=ulysses"],
+        "mesh=1x3x1x2 with model=llama: 4 attention heads cannot be shared evenly by 3 ranks of mp\n"
+        "  allowed: mp of size 1, 2, 4, or a plan of your own that leaves attention whole, with mp.base=none",
+        id="heads-of-mp-come-first",
+    ),
+    pytest.param(
+        ["mesh=cp4", "cp=usp", "cp.ulysses=3"],
+        "cp.ulysses=3: 4 ranks of cp cannot be cut into groups of 3\n"
+        "  allowed: cp.ulysses of 1, 2, 4, or null\n"
+        "  write:   cp.ulysses=null",
+        id="ulysses-that-does-not-divide-cp",
+    ),
+    pytest.param(
+        ["mesh=1x2x1x8", "cp=usp", "cp.ulysses=4"],
+        "cp.ulysses=4 with model=llama: 2 attention heads per rank of mp (4 over 2) cannot be shared evenly by 4 "
+        "ranks\n"
+        "  allowed: cp.ulysses of 1, 2, or null\n"
+        "  write:   cp.ulysses=null",
+        id="ulysses-that-does-not-divide-heads",
+    ),
+    pytest.param(
+        ["mesh=cp2", "cp=ring", "cp.ulysses=2"],
+        "cp.ulysses=2 with cp.backend=ring: only usp has two ways at once; ring does the same on all ranks\n"
+        "  allowed: cp.ulysses=null, or cp=usp\n"
+        "  write:   cp=usp cp.ulysses=2",
+        id="ulysses-of-another-backend",
+    ),
+    pytest.param(
+        ["cp=gather", "cp.ulysses=2"],
+        "cp.ulysses=2 with cp.backend=gather: only usp has two ways at once; gather does the same on all ranks\n"
+        "  allowed: cp.ulysses=null, or cp=usp\n"
+        "  write:   cp=usp cp.ulysses=2",
+        id="ulysses-of-another-backend-on-one-rank",
+    ),
+    pytest.param(
+        ["mesh=cp2", "cp=ring", "model=hf", "model.config={model_type: gpt2, attn_pdrop: 0.1, n_head: 4}"],
+        "model.config.attn_pdrop=0.1 with cp=ring: a ring computes attention piece by piece, without dropout of its "
+        "weights\n"
+        "  allowed: model.config.attn_pdrop=0.0, or cp=gather, which has it\n"
+        "  write:   ++model.config.attn_pdrop=0.0",
+        id="dropout-around-a-ring",
+    ),
+    pytest.param(
+        ["mesh=cp2", "cp.plan={a: ColWiseParallel, b: {ContextParallel: {backend: all2all}}, c: ContextParalel}"],
+        "cp.plan: a: ColWiseParallel: this is nothing that cp does\n"
+        "  allowed: PrepareContextParallel and ContextParallel; all others stand in the plan for mp\n"
+        f"cp.plan: b: ContextParallel with backend=ulysses and cp.backend=gather: {ONE_WAY}"
+        "  write:   cp=ulysses\n"
+        "cp.plan: c: no style is called 'ContextParalel'; did you mean ContextParallel?\n"
+        "  allowed: ColWiseParallel, RowWiseParallel, SequenceParallelBegin, SequenceParallelEnd, "
+        "SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, ContextParallel, PrepareLayerInput, "
+        "PrepareLayerOutput",
+        id="plan",
+    ),
+    pytest.param(
+        ["cp.plan={a: {ContextParallel: {backend: alltoall}}, b: {ContextParallel: {degree: 2}}}"],
+        "cp.plan: a: ContextParallel: backend=alltoall: no backend is called so; did you mean all2all?\n"
+        "  allowed: gather, ring, ulysses, usp (p2p is ring, all2all is ulysses)\n"
+        "cp.plan: b: ContextParallel has no argument 'degree'\n"
+        "  allowed: backend",
+        id="plan-on-one-rank",
+    ),
+    pytest.param(
+        ["mesh=1x2x1x2", "mp.plan={model.layers.*: {PrepareContextParallel: {backend: p2p}}}", "cp=ulysses"],
+        f"mp.plan: model.layers.*: PrepareContextParallel with backend=ring and cp.backend=ulysses: {ONE_WAY}"
+        "  write:   cp=ring",
+        id="plan-for-mp-with-a-style-for-cp",
+    ),
+    pytest.param(
+        ["+cp.plan.model.layers=PrepareContextParallel"],
+        "cp.plan.model.layers: dots in a key of the command line make groups of keys, not a name of a module\n"
+        "  allowed: rules in braces\n"
+        "  write:   '+cp.plan={model.layers: ...}'",
+        id="plan-with-dots",
+    ),
+]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["autolaunch"])
+    monkeypatch.setattr(check, "visible_devices", lambda accelerator: ("cpu", None))
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG)
+def test_one_message_and_nothing_else(
+    argv: list[str], message: str, workplace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.run(argv)
+    assert capfd.readouterr().err == message + "\n"
+    assert code == 2
+    assert list(workplace.iterdir()) == []
+
+
+def job(*argv: str) -> dict[str, Any]:
+    """The config of the resolved job of a command line."""
+    composed = compose(parse(argv))
+    assert composed.errors == []
+    return resolve_job(composed.config, composed.config.hydra, Path.cwd() / "run").config
+
+
+@pytest.mark.parametrize("name", CP_BACKENDS)
+@pytest.mark.parametrize("mesh", ["dp2xcp2", "2x2x1x2", "cp4", "8"])
+def test_every_option_fits(name: str, mesh: str, workplace: Path) -> None:
+    config = job(f"mesh={mesh}", f"cp={name}", "model.num_heads=8")
+    made = ContextOptions(**config["cp"])
+    assert dataclasses.replace(made, ulysses=None) == CP_NAMES[name]
+    assert parallel_config(config["mesh"], mp="auto", cp=made).check() == []
+
+
+def test_the_default_serves(workplace: Path) -> None:
+    assert job("mesh=cp2")["cp"] == dataclasses.asdict(ContextOptions())
+    assert MeshStrategy("cp2").parallel.cp == ContextOptions("gather", "gather")
+    assert job("mesh=2", "cp=none")["cp"] is None
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        pytest.param(["mesh=cp2", "data.seq_len=61", "cp.pad=true"], id="padded"),
+        pytest.param(["mesh=2", "data.seq_len=61", "cp=ulysses", "model.num_heads=4"], id="length-of-one-rank"),
+        pytest.param(["mesh=2", "cp=usp", "cp.ulysses=64"], id="groups-of-a-larger-mesh"),
+        pytest.param(["mesh=2", "cp.plan={a: {ContextParallel: {backend: ulysses}}}"], id="backend-of-another-mesh"),
+        pytest.param(["mesh=cp2", "cp.plan={a: {ContextParallel: {backend: p2p}}, b: null}"], id="ring-beside-gather"),
+        pytest.param(["mesh=cp2", "cp.backend=all2all"], id="paddles-name"),
+        pytest.param(
+            ["mesh=cp2", "data=custom", "data._target_=autolaunch.data.Mine", "+data.seq_len=61"], id="own-data"
+        ),
+        pytest.param(["mesh=1x2x1x4", "cp=ulysses", "mp.base=none"], id="plan-that-may-leave-attention-whole"),
+        pytest.param(
+            ["mesh=cp2", "model=hf", "model.config={model_type: gpt2, attn_pdrop: 0.1, n_head: 4}"],
+            id="dropout-of-gathered-attention",
+        ),
+        pytest.param(
+            ["plan", "mesh=cp2", "cp=usp", "model=hf", "model.config={model_type: gpt2, attn_pdrop: 0.1, n_head: 4}"],
+            id="dropout-without-a-ring",
+        ),
+    ],
+)
+def test_not_refused(argv: list[str], workplace: Path) -> None:
+    job(*argv)
+
+
+@pytest.mark.parametrize(
+    ("cp", "heads", "ulysses"),
+    [
+        pytest.param(4, 8, 2, id="the most below cp"),
+        pytest.param(8, 8, 4, id="the most of several"),
+        pytest.param(8, 6, 2, id="the most that divides the heads"),
+        pytest.param(6, 3, 3, id="an odd one"),
+        pytest.param(4, 3, 1, id="none divides the heads: a ring"),
+        pytest.param(2, 4, 2, id="prime: ulysses alone"),
+        pytest.param(3, 4, 1, id="prime that does not divide the heads: a ring"),
+        pytest.param(8, None, 2, id="heads not known: the least"),
+        pytest.param(9, None, 3, id="heads not known, odd"),
+        pytest.param(2, None, 1, id="heads not known, prime: a ring"),
+        pytest.param(1, 4, 1, id="one rank"),
+    ],
+)
+def test_ulysses_degree(cp: int, heads: int | None, ulysses: int) -> None:
+    assert ulysses_degree(cp, heads) == ulysses
+    assert cp % ulysses == 0 and (heads or ulysses) % ulysses == 0
+    assert ContextOptions(backend="usp").split(cp, heads) == (cp // ulysses, ulysses)
+
+
+@pytest.mark.parametrize(
+    ("argv", "ulysses"),
+    [
+        pytest.param(["mesh=cp8", "cp=usp"], 4, id="by the heads"),
+        pytest.param(["mesh=1x2x1x8", "cp=usp"], 2, id="by the heads of a rank of mp"),
+        pytest.param(["mesh=cp8", "cp=usp", "cp.ulysses=2"], 2, id="as asked"),
+        pytest.param(["mesh=8", "cp=usp"], None, id="one rank"),
+        pytest.param(["mesh=cp8", "cp=ulysses", "model.num_heads=8"], None, id="another backend"),
+        pytest.param(["mesh=cp4", "cp=usp", "model=custom", "model._target_=torch.nn.Linear"], 2, id="own model"),
+        pytest.param(["mesh=cp4", "cp=usp", "+module._target_=collections.OrderedDict"], None, id="own module"),
+    ],
+)
+def test_usp_is_settled_by_the_model(argv: list[str], ulysses: int | None, workplace: Path) -> None:
+    assert job(*argv)["cp"]["ulysses"] == ulysses
+
+
+@pytest.mark.parametrize(
+    ("given", "backend"),
+    [
+        pytest.param("ring", "ring", id="name"),
+        pytest.param("p2p", "ring", id="paddles name"),
+        pytest.param({"backend": "all2all", "pad": True}, "ulysses", id="mapping"),
+        pytest.param(ContextOptions(backend="p2p"), "ring", id="object"),
+        pytest.param({}, "gather", id="empty mapping"),
+    ],
+)
+def test_what_python_code_may_give(given: Any, backend: str) -> None:
+    made = parallel_config("cp2", cp=given)
+    assert made.check() == [] and made.cp is not None and made.cp.backend == backend
+    assert MeshStrategy("cp2", cp=given).parallel.cp == made.cp
+    assert made.ulysses == (2 if backend == "ulysses" else 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        pytest.param(
+            "rnig",
+            "cp=rnig: no backend is called so; did you mean ring?\n"
+            "  allowed: gather, ring, ulysses, usp (p2p is ring, all2all is ulysses)",
+            id="name",
+        ),
+        pytest.param(
+            {"degree": 2},
+            "cp.degree: no such key\n  allowed: name, backend, ulysses, pad, plan",
+            id="key",
+        ),
+        pytest.param(
+            {"backend": 3},
+            "cp.backend=3: not one of the choices\n  allowed: gather, ring, ulysses, usp, p2p, all2all",
+            id="value",
+        ),
+        pytest.param(
+            ContextParallel("ring"),
+            "cp=ContextParallel: not what the axis cp does\n"
+            "  allowed: the name of a backend, a mapping, or autolaunch_strategies.config.ContextParallel\n"
+            "  write:   cp='gather'",
+            id="a-style",
+        ),
+    ],
+)
+def test_what_python_code_may_not_give(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MeshStrategy("cp2", cp=given)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("ulysses", [0, -2, "2", True, 3])
+def test_groups_that_are_none(ulysses: Any) -> None:
+    (error,) = parallel_config("cp4", cp={"backend": "usp", "ulysses": ulysses}).check()
+    assert error.allowed == "cp.ulysses of 1, 2, 4, or null"
+
+
+def test_names_of_backends() -> None:
+    assert [cp_backend(name) for name in (*CP_BACKENDS, "p2p", "all2all")] == [*CP_BACKENDS, "ring", "ulysses"]
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def marks(plan: dict[str, Any], backend: str = "ring") -> tuple[dict[str, str], dict[str, str]]:
+    """What a plan marks in a model of two blocks: (regions, layers that call attention)."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()]), "head": nn.Linear(4, 4)})
+    matches, warnings = matched(model, read_plan(plan))
+    assert warnings == []
+    marked = marked_by(model, matches, backend)
+    return marked.regions, marked.attention
+
+
+def test_styles_mark_modules() -> None:
+    plan = {"layers.*": "PrepareContextParallel", "layers.*.attention": {"ContextParallel": {"backend": "p2p"}}}
+    attention = {"layers.0.attention": "ring", "layers.1.attention": "ring"}
+    assert marks(plan) == ({"layers.0": "ring", "layers.1": "ring"}, attention)
+    assert marks(plan, "gather") == ({"layers.0": "gather", "layers.1": "gather"}, attention)
+    objects = {"layers.*": [PrepareContextParallel("all2all"), ContextParallel()], "head": ColWiseParallel()}
+    assert marks(objects, "ulysses") == ({"layers.0": "ulysses", "layers.1": "ulysses"},) * 2
+    by_path = {"layers.0": {"_target_": "autolaunch_strategies.ContextParallel", "backend": "usp"}}
+    assert marks(by_path, "usp") == ({}, {"layers.0": "usp"})
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        pytest.param(
+            {"layers.0": ContextParallel("all2all")},
+            f"cp.plan: layers.0: ContextParallel with backend=ulysses and cp.backend=ring: {ONE_WAY}"
+            "  write:   cp=ulysses",
+            id="another-way",
+        ),
+        pytest.param(
+            {"head.weight": ContextParallel()},
+            "cp.plan: head.weight: ContextParallel: it is a parameter\n"
+            "  allowed: a layer\n"
+            "  write:   head: ContextParallel",
+            id="parameter",
+        ),
+    ],
+)
+def test_modules_that_cannot_be_marked(plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        marks(plan)
+    assert str(caught.value) == message
+
+
+def test_a_style_with_an_unknown_backend() -> None:
+    with pytest.raises(ConfigError, match="ContextParallel: backend=flash: no backend is called so"):
+        ContextParallel("flash")
+
+
+def test_a_plan_for_cp_goes_behind_the_one_for_mp() -> None:
+    plan = {"layers.*": ["PrepareContextParallel"], "head": "ContextParallel"}
+    base = read_plan({"layers.*": ["SequenceParallelEnable", "ContextParallel"], "head": "ColWiseParallel"})
+    rules = with_context_plan(base, ContextOptions(plan=plan))
+    written = [(rule.pattern, rule.to_yaml()) for rule in rules]
+    assert written == [
+        ("layers.*", ["SequenceParallelEnable", "ContextParallel"]),
+        ("head", "ColWiseParallel"),
+        ("layers.*", "PrepareContextParallel"),
+        ("head", "ContextParallel"),
+    ]
+    assert [(rule.pattern, rule.to_yaml()) for rule in context_rules(rules)] == [
+        ("layers.*", "ContextParallel"), ("layers.*", "PrepareContextParallel"), ("head", "ContextParallel"),
+    ]  # fmt: skip
+    assert [(rule.pattern, rule.to_yaml()) for rule in other_rules(rules)] == [
+        ("layers.*", "SequenceParallelEnable"), ("head", "ColWiseParallel"),
+    ]  # fmt: skip
+    assert plan == {"layers.*": ["PrepareContextParallel"], "head": "ContextParallel"}
+    assert with_context_plan(base, None) == base
+
+
+@pytest.mark.parametrize(
+    ("given", "others", "backend"),
+    [
+        pytest.param({"parallelize_plan": {"llama": PrepareContextParallel(), "sdpa": ContextParallel()}}, {}, "ring",
+                     id="defaults of Paddle"),
+        pytest.param({"parallelize_plan": {"sdpa": [ContextParallel("all2all")]}}, {}, "ulysses", id="named"),
+        pytest.param({"parallelize_plan": {"sdpa": {"ContextParallel": {"backend": "gather"}}}}, {}, "gather",
+                     id="named as in YAML"),
+        pytest.param({"parallelize_plan": {"sdpa": ContextParallel("p2p")}, "backend": "gather"}, {}, "gather",
+                     id="ring beside gather"),
+        pytest.param({}, {"llama": PrepareContextParallel("all2all")}, "ulysses", id="named in the plan for mp"),
+        pytest.param({"backend": "all2all", "pad": True}, {"fc": ColWiseParallel()}, "ulysses", id="without a plan"),
+        pytest.param({"parallelize_plan": None}, {}, "ring", id="nothing said"),
+    ],
+)  # fmt: skip
+def test_cp_config(given: dict[str, Any], others: dict[str, Any], backend: str) -> None:
+    before = {key: dict(value) if isinstance(value, dict) else value for key, value in given.items()}
+    made = context_config(given, read_plan(others))
+    assert (made.backend, made.pad, made.plan) == (
+        backend,
+        given.get("pad", False),
+        given.get("parallelize_plan") or {},
+    )
+    assert parallel_config("cp2", cp=made).check() == []
+    made.plan["more"] = None
+    assert given == before
+
+
+@pytest.mark.parametrize(
+    ("given", "others", "message"),
+    [
+        pytest.param({"plan": {}}, {}, "cp_config['plan']: no such key\n"
+                     "  allowed: parallelize_plan, backend, ulysses, pad", id="key"),
+        pytest.param({"parallelize_plan": {}}, {}, "cp_config['parallelize_plan']: there is no rule in it\n"
+                     "  allowed: rules, or no parallelize_plan: then every block gets divided sequences", id="empty"),
+        pytest.param({"parallelize_plan": ["llama"]}, {}, "cp_config['parallelize_plan']: a plan is a mapping of "
+                     "patterns to styles, not list", id="type"),
+        pytest.param({"parallelize_plan": {"fc": ColWiseParallel()}}, {}, "cp_config['parallelize_plan']: fc: "
+                     "ColWiseParallel: this is nothing that cp does\n"
+                     "  allowed: PrepareContextParallel and ContextParallel; all others stand in the plan for mp",
+                     id="style for mp"),
+        pytest.param({"backend": "flash"}, {}, "cp_config['backend']=flash: no backend is called so\n"
+                     "  allowed: gather, ring, ulysses, usp (p2p is ring, all2all is ulysses)", id="backend"),
+        pytest.param({"parallelize_plan": {"sdpa": ContextParallel("all2all")}}, {"a": PrepareContextParallel("p2p")},
+                     "cp_config['parallelize_plan']: sdpa: ContextParallel with backend=ulysses and cp.backend=ring: "
+                     f"{ONE_WAY}  write:   cp=ulysses", id="two ways"),
+    ],
+)  # fmt: skip
+def test_wrong_cp_config(given: dict[str, Any], others: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        context_config(given, read_plan(others))
+    assert str(caught.value) == message
+
+
+# --- pages and panels ------------------------------------------------------------------------------------------------
+
+
+def test_info_says_what_each_backend_does(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--info", "cp"]) == 0
+    page = " ".join(capfd.readouterr().out.split())
+    for name in ("none", *CP_BACKENDS):
+        assert f"cp={name} " in page
+    assert "cp=ring Keys and values go round" in page
+    assert "cp.pad false Pad sequences" in page
+    assert cli.run(["--info", "cp.plan"]) == 0
+    assert "styles: PrepareContextParallel, ContextParallel" in " ".join(capfd.readouterr().out.split())
+    assert cli.run(["--info", "mp.plan"]) == 0
+    assert "PrepareContextParallel, ContextParallel, PrepareLayerInput" in " ".join(capfd.readouterr().out.split())
+
+
+def account(**changes: Any) -> dict[str, Any]:
+    cp = {"backend": "ring", "ranks": 2, "ulysses": 1, "pad": False, "regions": [], "layers": [], "attention": {}}
+    return {
+        "order": [],
+        "blocks": {"found": []},
+        "cp": cp | changes,
+        "recompute": {},
+        "compile": {},
+        "dp": {"sharding_level": 3, "replicate": 1, "shard": 1, "groups": {}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "changes", "line"),
+    [
+        pytest.param(["data.seq_len=64"], {}, "ring · 2 ranks · 64 → 32 tokens per rank", id="ring"),
+        pytest.param(
+            ["data.seq_len=61", "cp.pad=true"], {}, "ring · 2 ranks · 61 → 32 tokens per rank, padded", id="pad"
+        ),
+        pytest.param(
+            ["mesh=cp8", "data.seq_len=64"],
+            {"backend": "usp", "ranks": 8, "ulysses": 2},
+            "usp · 8 ranks (ring of 4 × ulysses of 2) · 64 → 8 tokens per rank",
+            id="usp",
+        ),
+        pytest.param(
+            ["data=custom", "data._target_=autolaunch.data.Mine", "+data.seq_len=61"],
+            {"backend": "gather"},
+            "gather · 2 ranks",
+            id="own-data",
+        ),
+    ],
+)
+def test_the_line_of_a_panel(argv: list[str], changes: dict[str, Any], line: str, workplace: Path) -> None:
+    console = Console(file=io.StringIO(), width=90)
+    show_start(account(**changes), job("mesh=cp2", *argv), console)
+    rows = [row.strip("│ ") for row in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert f"cp         {line}" in rows
+    assert any(row.startswith("sharded    parameters, gradients, optimizer state over cp") for row in rows)
+
+
+def test_where_sequences_are_divided(workplace: Path) -> None:
+    blocks = [f"model.layers.{index}" for index in range(4)]
+    attention = {f"{block}.attention": "ring" for block in blocks} | {"model.last.attention": "gather"}
+    console = Console(file=io.StringIO(), width=120)
+    told = account(regions=blocks, layers=["model.embedding", "head"], attention=attention)
+    show_plan(told, job("mesh=cp2"), console, 0, Path("plan.yaml"))
+    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "cp model.layers.0 ... model.layers.3, model.embedding, head: each rank has 1/2 of the positions" in text
+    assert "cp model.layers.0.attention ... model.layers.3.attention: attention over all positions by ring" in text
+    assert "cp model.last.attention: attention over all positions by gather" in text
+
+
+def test_no_line_without_cp(workplace: Path) -> None:
+    console = Console(file=io.StringIO(), width=90)
+    show_start({}, job("mesh=2"), console)
+    assert "│ cp " not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_mesh_may_leave_cp_open() -> None:
+    assert MeshStrategy("dp2xcp-1").shape == MeshShape(dp=2, cp=-1)
