@@ -236,6 +236,24 @@ def without_batch() -> dict[str, float]:
 
 
 @case
+def one_rank() -> dict[str, float]:
+    """A cp axis of one rank, here each for itself."""
+    groups = [dist.new_group([rank]) for rank in range(RANKS)]
+    found = {}
+    for backend, size in itertools.product(("gather", "ring", "ulysses", "usp"), (16, 13)):
+        peers = Peers(groups[RANK], None, None)
+        layout = peers.layout(size)
+        *tensors, grad = inputs(size, key_heads=2)
+        leaves = [F.pad(x, (0, 0, 0, layout.local - size), value=7.0).requires_grad_() for x in tensors]
+        out = context_attention(*leaves, backend=backend, peers=peers, layout=layout, is_causal=True)
+        out.backward(F.pad(grad, (0, 0, 0, layout.local - size), value=7.0))
+        held = [x[:, :, :size] for x in (out.detach(), *(leaf.grad for leaf in leaves))]
+        pairs = zip(held, reference(*tensors, grad, is_causal=True), strict=True)
+        found[f"{backend} {size}"] = max(float((a - b).abs().max()) for a, b in pairs)
+    return found
+
+
+@case
 def low_precision() -> dict[str, list[float]]:
     """Differences from the reference on the same rounded inputs, beside those of torch's own attention."""
     found = {}

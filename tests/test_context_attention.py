@@ -62,6 +62,12 @@ def test_three_dims(results: Results) -> None:
     assert max(found.values()) <= TOLERANCE
 
 
+def test_one_rank(results: Results) -> None:
+    found = results.read("one_rank")
+    assert len(found) == 8
+    assert max(found.values()) <= TOLERANCE
+
+
 def test_low_precision_is_as_exact_as_torch(results: Results) -> None:
     for name, (divided, alone) in results.read("low_precision").items():
         assert divided <= 2 * alone, name

@@ -5,6 +5,7 @@ What goes to one rank at one time travels as one message: its tensors, flattened
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -53,31 +54,29 @@ def in_order(parts: Sequence[torch.Tensor], layout: Layout, dim: int) -> torch.T
     return whole.narrow(dim, 0, layout.size)
 
 
-def by_rank(whole: torch.Tensor, layout: Layout, dim: int) -> list[torch.Tensor]:
-    """The inverse of `in_order`; padding is filled with zeros."""
-    half = layout.local // 2
-    missing = layout.local * layout.ranks - layout.size
-    if missing:
-        shape = list(whole.shape)
-        shape[dim] = missing
-        whole = torch.cat((whole, whole.new_zeros(shape)), dim)
-    pieces = dict(zip(_halves(layout), whole.split(half, dim), strict=True))
-    return [torch.cat((pieces[rank, 0], pieces[rank, 1]), dim) for rank in range(layout.ranks)]
-
-
 def sum_at_owners(
     wholes: Sequence[torch.Tensor], group: dist.ProcessGroup, layout: Layout, dim: int
 ) -> list[torch.Tensor]:
-    """The sum over all ranks of this rank's part along `dim` of each tensor: the adjoint of gathering them.
+    """The sum over all ranks of this rank's part along `dim` of each whole: the adjoint of gathering them.
 
-    Terms travel in the dtype that they have and are added in fp32 (fp64 for fp64), which is what comes back.
+    Terms travel in the dtype that they have and are added in fp32 (fp64 for fp64), which is what comes back. Rows of
+    padding are 0.
     """
-    parts = [by_rank(whole, layout, dim) for whole in wholes]
-    sent = pack([part[rank] for rank in range(layout.ranks) for part in parts])
+    shapes = [torch.Size((*whole.shape[:dim], layout.local, *whole.shape[dim + 1 :])) for whole in wholes]
+    numbers = sum(math.prod(shape) for shape in shapes)
+    make = wholes[0].new_zeros if layout.is_padded else wholes[0].new_empty
+    sent = make(layout.ranks * numbers)
+    parts = [unpack(flat, shapes) for flat in sent.chunk(layout.ranks)]
+    half = layout.local // 2
+    for start, (rank, which) in zip(itertools.count(0, half), _halves(layout)):
+        length = min(half, layout.size - start)
+        for index, whole in enumerate(wholes):
+            if length > 0:
+                parts[rank][index].narrow(dim, which * half, length).copy_(whole.narrow(dim, start, length))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     total = received.view(layout.ranks, -1).sum(0, dtype=torch.promote_types(sent.dtype, torch.float32))
-    return unpack(total, [part[0].shape for part in parts])
+    return unpack(total, shapes)
 
 
 class GatherInOrder(torch.autograd.Function):
