@@ -57,7 +57,7 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     func(changed, *whole_args[1:], **whole_kwargs)
     if changed.shape != first.sizes:
         raise RuntimeError(f"{name} can't change the shape of a tensor of which each rank holds a part (cp) in place")
-    first.held.copy_(cut(changed, first.sequence_dim, first.positions, first.group))
+    first.local.copy_(cut(changed, first.sequence_dim, first.positions, first.group))
     return None if name == "__setitem__" else first
 
 
@@ -110,7 +110,7 @@ def _parts(tree: Any, lead: SequenceShard, right: int, exact: bool = False) -> A
     def part(leaf: Any) -> Any:
         if isinstance(leaf, SequenceShard):
             if _from_right(leaf) == right and leaf.positions == lead.positions:
-                return leaf.held
+                return leaf.local
             leaf = leaf.whole()
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -125,10 +125,11 @@ def _parts(tree: Any, lead: SequenceShard, right: int, exact: bool = False) -> A
 
 
 def _wrap(result: Any, lead: SequenceShard, right: int, positions: Positions | None = None) -> Any:
-    """Tensors in `result` as shards with the sequence at the place `right`; what is `lead.local` itself, as `lead`."""
+    """Tensors in `result` as shards with the sequence at the place `right`; what is its own part, as `lead`."""
 
     def wrap(leaf: Any) -> Any:
-        if leaf is lead.local:
+        if leaf is lead._local:  # changed in place, or left as it was
+            lead.watch()
             return lead
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -138,7 +139,7 @@ def _wrap(result: Any, lead: SequenceShard, right: int, positions: Positions | N
         items = [_wrap(item, lead, right, positions) for item in result]
         if type(result) in (list, tuple):
             return type(result)(items)
-        return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)  # type: ignore[arg-type]
+        return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
     return wrap(result)
 
 
@@ -195,7 +196,7 @@ def _conversion(func: Any, args: Any, kwargs: Any) -> Any:
     first = _first(args)
     if first is None:
         return func(args[0], *rest, **named)
-    converted = func(first.held, *rest, **named)
+    converted = func(first.local, *rest, **named)
     if not isinstance(converted, torch.Tensor):  # the name of a type
         return converted
     if converted.device != first.local.device:
@@ -213,13 +214,13 @@ def _rows(consumed: Callable[[dict[str, Any]], int | None], added: int = 0) -> R
         count = consumed(given)
         if first is None or count is None or _shards((args[1:], kwargs)) or _from_right(first) <= count:
             return NotImplemented
-        return _wrap(func(first.held, *args[1:], **kwargs), first, _from_right(first) + added)
+        return _wrap(func(first.local, *args[1:], **kwargs), first, _from_right(first) + added)
 
     return rule
 
 
 def _normalized_dims(given: dict[str, Any]) -> int:
-    shape = given.get("normalized_shape", given.get("second"))
+    shape: Any = given.get("normalized_shape", given.get("second"))
     return 1 if isinstance(shape, int) else len(shape)
 
 
@@ -244,7 +245,7 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
     if place > 2:
         if left.dim() == 1 or right.dim() == 1:
             out = place - 1
-            parts = left.held if left is lead else left, right.held if right is lead else right
+            parts = left.local if left is lead else left, right.local if right is lead else right
             return NotImplemented if len(shards) > 1 else _wrap(func(*parts), lead, out)
         try:
             return _wrap(func(*_parts(args, lead, place)), lead, place)
@@ -252,7 +253,7 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
             return NotImplemented
     if place != 2 or left is not lead or len(shards) > 1:
         return NotImplemented
-    return _wrap(func(left.held, right), lead, 1 if right.dim() == 1 else 2)
+    return _wrap(func(left.local, right), lead, 1 if right.dim() == 1 else 2)
 
 
 def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -263,7 +264,7 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
     if _from_right(lead) != 2:
         return NotImplemented
     try:
-        return _wrap(func(_parts(args[0], lead, 2), lead.held, args[2], **kwargs), lead, 2)
+        return _wrap(func(_parts(args[0], lead, 2), lead.local, args[2], **kwargs), lead, 2)
     except _Mismatch:
         return NotImplemented
 
@@ -327,7 +328,7 @@ def _along(names: tuple[str, ...], default: Any = None, aligned: bool = False) -
                 return NotImplemented
         elif _shards(rest):
             return NotImplemented
-        return _wrap(func(first.held, *rest[0], **rest[1]), first, right)
+        return _wrap(func(first.local, *rest[0], **rest[1]), first, right)
 
     return rule
 
@@ -348,7 +349,7 @@ def _reduction(names: tuple[str, ...], default: Any = None, summed: bool = False
         dims = _dims(value, len(first.sizes))
         if first.sequence_dim in dims:
             return _total(func, first, dims, given) if summed else NotImplemented
-        result = func(first.held, *args[1:], **kwargs)
+        result = func(first.local, *args[1:], **kwargs)
         leaf = result if isinstance(result, torch.Tensor) else result[0]
         kept = leaf.dim() == len(first.sizes)
         right = _from_right(first) - (0 if kept else sum(dim > first.sequence_dim for dim in dims))
@@ -358,7 +359,7 @@ def _reduction(names: tuple[str, ...], default: Any = None, summed: bool = False
 
 
 def _total(func: Any, shard: SequenceShard, dims: list[int], given: dict[str, Any]) -> Any:
-    local, dtype = shard.held, given.get("dtype")
+    local, dtype = shard.local, given.get("dtype")
     mean = func.__name__ == "mean"
     if mean and not (dtype or local.dtype).is_floating_point and not (dtype or local.dtype).is_complex:
         return NotImplemented
@@ -400,7 +401,7 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Any:
     right = _from_right(first)
     if any(pad[2 * right - 2 : 2 * right]):
         return NotImplemented
-    return _wrap(func(first.held, *args[1:], **kwargs), first, right)
+    return _wrap(func(first.local, *args[1:], **kwargs), first, right)
 
 
 # --- rules: shapes ----------------------------------------------------------------------------------------------------
@@ -414,7 +415,7 @@ def _part_of(shard: SequenceShard, start: int, stop: int) -> SequenceShard:
     before = shard.positions.held_before(start, rank)
     count = shard.positions.held_before(stop, rank) - before
     return SequenceShard.of(
-        shard.held.narrow(dim, before, count), dim, shard.positions.narrowed(start, stop), shard.group
+        shard.local.narrow(dim, before, count), dim, shard.positions.narrowed(start, stop), shard.group
     )
 
 
@@ -423,7 +424,7 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(shard, SequenceShard):
         # rows of a table, looked up by indices
         if isinstance(index, SequenceShard) and index.local.dtype not in (torch.bool, torch.uint8):
-            return _wrap(shard[index.held], index, _from_right(index) + shard.dim() - 1)
+            return _wrap(shard[index.local], index, _from_right(index) + shard.dim() - 1)
         return NotImplemented
     index = index if isinstance(index, tuple) else (index,)
     if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in index):
@@ -460,7 +461,7 @@ def _sections(names: tuple[str, ...], default: int = 0) -> Rule:
             return NotImplemented
         dim = int(_bound(names, args, kwargs).get("dim", default)) % len(first.sizes)
         if dim != first.sequence_dim:
-            return _wrap(func(first.held, *args[1:], **kwargs), first, _from_right(first))
+            return _wrap(func(first.local, *args[1:], **kwargs), first, _from_right(first))
         found = _on_probe(first, func, args, kwargs)
         pieces = [found] if isinstance(found, torch.Tensor) else found
         starts = [piece.storage_offset() // _STEP for piece in pieces]
@@ -514,8 +515,8 @@ def _moved(func: Any, args: Any, kwargs: Any) -> Any:
     if expands:
         shape = list(views[0].shape)
         shape[len(shape) - right] = count
-        return _wrap(first.held.expand(shape), first, right)
-    result = func(first.held, *args[1:], **kwargs)
+        return _wrap(first.local.expand(shape), first, right)
+    result = func(first.local, *args[1:], **kwargs)
     if isinstance(result, torch.Tensor):
         return _wrap(shaped(views[0], result), first, right)
     return _wrap(tuple(shaped(view, item) for view, item in zip(views, result, strict=True)), first, right)
@@ -558,8 +559,8 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     found = one if rows == 1 else one.flattened(rows)
     local_shape = list(shape)
-    local_shape[place] = len(found.of_rank(shard.group.rank()))
-    return _wrap(shard.held.reshape(local_shape), shard, len(shape) - place, found)
+    local_shape[place] = found.counts[shard.group.rank()]
+    return _wrap(shard.local.reshape(local_shape), shard, len(shape) - place, found)
 
 
 def _like_shape(method: str) -> Rule:
@@ -607,7 +608,7 @@ def _class_loss(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     right = len(scores.sizes) - max(scores.sequence_dim, 1)
     parts = _parts(target, scores, _from_right(scores) if probabilities else right, exact=True)
-    losses = func(**given | {"input": scores.held, "target": parts, "reduction": "none"})
+    losses = func(**given | {"input": scores.local, "target": parts, "reduction": "none"})
 
     def count() -> Any:
         if probabilities:
@@ -699,7 +700,7 @@ def _of_shape(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _of_local(func: Any, args: Any, kwargs: Any) -> Any:
     """What is known of, or done to, what this rank holds. Autograd's hooks get gradients of that."""
-    args, kwargs = tree_map(lambda leaf: leaf.held if isinstance(leaf, SequenceShard) else leaf, (args, kwargs))
+    args, kwargs = tree_map(lambda leaf: leaf.local if isinstance(leaf, SequenceShard) else leaf, (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -729,10 +730,11 @@ def _spelled(names: str | Iterable[str], spaces: tuple[Any, ...] = _SPACES) -> I
                 yield function
 
 
-def _getters(names: str) -> Iterator[Any]:
+def _getters(names: str, access: str = "__get__") -> Iterator[Any]:
+    """What reads (or sets) these attributes of a tensor, as far as this torch has them."""
     for name in names.split():
         if hasattr(torch.Tensor, name):
-            yield getattr(torch.Tensor, name).__get__
+            yield getattr(getattr(torch.Tensor, name), access)
 
 
 _ARITHMETIC = """
@@ -771,7 +773,7 @@ _TABLE: list[tuple[Iterable[Any], Rule]] = [
     (_spelled(_ARITHMETIC), _elementwise),
     (_spelled(_in_place(_ARITHMETIC)), _elementwise),
     (_getters("data real imag"), _elementwise),
-    ((torch.Tensor.data.__set__, torch.Tensor.grad.__set__), _elementwise),  # type: ignore[attr-defined]
+    (_getters("data grad", "__set__"), _elementwise),
     (_spelled("where"), _where),
     (_spelled("to type type_as cpu cuda"), _conversion),
     (_spelled("linear"), _rows(lambda given: 1)),
@@ -821,10 +823,10 @@ _TABLE: list[tuple[Iterable[Any], Rule]] = [
     (_spelled("dim ndimension size numel nelement __len__ is_floating_point is_complex is_signed is_contiguous stride "
               "element_size get_device is_neg is_conj is_same_size __hash__ __dir__"), _of_shape),
     (_getters("requires_grad grad_fn is_leaf _version retains_grad _backward_hooks"), _of_local),
-    ((torch.Tensor.requires_grad.__set__,), _of_local),  # type: ignore[attr-defined]
+    (_getters("requires_grad", "__set__"), _of_local),
     (_spelled("register_hook register_post_accumulate_grad_hook retain_grad result_type new_tensor new_empty new_zeros "
               "new_ones new_full is_inference is_pinned is_shared data_ptr untyped_storage record_stream"), _of_local),
-    ((torch.Tensor.grad.__get__,), _gradient),  # type: ignore[attr-defined]
+    (_getters("grad"), _gradient),
     ((torch.autograd.grad,), _refused),
 ]  # fmt: skip
 

@@ -53,11 +53,11 @@ class Positions:
     @property
     def counts(self) -> tuple[int, ...]:
         """How many entries each rank holds."""
-        return tuple(len(self.of_rank(rank)) for rank in range(self.layout.ranks))
+        return _counts(self)
 
     def of_rank(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """The entries that `rank` holds, [count] int64, ascending."""
-        return _entries(self, rank, torch.device(device))
+        return _kept_entries(self, rank, torch.device(device))
 
     def narrowed(self, start: int, stop: int) -> Positions:
         """Of the entries [start, stop) of the dim."""
@@ -87,24 +87,35 @@ class Positions:
         return _order(self, device)
 
 
-@lru_cache(maxsize=1024)
-def _entries(positions: Positions, rank: int, device: torch.device) -> torch.Tensor:
+@lru_cache(maxsize=64)
+def _kept_entries(positions: Positions, rank: int, device: torch.device) -> torch.Tensor:
     with outside_of_modes():
-        if device.type != "cpu":
-            return positions.of_rank(rank).to(device)
-        held = positions.layout.positions(rank).clone()
-        held = held[(held >= positions.start) & (held < positions.stop)] - positions.start
-        if positions.outer > 1:
-            rows = torch.arange(positions.outer) * (positions.stop - positions.start)
-            held = (rows[:, None] + held).flatten()
-        return held[(held >= positions.first) & (held < positions.last)] - positions.first
+        return _entries(positions, rank).to(device)
 
 
 @lru_cache(maxsize=256)
+def _counts(positions: Positions) -> tuple[int, ...]:
+    rows = positions.rows
+    if rows is not None and rows > 1:
+        return tuple(rows * count for count in positions.one_row().counts)
+    with outside_of_modes():
+        return tuple(len(_entries(positions, rank)) for rank in range(positions.layout.ranks))
+
+
+@lru_cache(maxsize=16)
 def _order(positions: Positions, device: torch.device) -> torch.Tensor | None:
     with outside_of_modes():
-        order = torch.cat([positions.of_rank(rank) for rank in range(positions.layout.ranks)]).argsort()
+        order = torch.cat([_entries(positions, rank) for rank in range(positions.layout.ranks)]).argsort()
         return None if bool((order.diff() == 1).all()) else order.to(device)
+
+
+def _entries(positions: Positions, rank: int) -> torch.Tensor:
+    held = positions.layout.positions(rank).clone()  # may have been made in inference mode
+    held = held[(held >= positions.start) & (held < positions.stop)] - positions.start
+    if positions.outer > 1:
+        rows = torch.arange(positions.outer) * (positions.stop - positions.start)
+        held = (rows[:, None] + held).flatten()
+    return held[(held >= positions.first) & (held < positions.last)] - positions.first
 
 
 class SequenceShard(torch.Tensor):
@@ -114,8 +125,7 @@ class SequenceShard(torch.Tensor):
     the group have to ask for together.
     """
 
-    local: torch.Tensor
-    """The entries of this rank: a plain tensor, or a DTensor over the mp mesh."""
+    _local: torch.Tensor
     sequence_dim: int
     """Which dim is divided (>= 0); `dim()` is what it is for every tensor: their number."""
     positions: Positions
@@ -127,36 +137,44 @@ class SequenceShard(torch.Tensor):
 
     @staticmethod
     def of(local: torch.Tensor, dim: int, positions: Positions, group: dist.ProcessGroup) -> SequenceShard:
-        """A shard of what this rank holds, [.., len(positions.of_rank(rank)), ..] with the entries along `dim` >= 0."""
+        """A shard of what this rank holds, a plain tensor or a DTensor over the mp mesh.
+
+        Args:
+            local: [.., positions.counts[rank], ..], without padding.
+            dim: the sequence dim (>= 0).
+        """
         shape = list(local.shape)
-        assert shape[dim] == len(positions.of_rank(group.rank())), (shape, dim, positions)
+        assert shape[dim] == positions.counts[group.rank()], (shape, dim, positions)
         shape[dim] = positions.size
-        shard = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            SequenceShard, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
-        shard.local, shard.sequence_dim, shard.positions, shard.group = local, dim, positions, group
+        shard = torch.Tensor._make_wrapper_subclass(SequenceShard, shape, dtype=local.dtype, device=local.device)
+        shard._local, shard.sequence_dim, shard.positions, shard.group = local, dim, positions, group
         shard.sizes = tuple(shape)
-        if local.requires_grad:
-            with torch._C.DisableTorchFunction():
-                shard.register_hook(_lost)
+        shard.watch()
         return shard
 
     @property
-    def held(self) -> torch.Tensor:
-        """`local`, if autograd knows nothing else of this tensor.
+    def local(self) -> torch.Tensor:
+        """The entries of this rank, [.., positions.counts[rank], ..]: a plain tensor, or a DTensor over the mp mesh.
 
         Raises:
-            RuntimeError: it came out of a `torch.autograd.Function`, whose gradients would never arrive.
+            RuntimeError: the shard came out of a `torch.autograd.Function`, so that no gradient would reach it.
         """
         with torch._C.DisableTorchFunction():
             node = self.grad_fn
         if node is not None:
             raise RuntimeError(f"{node.name()} {_UNSEEN}")
-        return self.local
+        return self._local
+
+    def watch(self) -> None:
+        """Let a gradient that reaches this tensor, and not `local`, be an error. Called when `local` needs one."""
+        with torch._C.DisableTorchFunction():
+            if self._local.requires_grad and self._backward_hooks is None:
+                self.requires_grad_()
+                self.register_hook(_lost)
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, the same on every rank, plain or a DTensor as `local` is. Differentiable."""
-        positions, dim, local = self.positions, self.sequence_dim, self.held
+        positions, dim, local = self.positions, self.sequence_dim, self.local
         order = positions.order(local.device)
 
         def gather(part: torch.Tensor) -> torch.Tensor:
@@ -166,9 +184,9 @@ class SequenceShard(torch.Tensor):
         return on_parts(local, gather, dim, positions.size)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        count, dim = self.local.shape[self.sequence_dim], self.sequence_dim
+        count, dim = self._local.shape[self.sequence_dim], self.sequence_dim
         return (
-            f"SequenceShard(shape={list(self.sizes)}, dtype={self.local.dtype}, device={self.local.device}, "
+            f"SequenceShard(shape={list(self.sizes)}, dtype={self._local.dtype}, device={self._local.device}, "
             f"{count} of {self.positions.size} along dim {dim} here)"
         )
 
@@ -182,7 +200,7 @@ class SequenceShard(torch.Tensor):
         return run(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(f"{func} {_UNSEEN}")
 
 
