@@ -541,12 +541,14 @@ def test_where_sequences_are_divided(workplace: Path) -> None:
     blocks = [f"model.layers.{index}" for index in range(4)]
     attention = {f"{block}.attention": "ring" for block in blocks} | {"model.last.attention": "gather"}
     console = Console(file=io.StringIO(), width=120)
-    told = account(regions=blocks, layers=["model.embedding", "head"], attention=attention)
+    warning = "cp.plan: layer.*: matches nothing"
+    told = account(regions=blocks, layers=["model.embedding", "head"], attention=attention, warnings=[warning])
     show_plan(told, job("mesh=cp2"), console, 0, Path("plan.yaml"))
     text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert "cp model.layers.0 ... model.layers.3, model.embedding, head: each rank has 1/2 of the positions" in text
     assert "cp model.layers.0.attention ... model.layers.3.attention: attention over all positions by ring" in text
     assert "cp model.last.attention: attention over all positions by gather" in text
+    assert f"cp {warning}" in text
 
 
 def test_no_line_without_cp(workplace: Path) -> None:

@@ -229,8 +229,8 @@ def test_nothing_to_do(config: Any, caplog: pytest.LogCaptureFixture) -> None:
         pytest.param(ONE, [1], "config: a mapping is needed, not list\n"
                      "  allowed: dp_config, mp_config, pp_config, cp_config", id="type"),
         pytest.param(ONE, {"dp_config": 1}, "dp_config: a mapping is needed, not int", id="inner type"),
-        pytest.param(ONE, {"cp_config": {}}, "cp_config: context parallelism has not landed in this version\n"
-                     "  allowed: dp_config, mp_config and pp_config", id="cp"),
+        pytest.param(ONE, {"cp_config": {}}, "cp_config: ProcessMesh(dp=1, mp=1, ranks=[0]) has no axis cp\n"
+                     "  allowed: a mesh with 'cp' among its dim_names", id="no cp"),
         pytest.param(None, {"dp_config": {}}, "mesh: there is none\n"
                      "  allowed: parallelize(mesh=...) or set_mesh before\n"
                      '  write:   set_mesh(ProcessMesh([0, 1], ["dp"]))', id="no mesh"),
@@ -240,9 +240,8 @@ def test_nothing_to_do(config: Any, caplog: pytest.LogCaptureFixture) -> None:
                      "dp\n  allowed: a mesh with 'dp' among its dim_names", id="no dp"),
         pytest.param(ProcessMesh([0], ["dp"]), {"mp_config": {}}, "mp_config: ProcessMesh(dp=1, ranks=[0]) has no axis "
                      "mp\n  allowed: a mesh with 'mp' among its dim_names", id="no mp"),
-        pytest.param(ProcessMesh([[0, 1]], ["dp", "cp"]), {"dp_config": {}}, "mesh=ProcessMesh(dp=1, cp=2, "
-                     "ranks=[0, 1]): context parallelism has not landed in this version\n"
-                     "  allowed: no axis cp", id="cp axis"),
+        pytest.param(ProcessMesh([[0, 1]], ["dp", "cp"]), {"cp_config": {"plan": {}}}, "cp_config['plan']: no such key\n"
+                     "  allowed: parallelize_plan, backend, ulysses, pad", id="cp key"),
         pytest.param(ONE, {"dp_config": {"sharding_level": 5}}, "dp.sharding_level=5: not one of the choices\n"
                      "  allowed: 0, 1, 2, 3", id="level"),
         pytest.param(ONE, {"mp_config": {"plan": {}}}, "mp_config['plan']: no such key\n  allowed: parallelize_plan",

@@ -97,8 +97,11 @@ def show_plan(
         table.add_row("mp", Text(f"{pattern}: {_styles(styles)} ({matched}; {mp['reasons'][pattern]})"))
     for warning in mp.get("warnings", ()):
         table.add_row("mp", Text(warning, style="yellow"))
-    for kind, names in _divided(account.get("cp", {})):
+    cp = account.get("cp", {})
+    for kind, names in _divided(cp):
         table.add_row("cp", Text(f"{names}: {kind}"))
+    for warning in cp.get("warnings", ()):
+        table.add_row("cp", Text(warning, style="yellow"))
     for step in ("recompute", "compile"):
         if blocks := account[step].get("blocks"):
             table.add_row(
