@@ -240,8 +240,8 @@ def test_nothing_to_do(config: Any, caplog: pytest.LogCaptureFixture) -> None:
                      "dp\n  allowed: a mesh with 'dp' among its dim_names", id="no dp"),
         pytest.param(ProcessMesh([0], ["dp"]), {"mp_config": {}}, "mp_config: ProcessMesh(dp=1, ranks=[0]) has no axis "
                      "mp\n  allowed: a mesh with 'mp' among its dim_names", id="no mp"),
-        pytest.param(ProcessMesh([[0, 1]], ["dp", "cp"]), {"cp_config": {"plan": {}}}, "cp_config['plan']: no such key\n"
-                     "  allowed: parallelize_plan, backend, ulysses, pad", id="cp key"),
+        pytest.param(ProcessMesh([[0, 1]], ["dp", "cp"]), {"cp_config": {"plan": {}}},
+                     "cp_config['plan']: no such key\n  allowed: parallelize_plan, backend, ulysses, pad", id="cp key"),
         pytest.param(ONE, {"dp_config": {"sharding_level": 5}}, "dp.sharding_level=5: not one of the choices\n"
                      "  allowed: 0, 1, 2, 3", id="level"),
         pytest.param(ONE, {"mp_config": {"plan": {}}}, "mp_config['plan']: no such key\n  allowed: parallelize_plan",
