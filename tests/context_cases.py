@@ -210,10 +210,10 @@ def _recomputing(model: Any) -> nn.Module:
 for _attention in ("sdpa", "eager"):
     training(f"hf-llama-{_attention}", wrapped("llama", _attention), UNPADDED, *everywhere(), val=UNPADDED, **CLIP)
     training(f"hf-gpt2-{_attention}", wrapped("gpt2", _attention), UNPADDED, *everywhere(), val=UNPADDED, **CLIP)
-    training(f"hf-llama-padded-{_attention}", wrapped("llama", _attention), PADDED, on("cp2"), val=PADDED, **CLIP)
-    training(f"hf-llama-left-{_attention}", wrapped("llama", _attention), PADDED_LEFT, on("cp2"), **CLIP)
-    training(f"hf-mistral-{_attention}", wrapped("mistral", _attention), PADDED, on("cp2"), **CLIP)
-    training(f"hf-bert-{_attention}", wrapped("bert", _attention), PADDED, on("cp2"), val=PADDED, **CLIP)
+    training(f"hf-llama-padded-{_attention}", wrapped("llama", _attention), PADDED, *everywhere(), val=PADDED, **CLIP)
+    training(f"hf-llama-left-{_attention}", wrapped("llama", _attention), PADDED_LEFT, *everywhere(), **CLIP)
+    training(f"hf-mistral-{_attention}", wrapped("mistral", _attention), PADDED, *everywhere(), **CLIP)
+    training(f"hf-bert-{_attention}", wrapped("bert", _attention), PADDED, *everywhere(), val=PADDED, **CLIP)
 training("hf-gpt2-padded", wrapped("gpt2"), PADDED, on("cp2"), on("dp2xcp2", label="level3", dp=3), **CLIP)
 training("hf-gemma3", wrapped("gemma3"), PADDED, on("cp2"), on("cp4"), **CLIP)
 training("hf-bert-whole", wrapped("bert"), UNPADDED, *everywhere(), on("cp4", "usp"), **CLIP)
@@ -231,7 +231,7 @@ training("hf-llama-recomputes", lambda: Transformers(_recomputing(hf("llama"))),
 training(
     "hf-no-cache", wrapped("llama", use_cache=False), UNPADDED, on("cp2", "ring"), **CLIP,
 )  # fmt: skip
-training("hf-packed", lambda: modules.GivesPositions(hf("llama")), IDS, on("cp2"), on("cp4"), **CLIP)
+training("hf-packed", lambda: modules.GivesPositions(hf("llama")), IDS, *everywhere(), *everywhere("cp4"), **CLIP)
 training(
     "hf-accumulate", wrapped("llama"), UNPADDED, on("cp2", "ring"), accumulate_grad_batches=2, max_epochs=2, **CLIP
 )
@@ -244,8 +244,8 @@ training(
     on("mp2xcp2", "gather", label="sp", mp="seq_parallel"), val=PADDED, **CLIP,
 )  # fmt: skip
 training("encoder", lambda: Tokens(Encoder()), PADDED, *everywhere(), val=PADDED, **CLIP)
-training("encoder-padded", lambda: Tokens(Encoder(), padded=True), PADDED, on("cp2"), val=PADDED, **CLIP)
-training("multi-head", lambda: Tokens(MultiHead()), PADDED, on("cp2"), val=PADDED, **CLIP)
+training("encoder-padded", lambda: Tokens(Encoder(), padded=True), PADDED, *everywhere(), val=PADDED, **CLIP)
+training("multi-head", lambda: Tokens(MultiHead()), PADDED, *everywhere(), val=PADDED, **CLIP)
 training("multi-head-weights", lambda: Tokens(MultiHead(need_weights=True)), PADDED, on("cp2"), val=PADDED, **CLIP)
 training("holds-blocks", modules.HoldsBlocks, IDS, on("cp2"), on("cp2", "ring"), **CLIP)
 training("sequence-first", lambda: Tokens(SequenceFirst()), PADDED, on("cp2"), on("cp2", "ring"), val=PADDED, **CLIP)
@@ -347,11 +347,15 @@ class WatchesMasks(pl.Callback):
 
 
 def dropout(cp: Any, p: float = 0.5, attention: float = 0.0) -> Case:
-    """Losses, and what the dropouts of this rank dropped; twice with one seed, once with another."""
+    """Losses, and what the dropouts of this rank dropped: twice with one seed, once with another, and recomputed."""
 
     def run() -> Any:
-        setting, found = On("cp2", {"cp": cp}), {}
-        for name, seed in (("first", 1), ("again", 1), ("other", 2)):
+        found = {}
+        for name, seed, recompute in (
+            ("first", 1, "none"), ("again", 1, "none"), ("other", 2, "none"), ("recomputed", 1, "full"),
+            ("selected", 1, "selective"),
+        ):  # fmt: skip
+            setting = On("cp2", {"cp": cp, "recompute": recompute})
             pl.seed_everything(1, verbose=False)
             module, watch = modules.NanoGPT(dropout=p, attention_dropout=attention), WatchesMasks()
             rows = Rows(canonical_names(module))

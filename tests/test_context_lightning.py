@@ -65,6 +65,9 @@ def test_dropout(one: Results, two: Results, case: str) -> None:
         assert len(losses) == 4 and all(0 < loss < 20 for loss in losses)
         assert all(abs(loss - other) > 1e-3 for loss, other in zip(losses, without, strict=True))
         assert part["other"]["losses"] != losses
+        for name in ("recomputed", "selected"):
+            for what in ("losses", "norms"):
+                assert differences(part["first"][what], part[name][what], TOLERANCE, f"{name} {what}") == []
     assert parts[0]["first"]["losses"] == parts[1]["first"]["losses"], "every rank computes the whole loss"
     dropped = [part["first"]["dropped"] for part in parts]
     inside = [name for name in dropped[0] if ".h." in name]
@@ -81,6 +84,9 @@ def test_dropout(one: Results, two: Results, case: str) -> None:
 def test_dropout_of_attention(one: Results, two: Results, backend: str) -> None:
     found = [two.read(f"dropout-of-attention-{backend}", rank) for rank in (0, 1)]
     assert found[0]["first"] == found[1]["first"] == found[0]["again"]
+    for name in ("recomputed", "selected"):
+        for what in ("losses", "norms"):
+            assert differences(found[0]["first"][what], found[0][name][what], TOLERANCE, f"{name} {what}") == []
     losses, without = found[0]["first"]["losses"], one.read("nanogpt")["first"]["losses"]
     assert all(0 < loss < 20 for loss in losses)
     assert losses != found[0]["other"]["losses"]
