@@ -358,9 +358,7 @@ def flash_attention_backward(
 
 def efficient_attention(q: Any, k: Any, v: Any, causal: bool, bias: Any, scale: float) -> tuple[Any, Any]:
     """The memory-efficient kernel of GPUs: output [b, h, s_q, d_v] and log-sum-exp [b, h, s_q, or more]."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, bias, True, 0.0, causal, scale=scale
-    )
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
     return out, lse
 
 
@@ -380,3 +378,8 @@ def start_all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.Pro
     # torch 2.13 has a new name for it and warns about the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(received, sent, group=group, async_op=True)
+
+
+def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """One mesh with the dims of several, parts of the same mesh, in whatever order that one has them."""
+    return DeviceMesh._concatenate(list(meshes))

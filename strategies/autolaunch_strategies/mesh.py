@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autolaunch_strategies._torch import flatten_mesh
+from autolaunch_strategies._torch import flatten_mesh, join_meshes
 from autolaunch_strategies.config import AXES, MeshShape
 from autolaunch_strategies.context.layout import Peers
 
@@ -129,5 +129,4 @@ class RankMesh:
         flat = flatten_mesh(self.device_mesh, shard)
         if "dp_replicate" not in names:
             return flat
-        assert flat.mesh_dim_names is not None
-        return self.device_mesh["dp_replicate", flat.mesh_dim_names[0]]
+        return join_meshes(self.device_mesh["dp_replicate"], flat)
