@@ -493,11 +493,16 @@ def what_torch_functions_do_not_see() -> dict[str, str]:
             return str(error)
         return "nothing was raised"
 
+    def around() -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return shard_of(x) + 1
+
     x = torch.randn(2, 4 * WORLD, 3, requires_grad=True)
     messages = {
         "its output": tried(lambda: Double.apply(shard_of(x)) + 1),
         "its gradient": tried(lambda: Total.apply(shard_of(x)).backward()),
-        "dispatch": tried(lambda: Same.apply(shard_of(x))),
+        "itself": tried(lambda: Same.apply(shard_of(x)).sum()),
+        "dispatch": tried(around),
         "grad": tried(lambda: torch.autograd.grad(x.sum(), shard_of(x))),
         "shape": tried(lambda: shard_of(x.detach()).unsqueeze_(0)),
     }
