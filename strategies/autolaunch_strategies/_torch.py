@@ -383,3 +383,8 @@ def start_all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.Pro
 def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     """One mesh with the dims of several, parts of the same mesh, in whatever order that one has them."""
     return DeviceMesh._concatenate(list(meshes))
+
+
+def group_called(name: str) -> dist.ProcessGroup:
+    """The process group whose `group_name` is `name`."""
+    return dist.distributed_c10d._resolve_process_group(name)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from autolaunch_strategies.blocks import Block
 from autolaunch_strategies.config import ConfigError, Recompute
+from autolaunch_strategies.context.operator import CONTEXT_ATTENTION
 
 SAVE_GROUPS: dict[str, tuple[str, ...]] = {
     "mm": ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm"),
@@ -24,7 +25,7 @@ SAVE_GROUPS: dict[str, tuple[str, ...]] = {
         "_scaled_dot_product_attention_math",
     ),
 }
-"""What the names in `recompute_save` stand for: aten operators."""
+"""What the names in `recompute_save` stand for: aten operators (and that of attention over divided sequences)."""
 
 
 def apply_recompute(
@@ -111,6 +112,8 @@ def _selective(save: Iterable[str]) -> Callable:
                 f"{', '.join(SAVE_GROUPS)}, or aten.<name>",
             )
         kept |= found
+        if name == "attention":
+            kept.add(CONTEXT_ATTENTION)
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         packet = getattr(operator, "overloadpacket", None)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from autolaunch_strategies.context.exchange import Gathering, GatherInOrder, in_order, sum_at_owners
 from autolaunch_strategies.context.kernels import attend_whole
 from autolaunch_strategies.context.layout import Layout
+from autolaunch_strategies.context.operator import as_operator
 from autolaunch_strategies.context.tiles import (
     Differentiated,
     Merged,
@@ -67,6 +68,31 @@ def gathered_attention(
     return padded(out, q.shape[2])
 
 
+def _all_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    layout: Layout,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = group.rank()
+    arriving = Gathering((k, v), group)
+    merged = Merged(q[:, :, : valid(layout, rank)], v.shape[3], scale)
+    own = _own_tile(layout, rank, causal, mask)
+    if own is not None:
+        merged.add(own, k, v)
+    keys, values = (in_order(parts, layout, 2) for parts in arriving.wait())
+    for tile in whole_tiles(layout, rank, causal, mask):
+        merged.add(tile, keys, values)
+    return merged.result()
+
+
+_forward = as_operator("gather", _all_tiles)
+
+
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -81,16 +107,7 @@ class _Gathered(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         ctx.of = group, layout, causal, scale
-        rank = group.rank()
-        arriving = Gathering((k, v), group)
-        merged = Merged(q[:, :, : valid(layout, rank)], v.shape[3], scale)
-        own = _own_tile(layout, rank, causal, mask)
-        if own is not None:
-            merged.add(own, k, v)
-        keys, values = (in_order(parts, layout, 2) for parts in arriving.wait())
-        for tile in whole_tiles(layout, rank, causal, mask):
-            merged.add(tile, keys, values)
-        out, lse = merged.result()
+        out, lse = _forward(q, k, v, mask, group, layout, causal, scale)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         return padded(out, q.shape[2])
 

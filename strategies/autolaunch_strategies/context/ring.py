@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from autolaunch_strategies.context.exchange import Passing, pack, unpack
 from autolaunch_strategies.context.layout import Layout
+from autolaunch_strategies.context.operator import as_operator
 from autolaunch_strategies.context.tiles import Differentiated, Merged, padded, ring_tile, valid
 
 _KEYS, _GRADIENTS = 1, 2
@@ -43,6 +44,28 @@ def ring_attention(
     return _Ring.apply(q, k, v, mask, group, layout, causal, scale)
 
 
+def _all_steps(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    layout: Layout,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    place = group.rank()
+    merged = Merged(q[:, :, : valid(layout, place)], v.shape[3], scale)
+    for origin, keys, values in _round(k, v, group):
+        tile = ring_tile(layout, place, origin, causal, mask)
+        if tile is not None:
+            merged.add(tile, keys, values)
+    return merged.result()
+
+
+_forward = as_operator("ring", _all_steps)
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -57,13 +80,7 @@ class _Ring(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         ctx.of = group, layout, causal, scale
-        place = group.rank()
-        merged = Merged(q[:, :, : valid(layout, place)], v.shape[3], scale)
-        for origin, keys, values in _round(k, v, group):
-            tile = ring_tile(layout, place, origin, causal, mask)
-            if tile is not None:
-                merged.add(tile, keys, values)
-        out, lse = merged.result()
+        out, lse = _forward(q, k, v, mask, group, layout, causal, scale)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         return padded(out, q.shape[2])
 
