@@ -43,8 +43,13 @@ LAYOUTS = {
     "padded contiguous": Layout(4 * WORLD - 3, WORLD, WORLD),
     "short": Layout(3, WORLD, WORLD),  # of four ranks the last two hold nothing
 }
-if WORLD == 4:
-    LAYOUTS |= {"both": Layout(16, 4, 2), "padded both": Layout(13, 4, 2)}
+if WORLD == 4:  # what two ranks can't show
+    LAYOUTS = {
+        "both": Layout(16, 4, 2),
+        "padded both": Layout(13, 4, 2),
+        "padded ring": LAYOUTS["padded ring"],
+        "short": LAYOUTS["short"],
+    }
 
 
 def case(function: Callable[[], Any]) -> Callable[[], Any]:
