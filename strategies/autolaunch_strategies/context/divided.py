@@ -28,6 +28,7 @@ from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.layout import Layout, Peers
 from autolaunch_strategies.context.sequence_shard import Positions, SequenceShard, cut
+from autolaunch_strategies.context.shown import show_whole
 from autolaunch_strategies.views import plain
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ class Sequences:
     ranks_along_mp: int = 1
     inside: bool = False
     """Whether a module runs that is divided, or found not to be divisible: those within it run as they are called."""
+    trying: bool = False
+    """Whether a module runs for a trial only."""
     divided: int = 0
     """How many calls have been run on parts of a sequence."""
     _cut: dict[tuple[int, int, Any], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
@@ -107,6 +110,8 @@ class DividedModule:
         self._own: Callable[..., Any] = own or (lambda *args, **kwargs: run_call(module, *args, **kwargs))
         self._ways: dict[Any, Way | None] = {}
         self._draws: bool | None = None
+        self._rows = 1
+        """Samples in the batch of the present call."""
         intercept_calls(module, self._called)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,6 +122,7 @@ class DividedModule:
         if anchor is None or not self._fits(anchor.size):
             return self._whole(leaves, spec)
         layout = self.sequences.peers.layout(anchor.size)
+        show_whole(self.module, self._shown, lambda: self.sequences.trying)
         key = (str(spec), tuple(_kind(leaf, anchor.size) for leaf in leaves))
         if key not in self._ways:
             self._ways[key] = self._try(leaves, spec, anchor)
@@ -148,8 +154,21 @@ class DividedModule:
             for leaf, dim in zip(leaves, way.cuts, strict=True)
         ]
         args, kwargs = tree_unflatten(parts, spec)
+        self._rows = next(
+            (_batch_of(part, dim) for part, dim in zip(parts, way.cuts, strict=True) if dim is not None), 1
+        )
         with self._within(layout):
             return self._own(*args, **kwargs)
+
+    def _shown(self, part: torch.Tensor) -> torch.Tensor | None:
+        """What a hook within the module is shown: the tensor of the whole sequence, if one has the part's length."""
+        within = self.sequences.calls.within
+        if within is None or isinstance(part, SequenceShard):
+            return None
+        dim = _dim_of_part(part, within.layout)
+        if dim is None and part.dim() > 0 and part.shape[0] == self._rows * within.layout.local:
+            dim = 0  # the batch is flattened into it
+        return None if dim is None else self._shard(part, dim, within.layout)
 
     @contextmanager
     def _within(self, layout: Layout | None) -> Iterator[None]:
@@ -307,12 +326,16 @@ class DividedModule:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
+        """Within it the module runs for a trial: without dropout, and unseen."""
+        seen, self.sequences.trying = self.sequences.calls.seen, True
         modes = {module: module.training for module in self.module.modules()}
         for module in modes:
             module.training = False
         try:
             yield
         finally:
+            self.sequences.trying = False
+            self.sequences.calls.seen = seen
             for module, mode in modes.items():
                 module.training = mode
 
@@ -406,6 +429,11 @@ def _dim_of_part(leaf: Any, layout: Layout) -> int | None:
         return None
     dims = [dim for dim in range(leaf.dim()) if leaf.shape[dim] == layout.local]
     return dims[0] if len(dims) == 1 else next((dim for dim in dims if dim == 1), None)
+
+
+def _batch_of(part: torch.Tensor, dim: int) -> int:
+    """How many samples stand beside the sequence in dim `dim`: the other one of the first two dims."""
+    return part.shape[1 - dim] if dim < 2 <= part.dim() else 1
 
 
 def _whole(leaf: Any) -> Any:

@@ -8,6 +8,8 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
+from autolaunch_strategies._torch import outside_of_modes
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -63,9 +65,10 @@ class Layout:
 def _positions(layout: Layout, rank: int) -> torch.Tensor:
     place, part = divmod(rank, layout.ulysses)
     chunk = layout.chunk
-    tail = 2 * layout.ring - 1 - place
-    both = torch.cat((torch.arange(place * chunk, (place + 1) * chunk), torch.arange(tail * chunk, (tail + 1) * chunk)))
-    return both[part * layout.local : (part + 1) * layout.local]
+    starts = place * chunk, (2 * layout.ring - 1 - place) * chunk
+    with outside_of_modes():  # what is kept must be a real tensor, whatever is being made when it is first asked for
+        both = torch.cat([torch.arange(start, start + chunk) for start in starts])
+        return both[part * layout.local : (part + 1) * layout.local]
 
 
 @dataclass(frozen=True)

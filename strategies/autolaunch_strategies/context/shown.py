@@ -1,0 +1,54 @@
+"""What forward hooks within divided modules are shown: tensors of whole sequences, as everything outside is.
+
+`transformers` collects router logits and hidden states with hooks, and its losses are computed from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from autolaunch_strategies.context.sequence_shard import SequenceShard
+
+_OF_LAYOUTS = ("autolaunch_strategies.styles", "torch.distributed")
+"""Where hooks come from that change tensors on the way, and not look at them."""
+
+
+ShardOf = Callable[[torch.Tensor], "torch.Tensor | None"]
+"""A tensor of this rank's part -> that of the whole sequence; None: it is shown as it is."""
+
+
+def show_whole(module: nn.Module, shard_of: ShardOf, is_trial: Callable[[], bool]) -> None:
+    """Have the hooks on outputs of `module` and its parts be shown what `shard_of` makes of tensors. Idempotent.
+
+    Args:
+        is_trial: whether what runs is only tried out: hooks are not called then.
+    """
+    for part in module.modules():
+        for key, hook in part._forward_hooks.items():
+            home = getattr(hook, "__module__", None) or ""
+            if not isinstance(hook, _Shown) and not home.startswith(_OF_LAYOUTS):
+                part._forward_hooks[key] = _Shown(hook, shard_of, is_trial)
+
+
+class _Shown:
+    """A hook that sees whole sequences, and may return another output."""
+
+    def __init__(self, hook: Callable[..., Any], shard_of: ShardOf, is_trial: Callable[[], bool]) -> None:
+        self.hook, self.shard_of, self.is_trial = hook, shard_of, is_trial
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        if self.is_trial():
+            return None
+        changed = self.hook(module, *tree_map(self._whole, given))
+        return tree_map(lambda leaf: leaf.local if isinstance(leaf, SequenceShard) else leaf, changed)
+
+    def _whole(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shard = self.shard_of(leaf)
+        return leaf if shard is None else shard
