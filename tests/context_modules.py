@@ -89,7 +89,14 @@ def built_in(**changes: Any) -> pl.LightningModule:
 
     optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-4}
     scheduler = {"name": "cosine", "warmup_steps": 1, "min_lr_ratio": 0.1, "total_steps": 8}
-    return LanguageModel(llama(**changes), optimizer, scheduler, 8)
+
+    class Synchronised(LanguageModel):
+        """What is logged is the mean over ranks along dp."""
+
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            super().log(*args, **{**kwargs, "sync_dist": True})
+
+    return Synchronised(llama(**changes), optimizer, scheduler, 8)
 
 
 def llama(**changes: Any) -> nn.Module:
@@ -109,7 +116,7 @@ class Transformers(Trained):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         outputs = self.model(**batch)
-        self.log("train_loss", outputs.loss, prog_bar=True)
+        self.log("train_loss", outputs.loss, prog_bar=True, sync_dist=True)
         return outputs.loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -135,7 +142,7 @@ class GivesPositions(Transformers):
         same = document[:, None] == document[None, :]
         mask = (same & torch.ones_like(same).tril())[None, None].expand(len(ids), 1, -1, -1)
         loss = self.model(ids, attention_mask=mask, position_ids=positions[None], labels=ids).loss
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
 
@@ -209,7 +216,7 @@ class NanoGPT(Trained):
         targets = ids.roll(-1, 1).index_fill(1, torch.tensor([LENGTH - 1], device=ids.device), -1)
         logits, loss = self.model(ids, targets)
         assert logits.shape == (*ids.shape, VOCABULARY)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -223,10 +230,15 @@ class NanoGPT(Trained):
 
 
 class OwnStep(Trained):
-    """The step shifts, masks and weighs logits itself, logs what it made of them and returns more than a loss."""
+    """The step shifts, masks and weighs logits itself, logs what it made of them and returns more than a loss.
 
-    def __init__(self) -> None:
+    Args:
+        linear: log only what the mean over ranks along dp is right for.
+    """
+
+    def __init__(self, linear: bool = False) -> None:
         super().__init__(llama())
+        self.linear = linear
         self.seen: list[torch.Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
@@ -238,12 +250,15 @@ class OwnStep(Trained):
         penalty = 1e-3 * torch.logsumexp(logits, -1).square().mean()
         right = (shifted.argmax(dim=-1) == targets).float()
         accuracy = (right * weights).sum() / weights.sum()
-        self.log_dict({"train_loss": loss, "accuracy": accuracy, "perplexity": torch.exp(loss), "penalty": penalty})
+        self.log_dict({"train_loss": loss, "accuracy": accuracy, "penalty": penalty}, sync_dist=True)
+        if not self.linear:
+            self.log("perplexity", torch.exp(loss))
         return {"loss": loss + penalty, "logits": logits.detach()}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert outputs["logits"].shape == (*batch["input_ids"].shape, VOCABULARY)
-        self.log("largest", outputs["logits"].amax())
+        if not self.linear:
+            self.log("largest", outputs["logits"].amax())
 
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         logits = self.model(batch["input_ids"])
@@ -298,7 +313,7 @@ class ByHand(Trained):
         self.manual_backward(loss)
         self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
         optimizer.step()
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
 
@@ -311,7 +326,7 @@ class CallsInHooks(Trained):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         ids = batch["input_ids"]
         loss = F.cross_entropy(self.model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
     @torch.no_grad()
@@ -417,7 +432,7 @@ class Tokens(Trained):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self._loss(batch)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -441,7 +456,7 @@ class HoldsBlocks(Trained):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         ids = batch["input_ids"]
         loss = F.cross_entropy(self(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
 
@@ -506,7 +521,7 @@ class Diffusion(Trained):
         noise, when = torch.randn_like(images), torch.rand(len(images), device=images.device)
         share = when[:, None, None, None]
         loss = F.mse_loss(self.model((1 - share) * images + share * noise, when), noise)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -583,7 +598,7 @@ class Mixing(nn.Module):
             if self.kind == "batch-norm":  # in training mode only
                 return x + self.batch_norm(self.mixer(x).transpose(1, 2)).transpose(1, 2)
             if self.kind == "far":  # nearer positions have nothing to do with each other
-                return x + F.pad(self.mixer(x), (0, 0, 12, 0))[:, :-12]
+                return x + F.pad(self.mixer(x), (0, 0, 9, 0))[:, :-9]
             if self.kind == "cumsum":
                 return x + 0.1 * self.mixer(x).cumsum(1)
             if self.kind == "own-attention":

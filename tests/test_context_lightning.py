@@ -6,13 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
 from context_cases import GROUPS, RECIPES
+from context_modules import LENGTH
 from context_runs import run_group
+from pipeline_modules import WIDTH
 from pipeline_runs import Results, problems
 from strategy_runs import differences
+
+from autolaunch_strategies.context.layout import Layout
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5
@@ -70,14 +75,17 @@ def test_dropout(one: Results, two: Results, case: str) -> None:
                 assert differences(part["first"][what], part[name][what], TOLERANCE, f"{name} {what}") == []
     assert parts[0]["first"]["losses"] == parts[1]["first"]["losses"], "every rank computes the whole loss"
     dropped = [part["first"]["dropped"] for part in parts]
-    inside = [name for name in dropped[0] if ".h." in name]
-    assert len(inside) == 4 and dropped[0].keys() == dropped[1].keys()
-    for name in inside:
-        for here, there in zip(dropped[0][name], dropped[1][name], strict=True):
-            assert len(here) == len(there) == 4 * 8 * 16  # samples, half of the positions, width
-            assert 0.4 < sum(here) / len(here) < 0.6
-            both = sum(a and b for a, b in zip(here, there, strict=True)) / len(here)
-            assert 0.15 < both < 0.35, "the ranks' masks have nothing to do with each other"
+    assert dropped[0] == dropped[1], "hooks see the whole sequence"
+    layout = Layout(LENGTH, 2, 2 if case.endswith("ulysses") else 1)
+    for masks in dropped[0].values():
+        assert len(masks) == 4
+        for mask in masks:
+            whole = torch.tensor(mask).view(4, LENGTH, WIDTH).bool()
+            assert 0.4 < whole.float().mean() < 0.6
+            here, there = (whole[:, layout.positions(rank)] for rank in (0, 1))
+            assert 0.15 < (here & there).float().mean() < 0.35, "the ranks' masks have nothing to do with each other"
+        assert masks[0] != masks[1]
+    assert len(dropped[0]) == 5
 
 
 @pytest.mark.parametrize("backend", ["gather", "ulysses"])
