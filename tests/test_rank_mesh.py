@@ -74,6 +74,20 @@ for axis, other in (("cp", "mp"), ("mp", "cp")):  # whoever is the same along on
 groups = [(place["mp"], mine[0]) for place, mine in zip(found[0], found[1])]
 assert all(one[1] == two[1] for one, two in itertools.combinations(groups, 2) if one[0] == two[0])
 
+# hybrid sharding, with or without anything to shard over, wherever the axes stand
+def sharding(text, replicate, order):
+    shape = parse_mesh(text, order)
+    mesh = RankMesh.build(shape, replicate, shape.dp // replicate, "cpu")
+    made = mesh.sharding_mesh()
+    assert made.mesh_dim_names[0] == "dp_replicate" and made.shape[0] == replicate
+    assert dist.get_process_group_ranks(mesh.group("dp", "cp")) == everyone
+    return made.mesh.tolist()
+
+assert sharding("dp2xcp2", 2, "pp,dp,cp,mp") == [[0, 1], [2, 3]]
+assert sharding("dp2xcp2", 2, "pp,cp,dp,mp") == [[0, 2], [1, 3]]
+assert sharding("4", 4, "pp,dp,cp,mp") == [[0], [1], [2], [3]]
+assert sharding("4", 2, "pp,dp,cp,mp") == [[0, 1], [2, 3]]
+
 # what a layer gathers over ranks in another order
 torch.manual_seed(0)
 layer, x = nn.Linear(8, 12), torch.randn(3, 8)

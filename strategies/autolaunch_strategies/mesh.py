@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -76,8 +75,10 @@ class RankMesh:
         sizes = {**shape.sizes, "dp_replicate": replicate, "dp_shard": shard, "cp_ring": 1, "cp_ulysses": 1}
         if 1 < ulysses < shape.cp:
             sizes |= {"cp": 1, "cp_ring": shape.cp // ulysses, "cp_ulysses": ulysses}
-        names = [part for axis in shape.order for part in _PARTS.get(axis, (axis,)) if sizes[part] > 1]
-        names = names or ["dp_shard"]
+        kept = {part for part, size in sizes.items() if size > 1 and part != "dp"}
+        if not kept.intersection(_SHARDED_OVER) and (replicate > 1 or not kept):
+            kept.add("dp_shard")  # `fully_shard` wants something to shard over, be it one rank
+        names = [part for axis in shape.order for part in _PARTS.get(axis, (axis,)) if part in kept]
         dims = tuple(sizes[name] for name in names)
         if ranks is None or ranks == list(range(shape.size)):
             device_mesh = init_device_mesh(device_type, dims, mesh_dim_names=tuple(names))
@@ -97,11 +98,10 @@ class RankMesh:
     def sub_mesh(self, *axes: str) -> DeviceMesh | None:
         """The 1-D mesh of this rank's peers along `axes` taken together; None if they have one rank in all."""
         assert self.device_mesh.mesh_dim_names is not None
+        sizes = dict(zip(self.device_mesh.mesh_dim_names, self.device_mesh.shape, strict=True))
         wanted = {part for axis in axes for part in _PARTS.get(axis, (axis,))}
-        present = tuple(name for name in self.device_mesh.mesh_dim_names if name in wanted)
-        if not present or math.prod(self.device_mesh[name].size() for name in present) == 1:
-            return None
-        return flatten_mesh(self.device_mesh, present)
+        present = tuple(name for name, size in sizes.items() if name in wanted and size > 1)
+        return flatten_mesh(self.device_mesh, present) if present else None
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The process group of `sub_mesh(*axes)`; None if it has one rank only."""
