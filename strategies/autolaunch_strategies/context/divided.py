@@ -29,6 +29,7 @@ from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.layout import Layout, Peers
 from autolaunch_strategies.context.sequence_shard import Positions, SequenceShard, cut
 from autolaunch_strategies.context.shown import show_whole
+from autolaunch_strategies.context.transformers_attention import attention_by_hand
 from autolaunch_strategies.views import plain
 
 log = logging.getLogger(__name__)
@@ -262,12 +263,14 @@ class DividedModule:
         if not self.is_block:
             log.debug("cp: %s runs on whole sequences: %s", self.name, problem)
             return None
-        kind = type(self.module).__name__
+        problem = problem or "another rank found that it returns something else for a divided sequence"
+        if other := attention_by_hand(self.module):
+            problem += f"; transformers computes its attention as `{other}`, having no other way for this model"
         raise ConfigError(
-            f"cp={ranks} with {self.name} ({kind})",
-            f"{problem or 'another rank found that it returns something else for a divided sequence'}; positions may "
-            "meet only in attention that torch's scaled_dot_product_attention computes",
-            "blocks whose only other operations treat each position by itself, or a mesh with cp of size 1",
+            f"cp={ranks} with {self.name} ({type(self.module).__name__})",
+            f"{problem}. Positions of a divided sequence may meet only in attention that is computed by "
+            "torch.nn.functional.scaled_dot_product_attention",
+            "blocks whose other operations treat each position by itself, or a mesh with cp of size 1",
         )
 
     def _compare(

@@ -84,18 +84,32 @@ class AttentionCalls(TorchFunctionMode):
         return Repeating(self, self.within)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.within is not None:
+        if self.within is None:
+            if func is F.scaled_dot_product_attention and SequenceShard in types:
+                return self._attention_outside(func, args, kwargs or {})
+        else:
             if func is F.scaled_dot_product_attention:
                 return self._attention(args, kwargs or {})
             if func is F.multi_head_attention_forward:
                 return self._multi_head_attention(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
+    def _attention_outside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Attention that no divided module calls, on sequences that come out of some."""
+        given = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
+        heads = [given[name] for name in ("query", "key", "value")]
+        divided = all(isinstance(item, SequenceShard) and item.sequence_dim == item.dim() - 2 for item in heads)
+        positions = heads[0].positions if divided else None
+        if positions is None or any(item.positions != positions for item in heads) or not _is_all(positions):
+            return func(*args, **kwargs)
+        with self.dividing("the model", positions.layout, self.backend):
+            out = self._attention((), given | {name: given[name].local for name in ("query", "key", "value")})
+        return SequenceShard.of(out, out.dim() - 2, positions, self.peers.group)
+
     @torch.compiler.disable
     def _attention(self, args: Any, kwargs: Any) -> Any:
         """As `F.scaled_dot_product_attention` of whole sequences, on q, k, v [b, h, local, d]: this rank's rows."""
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
         within = self.within
         assert within is not None
         layout = within.layout
@@ -184,7 +198,13 @@ class AttentionCalls(TorchFunctionMode):
         return SequenceShard.of(own, own.dim() - 1, positions, self.peers.group).whole()
 
 
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MULTI_HEAD_ARGUMENTS = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
+
+
+def _is_all(positions: Positions) -> bool:
+    """Whether they are those of a whole sequence in which nothing is padding."""
+    return not positions.layout.is_padded and positions == Positions.of_layout(positions.layout)
 
 
 def _four_dims(tensor: torch.Tensor) -> torch.Tensor:

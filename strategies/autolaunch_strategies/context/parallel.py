@@ -17,6 +17,7 @@ from autolaunch_strategies.config import ConfigError, ContextParallel
 from autolaunch_strategies.context.divided import DividedModule, Sequences
 from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.marked import Marked
+from autolaunch_strategies.context.transformers_attention import use_torch_attention
 from autolaunch_strategies.mesh import RankMesh
 
 
@@ -78,6 +79,7 @@ def prepare_context(
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):  # it would make the sequence a dim without a size
             module.use_nested_tensor = False
+    use_torch_attention(model)
     calls = AttentionCalls(peers, config.backend)
     for name, backend in marked.attention.items():
         module = model.get_submodule(name)
