@@ -387,4 +387,5 @@ def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
 
 def group_called(name: str) -> dist.ProcessGroup:
     """The process group whose `group_name` is `name`."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return resolve(name)

@@ -35,6 +35,6 @@ def attention_by_hand(block: nn.Module) -> str | None:
     """How `transformers` computes attention in a block, if that is not by scaled_dot_product_attention."""
     for module in block.modules():
         chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if isinstance(chosen, str) and chosen != "sdpa":
+        if isinstance(chosen, str) and chosen != "sdpa" and "attention" in type(module).__name__.lower():
             return chosen
     return None
