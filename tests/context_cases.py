@@ -244,8 +244,8 @@ training(
 
 training("nanogpt", modules.NanoGPT, IDS, *everywhere(), on("cp4", "usp"), val=IDS, **CLIP)
 training(
-    "own-step", modules.OwnStep, PADDED, *everywhere(), on("mp2xcp2", "gather", label="sp", mp="seq_parallel"), val=PADDED,
-    **CLIP,
+    "own-step", modules.OwnStep, PADDED, *everywhere(), on("mp2xcp2", "gather", label="sp", mp="seq_parallel"),
+    val=PADDED, **CLIP,
 )  # fmt: skip
 training(
     "own-step-linear", lambda: modules.OwnStep(linear=True), PADDED, on("dp2xcp2", "ring", label="level3", dp=3),

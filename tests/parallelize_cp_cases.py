@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from context_modules import GPT, LENGTH
+from context_modules import GPT, LENGTH, NoAttention
 from parallelize_cases import PADDLE_SEQUENCE, RANK, START, TENSOR, assert_same_weights, full, llama
 from parallelize_cases import batches as batches_of
 from torch import nn
@@ -377,7 +377,7 @@ def refusals() -> dict[str, str]:
     return {
         "length": run(Seed(), {"cp_config": plan("p2p")}, tokens[:, :14]),
         "two backends": run(Seed(), {"cp_config": two_ways}),
-        "no attention": run(Seed(), {"cp_config": {"parallelize_plan": {"llama.norm": PrepareContextParallel("p2p")}}}),
+        "no attention": run(Scored(NoAttention()), {"cp_config": {}}, tokens % 32),
         "a parameter": run(Seed(), {"cp_config": {"parallelize_plan": {"llama.norm.weight": ContextParallel()}}}),
     }
 
