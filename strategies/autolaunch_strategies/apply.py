@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -33,6 +34,11 @@ from autolaunch_strategies.plan.choose import plan_for, planned_part
 from autolaunch_strategies.plan.context import context_rules, other_rules, with_context_plan
 from autolaunch_strategies.plan.rules import Match, Rule, read_plan
 from autolaunch_strategies.recompute import apply_compile, apply_recompute, recomputed_blocks
+
+log = logging.getLogger(__name__)
+
+CONTEXT_PLAN = "cp.plan"
+"""What rules that `ContextParallel.plan` brings call their source."""
 
 ORDER = ("cut stages (pp)", "styles (mp, cp)", "recompute", "compile", "shard (dp)", "materialise", "optimizer")
 
@@ -97,6 +103,9 @@ def apply_parallelism(
     if model_parallel.mode is not None and config.recompute.mode == "selective":
         model_parallel.mode.replicate.remembers = False
     marked = _marked(model, found[0], prefix, config)
+    if model_parallel.mode is None:  # it has told them all
+        for warning in _warnings_of(found[1], of_context=True):
+            log.warning(warning)
     context_parallel = prepare_context(module, config.cp, mesh, marked, device)
     apply_recompute(own_blocks, config.recompute, lambda: both(context_parallel.repeating(), model_parallel.running()))
     apply_compile(own_blocks, config.compile)
@@ -106,7 +115,9 @@ def apply_parallelism(
     data_parallel.begin()
     divide(context_parallel, module, own_blocks, marked, lambda module: not absent(module))
     pipeline = stages.pipeline(device) if stages is not None else None
-    account = _account(config, module, blocks, data_parallel.reasons, _plan_account(rules, found), marked, cutting)
+    account = _account(
+        config, module, blocks, data_parallel.reasons, _plan_account(rules, found), marked, cutting, found[1]
+    )
     return Parallelized(
         module, config, data_parallel, model_parallel, context_parallel, count, own_blocks, account, pipeline
     )
@@ -131,7 +142,7 @@ def _plan(
         example = getattr(module, "example_input_array", None)
         rules = plan_for(model, config.mp, own_plan, config.mesh.mp, example)
     elif config.mp is not None:
-        rules = context_rules(read_plan(config.mp.plan))
+        rules = context_rules([*read_plan(own_plan, "the model's plan"), *read_plan(config.mp.plan)])
     if config.mesh.cp > 1:
         rules = with_context_plan(rules, config.cp)
     else:
@@ -148,10 +159,17 @@ def _marked(model: nn.Module, matches: list[Match], prefix: str, config: Paralle
 
 
 def _plan_account(rules: list[Rule], found: tuple[list[Match], list[str]]) -> dict[str, Any]:
-    """What a plan does along mp, as plain data."""
+    """What a plan does along mp, as plain data; what stands in it for cp stays in it."""
     matches, warnings = found
-    of_mp = other_rules(rules)
-    return account_of_plan(of_mp, matches, warnings) if of_mp else {}
+    kept = [rule for rule in rules if rule.source != CONTEXT_PLAN]
+    if not other_rules(kept):
+        return {}
+    ours = [match for match in matches if match.rule.source != CONTEXT_PLAN]
+    return account_of_plan(kept, ours, _warnings_of(warnings, of_context=False))
+
+
+def _warnings_of(warnings: list[str], of_context: bool) -> list[str]:
+    return [warning for warning in warnings if warning.startswith(f"{CONTEXT_PLAN}: ") == of_context]
 
 
 def foresee(module: nn.Module, config: ParallelConfig, own_plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -174,6 +192,7 @@ def _account(
     plan: dict[str, Any],
     marked: Marked,
     cutting: Cutting | None,
+    warnings: list[str],
 ) -> dict[str, Any]:
     """Everything that is applied, in order and with reasons, as plain data for plan.yaml."""
     recomputed = recomputed_blocks(blocks, config.recompute)
@@ -186,6 +205,7 @@ def _account(
     if config.mesh.cp > 1:
         assert config.cp is not None
         context = account_of_context(config.cp, config.mesh.cp, module, [block.module for block in blocks], marked)
+        context |= _if_any("warnings", _warnings_of(warnings, of_context=True))
     return {
         "order": list(ORDER),
         "mesh": {"shape": config.mesh.name, "ranks": config.mesh.size, "rank_order": list(config.mesh.order)},

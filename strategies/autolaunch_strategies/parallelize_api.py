@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -134,7 +135,8 @@ def parallelize(
             share_random_state(group)
     _exchange_gradients(applied)
     if settings.pp is not None:
-        model.__dict__["forward_backward"] = forward_backward_of(model, applied.pipeline, applied.data_parallel)
+        train = forward_backward_of(model, applied.pipeline, applied.data_parallel)
+        model.__dict__["forward_backward"] = _checked_afterwards(train, applied, ranks.group("pp"))
     if applied.context_parallel.sequences is not None:
         _enter_from_now_on(applied.context_parallel.sequences.calls)  # before the next one, which is asked first
         model.register_forward_hook(_check_attention_seen)
@@ -327,6 +329,20 @@ def _enter_from_now_on(calls: AttentionCalls) -> None:
     calls.__enter__()
     for mode in above:
         mode.__enter__()
+
+
+def _checked_afterwards(
+    train: Callable[..., torch.Tensor], applied: Parallelized, group: dist.ProcessGroup | None
+) -> Callable[..., torch.Tensor]:
+    """`train`, and then a look whether attention has been seen on any stage."""
+
+    @functools.wraps(train)
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = train(*args, **kwargs)
+        applied.context_parallel.check_seen(type(applied.module).__name__, group)
+        return loss
+
+    return run
 
 
 def _check_attention_seen(module: nn.Module, *_: Any) -> None:

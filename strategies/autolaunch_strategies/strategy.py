@@ -129,7 +129,8 @@ class MeshStrategy(CheckpointStrategy):
         if self.shape.pp > 1:
             refuse_what_cannot_run(self.lightning_module, fitting)
         if fitting:
-            _refuse_what_cannot_work(trainer, sharded=self.shape.dp > 1 and self.parallel.dp.sharding_level > 0)
+            sharded = self.shape.dp * self.shape.cp > 1 and self.parallel.dp.sharding_level > 0
+            _refuse_what_cannot_work(trainer, sharded)
         self.model = self.lightning_module
         self._parallelize(self.lightning_module, fitting)
         if self.shape.mp * self.shape.pp > 1:
