@@ -181,7 +181,8 @@ def foresee(module: nn.Module, config: ParallelConfig, own_plan: Mapping[str, An
     rules, model, prefix = _plan(module, config, own_plan)
     found = matched(model, rules, prefix)
     marked = _marked(model, found[0], prefix, config)
-    return _account(config, module, blocks, sharding, _plan_account(rules, found), marked, _cut(module, blocks, config))
+    cutting = _cut(module, blocks, config)
+    return _account(config, module, blocks, sharding, _plan_account(rules, found), marked, cutting, found[1])
 
 
 def _account(
