@@ -133,14 +133,14 @@ class MeshStrategy(CheckpointStrategy):
             _refuse_what_cannot_work(trainer, sharded)
         self.model = self.lightning_module
         self._parallelize(self.lightning_module, fitting)
-        if self.shape.mp * self.shape.pp > 1:
-            exchange_metrics_over(self.rank_mesh.group("dp", "cp"), self.lightning_module)
+        if self.shape.mp * self.shape.pp * self.shape.cp > 1:
+            exchange_metrics_over(self.rank_mesh.group("dp"), self.lightning_module)
         if self._applied.pipeline is not None:
             self._steps = PipelinedSteps(
                 self.lightning_module,
                 self._applied.pipeline,
                 self._applied.data_parallel,
-                self.rank_mesh.group("dp", "cp"),
+                self.rank_mesh.group("dp"),
             )
             self._steps.relay.install()
         if fitting:

@@ -17,11 +17,11 @@ class CollectiveStrategy(PlacedStrategy):
     def _data_group(self, group: Any) -> dist.ProcessGroup | None:
         """The ranks whose data differ: what "all" means to a LightningModule, also when it says WORLD."""
         if group is None or group is dist.group.WORLD:
-            return self.rank_mesh.group("dp", "cp")
+            return self.rank_mesh.group("dp")  # along cp steps see the same whole sequences
         return group
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks whose data differ (dp and cp); anything else is returned as it is."""
+        """Reduce a tensor over the ranks whose data differ (dp); anything else is returned as it is."""
         group = self._data_group(group)
         if not isinstance(tensor, torch.Tensor) or group is None:
             return tensor
