@@ -117,8 +117,20 @@ def divide(
     chosen = divided_modules(model, [block.module for block in blocks], marked)
     for name, (module, is_block) in chosen.items():
         if is_here(module):
+            if is_block:
+                _refuse_statistics(name, module, applied.sequences.peers.size)
             backend = marked.regions.get(name, applied.sequences.calls.backend)
             applied.divided.append(DividedModule(name, module, applied.sequences, is_block, backend))
+
+
+def _refuse_statistics(name: str, block: nn.Module, ranks: int) -> None:
+    for part_name, part in block.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"cp={ranks} with {name}.{part_name} ({type(part).__name__})",
+                "it takes its statistics from the positions that it sees, which are those of one rank",
+                "torch.nn.SyncBatchNorm (trainer.sync_batchnorm=true), other norms, or a mesh with cp of size 1",
+            )
 
 
 def divided_modules(model: nn.Module, blocks: list[nn.Module], marked: Marked) -> Mapping[str, tuple[nn.Module, bool]]:
