@@ -93,6 +93,8 @@ class Sequences:
 
 
 _MOST_CUT = 16
+_TRIAL_LENGTH = 1024
+"""Positions of the sequence on which a call is tried out: what meets over a larger distance only is not seen."""
 
 
 class DividedModule:
@@ -249,7 +251,8 @@ class DividedModule:
         if isinstance(self.module, _NEVER_BY_POSITION) and not self.is_block:
             return None
         ranks = self.sequences.peers.size
-        per_rank = 2 * max(min(anchor.size // (2 * ranks), 2 * self.sequences.ranks_along_mp), 1)
+        pairs = max(_TRIAL_LENGTH // (2 * ranks), self.sequences.ranks_along_mp)
+        per_rank = 2 * max(min(anchor.size // (2 * ranks), pairs), 1)
         layout = self.sequences.peers.layout(per_rank * ranks)
         problem = ""
         with torch.no_grad(), saved_random_state(self.sequences.device), self._evaluating():
