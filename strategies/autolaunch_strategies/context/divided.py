@@ -23,7 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autolaunch_strategies._torch import intercept_calls, intercepted, run_call, saved_random_state, seed_torch
+from autolaunch_strategies._torch import (
+    intercept_calls,
+    intercepted,
+    is_active,
+    run_call,
+    saved_random_state,
+    seed_torch,
+)
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.layout import Layout, Peers
@@ -118,7 +125,7 @@ class DividedModule:
         intercept_calls(module, self._called)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        if self.sequences.inside:
+        if self.sequences.inside or not is_active(self.sequences.calls):  # outside of steps everything is whole
             return self._own(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         anchor = self._anchor(leaves)
@@ -222,12 +229,12 @@ class DividedModule:
         """Whether a sequence of so many positions is divided.
 
         Raises:
-            ConfigError: a block would get one that can't be.
+            ConfigError: a block would be trained on one that can't be.
         """
         ranks = self.sequences.peers.size
         if size % (2 * ranks) == 0 or (self.sequences.pad and size >= 2 * ranks):
             return True
-        if not self.is_block:
+        if not self.is_block or not torch.is_grad_enabled():  # a prompt that grows has every length
             return False
         below = max(size // (2 * ranks), 1) * 2 * ranks
         enough = size >= 2 * ranks
