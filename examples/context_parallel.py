@@ -17,7 +17,7 @@ from torch import nn
 
 import autolaunch_strategies as auto
 
-VOCABULARY, LENGTH = 1024, 64
+VOCABULARY, LENGTH = 64, 64
 
 
 class SDPALayer(nn.Module):

@@ -316,7 +316,7 @@ training("accumulate", modules.built_in, LABELLED, on("cp2", "ring"),
          on("dp2xcp2", "gather", label="level2", dp=2), accumulate_grad_batches=2, max_epochs=2, **CLIP)  # fmt: skip
 
 _PAD = {backend: {"backend": backend, "pad": True} for backend in ("gather", "ring", "ulysses", "usp")}
-for _length in (13, 14):
+for _length in (13, 9):  # 9 on four ranks: one of them has padding only
     _data = batches(lambda length=_length: shifted(length), 4)
     training(
         f"llama-length-{_length}", modules.built_in, _data, *(on("cp2", _PAD[name]) for name in THREE),

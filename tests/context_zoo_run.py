@@ -1,7 +1,7 @@
 """Gradients of many families of models with sequences divided: `torchrun ... context_zoo_run.py <mesh> <directory>
 <case>...`.
 
-A case is `<family>:<backend>`. Every rank writes what it found to `<directory>/<rank>.pt`.
+A case is `<family>:<backend>`, or `<family>:<backend>+pad` for lengths that don't divide. Every rank writes what it found to `<directory>/<rank>.pt`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ def unpadded(data: Data) -> Data:
 
 
 def run(name: str, mesh: str, backend: str) -> dict[str, Any]:
+    backend, _, padded = backend.partition("+")
     data = batch(name) if backend == "gather" else unpadded(batch(name))
     alone = made(name)
     loss = step_of(name, alone)(data)
     loss.backward()
-    strategy = MeshStrategy(mesh=mesh, dp=0, mp="tensor_parallel" if "mp" in mesh else None, cp=backend, timeout=40)
+    strategy = MeshStrategy(mesh=mesh, dp=0, cp={"backend": backend, "pad": padded == "pad"}, timeout=40)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
