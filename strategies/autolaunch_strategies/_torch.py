@@ -389,3 +389,8 @@ def group_called(name: str) -> dist.ProcessGroup:
     """The process group whose `group_name` is `name`."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     return resolve(name)
+
+
+def is_differentiating() -> bool:
+    """Whether a backward pass is on its way in this thread."""
+    return torch._C._current_graph_task_id() != -1

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from autolaunch_strategies._torch import attention_replaced, is_active
+from autolaunch_strategies._torch import attention_replaced, is_active, is_differentiating, run_backward
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.context.attention import context_attention
 from autolaunch_strategies.context.layout import Layout, Peers
@@ -40,6 +40,8 @@ class AttentionCalls(TorchFunctionMode):
         self.within: Within | None = None
         self.seen = 0
         """How many calls have been answered."""
+        self._ran: dict[int, set[Within]] = {}
+        self._chosen: str | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -53,17 +55,20 @@ class AttentionCalls(TorchFunctionMode):
     @contextmanager
     def dividing(self, module: str, layout: Layout, backend: str) -> Iterator[None]:
         """Within it tensors are this rank's part of a sequence."""
-        with self._set(Within(module, layout, backend)):
+        within = Within(module, layout, backend)
+        if torch.is_grad_enabled():
+            self._ran.setdefault(layout.local, set()).add(replace(within, module=""))
+        with self._set(within):
             yield
 
     @contextmanager
     def using(self, backend: str) -> Iterator[None]:
         """Within it attention is computed by another backend than the usual one."""
-        if self.within is None:
+        before, self._chosen = self._chosen, backend
+        try:
             yield
-            return
-        with self._set(replace(self.within, backend=backend)):
-            yield
+        finally:
+            self._chosen = before
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -84,35 +89,57 @@ class AttentionCalls(TorchFunctionMode):
         return Repeating(self, self.within)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.within is None:
-            if func is F.scaled_dot_product_attention and SequenceShard in types:
-                return self._attention_outside(func, args, kwargs or {})
-        else:
-            if func is F.scaled_dot_product_attention:
-                return self._attention(args, kwargs or {})
-            if func is F.multi_head_attention_forward:
-                return self._multi_head_attention(func, args, kwargs or {})
+        if func is torch.Tensor.backward:
+            with self:  # not within it while a function of its own runs; what is computed again must be
+                return run_backward(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            return self._answer(func, types, args, kwargs or {})
+        if func is F.multi_head_attention_forward:
+            return self._multi_head_attention(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _attention_outside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Attention that no divided module calls, on sequences that come out of some."""
+    def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         given = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
+        if self.within is None and SequenceShard in types:
+            return self._attention_outside(func, given)
+        within = self._now(given["query"].shape[-2])
+        return func(*args, **kwargs) if within is None else self._attention(within, given)
+
+    def _now(self, length: int) -> Within | None:
+        """What runs now, in which attention has so many queries.
+
+        In a backward pass that is what a model computes again that checkpoints its blocks itself.
+
+        Raises:
+            ConfigError: that can't be told.
+        """
+        if self.within is not None or not is_differentiating():
+            return self.within
+        ran = self._ran.get(length, set())
+        if len(ran) > 1:
+            raise ConfigError(
+                "cp.pad=true with activation checkpointing within the model",
+                "sequences of several lengths are padded to the same one, and what is computed again has only that",
+                "recompute=full, which knows what it computes again, or lengths that divide",
+                "recompute=full",
+            )
+        return next(iter(ran), None)
+
+    def _attention_outside(self, func: Any, given: dict[str, Any]) -> Any:
+        """Attention that no divided module calls, on sequences that come out of some."""
         heads = [given[name] for name in ("query", "key", "value")]
         divided = all(isinstance(item, SequenceShard) and item.sequence_dim == item.dim() - 2 for item in heads)
         positions = heads[0].positions if divided else None
         if positions is None or any(item.positions != positions for item in heads) or not _is_all(positions):
-            return func(*args, **kwargs)
-        with self.dividing("the model", positions.layout, self.backend):
-            out = self._attention((), given | {name: given[name].local for name in ("query", "key", "value")})
+            return func(**given)
+        parts = given | {name: given[name].local for name in ("query", "key", "value")}
+        out = self._attention(Within("the model", positions.layout, self.backend), parts)
         return SequenceShard.of(out, out.dim() - 2, positions, self.peers.group)
 
     @torch.compiler.disable
-    def _attention(self, args: Any, kwargs: Any) -> Any:
+    def _attention(self, within: Within, given: dict[str, Any]) -> Any:
         """As `F.scaled_dot_product_attention` of whole sequences, on q, k, v [b, h, local, d]: this rank's rows."""
-        given = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
-        within = self.within
-        assert within is not None
-        layout = within.layout
+        given, layout = dict(given), within.layout
         q, k, v = (given.pop(name) for name in ("query", "key", "value"))
         mask, is_causal = given.pop("attn_mask", None), given.pop("is_causal", False)
         if q.dim() < 3 or q.shape[-2] != layout.local:  # along something else than the sequence
@@ -131,7 +158,7 @@ class AttentionCalls(TorchFunctionMode):
             q,
             k,
             v,
-            backend=within.backend,
+            backend=self._chosen or within.backend,
             peers=self.peers,
             layout=layout,
             mask=mask,
@@ -163,11 +190,10 @@ class AttentionCalls(TorchFunctionMode):
         A whole mask [s, s] or [b·h, s, s] does not fit into its checks of shapes, so it goes around them.
         """
         given = dict(zip(_MULTI_HEAD_ARGUMENTS, args, strict=False)) | kwargs
-        within = self.within
-        assert within is not None
-        mask, local = given.get("attn_mask"), within.layout.local
-        if given.get("need_weights", True) or given["query"].shape[0] != local:
+        within = self._now(given["query"].shape[0])
+        if within is None or given.get("need_weights", True) or given["query"].shape[0] != within.layout.local:
             return func(**given)
+        mask, local = given.get("attn_mask"), within.layout.local
         around: Any = None
         if mask is not None and mask.shape[-1] != local:
             if given.get("is_causal") and given.get("key_padding_mask") is None:
@@ -186,7 +212,8 @@ class AttentionCalls(TorchFunctionMode):
             if isinstance(around, torch.Tensor):
                 attn_mask = around if attn_mask is None else around + self._of_all_keys(attn_mask, within.layout)
             causal = is_causal or around == "causal"
-            return self._attention((q, k, v), {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": causal})
+            rest = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": causal}
+            return self._attention(within, {"query": q, "key": k, "value": v, **rest})
 
         with attention_replaced(attention):
             return func(**given)
