@@ -32,6 +32,7 @@ from autolaunch_strategies._torch import (
     seed_torch,
 )
 from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.context.arguments import Form, flattened
 from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.layout import Layout, Peers
 from autolaunch_strategies.context.sequence_shard import Positions, SequenceShard, cut
@@ -82,14 +83,16 @@ class Sequences:
 
     def cut(self, leaf: torch.Tensor, dim: int, layout: Layout, padded: bool) -> torch.Tensor:
         """This rank's part of a whole plain tensor. Tables that every block gets are cut once."""
-        if leaf.requires_grad and torch.is_grad_enabled():
+        with torch._C.DisableTorchFunction():
+            needs_gradient, version = leaf.requires_grad and torch.is_grad_enabled(), leaf._version
+        if needs_gradient:
             return self._cut_now(leaf, dim, layout, padded)
         key = (id(leaf), dim, (layout, padded))
         known = self._cut.get(key)
-        if known is None or known[0]() is not leaf or known[1] != leaf._version:
+        if known is None or known[0]() is not leaf or known[1] != version:
             if len(self._cut) >= _MOST_CUT:
                 self._cut.clear()
-            self._cut[key] = known = weakref.ref(leaf), leaf._version, self._cut_now(leaf, dim, layout, padded)
+            self._cut[key] = known = weakref.ref(leaf), version, self._cut_now(leaf, dim, layout, padded)
         return known[2]
 
     def _cut_now(self, leaf: torch.Tensor, dim: int, layout: Layout, padded: bool) -> torch.Tensor:
@@ -127,21 +130,25 @@ class DividedModule:
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         if self.sequences.inside or not is_active(self.sequences.calls):  # outside of steps everything is whole
             return self._own(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        anchor = self._anchor(leaves)
+        leaves, form = flattened(args, kwargs)
+        with torch._C.DisableTorchFunction():  # shapes of the whole, as shards know them, without asking every mode
+            anchor = self._anchor(leaves)
+            kinds = () if anchor is None else tuple(_kind(leaf, anchor.size) for leaf in leaves)
         if anchor is None or not self._fits(anchor.size):
-            return self._whole(leaves, spec)
+            return self._whole(leaves, form)
         layout = self.sequences.peers.layout(anchor.size)
-        show_whole(self.module, self._shown, lambda: self.sequences.trying)
-        key = (str(spec), tuple(_kind(leaf, anchor.size) for leaf in leaves))
+        show_whole(self.module, self._shown, self._is_trial)
+        key = form, kinds
         if key not in self._ways:
-            self._ways[key] = self._try(leaves, spec, anchor)
+            self._ways[key] = self._try(leaves, form, anchor)
         way = self._ways[key]
         if way is None:
-            return self._whole(leaves, spec)
+            return self._whole(leaves, form)
         self.sequences.divided += 1
         with self._own_numbers():
-            output = self._divided(leaves, spec, way, layout)
+            output = self._divided(leaves, form, way, layout)
+        if isinstance(output, torch.Tensor) and len(way.gives) == 1 and way.gives[0] is not None:
+            return self._shard(output, way.gives[0], layout)
         given, out_spec = tree_flatten(output)
         gives = way.gives if len(way.gives) == len(given) else [_dim_of_part(leaf, layout) for leaf in given]
         shards = [
@@ -150,23 +157,27 @@ class DividedModule:
         ]
         return tree_unflatten(shards, out_spec)
 
+    def _is_trial(self) -> bool:
+        return self.sequences.trying
+
     # --- whole or divided -------------------------------------------------------------------------------------------
 
-    def _whole(self, leaves: list[Any], spec: Any) -> Any:
-        args, kwargs = tree_unflatten([_whole(leaf) for leaf in leaves], spec)
+    def _whole(self, leaves: list[Any], form: Form) -> Any:
+        args, kwargs = form.arguments([_whole(leaf) for leaf in leaves])
         with self._within(None):
             return self._own(*args, **kwargs)
 
-    def _divided(self, leaves: list[Any], spec: Any, way: Way, layout: Layout) -> Any:
+    def _divided(self, leaves: list[Any], form: Form, way: Way, layout: Layout) -> Any:
         """What the module returns for this rank's part; with padding, if there is any."""
         parts = [
             self._part(leaf, dim, layout) if isinstance(leaf, torch.Tensor) else leaf
             for leaf, dim in zip(leaves, way.cuts, strict=True)
         ]
-        args, kwargs = tree_unflatten(parts, spec)
-        self._rows = next(
-            (_batch_of(part, dim) for part, dim in zip(parts, way.cuts, strict=True) if dim is not None), 1
-        )
+        args, kwargs = form.arguments(parts)
+        with torch._C.DisableTorchFunction():
+            self._rows = next(
+                (_batch_of(part, dim) for part, dim in zip(parts, way.cuts, strict=True) if dim is not None), 1
+            )
         with self._within(layout):
             return self._own(*args, **kwargs)
 
@@ -247,7 +258,7 @@ class DividedModule:
 
     # --- trial ------------------------------------------------------------------------------------------------------
 
-    def _try(self, leaves: list[Any], spec: Any, anchor: Anchor) -> Way | None:
+    def _try(self, leaves: list[Any], form: Form, anchor: Anchor) -> Way | None:
         """How this call is divided, found by running a short one of its kind whole and divided; None: it is not.
 
         Collective over `Sequences.together`.
@@ -267,7 +278,7 @@ class DividedModule:
                 short = [
                     self._short(leaf, anchor.size, dim, layout.local) for leaf, dim in zip(leaves, cuts, strict=True)
                 ]
-                way, problem = self._compare(short, spec, cuts, layout)
+                way, problem = self._compare(short, form, cuts, layout)
                 if self._agree(way is not None):
                     return way
         if not self.is_block:
@@ -284,12 +295,12 @@ class DividedModule:
         )
 
     def _compare(
-        self, short: list[Any], spec: Any, cuts: tuple[int | None, ...], layout: Layout
+        self, short: list[Any], form: Form, cuts: tuple[int | None, ...], layout: Layout
     ) -> tuple[Way | None, str]:
         """(the way, "") if the module returns for a divided sequence what it returns for a whole one, or why not."""
         try:
-            theirs = tree_flatten(self._whole(short, spec))[0]
-            ours = tree_flatten(self._divided(short, spec, Way(cuts, ()), layout))[0]
+            theirs = tree_flatten(self._whole(short, form))[0]
+            ours = tree_flatten(self._divided(short, form, Way(cuts, ()), layout))[0]
         except ConfigError:
             raise
         except Exception as error:  # whatever a model raises when shapes don't fit

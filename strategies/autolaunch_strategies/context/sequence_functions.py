@@ -152,6 +152,11 @@ def _bound(names: tuple[str, ...], args: Any, kwargs: Any) -> dict[str, Any]:
     return given | {"dim": given["axis"]} if "axis" in given else given
 
 
+@lru_cache(maxsize=64)
+def _names_of(func: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(func).parameters)
+
+
 def _dims(value: Any, count: int) -> list[int]:
     """One dim, several, or None for all, as numbers >= 0."""
     if value is None or isinstance(value, bool):
@@ -590,7 +595,7 @@ def _reduced(losses: torch.Tensor, lead: SequenceShard, right: int, reduction: s
 
 def _class_loss(func: Any, args: Any, kwargs: Any) -> Any:
     """Losses of scores [n, classes, ...] and targets: indices [n, ...], or probabilities of the shape of scores."""
-    given = _bound(tuple(inspect.signature(func).parameters), args, kwargs)
+    given = _bound(_names_of(func), args, kwargs)
     scores, target, weight = given["input"], given["target"], given.get("weight")
     reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
     if (
@@ -623,7 +628,7 @@ def _class_loss(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _elementwise_loss(func: Any, args: Any, kwargs: Any) -> Any:
-    given = _bound(tuple(inspect.signature(func).parameters), args, kwargs)
+    given = _bound(_names_of(func), args, kwargs)
     reduction = given.get("reduction", "mean")
     weighted = given.get("weight") is not None and "binary" not in func.__name__  # those divide by the sum of weights
     if given.get("size_average") is not None or given.get("reduce") is not None or weighted:

@@ -28,11 +28,14 @@ def show_whole(module: nn.Module, shard_of: ShardOf, is_trial: Callable[[], bool
     Args:
         is_trial: whether what runs is only tried out: hooks are not called then.
     """
-    for part in module.modules():
-        for key, hook in part._forward_hooks.items():
+    if module._forward_hooks:
+        for key, hook in module._forward_hooks.items():
             home = getattr(hook, "__module__", None) or ""
             if not isinstance(hook, _Shown) and not home.startswith(_OF_LAYOUTS):
-                part._forward_hooks[key] = _Shown(hook, shard_of, is_trial)
+                module._forward_hooks[key] = _Shown(hook, shard_of, is_trial)
+    for part in module._modules.values():  # at every call of every block: `modules()` takes several times as long
+        if part is not None:
+            show_whole(part, shard_of, is_trial)
 
 
 class _Shown:
