@@ -50,7 +50,7 @@ class _Gather(torch.autograd.Function):
     ) -> torch.Tensor:
         context.how = dim, counts, group
         part = _lengthened(tensor, dim, max(counts)).contiguous()
-        sent = part.view(torch.uint8) if part.dtype == torch.bool else part
+        sent = part if part.dtype in _SENT_AS_THEY_ARE else part.view(torch.uint8)
         parts = sent.new_empty((len(counts) * sent.shape[0], *sent.shape[1:]))
         if parts.numel():
             all_gather_single(parts, sent, group)
@@ -91,6 +91,10 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         return sum_over(gradients[0], context.group), None
+
+
+_SENT_AS_THEY_ARE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
+"""What every backend knows; other numbers travel as bytes."""
 
 
 def _lengthened(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:

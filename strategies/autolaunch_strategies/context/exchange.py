@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,8 +19,12 @@ from autolaunch_strategies.context.layout import Layout
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat tensor with the numbers of all of them (same dtype); a copy."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    """One flat tensor with the numbers of all of them (same dtype); each is copied once, whatever its strides."""
+    flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+    for part, tensor in zip(unpack(flat, [tensor.shape for tensor in tensors]), tensors, strict=True):
+        assert tensor.dtype == flat.dtype
+        part.copy_(tensor)
+    return flat
 
 
 def unpack(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
@@ -100,13 +105,16 @@ class GatherInOrder(torch.autograd.Function):
         return None, None, None, *(total.to(grad.dtype) for total, grad in zip(summed, grads, strict=True))
 
 
-def _halves(layout: Layout) -> list[tuple[int, int]]:
+@lru_cache(maxsize=256)
+def _halves(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Both halves of what each rank holds, as (rank, 0 or 1), in the order of their positions (`Layout`)."""
     half = layout.local // 2
     starts = {
-        (rank, part): int(layout.padded_positions(rank)[part * half]) for rank in range(layout.ranks) for part in (0, 1)
+        (rank, part): layout.padded_positions(rank)[part * half].item()
+        for rank in range(layout.ranks)
+        for part in (0, 1)
     }
-    return sorted(starts, key=lambda piece: starts[piece])
+    return tuple(sorted(starts, key=lambda piece: starts[piece]))
 
 
 # --- round a ring ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from autolaunch_strategies.context.exchange import Gathering, GatherInOrder, in_
 from autolaunch_strategies.context.kernels import attend_whole
 from autolaunch_strategies.context.layout import Layout
 from autolaunch_strategies.context.operator import as_operator
+from autolaunch_strategies.context.sequence_shard import Positions
 from autolaunch_strategies.context.tiles import (
     Differentiated,
     Merged,
@@ -53,9 +54,9 @@ def gathered_attention(
         return _Gathered.apply(q, k, v, mask, group, layout, causal, scale)
     rank, count = group.rank(), valid(layout, group.rank())
     k, v = GatherInOrder.apply(group, layout, 2, k, v)
-    positions = layout.positions(rank).to(q.device)
     seen = None if mask is None else rows_of(mask, layout, rank) if count else mask[:, :, :0]
     if causal:
+        positions = Positions.of_layout(layout).of_rank(rank, q.device)
         below = positions[:, None] >= torch.arange(layout.size, device=q.device)
         if seen is None:
             seen = below[None, None]

@@ -83,7 +83,7 @@ def attend_backward(
         return _plain_backward(grad, q, k, v, out, lse, causal, bias, scale)
     width, width_v, heads, key_heads = q.shape[3], v.shape[3], q.shape[1], k.shape[1]
     q, k, v = _fitted(name, q, k, v)
-    grad, out = _row_major(F.pad(grad, (0, v.shape[3] - width_v))), F.pad(out, (0, v.shape[3] - width_v))
+    grad, out = (_widened(x, v.shape[3]) for x in (grad, out))
     if name == "cpu":
         dq, dk, dv = _torch.attention_on_cpu_backward(grad, q, k, v, out, lse, causal, bias, scale)
     elif name == "flash":
@@ -115,9 +115,10 @@ def attend_whole(
             mask, causal = _with_diagonal(mask, q.shape[2], k.shape[2]), False
         if mask.is_floating_point():
             mask = mask.to(q.dtype)
-        if q.device.type != "cpu" and k.shape[1] != q.shape[1]:
-            # With a mask, torch's only kernel for fewer key heads is the one that writes all scores to memory.
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    flash = q.shape[3] == v.shape[3] and _kernel(q, k, v, mask) == "flash"
+    if q.device.type != "cpu" and k.shape[1] != q.shape[1] and not flash:
+        # Torch's only other kernel for fewer key heads writes all scores to memory.
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout_p, causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
     )
@@ -129,13 +130,19 @@ def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tenso
     if q.device.type == "cpu" and (half or q.dtype in (torch.float32, torch.float64)):
         return "cpu"
     if q.device.type == "cuda" and (half or q.dtype == torch.float32):
-        ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
+        capability, width = torch.cuda.get_device_capability(q.device), max(q.shape[3], v.shape[3])
+        ampere = capability >= (8, 0)
         flash = ampere and torch.backends.cuda.is_flash_attention_available()
-        if half and flash and bias is None and max(q.shape[3], v.shape[3]) <= 256:
+        fits = width <= 256 and not (capability in _WITHOUT_WIDE_FLASH and 192 < width <= 224)
+        if half and flash and bias is None and fits:
             return "flash"
         if ampere or q.dtype != torch.bfloat16:
             return "efficient"
     return "plain"
+
+
+_WITHOUT_WIDE_FLASH = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""Compute capabilities without a backward pass of flash attention for some widths (sdp_utils.cpp of torch)."""
 
 
 def _fitted(
@@ -149,13 +156,21 @@ def _fitted(
     else:
         width = max(q.shape[3], v.shape[3])
         width = width_v = -(-width // 8) * 8 if name == "flash" else width
-    q, k = (F.pad(x, (0, width - x.shape[3])) for x in (q, k))
-    return _row_major(q), _row_major(k), _row_major(F.pad(v, (0, width_v - v.shape[3])))
+    return _widened(q, width), _widened(k, width), _widened(v, width_v)
 
 
-def _row_major(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with the numbers of one head next to each other, which every kernel demands."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """The tensor with columns of zeros up to a width, in memory as kernels demand; a copy only if it has to be.
+
+    The numbers of one head stand next to each other. Rows start at multiples of 16 bytes on GPUs (which load that much
+    at once), and no two at the same place (a gradient that was expanded).
+    """
+    if tensor.shape[3] != width:
+        return F.pad(tensor, (0, width - tensor.shape[3])).contiguous()
+    strides = [stride for stride, length in zip(tensor.stride()[:3], tensor.shape, strict=False) if length > 1]
+    step = 1 if tensor.device.type == "cpu" else 16 // tensor.element_size()
+    fits = all(stride > 0 and stride % step == 0 for stride in strides) and tensor.storage_offset() % step == 0
+    return tensor if fits and tensor.stride(3) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _lse_multiple() -> int:
@@ -164,14 +179,18 @@ def _lse_multiple() -> int:
 
 
 def _aligned(bias: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """The bias in full size, rows starting at multiples of 16 numbers: what the memory-efficient kernel reads."""
+    """The bias in full size, rows starting at multiples of 16 numbers: what the memory-efficient kernel reads.
+
+    What is the same for all samples, heads or queries stays once in memory.
+    """
     if bias is None:
         return None
     keys = k.shape[2]
-    bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], keys)
-    if keys % 16 == 0 and all(stride % 16 == 0 for stride in bias.stride()[:3]) and bias.stride(3) == 1:
-        return bias
-    return F.pad(bias, (0, -keys % 16)).contiguous()[..., :keys]
+    bias = bias.expand(*bias.shape[:3], keys)
+    starts = *bias.stride()[:3], bias.storage_offset()
+    if keys % 16 or bias.stride(3) != 1 or any(start % 16 for start in starts):
+        bias = F.pad(bias, (0, -keys % 16)).contiguous()[..., :keys]
+    return bias.expand(q.shape[0], q.shape[1], q.shape[2], keys)
 
 
 def _with_diagonal(mask: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
