@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
-from context_cases import GROUPS
+from context_cases import GROUPS, THREE
 from context_runs import run_group
 from pipeline_runs import Results
 
@@ -22,22 +22,31 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_group(directory / "refused", "refused", directory)
 
 
+_PARTS = "a sequence of {} positions can't be cut into 2 x 2 parts of equal length"
+_PADDED = "or padding\n  write:   cp.pad=true"
+_ATTENTION = (
+    "Positions of a divided sequence may meet only in attention that is computed by torch.nn.functional.scaled_dot_"
+)
+_UNSEEN = "cp=2 but no attention call was intercepted in model "
+_BLOCK = "cp=2 with model.blocks.0 (Block): "
+_DIFFERS = "it returns something else when its sequence is divided"
 KEY_PHRASES: dict[str, tuple[str, ...]] = {
-    **{f"odd-length-{name}": ("13", "cp.pad=true") for name in ("gather", "ring", "ulysses")},
-    "half-length": ("14", "cp.pad=true"),
+    **{f"odd-length-{name}": ("with model.model.layers.0", _PARTS.format(13), _PADDED) for name in THREE},
+    "half-length": ("with model.encoder.layers.0", _PARTS.format(14), _PADDED),
+    "class-token": ("with model.blocks.0", _PARTS.format(17), _PADDED),
+    **{f"no-attention-{name}": (f"{_UNSEEN}NoAttention",) for name in THREE},
+    "sequence-first": (f"{_UNSEEN}SequenceFirst", "[b, heads, s, d]"),
+    "ring-dropout": ("cp=ring: attention drops out 0.5 of its weights, which a ring cannot", "write:   cp=gather"),
+    "ring-hf-dropout": ("cp=ring: attention drops out 0.5 of its weights", "attn_pdrop", "write:   cp=gather"),
+    "ulysses-heads": ("cp=ulysses: 3 heads of attention cannot be divided among 2 ranks", "write:   cp=gather"),
     **{
-        f"no-attention-{name}": ("cp=2 but no attention call was intercepted in model",)
-        for name in ("gather", "ring", "ulysses")
+        f"mixes-{kind}": (_BLOCK, _DIFFERS, _ATTENTION)
+        for kind in ("convolution", "cumsum", "own-attention", "positions", "last", "far")
     },
-    "ring-dropout": ("dropout", "cp=gather"),
-    "ring-hf-dropout": ("dropout", "cp=gather"),
-    "ulysses-heads": ("3", "heads", "cp="),
-    **{
-        f"mixes-{kind}": ("model.blocks.0",) for kind in ("convolution", "cumsum", "own-attention", "positions", "last")
-    },
-    "no-model-called": ("17", "cp.pad=true"),
-    "t5": ("cp",),
-    "bart": ("cp",),
+    "mixes-own-mask": ("a mask of attention has the shape", "this rank's queries with its own keys"),
+    "mixes-batch-norm": ("model.blocks.0.batch_norm (BatchNorm1d)", "trainer.sync_batchnorm=true"),
+    "multi-head-weights": (_BLOCK, "it does not run on a part of a sequence", _ATTENTION),
+    "t5": ("cp=2 with model.encoder.block.0 (T5Block): it does not run on a part of a sequence", _ATTENTION),
 }
 """What the message of each has to say: what is wrong, where, and what to write instead."""
 
