@@ -227,14 +227,18 @@ class DividedModule:
     # --- what is cut ------------------------------------------------------------------------------------------------
 
     def _anchor(self, leaves: list[Any]) -> Anchor | None:
+        """What tells the length: the first shard, unless a whole [b, s, h] stands before it; or what looks so."""
+        other = None
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, SequenceShard):
-                dim = leaf.sequence_dim
-                return Anchor(place, dim, leaf.shape[dim])
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.dim() >= (3 if leaf.is_floating_point() else 2):
+                return Anchor(place, leaf.sequence_dim, leaf.shape[leaf.sequence_dim])
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.is_floating_point() and leaf.dim() == 3:
                 return Anchor(place, 1, leaf.shape[1])
-        return None
+            if other is None and leaf.dim() >= (4 if leaf.is_floating_point() else 2):
+                other = Anchor(place, 1, leaf.shape[1])
+        return other
 
     def _fits(self, size: int) -> bool:
         """Whether a sequence of so many positions is divided.
