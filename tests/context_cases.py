@@ -205,8 +205,8 @@ def wrapped(family: str, attention: str = "sdpa", **changes: Any) -> Callable[[]
     return lambda: Transformers(hf(family, attention, **changes))
 
 
-def _recomputing(model: Any) -> nn.Module:
-    model.gradient_checkpointing_enable()
+def _recomputing(model: Any, **options: Any) -> nn.Module:
+    model.gradient_checkpointing_enable(options or None)
     return model
 
 
@@ -236,6 +236,14 @@ training(
     "hf-no-cache", wrapped("llama", use_cache=False), UNPADDED, on("cp2", "ring"), **CLIP,
 )  # fmt: skip
 training("hf-packed", lambda: modules.GivesPositions(hf("llama")), IDS, *everywhere(), *everywhere("cp4"), **CLIP)
+training("hf-generates", lambda: modules.Generates(hf("llama")), UNPADDED, *everywhere(), val=UNPADDED, **CLIP)
+training(
+    "hf-llama-reenters",
+    lambda: Transformers(_recomputing(hf("llama"), use_reentrant=True)),
+    UNPADDED,
+    on("cp2"),
+    **CLIP,
+)
 training("hf-bart", wrapped("bart"), PAIRS, *everywhere(), val=PAIRS, **CLIP)
 training(
     "hf-accumulate", wrapped("llama"), UNPADDED, on("cp2", "ring"), accumulate_grad_batches=2, max_epochs=2, **CLIP
@@ -256,6 +264,8 @@ training("encoder", lambda: Tokens(Encoder()), PADDED, *everywhere(), val=PADDED
 training("encoder-padded", lambda: Tokens(Encoder(), padded=True), PADDED, *everywhere(), val=PADDED, **CLIP)
 training("multi-head", lambda: Tokens(MultiHead()), PADDED, *everywhere(), val=PADDED, **CLIP)
 training("holds-blocks", modules.HoldsBlocks, IDS, on("cp2"), on("cp2", "ring"), **CLIP)
+training("bent", lambda: Tokens(modules.Bent()), PADDED, on("cp2"), on("cp2", "ulysses"), val=PADDED, **CLIP)
+training("bent-fixed", lambda: Tokens(modules.Bent(learned=False)), PADDED, on("cp2", "ring"), val=PADDED, **CLIP)
 training("chosen", modules.Chosen, PADDED, *everywhere(), **CLIP)
 training("by-hand", modules.ByHand, IDS, on("cp2", "ring"), on("dp2xcp2", "ring", label="level2", dp=2))
 training("calls-in-hooks", modules.CallsInHooks, IDS, on("cp2"), on("cp2", "ring"), **CLIP)
@@ -439,6 +449,7 @@ for _kind in ("convolution", "cumsum", "own-attention", "positions", "last", "ba
 add("refused", "class-token", failing(lambda: modules.Images(modules.ViT("token")), IMAGES))
 add("refused", "sequence-first", failing(lambda: Tokens(SequenceFirst()), PADDED))
 add("refused", "multi-head-weights", failing(lambda: Tokens(MultiHead(need_weights=True)), PADDED))
+add("refused", "ring-learned-bias", failing(lambda: Tokens(modules.Bent()), PADDED, "ring"))
 add("refused", "t5", failing(wrapped("t5"), PAIRS))
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from pipeline_modules import VOCABULARY, WIDTH, hf_causal
 from torch import nn
 
@@ -114,6 +115,11 @@ def llama(**changes: Any) -> nn.Module:
 class Transformers(Trained):
     """`loss = self.model(**batch).loss`: the loss, and the shift of the labels, are the model's own."""
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.top = torchmetrics.classification.MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100)
+        self.scores = torchmetrics.SumMetric()
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         outputs = self.model(**batch)
         self.log("train_loss", outputs.loss, prog_bar=True, sync_dist=True)
@@ -125,10 +131,23 @@ class Transformers(Trained):
         seen = batch["labels"] != -100
         right = (outputs.logits.argmax(-1) == batch["labels"]) & seen
         self.log("val_accuracy", right.sum() / seen.sum(), sync_dist=True)
+        self.log("val_seen", float(len(seen)), reduce_fx="sum", sync_dist=True)
+        self.top(outputs.logits.flatten(0, 1), batch["labels"].flatten())
+        self.scores.update(outputs.logits.softmax(-1).amax(-1)[seen])
+        self.log_dict({"val_top": self.top, "val_scores": self.scores}, on_step=False, on_epoch=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = self.model(**batch)
         return {"ids": outputs.logits.argmax(-1), "scores": outputs.logits.softmax(-1).amax(-1)}
+
+
+class Generates(Transformers):
+    """Samples while it is validated: a prefix at once, then one token after the other, with a cache of keys."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        said = self.model.generate(batch["input_ids"], max_new_tokens=5, do_sample=False)
+        assert said.shape[1] > LENGTH
+        self.log("val_said", said[:, LENGTH:].float().mean(), sync_dist=True)
 
 
 class GivesPositions(Transformers):
@@ -439,6 +458,17 @@ class Tokens(Trained):
         self.log("val_loss", self._loss(batch), sync_dist=True)
 
 
+class LearnedPositions(nn.Module):
+    """A layer with a parameter for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(32, WIDTH) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table[: x.shape[1]]
+
+
 class HoldsBlocks(Trained):
     """The blocks belong to the LightningModule itself; there is no module that is the model."""
 
@@ -447,17 +477,52 @@ class HoldsBlocks(Trained):
         self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 24, 0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.scale, self.positions = nn.Parameter(torch.tensor(1.5)), LearnedPositions()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
-        return self.head(self.encoder(self.embedding(ids), mask=mask, is_causal=True)) * self.scale
+        return self.head(self.encoder(self.positions(self.embedding(ids)), mask=mask, is_causal=True)) * self.scale
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         ids = batch["input_ids"]
         loss = F.cross_entropy(self(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         self.log("train_loss", loss, sync_dist=True)
         return loss
+
+
+class Bent(nn.Module):
+    """Between its blocks the sequence grows by learned tokens, is thinned out, and is put together with an earlier one;
+    attention has a learned bias by distance.
+    """
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            q, k, v = (item.unflatten(-1, (HEADS, -1)).transpose(1, 2) for item in self.qkv(self.norm(x)).chunk(3, -1))
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+            return x + self.out(y.transpose(1, 2).flatten(2))
+
+    def __init__(self, learned: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(2 * WIDTH, VOCABULARY)
+        self.prompt = nn.Parameter(torch.randn(1, 4, WIDTH))
+        self.bias = nn.Embedding(64, HEADS).requires_grad_(learned)
+        self.blocks = nn.ModuleList(Bent.Block() for _ in range(4))
+
+    def _bias(self, length: int) -> torch.Tensor:
+        places = torch.arange(length)
+        return self.bias(places[:, None] - places[None, :] + 32).permute(2, 0, 1)[None]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        start = self.blocks[0](self.embed(ids), self._bias(ids.shape[1]))
+        x = torch.cat([self.prompt.expand(len(ids), -1, -1), start], 1)
+        x = self.blocks[1](x, self._bias(x.shape[1]))[:, 4:]
+        half = self.blocks[2](x[:, ::2], self._bias(ids.shape[1] // 2))
+        x = self.blocks[3](half.repeat_interleave(2, 1) + x, self._bias(ids.shape[1]))
+        return self.head(torch.cat([x, start], -1))
 
 
 # --- tokens that are born inside of the model -----------------------------------------------------------------------

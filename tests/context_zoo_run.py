@@ -1,7 +1,8 @@
 """Gradients of many families of models with sequences divided: `torchrun ... context_zoo_run.py <mesh> <directory>
 <case>...`.
 
-A case is `<family>:<backend>`, or `<family>:<backend>+pad` for lengths that don't divide. Every rank writes what it found to `<directory>/<rank>.pt`.
+A case is `<family>:<backend>`, or `<family>:<backend>+pad` for lengths that don't divide. Every rank writes what it
+found to `<directory>/<rank>.pt`.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ KEY_PHRASES: dict[str, tuple[str, ...]] = {
     "mixes-own-mask": ("a mask of attention has the shape", "this rank's queries with its own keys"),
     "mixes-batch-norm": ("model.blocks.0.batch_norm (BatchNorm1d)", "trainer.sync_batchnorm=true"),
     "multi-head-weights": (_BLOCK, "it does not run on a part of a sequence", _ATTENTION),
+    "ring-learned-bias": ("cp=ring: a mask of attention needs a gradient (a learned bias), which a ring cannot give",),
     "t5": ("cp=2 with model.encoder.block.0 (T5Block): it does not run on a part of a sequence", _ATTENTION),
 }
 """What the message of each has to say: what is wrong, where, and what to write instead."""
