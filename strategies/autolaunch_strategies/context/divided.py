@@ -21,9 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autolaunch_strategies._torch import (
+    end_left_forward,
     intercept_calls,
     intercepted,
     is_active,
@@ -97,8 +99,7 @@ class Sequences:
 
     def _cut_now(self, leaf: torch.Tensor, dim: int, layout: Layout, padded: bool) -> torch.Tensor:
         if padded and layout.is_padded:
-            rows = layout.padded_positions(self.peers.rank).clamp(max=layout.size - 1)
-            return leaf.index_select(dim, rows.to(leaf.device))
+            return leaf.index_select(dim, layout.repeated_positions(self.peers.rank, leaf.device))
         return cut(leaf, dim, Positions.of_layout(layout), self.peers.group)
 
 
@@ -308,11 +309,14 @@ class DividedModule:
         except ConfigError:
             raise
         except Exception as error:  # whatever a model raises when shapes don't fit
+            if isinstance(self.module, FSDPModule):
+                end_left_forward(self.module)
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             return None, f"it does not run on a part of a sequence ({type(error).__name__}: {first_line})"
         if len(ours) != len(theirs):
             return None, "it returns other things for a part of a sequence"
         gives: list[int | None] = []
+        tolerance = self._tolerance(short)
         for one, other in zip(ours, theirs, strict=True):
             dim = None
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -322,12 +326,20 @@ class DividedModule:
                     shapes = f"{list(one.shape)} for a part, {list(other.shape)} for the whole"
                     return None, f"what it returns does not have the sequence as one of its dims ({shapes})"
                 dim = changed[0] if changed else None
-                if _far(plain(one if dim is None else self._shard(one, dim, layout)), plain(other)):
+                if _far(plain(one if dim is None else self._shard(one, dim, layout)), plain(other), tolerance):
                     return None, "it returns something else when its sequence is divided"
             gives.append(dim)
         if all(dim is None for dim in gives):
             return None, "nothing that it returns has the sequence among its dims"
         return Way(cuts, tuple(gives)), ""
+
+    def _tolerance(self, leaves: list[Any]) -> float:
+        """By how much results may differ, relative to the largest value: by the coarsest type that is computed in."""
+        used = {leaf.dtype for leaf in [*leaves, *self.module.parameters()] if isinstance(leaf, torch.Tensor)}
+        kind = self.sequences.device.type
+        if torch.is_autocast_enabled(kind):
+            used.add(torch.get_autocast_dtype(kind))
+        return 5e-2 if any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in used) else 1e-3
 
     def _short(self, leaf: Any, size: int, cut_dim: int | None, local: int) -> Any:
         """An argument with so many positions per rank instead of `size`, whole, with values of the real one."""
@@ -342,7 +354,10 @@ class DividedModule:
             positions = Positions.of_layout(peers.layout(local * peers.size))
             part = _padded(leaf.local.narrow(dim, 0, min(local, leaf.local.shape[dim])), dim, local)
             return SequenceShard.of(part, dim, positions, peers.group).whole()
-        for dim in _sequence_dims(leaf, size) if cut_dim is None else [cut_dim]:
+        dims = _sequence_dims(leaf, size) if cut_dim is None else [cut_dim]
+        if cut_dim is None and len(dims) == 1:
+            dims = []  # taken for one that has that length by chance
+        for dim in dims:
             leaf = leaf.narrow(dim, 0, local * peers.size)
         return leaf
 
@@ -422,8 +437,8 @@ def _sequence_dims(leaf: torch.Tensor, size: int) -> list[int]:
 def _ways_to_cut(leaves: Sequence[Any], anchor: Anchor) -> Iterator[tuple[int | None, ...]]:
     """Which dims of a call's arguments may be those along which they are cut, the likeliest first.
 
-    A tensor with two dims of that length is a mask and stays whole; or else the length of another dim is the same by
-    chance: then each of its dims is tried.
+    A tensor with two dims of that length is a mask and stays whole, one with one such dim is cut; or else the length
+    of a dim is the same by chance: then the others are tried.
     """
     choices: list[list[int | None]] = []
     for place, leaf in enumerate(leaves):
@@ -434,7 +449,7 @@ def _ways_to_cut(leaves: Sequence[Any], anchor: Anchor) -> Iterator[tuple[int | 
             choices.append([dim if leaf.shape[dim] == anchor.size else None])
         elif isinstance(leaf, torch.Tensor):
             dims = _sequence_dims(leaf, anchor.size)
-            choices.append([None] if not dims else [dims[0]] if len(dims) == 1 else [None, *dims])
+            choices.append([None] if not dims else [dims[0], None] if len(dims) == 1 else [None, *dims])
         else:
             choices.append([None])
     yield tuple(options[0] for options in choices)
@@ -481,7 +496,7 @@ def _padded(local: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return torch.cat([local, *[last] * missing], dim)
 
 
-def _far(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     """Whether two tensors differ by more than rounding, measured on the largest value."""
     if one.shape != other.shape:
         return True
@@ -489,6 +504,5 @@ def _far(one: torch.Tensor, other: torch.Tensor) -> bool:
         return not torch.equal(one, other)
     if one.numel() == 0:
         return False
-    tolerance = 1e-3 if one.dtype in (torch.float32, torch.float64) else 5e-2
     one, other = one.float().nan_to_num(), other.float().nan_to_num()
     return bool((one - other).abs().max() > tolerance * one.abs().max().clamp(min=1e-6))

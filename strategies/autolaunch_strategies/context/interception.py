@@ -180,8 +180,7 @@ class AttentionCalls(TorchFunctionMode):
                 "causal attention of a sequence to itself, without a cache of keys",
             )
         if mask is not None and mask.dim() > 1 and mask.shape[-2] == within.layout.size:
-            rows = within.layout.padded_positions(self.peers.rank).clamp(max=within.layout.size - 1)
-            mask = mask.index_select(-2, rows.to(mask.device))
+            mask = mask.index_select(-2, within.layout.repeated_positions(self.peers.rank, mask.device))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **given)
 
     def _multi_head_attention(self, func: Any, args: Any, kwargs: Any) -> Any:

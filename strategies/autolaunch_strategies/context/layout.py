@@ -56,6 +56,10 @@ class Layout:
         """As `padded_positions` without padding: [valid(rank)]."""
         return _positions(self, rank)[: self.valid(rank)]
 
+    def repeated_positions(self, rank: int, device: torch.device) -> torch.Tensor:
+        """As `padded_positions` with the last position of the sequence in the place of padding, on a device."""
+        return _repeated(self, rank, device)
+
     def valid(self, rank: int) -> int:
         """How many of the positions that `rank` holds belong to the sequence."""
         place, part = divmod(rank, self.ulysses)
@@ -72,6 +76,12 @@ def _positions(layout: Layout, rank: int) -> torch.Tensor:
     with outside_of_modes():  # what is kept must be a real tensor, whatever is being made when it is first asked for
         both = torch.cat([torch.arange(start, start + chunk) for start in starts])
         return both[part * layout.local : (part + 1) * layout.local]
+
+
+@lru_cache(maxsize=256)
+def _repeated(layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
+    with outside_of_modes():
+        return _positions(layout, rank).clamp(max=layout.size - 1).to(device)
 
 
 @dataclass(frozen=True)
