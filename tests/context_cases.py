@@ -287,6 +287,7 @@ def predictions(setting: Setting) -> Any:
     ):  # fmt: skip
         pl.seed_everything(1, verbose=False)
         module, trainer = make(), make_trainer(setting, max_steps=1)
+        pl.seed_everything(1, verbose=False)  # as distributed strategies do when they start
         if name != "hf":
             trainer.fit(module, data(setting))
         outputs = trainer.predict(module, data(setting))
