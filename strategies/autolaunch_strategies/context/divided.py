@@ -103,6 +103,8 @@ class Sequences:
         return cut(leaf, dim, Positions.of_layout(layout), self.peers.group)
 
 
+_KNOWN = (torch.Tensor, bool, int, float, str, type(None))
+"""What a call that leaves nothing behind is given."""
 _MOST_CUT = 16
 _TRIAL_LENGTH = 1024
 """Positions of the sequence on which a call is tried out: what meets over a larger distance only is not seen."""
@@ -132,6 +134,8 @@ class DividedModule:
         if self.sequences.inside or not is_active(self.sequences.calls):  # outside of steps everything is whole
             return self._own(*args, **kwargs)
         leaves, form = flattened(args, kwargs)
+        if not torch.is_grad_enabled() and any(not isinstance(leaf, _KNOWN) for leaf in leaves):
+            return self._whole(leaves, form)  # such as a cache of keys that text is generated with
         with torch._C.DisableTorchFunction():  # shapes of the whole, as shards know them, without asking every mode
             anchor = self._anchor(leaves)
             kinds = () if anchor is None else tuple(_kind(leaf, anchor.size) for leaf in leaves)
