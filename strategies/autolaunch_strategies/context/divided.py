@@ -492,10 +492,8 @@ def _padded(local: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     missing = length - local.shape[dim]
     if missing == 0:
         return local
-    if local.shape[dim] == 0:
-        shape = list(local.shape)
-        shape[dim] = missing
-        return local.new_zeros(shape)
+    if local.shape[dim] == 0:  # zeros that hang together with it: every rank takes part in its backward pass
+        return torch.cat([local.sum(dim, keepdim=True).to(local.dtype)] * missing, dim)
     last = local.narrow(dim, local.shape[dim] - 1, 1)
     return torch.cat([local, *[last] * missing], dim)
 
