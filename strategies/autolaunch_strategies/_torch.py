@@ -394,3 +394,15 @@ def group_called(name: str) -> dist.ProcessGroup:
 def is_differentiating() -> bool:
     """Whether a backward pass is on its way in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+without_torch_functions = torch._C.DisableTorchFunction
+"""A context in which neither function modes nor subclasses of tensors are asked: attributes are those of the object."""
+
+
+def change_forward_hooks(module: nn.Module, change: Callable[[Callable], Callable | None]) -> None:
+    """Put what `change` returns in the place of each hook on the output of `module`; None leaves it."""
+    for key, hook in module._forward_hooks.items():
+        changed = change(hook)
+        if changed is not None:
+            module._forward_hooks[key] = changed

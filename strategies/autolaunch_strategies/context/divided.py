@@ -32,6 +32,7 @@ from autolaunch_strategies._torch import (
     run_call,
     saved_random_state,
     seed_torch,
+    without_torch_functions,
 )
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.context.arguments import Form, flattened
@@ -85,7 +86,7 @@ class Sequences:
 
     def cut(self, leaf: torch.Tensor, dim: int, layout: Layout, padded: bool) -> torch.Tensor:
         """This rank's part of a whole plain tensor. Tables that every block gets are cut once."""
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             needs_gradient, version = leaf.requires_grad and torch.is_grad_enabled(), leaf._version
         if needs_gradient:
             return self._cut_now(leaf, dim, layout, padded)
@@ -136,7 +137,7 @@ class DividedModule:
         leaves, form = flattened(args, kwargs)
         if not torch.is_grad_enabled() and any(not isinstance(leaf, _KNOWN) for leaf in leaves):
             return self._whole(leaves, form)  # such as a cache of keys that text is generated with
-        with torch._C.DisableTorchFunction():  # shapes of the whole, as shards know them, without asking every mode
+        with without_torch_functions():  # shapes of the whole, as shards know them, without asking every mode
             anchor = self._anchor(leaves)
             kinds = () if anchor is None else tuple(_kind(leaf, anchor.size) for leaf in leaves)
         if anchor is None or not self._fits(anchor.size):
@@ -179,7 +180,7 @@ class DividedModule:
             for leaf, dim in zip(leaves, way.cuts, strict=True)
         ]
         args, kwargs = form.arguments(parts)
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             self._rows = next(
                 (_batch_of(part, dim) for part, dim in zip(parts, way.cuts, strict=True) if dim is not None), 1
             )

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autolaunch_strategies._torch import saved_random_state, seed_torch
+from autolaunch_strategies._torch import saved_random_state, seed_torch, without_torch_functions
 from autolaunch_strategies.context.collectives import sum_over
 from autolaunch_strategies.context.sequence_shard import Positions, SequenceShard, cut, on_parts
 from autolaunch_strategies.random_streams import RANDOM_FUNCTIONS
@@ -492,7 +492,7 @@ def _on_probe(shard: SequenceShard, func: Any, args: Any, kwargs: Any) -> Any:
         if dim != shard.sequence_dim:
             strides[dim], step = step, step * max(shard.sizes[dim], 2)
     rest, named = tree_map(probe, (args[1:], kwargs))
-    with torch._C.DisableTorchFunction():
+    with without_torch_functions():
         return func(torch.empty_strided(shard.sizes, strides, device="meta"), *rest, **named)
 
 
@@ -549,7 +549,7 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     def probe(leaf: Any) -> Any:
         return torch.empty(leaf.shape, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
-    with torch._C.DisableTorchFunction():
+    with without_torch_functions():
         shape = func(*tree_map(probe, args), **tree_map(probe, kwargs)).shape
     dim, positions = shard.sequence_dim, shard.positions
     one = positions if positions.rows is None else positions.one_row()
@@ -699,7 +699,7 @@ _PER_ELEMENT = frozenset(
 
 def _of_shape(func: Any, args: Any, kwargs: Any) -> Any:
     """What the wrapper knows: the shape, type and device of the whole."""
-    with torch._C.DisableTorchFunction():
+    with without_torch_functions():
         return func(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autolaunch_strategies._torch import outside_of_modes
+from autolaunch_strategies._torch import outside_of_modes, without_torch_functions
 from autolaunch_strategies.context.collectives import gather_parts
 from autolaunch_strategies.context.layout import Layout
 
@@ -159,7 +159,7 @@ class SequenceShard(torch.Tensor):
         Raises:
             RuntimeError: the shard came out of a `torch.autograd.Function`, so that no gradient would reach it.
         """
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             node = self.grad_fn
         if node is not None:
             raise RuntimeError(f"{node.name()} {_UNSEEN}")
@@ -167,7 +167,7 @@ class SequenceShard(torch.Tensor):
 
     def watch(self) -> None:
         """Let a gradient that reaches this tensor, and not `local`, be an error. Called when `local` needs one."""
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             if self._local.requires_grad and self._backward_hooks is None:
                 self.requires_grad_()
                 self.register_hook(_lost)

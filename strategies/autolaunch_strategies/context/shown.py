@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from autolaunch_strategies._torch import change_forward_hooks, has_forward_hooks
 from autolaunch_strategies.context.sequence_shard import SequenceShard
 
 _OF_LAYOUTS = ("autolaunch_strategies.styles", "torch.distributed")
@@ -28,14 +29,16 @@ def show_whole(module: nn.Module, shard_of: ShardOf, is_trial: Callable[[], bool
     Args:
         is_trial: whether what runs is only tried out: hooks are not called then.
     """
-    if module._forward_hooks:
-        for key, hook in module._forward_hooks.items():
-            home = getattr(hook, "__module__", None) or ""
-            if not isinstance(hook, _Shown) and not home.startswith(_OF_LAYOUTS):
-                module._forward_hooks[key] = _Shown(hook, shard_of, is_trial)
+    if has_forward_hooks(module):
+        change_forward_hooks(module, lambda hook: _shown(hook, shard_of, is_trial))
     for part in module._modules.values():  # at every call of every block: `modules()` takes several times as long
         if part is not None:
             show_whole(part, shard_of, is_trial)
+
+
+def _shown(hook: Callable[..., Any], shard_of: ShardOf, is_trial: Callable[[], bool]) -> Callable[..., Any] | None:
+    home = getattr(hook, "__module__", None) or ""
+    return None if isinstance(hook, _Shown) or home.startswith(_OF_LAYOUTS) else _Shown(hook, shard_of, is_trial)
 
 
 class _Shown:
