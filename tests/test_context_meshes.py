@@ -39,7 +39,9 @@ def one(tmp_path_factory: pytest.TempPathFactory, shelf: Path) -> Results:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, one: Results, shelf: Path) -> Results:
-    return run_group(tmp_path_factory.mktemp("context") / "two", "two", shelf, ["save-cp2"])
+    results = run_group(tmp_path_factory.mktemp("context") / "two", "two", shelf, ["save-cp2"])
+    results.read("save-cp2")
+    return results
 
 
 @pytest.fixture(scope="module")
