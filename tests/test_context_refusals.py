@@ -35,7 +35,7 @@ KEY_PHRASES: dict[str, tuple[str, ...]] = {
     "half-length": ("with model.encoder.layers.0", _PARTS.format(14), _PADDED),
     "class-token": ("with model.blocks.0", _PARTS.format(17), _PADDED),
     **{f"no-attention-{name}": (f"{_UNSEEN}NoAttention",) for name in THREE},
-    "sequence-first": (f"{_UNSEEN}SequenceFirst", "[b, heads, s, d]"),
+    "sequence-first": (f"{_UNSEEN}SequenceFirst", "[b, heads, s, d]", "batch_first=True"),
     "ring-dropout": ("cp=ring: attention drops out 0.5 of its weights, which a ring cannot", "write:   cp=gather"),
     "ring-hf-dropout": ("cp=ring: attention drops out 0.5 of its weights", "attn_pdrop", "write:   cp=gather"),
     "ulysses-heads": ("cp=ulysses: 3 heads of attention cannot be divided among 2 ranks", "write:   cp=gather"),
@@ -45,7 +45,10 @@ KEY_PHRASES: dict[str, tuple[str, ...]] = {
     },
     "mixes-own-mask": ("a mask of attention has the shape", "this rank's queries with its own keys"),
     "mixes-batch-norm": ("model.blocks.0.batch_norm (BatchNorm1d)", "trainer.sync_batchnorm=true"),
-    "multi-head-weights": (_BLOCK, "it does not run on a part of a sequence", _ATTENTION),
+    "multi-head-weights": (
+        "cp=2 with model.blocks.0: nn.MultiheadAttention is asked for its weights",
+        "need_weights=False",
+    ),
     "ring-learned-bias": ("cp=ring: a mask of attention needs a gradient (a learned bias), which a ring cannot give",),
     "t5": ("cp=2 with model.encoder.block.0 (T5Block): it does not run on a part of a sequence", _ATTENTION),
 }

@@ -190,8 +190,16 @@ class AttentionCalls(TorchFunctionMode):
         """
         given = dict(zip(_MULTI_HEAD_ARGUMENTS, args, strict=False)) | kwargs
         within = self._now(given["query"].shape[0])
-        if within is None or given.get("need_weights", True) or given["query"].shape[0] != within.layout.local:
+        if within is None or given["query"].shape[0] != within.layout.local:
             return func(**given)
+        if given.get("need_weights", True):
+            raise ConfigError(
+                f"cp={self.peers.size} with {within.module or 'the model'}",
+                "nn.MultiheadAttention is asked for its weights, as it is unless told otherwise; then it does not call "
+                "scaled_dot_product_attention",
+                "need_weights=False",
+                "self.attention(x, x, x, need_weights=False)",
+            )
         mask, local = given.get("attn_mask"), within.layout.local
         around: Any = None
         if mask is not None and mask.shape[-1] != local:

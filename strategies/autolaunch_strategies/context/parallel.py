@@ -56,12 +56,11 @@ class ContextParallelModule:
         if not int(seen):
             ranks = self.sequences.peers.size
             raise ConfigError(
-                f"cp={ranks}",
-                f"cp={ranks} but no attention call was intercepted in model {name}: nothing in its blocks calls "
-                "torch.nn.functional.scaled_dot_product_attention on [b, heads, s, d] with a sequence that can be "
-                "divided",
-                "models whose attention is scaled_dot_product_attention (for transformers: "
-                "attn_implementation=sdpa), or a mesh with cp of size 1",
+                f"cp={ranks} but no attention call was intercepted in model {name}",
+                "nothing in its blocks calls torch.nn.functional.scaled_dot_product_attention on [b, heads, s, d] with "
+                "a sequence that can be divided",
+                "models whose attention is scaled_dot_product_attention (for transformers: attn_implementation=sdpa) "
+                "on inputs [batch, sequence, ...] (batch_first=True), or a mesh with cp of size 1",
             )
 
 
