@@ -1,0 +1,125 @@
+"""One way to run a training, and many of them as columns. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autolaunch_strategies.config import CP_BACKENDS, SCHEDULES, MeshShape
+
+PIPELINES = ("none", "exact", *SCHEDULES, "zero_bubble_1p", "zero_bubble_2p")
+"""Values of `Candidate.pipeline`: the options of the group pp. The last two exist in publications, not in our runtime:
+they are never proposed, only predicted."""
+
+NO_RECOMPUTE, SELECTIVE, FULL = 0, -1, 1
+"""Values of `Candidate.recompute`; n > 1 is every n-th block."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a training: values as in the config, by number where the config has names."""
+
+    dp: int = 1
+    mp: int = 1
+    pp: int = 1
+    cp: int = 1
+    level: int = 0
+    """dp.sharding_level."""
+    replicate: int = 1
+    """dp.replicate: replicas of what is sharded; at level 0 all of dp."""
+    sequence_parallel: int = 0
+    """1: mp=seq_parallel."""
+    pipeline: int = 0
+    """Index in `PIPELINES`; 0 with one rank along pp."""
+    virtual_stages: int = 1
+    split: int = 0
+    """0: blocks shared out evenly; 1: balanced by time (written as `pp.split_spec`)."""
+    microbatches: int = 1
+    """Parts of a rank's share of the batch: of the pipeline, or accumulated without one."""
+    recompute: int = NO_RECOMPUTE
+    backend: int = 0
+    """Index in `CP_BACKENDS`."""
+    ulysses: int = 1
+    """Neighbours along cp that exchange heads (cp for ulysses, 1 for gather and ring)."""
+
+    @property
+    def ranks(self) -> int:
+        """How many devices it needs."""
+        return self.dp * self.mp * self.pp * self.cp
+
+    @property
+    def mesh(self) -> MeshShape:
+        """Its mesh, in the default rank order."""
+        return MeshShape(self.dp, self.mp, self.pp, self.cp)
+
+    @property
+    def pipeline_name(self) -> str:
+        """The option of the group pp."""
+        return PIPELINES[self.pipeline]
+
+    @property
+    def backend_name(self) -> str:
+        """The option of the group cp."""
+        return CP_BACKENDS[self.backend]
+
+    @property
+    def recompute_name(self) -> str | int:
+        """The value of `recompute=`."""
+        return {NO_RECOMPUTE: "none", SELECTIVE: "selective", FULL: "full"}.get(self.recompute, self.recompute)
+
+
+FIELDS = tuple(item.name for item in fields(Candidate))
+
+Ints = NDArray[np.int64]
+
+
+class Candidates:
+    """Many candidates as int64 columns [n], one attribute per field of `Candidate`."""
+
+    dp: Ints
+    mp: Ints
+    pp: Ints
+    cp: Ints
+    level: Ints
+    replicate: Ints
+    sequence_parallel: Ints
+    pipeline: Ints
+    virtual_stages: Ints
+    split: Ints
+    microbatches: Ints
+    recompute: Ints
+    backend: Ints
+    ulysses: Ints
+
+    def __init__(self, **columns: Any) -> None:
+        """Columns [n] by the names of `FIELDS`; scalars are repeated, absent ones have the default."""
+        given = {name: columns.pop(name, getattr(Candidate, name)) for name in FIELDS}
+        assert not columns, f"no such columns: {sorted(columns)}"
+        arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in given.values()))
+        for name, array in zip(FIELDS, arrays, strict=True):
+            setattr(self, name, array)
+
+    @classmethod
+    def of(cls, rows: Iterable[Candidate]) -> Candidates:
+        """These candidates as columns."""
+        rows = list(rows)
+        return cls(**{name: [getattr(row, name) for row in rows] for name in FIELDS})
+
+    def __len__(self) -> int:
+        return len(self.dp)
+
+    def __getitem__(self, index: int) -> Candidate:
+        return Candidate(**{name: int(getattr(self, name)[index]) for name in FIELDS})
+
+    def select(self, which: Any) -> Candidates:
+        """Those that a mask or an array of indices names."""
+        return Candidates(**{name: getattr(self, name)[which] for name in FIELDS})
+
+    @property
+    def shard(self) -> Ints:
+        """Over how many ranks the state is sharded: dp x cp / replicate; 1 at level 0."""
+        return np.where(self.level == 0, 1, self.dp * self.cp // self.replicate)

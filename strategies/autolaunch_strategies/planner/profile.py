@@ -1,0 +1,180 @@
+"""What a model costs, as plain data: the planner knows nothing else of it. Torch-free.
+
+Everything is for one sequence on one undivided device; a microbatch of b sequences costs b times as much (launching its
+kernels, and exchanging parameters, does not).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MatMul:
+    """Matrix products [rows, inner] x [inner, columns] of one forward pass; its backward has two for each."""
+
+    rows: int
+    """Positions of one sequence (all heads together do not count here: see `count`)."""
+    inner: int
+    columns: int
+    count: float = 1
+    """How many of this shape; heads of a batched product."""
+    divided: str = ""
+    """What mp divides: `columns`, `inner`, `count`; nothing if empty."""
+
+    @property
+    def flops(self) -> float:
+        """Of one forward pass of one sequence: two for each multiplication with its addition."""
+        return 2.0 * self.rows * self.inner * self.columns * self.count
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Calls of fused attention in one forward pass. Written-out attention is `MatMul`s and moved bytes instead."""
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    positions: int
+    causal: bool
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Of one forward pass of one sequence: two products of [s, d] and [s, s]; causal attention does half."""
+        whole = 4.0 * self.heads * self.head_dim * self.positions**2 * self.count
+        return whole / 2 if self.causal else whole
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of block, or what runs before or after the blocks: its forward pass of one sequence.
+
+    Of a number X with a `divided_X` beside it, the latter is the share that mp divides (what lies between a
+    column-wise and a row-wise layer); the rest is whole on every rank of mp, unless sequence parallelism divides it.
+    """
+
+    name: str
+    parameters: int
+    divided_parameters: int = 0
+    matmuls: tuple[MatMul, ...] = ()
+    attention: Attention | None = None
+    moved_bytes: float = 0
+    """Read and written by everything that is neither a matrix product nor fused attention."""
+    divided_moved_bytes: float = 0
+    kernels: int = 0
+    """Kernels that are launched (operators that compute, not views)."""
+    divided_kernels: int = 0
+    """Of these, those that work on divided tensors under mp (DTensors: each costs more host time)."""
+    saved_bytes: float = 0
+    """Kept for the backward pass without recomputation, its input included; parameters are not counted."""
+    divided_saved_bytes: float = 0
+    selective_bytes: float = 0
+    """Kept with `recompute=selective` (outputs of matrix products and attention), its input included."""
+    divided_selective_bytes: float = 0
+    output_bytes: float = 0
+    """What it hands on: kept with full recomputation, sent between stages."""
+    peak_bytes: float = 0
+    """Most that exists at one moment of its forward or backward pass beyond what is kept, without mp."""
+    divided_peak_bytes: float = 0
+    exchanges: int = 0
+    """All-reduces along mp in its forward pass (row-wise outputs); as many in its backward pass."""
+    exchange_bytes: float = 0
+    """Of one of them."""
+
+    @property
+    def flops(self) -> float:
+        """Of the matrix products and the attention of one forward pass."""
+        return sum(item.flops for item in self.matmuls) + (self.attention.flops if self.attention else 0.0)
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model as the planner sees it: a part that runs before its blocks, the blocks, a part that runs after them."""
+
+    name: str
+    positions: int
+    """Tokens (or whatever a position is) of one sequence."""
+    before: Part
+    kinds: tuple[Part, ...]
+    """Distinct blocks."""
+    blocks: tuple[int, ...]
+    """The kind of every block, in order of execution."""
+    block_names: tuple[str, ...]
+    """Their dotted names as in `pp.split_spec`."""
+    after: Part
+    """The rest, with the head and the loss."""
+    loss_bytes: float = 0
+    """Most that the loss needs beyond what is kept, for one sequence: logits in fp32 and their gradients."""
+    divided_loss_bytes: float = 0
+    shared_parameters: int = 0
+    """Parameters of `before` that `after` uses, too (tied weights): with a pipeline the last stage holds them, too."""
+    element_bytes: int = 4
+    """Of one activation."""
+    mp_sizes: tuple[int, ...] = ()
+    """Numbers that mp has to divide (heads, key heads, ...)."""
+    heads: int | None = None
+    """Attention heads, which ulysses shares out; None without fused attention."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Axis (`mp`, `pp`, `cp`) -> why this model can't be divided along it."""
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, tied weights once."""
+        return self.before.parameters + sum(self.kinds[kind].parameters for kind in self.blocks) + self.after.parameters
+
+    @property
+    def flops(self) -> float:
+        """Of one forward pass of one sequence."""
+        return self.before.flops + sum(self.kinds[kind].flops for kind in self.blocks) + self.after.flops
+
+    def to_json(self) -> str:
+        """As text; `from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelProfile:
+        """The profile that `to_json` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        values["before"], values["after"] = _part(values["before"]), _part(values["after"])
+        values["kinds"] = tuple(_part(item) for item in values["kinds"])
+        for key in ("kinds", "blocks", "block_names", "mp_sizes"):
+            values[key] = tuple(values[key])
+        return cls(**values)
+
+
+def _part(values: dict[str, Any]) -> Part:
+    matmuls = tuple(MatMul(**item) for item in values["matmuls"])
+    attention = Attention(**values["attention"]) if values["attention"] else None
+    return Part(**{**values, "matmuls": matmuls, "attention": attention})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a training step is: how much data, and how many bytes a parameter takes in which role."""
+
+    batch_size: int
+    """Sequences per optimizer step, over all ranks."""
+    compute: str = "fp32"
+    """Type of matrix products: fp32, tf32, bf16, fp16, fp8."""
+    parameter_bytes: float = 4
+    """Of a parameter at rest."""
+    gathered_bytes: float = 4
+    """Of a parameter while it is used: sharded parameters are gathered in it (autocast adds copies: `cast_bytes`)."""
+    cast_bytes: float = 0
+    """Of a copy of each used weight in a narrower type (bf16-mixed without `dp.param_dtype`) while a part runs."""
+    gradient_bytes: float = 4
+    reduce_bytes: float = 4
+    """Of a gradient while it is exchanged over dp."""
+    optimizer_bytes: float = 8
+    """State of the optimizer for a parameter, master copy included: AdamW 8, SGD 0, Megatron's mixed precision 12."""
+    trained: float = 1.0
+    """Share of the parameters that is trained."""
+    mean_loss: bool = True
+    """Whether the loss is a mean over samples, so that schedules that see microbatches may be used."""
+    compiled: bool = False
+    """Whether blocks are compiled: elementwise kernels are fused."""
