@@ -25,6 +25,8 @@ class MatMul:
     """How many of this shape; heads of a batched product."""
     divided: str = ""
     """What mp divides: `columns`, `inner`, `count`; nothing if empty."""
+    kept: bool = True
+    """Whether `recompute=selective` keeps its output; else it is computed again."""
 
     @property
     def flops(self) -> float:
@@ -76,6 +78,8 @@ class Part:
     selective_bytes: float = 0
     """Kept with `recompute=selective` (outputs of matrix products and attention), its input included."""
     divided_selective_bytes: float = 0
+    selective_share: float = 1.0
+    """Of `moved_bytes` and `kernels`, what `recompute=selective` does again."""
     output_bytes: float = 0
     """What it hands on: kept with full recomputation, sent between stages."""
     peak_bytes: float = 0
