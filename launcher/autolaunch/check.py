@@ -64,6 +64,7 @@ def check(
     errors += _schedule(config, where)
     errors += _checkpoint(config, output_dir, where)
     errors += _own_objects(config)
+    errors += _planning(config, where)
     if config["module"] is None:
         facts = _facts(config["model"], errors)
         if mesh is not None:
@@ -123,6 +124,8 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
 
 def _devices(config: Mapping[str, Any]) -> tuple[int | None, str]:
     """(how many ranks can have a device of their own, who says so); None where there is no limit."""
+    if (cluster := config["cluster"]) is not None and config["task"] == "plan":
+        return cluster["nodes"] * cluster["devices_per_node"], f"cluster={cluster['name']} has {cluster['nodes'] * cluster['devices_per_node']}"
     kind, count = visible_devices(config["trainer"]["accelerator"])
     machine = f"this machine shows {_count(count, kind.upper())}" if count is not None else ""
     wanted = config["launch"]["devices"]
@@ -281,6 +284,25 @@ def _checkpoint(config: Mapping[str, Any], output_dir: Path, where: Where) -> It
         yield from several.errors
     except ConfigError as error:
         yield error
+
+
+def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """Keys of the planner where nothing is planned."""
+    cluster, task = config["cluster"], config["task"]
+    if cluster is not None and task not in ("plan", "calibrate") and config["search"] is None:
+        yield ConfigError(
+            f"cluster={cluster['name']}",
+            f"{task} runs on the devices that there are",
+            "`plan`, which chooses for any cluster; -m search=auto, which also measures",
+            f"autolaunch plan cluster={cluster['name']}",
+        )
+    if config["why"] is not None and (cluster is None or task != "plan"):
+        yield ConfigError(
+            where("why", config["why"]),
+            "there is no choice to ask about",
+            "`plan` with a cluster",
+            "autolaunch plan cluster=local --why ...",
+        )
 
 
 def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -65,6 +65,7 @@ def _parser() -> _Parser:
     add("--config-dir", "-cd", type=Path)
     add("--config-path", "-cp", type=Path)
     add("--config-name", "-cn")
+    add("--why")
     add("--hydra-help", action="store_true")
     add("--shell-completion", "-sc", action="store_true")
     return parser
@@ -98,8 +99,11 @@ def parse(argv: Sequence[str]) -> CommandLine:
         hydra_flags += ["--resolve"] * known.resolve
     if known.info in HYDRA_INFO:
         hydra_flags += ["--info", known.info]
+    overrides = known.overrides if known.shell_completion else _overrides(known.overrides)
+    if known.why is not None:
+        overrides.append(f"why='{known.why}'")
     return CommandLine(
-        overrides=known.overrides if known.shell_completion else _overrides(known.overrides),
+        overrides=overrides,
         multirun=known.multirun,
         cfg=known.cfg,
         info=known.info,
@@ -132,7 +136,9 @@ _OTHER_WORDS = {"train": "fit", "run": "fit", "eval": "validate", "evaluate": "v
 def _overrides(words: list[str]) -> list[str]:
     overrides = []
     for position, word in enumerate(words):
-        if "=" in word or word.startswith("~"):
+        if word.removeprefix("+").startswith("plan="):
+            overrides.append(f"experiment={word.partition('=')[2]}")
+        elif "=" in word or word.startswith("~"):
             overrides.append(into_open_group(quoted_mesh(word)))
         elif position == 0 and word in TASKS:
             overrides.append(f"task={word}")

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from autolaunch.cluster import Cluster
+from autolaunch.search_config import Search
 from autolaunch_strategies.config import (
     AXES,
     DEFAULT_ORDER,
@@ -23,12 +25,13 @@ TASKS = {
     "validate": "run the validation data through a trained model",
     "test": "run the test data through a trained model",
     "predict": "write the model's predictions to <output_dir>/predictions",
-    "plan": "show what a run would do, and write it to plan.yaml, without starting it",
+    "plan": "show what a run would do, and write it to plan.yaml, without starting it; with cluster= choose it, too",
+    "calibrate": "measure this machine for the planner, and write it as a cluster",
     "export": "write a checkpoint as safetensors that `transformers` loads",
 }
 """The first word of the command line; `fit` if there is none."""
 
-IN_ONE_PROCESS = ("plan", "export")
+IN_ONE_PROCESS = ("plan", "export", "calibrate")
 """Tasks that one process does for a mesh of any size, without its devices."""
 
 
@@ -320,6 +323,9 @@ class Job:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     logger: dict[str, Any] = option("Loggers beside metrics.csv: {name: {_target_: ...}}.", {})
     launch: Launch = field(default_factory=Launch)
+    cluster: Cluster | None = option("Machines that `plan` and `-m search=auto` choose a mesh for.", None)
+    search: Search | None = option("How `-m search=auto` looks for the fastest run.", None)
+    why: str | None = option("With `plan cluster=...`: why not this one, e.g. `mp=4,pp=2` (as --why).", None)
 
 
 MODELS: dict[str, type] = {"llama": LlamaModel, "hf": HFModel, "custom": CustomModel}

@@ -37,6 +37,8 @@ GROUPS = {
     "trainer": "arguments of Lightning's Trainer",
     "logger": "loggers beside metrics.csv",
     "launch": "how processes are started",
+    "cluster": "for which machines `plan` chooses: h100x1024 is 1,024 of them; or the path of a YAML file",
+    "search": "-m search=auto: measure what the planner proposes, and keep the fastest",
     "experiment": "several choices at once; or the path of a YAML file, such as a plan.yaml",
 }
 
@@ -58,6 +60,7 @@ _FLAGS = (
     ("--info KEY", "what a group or key means: --info trainer, --info trainer.max_steps"),
     ("--cfg job", "the whole config, without running anything (--package KEY for a part of it)"),
     ("-m", "run every combination of the values separated by commas"),
+    ("--why MP=4,PP=2", "plan cluster=...: why these values were not chosen"),
     ("--config-dir DIR", "use your own files beside conf/: DIR/model/mine.yaml, DIR/experiment/e1.yaml"),
     ("--config-name NAME", "begin with your own NAME.yaml instead of config.yaml"),
     ("--version, --hydra-help", ""),

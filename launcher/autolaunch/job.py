@@ -26,6 +26,8 @@ class ResolvedJob:
     """The autolaunch version that composed it."""
     choices: dict[str, str] = field(default_factory=dict)
     """Config group to the option that was chosen, to write the run down as an experiment file."""
+    choice: dict[str, Any] | None = None
+    """What the planner chose for a cluster, and why (`Plan.to_dict()`); None where the person said everything."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_dir", Path(self.output_dir))

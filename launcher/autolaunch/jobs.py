@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from autolaunch import __version__, launch
 from autolaunch.check import check
-from autolaunch.command_line import CommandLine, unquoted
+from autolaunch.command_line import CommandLine, quoted_mesh, unquoted
 from autolaunch.compose import Composed, compose, enter_hydra, resolved, unresolvable
 from autolaunch.config import IN_ONE_PROCESS
 from autolaunch.config_directories import shown
@@ -30,6 +31,7 @@ from autolaunch.resume import resolve_ckpt_path
 from autolaunch.sequence_parts import with_sequence_parts
 from autolaunch.sweep import JobEnd, forget_ends, print_table, read_ends
 from autolaunch.validate import validate
+from autolaunch.wanted import typed_keys
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 
 SUMMARY = "summary.json"
@@ -55,10 +57,28 @@ def run_jobs(line: CommandLine) -> int:
         raise_all(composed.errors)
         raise_all(unresolvable(composed.config, composed.origin))
         return _run_sweep(line, composed.config)
+    choice = None
+    if composed.config.get("cluster") is not None and composed.config.task == "plan":
+        line, choice = _with_choice(line, composed)
+        composed = compose(line)
     directory, overrides = _prepare(line, composed)
-    code = enter_hydra(line, [], overrides, run_job)
+    code = enter_hydra(line, [], overrides, lambda config: run_job(config, choice))
     ends = read_ends(directory)
     return ends[0].exit_code if ends else code
+
+
+def _with_choice(line: CommandLine, composed: Composed) -> tuple[CommandLine, dict[str, Any]]:
+    """The command line with what the planner chose at its end, and the planner's account of it."""
+    from autolaunch.planning import choice_of
+
+    raise_all(composed.errors)
+    hydra = composed.config.hydra
+    directory = Path(composed.config.get("output_dir") or hydra.run.dir).absolute()
+    job = resolve_job(composed.config, hydra, directory, None, composed.origin)
+    chosen, choice = choice_of(job.config, line.overrides)
+    settled = typed_keys(chosen)  # said twice, Hydra would refuse a group
+    kept = [item for item in line.overrides if not typed_keys([item]).keys() & settled.keys()]
+    return replace(line, overrides=[*kept, *map(quoted_mesh, chosen)]), choice
 
 
 def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = None) -> tuple[Path, list[str]]:
@@ -68,6 +88,12 @@ def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = 
         raise ConfigError(
             f"hydra/launcher={launcher}",
             "starts the jobs of a sweep, and this is a single run",
+            write=f"autolaunch -m {' '.join(map(unquoted, line.overrides))}",
+        )
+    if composed.config.get("search") is not None:
+        raise ConfigError(
+            f"search={composed.config.search.get('name')}",
+            "a search runs several jobs, and this is a single run",
             write=f"autolaunch -m {' '.join(map(unquoted, line.overrides))}",
         )
     # The name of the directory may hold one of them.
@@ -143,15 +169,19 @@ def _run_sweep(line: CommandLine, config: DictConfig) -> int:
     return code or (FAILED if any(end.exit_code for end in ends) else 0)
 
 
-def run_job(config: DictConfig) -> None:
-    """Run one job: what Hydra calls, in this process or in one that its launcher started."""
+def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> None:
+    """Run one job: what Hydra calls, in this process or in one that its launcher started.
+
+    Args:
+        choice: the planner's account of what it chose, if it did.
+    """
     let_imports_see_the_working_directory()
     hydra = hydra_node()
     sweep = hydra.mode == RunMode.MULTIRUN
     directory, overrides = Path(hydra.runtime.output_dir), typed_overrides(hydra)
     status, code, message = "interrupted", INTERRUPTED, ""
     try:
-        job = resolve_job(config, hydra, directory)
+        job = replace(resolve_job(config, hydra, directory), choice=choice)
         job.write()
         started = time.time()
         (directory / SUMMARY).unlink(missing_ok=True)  # of an earlier run here

@@ -19,7 +19,10 @@ SECTIONS = {
 }
 """Comment -> keys below it, in this order; keys that are in none of them come last."""
 
-OF_ONE_RUN = ("task", "output_dir", "ckpt_path", "export_path", "hydra", "experiment", "defaults", "reasons")
+OF_ONE_RUN = (
+    *("task", "output_dir", "ckpt_path", "export_path", "hydra", "experiment", "defaults", "reasons"),
+    *("cluster", "search", "why"),
+)
 """Keys that say which run it was and not how to do it again."""
 
 HEADER = """\
@@ -93,7 +96,8 @@ def _with_open_output_dir(value: Any, output_dir: str) -> Any:
 
 
 def _is_ours(group: str, option: str | None) -> bool:
-    return option is not None and group != "experiment" and not group.startswith("hydra")
+    of_planning = ("experiment", "cluster", "search")
+    return option is not None and group not in of_planning and not group.startswith("hydra")
 
 
 def _yaml(values: Mapping[str, Any]) -> str:

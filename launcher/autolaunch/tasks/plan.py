@@ -24,7 +24,7 @@ from autolaunch_strategies.construction import Construction
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     """Write `<output_dir>/plan.yaml` for the mesh that the job names, in this one process; returns the summary.
 
-    With a pipeline also `<output_dir>/schedule.svg`.
+    With a pipeline also `<output_dir>/schedule.svg`; where the planner chose the mesh, pictures of its choice.
     """
     started = time.time()
     config = job.config
@@ -46,6 +46,8 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     if schedule is not None:
         account = with_expectation(account, config, schedule)
         picture = write_schedule_svg(schedule, job.output_dir / "schedule.svg", account["pp"]["loss"] == "exact")
+    if job.choice is not None:
+        account = {"choice": job.choice, **account}
     path = write_plan(job.output_dir, config, account, job.choices)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     summary = {
@@ -56,8 +58,18 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         "parameters": parameters,
         "plan": str(path),
         **({"pipeline": pipeline_summary(account)} if schedule is not None else {}),
+        **({"predicted_step_time_s": job.choice["chosen"]["seconds"]} if job.choice is not None else {}),
         "seconds": time.time() - started,
     }
     write_summary(job.output_dir, summary)
-    show_plan(account, config, Console(), parameters, path, schedule, picture)
+    if job.choice is None:
+        show_plan(account, config, Console(), parameters, path, schedule, picture)
+    else:
+        from autolaunch.report.choice_html import write_choice
+        from autolaunch.report.choice_screen import show_choice, show_why
+
+        pages = write_choice(job.output_dir, job.choice)
+        show_choice(job.choice, Console(), path, pages)
+        if job.choice.get("why") is not None:
+            show_why(job.choice["why"], Console())
     return summary
