@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.planner.constants import Constants
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
@@ -80,15 +81,201 @@ class Hardware:
         return dataclasses.replace(self, constants=constants, origin=origin)
 
 
-def hardware_from(values: Mapping[str, Any]) -> Hardware:
-    """Read what `conf/cluster/*.yaml` and `autolaunch calibrate` write (units there: GiB, TFLOP/s, GB/s, us).
+UNITS = {"memory_gib": 2.0**30, "memory_gb_per_s": 1e9, "peak_tflops": 1e12, "gb_per_s": 1e9, "latency_us": 1e-6}
+"""What one of a key's unit is, in bytes, seconds and operations."""
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+
+_KEYS = (
+    "name", "device", "nodes", "devices_per_node", "memory_gib", "peak_tflops", "memory_gb_per_s", "intra", "inter",
+    "domain", "processors", "curves", "constants", "origin",
+)  # fmt: skip
+
+
+def hardware_from(values: Mapping[str, Any], where: str = "cluster") -> Hardware:
+    """Read what `conf/cluster/*.yaml` and `autolaunch calibrate` write.
+
+    Args:
+        values: the keys of `autolaunch.cluster.Cluster`, in the units that their names say: GiB, TFLOP/s, 10^9 bytes
+            per second, microseconds, and KiB in curves. Keys that are null count as absent. `inter` may be absent
+            with a single node.
+        where: what the mapping is called in messages.
 
     Raises:
         ConfigError: an unknown key, a missing one, or a size that is not positive.
     """
-    raise NotImplementedError  # replaced by the owner of this file
+    _known(values, _KEYS, where)
+    nodes = _count(values, "nodes", where, 1)
+    intra = _link(_mapping(values, "intra", where), f"{where}.intra")
+    inter = _mapping(values, "inter", where)
+    given = any(value is not None for value in inter.values())
+    per_node = _count(values, "devices_per_node", where, 1)
+    domain = _count(values, "domain", where, 0, smallest=0)
+    if domain and (domain % per_node and per_node % domain):
+        raise ConfigError(
+            f"{where}.domain={domain}",
+            f"is no whole number of nodes of {per_node} devices",
+            f"a multiple of {per_node}, a divisor of it, or 0 for a node",
+            f"{where}.domain=0",
+        )
+    device = values.get("device") or "cuda"
+    if device not in ("cuda", "cpu"):
+        raise ConfigError(f"{where}.device={device}", "not a kind of device", "cuda, cpu", f"{where}.device=cuda")
+    return Hardware(
+        name=str(values.get("name") or "cluster"),
+        device=device,
+        nodes=nodes,
+        devices_per_node=per_node,
+        memory_bytes=_number(values, "memory_gib", where),
+        flops=_peaks(_mapping(values, "peak_tflops", where), f"{where}.peak_tflops"),
+        memory_bytes_per_s=_number(values, "memory_gb_per_s", where),
+        intra=intra,
+        inter=_link(inter, f"{where}.inter") if nodes > 1 or given else intra,
+        domain=domain,
+        processors=None if values.get("processors") is None else _count(values, "processors", where, None),
+        curves=_curves(_mapping(values, "curves", where), f"{where}.curves"),
+        constants=_constants(_mapping(values, "constants", where), f"{where}.constants"),
+        origin=str(values.get("origin") or "given"),
+    )
 
 
 def hardware_to(hardware: Hardware) -> dict[str, Any]:
-    """The mapping that `hardware_from` reads back."""
-    raise NotImplementedError  # replaced by the owner of this file
+    """The mapping that `hardware_from` reads back: ten digits of every number, and only constants that are not usual.
+
+    The keys are in the order of the schema, so that the same machines always make the same file.
+    """
+    usual = Constants()
+    constants = {item.name: getattr(hardware.constants, item.name) for item in dataclasses.fields(Constants)}
+    values: dict[str, Any] = {
+        "name": hardware.name,
+        "device": hardware.device,
+        "nodes": hardware.nodes,
+        "devices_per_node": hardware.devices_per_node,
+        "memory_gib": _in_unit(hardware.memory_bytes, "memory_gib"),
+        "peak_tflops": {name: _in_unit(value, "peak_tflops") for name, value in hardware.flops.items()},
+        "memory_gb_per_s": _in_unit(hardware.memory_bytes_per_s, "memory_gb_per_s"),
+        "intra": _link_to(hardware.intra),
+        "inter": _link_to(hardware.inter),
+        "domain": hardware.domain,
+        "processors": hardware.processors,
+        "curves": {
+            kind: [
+                {
+                    "ranks": curve.ranks,
+                    "kib": [_digits(size / 1024) for size in curve.bytes],
+                    "us": [_digits(seconds * 1e6) for seconds in curve.seconds],
+                }
+                for curve in curves
+            ]
+            for kind, curves in hardware.curves.items()
+        },
+        "constants": {
+            name: _digits(value)
+            for name, value in constants.items()
+            if _digits(value) != _digits(getattr(usual, name))
+        },
+        "origin": hardware.origin,
+    }
+    return values
+
+
+def _digits(value: float) -> float:
+    """Ten significant digits: more than anything is measured to, and short ones stay short."""
+    return float(f"{value:.10g}")
+
+
+def _in_unit(value: float, key: str) -> float:
+    return _digits(value / UNITS[key])
+
+
+def _known(values: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+    for key in values:
+        if key not in keys:
+            close = nearest(str(key), keys)
+            raise ConfigError(
+                f"{where}.{key}",
+                "no such key" + (f"; did you mean {close}?" if close else ""),
+                ", ".join(keys),
+                f"{where}.{close}={values[key]}" if close and not isinstance(values[key], Mapping) else "",
+            )
+
+
+def _mapping(values: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    value = values.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}.{key}={value}", "is not a mapping", write=f"{where}.{key}={{...}}")
+    return value
+
+
+def _positive(value: Any, key: str, noun: str = "a number") -> float:
+    if value is None:
+        raise ConfigError(key, "must be given", f"{noun} above 0", f"{key}=...")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"{key}={value}", "out of range", f"{noun} above 0", f"{key}=...")
+    return float(value)
+
+
+def _number(values: Mapping[str, Any], key: str, where: str) -> float:
+    return _positive(values.get(key), f"{where}.{key}") * UNITS[key]
+
+
+def _count(values: Mapping[str, Any], key: str, where: str, default: int | None, smallest: int = 1) -> int:
+    value = values.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise ConfigError(
+            f"{where}.{key}={value}", "out of range", f"a whole number, {smallest} or more", f"{where}.{key}={smallest}"
+        )
+    return value
+
+
+def _link(values: Mapping[str, Any], where: str) -> Link:
+    _known(values, ("gb_per_s", "latency_us"), where)
+    return Link(_number(values, "gb_per_s", where), _number(values, "latency_us", where))
+
+
+def _link_to(link: Link) -> dict[str, float]:
+    return {"gb_per_s": _in_unit(link.bytes_per_s, "gb_per_s"), "latency_us": _in_unit(link.latency_s, "latency_us")}
+
+
+def _peaks(values: Mapping[str, Any], where: str) -> dict[str, float]:
+    _known(values, PRECISIONS, where)
+    peaks = {
+        name: _positive(value, f"{where}.{name}") * UNITS["peak_tflops"]
+        for name, value in values.items()
+        if value is not None
+    }
+    if not peaks:
+        raise ConfigError(where, "must be given", f"TFLOP/s by type: {', '.join(PRECISIONS)}", f"{where}.bf16=...")
+    return peaks
+
+
+def _curves(values: Mapping[str, Any], where: str) -> dict[str, tuple[Curve, ...]]:
+    _known(values, COLLECTIVES, where)
+    curves: dict[str, tuple[Curve, ...]] = {}
+    for kind, measured in values.items():
+        read = []
+        for item in measured or ():
+            key = f"{where}.{kind}"
+            _known(item, ("ranks", "kib", "us"), key)
+            sizes = [_positive(size, f"{key}.kib", "sizes") * 1024 for size in item.get("kib") or ()]
+            seconds = [_positive(value, f"{key}.us", "times") * 1e-6 for value in item.get("us") or ()]
+            if not sizes or len(sizes) != len(seconds) or sizes != sorted(set(sizes)):
+                raise ConfigError(
+                    key,
+                    f"{len(sizes)} sizes and {len(seconds)} times",
+                    "as many rising sizes as times, at least one",
+                    "{ranks: 2, kib: [4, 1024], us: [90, 700]}",
+                )
+            read.append(Curve(_count(item, "ranks", key, None), tuple(sizes), tuple(seconds)))
+        if read:
+            curves[kind] = tuple(sorted(read, key=lambda curve: curve.ranks))
+    return curves
+
+
+def _constants(values: Mapping[str, Any], where: str) -> Constants:
+    _known(values, [item.name for item in dataclasses.fields(Constants)], where)
+    given = {name: _positive(value, f"{where}.{name}") for name, value in values.items() if value is not None}
+    return Constants(**given)
