@@ -1,12 +1,16 @@
-"""Config options that are no files of conf/: `mesh=<any shape>` and `experiment=<path of a YAML file>`.
+"""Config options that are no files of conf/: `mesh=<any shape>`, `cluster=<profile>x<devices>`, `experiment=<file>.yaml`.
 
-Hydra asks every source of its search path for `mesh/4x2` or `experiment/outputs/.../plan.yaml`; the two sources here
-answer for these two groups, after conf/ and the directories of the user, so that a YAML file of that name always wins.
+Hydra asks every source of its search path for `mesh/4x2`, `cluster/h100x1024` or `experiment/outputs/.../plan.yaml`; the
+sources here answer for these groups, after conf/ and the directories of the user, so that a YAML file of that name always
+wins.
 """
 
 from __future__ import annotations
 
 import builtins
+import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,19 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
+from autolaunch.this_machine import this_machine
 from autolaunch_strategies.config import ConfigError, looks_like_mesh, parse_mesh
 
 SHAPES = ("2x2", "4x2", "2x2x2", "dp4xmp2", "dp-1xmp2")
 """Shapes that completion and `--help` show as examples. No bare integer: a `glob(*)` would read it as a number."""
+
+CLUSTERS = ("h100x1024", "localx4")
+"""Clusters of any size that completion and `--help` show as examples."""
+
+LOCAL, THIS_MACHINE = "local", "this_machine"
+"""The profile of the machine at hand, and the option that its file builds on."""
+
+_SIZED = re.compile(r"([A-Za-z_][\w.-]*?)x(\d+)")
 
 
 class _GroupSource(ConfigSource):
@@ -104,8 +117,103 @@ class ExperimentFileSource(_GroupSource):
         return self._result(values, package=header["package"])
 
 
+class ClusterSource(_GroupSource):
+    """Serves `cluster=<profile>x<devices>` for every profile of the search path, `cluster=<path>.yaml`, and this machine.
+
+    Its path holds the directories of the search path, in their order.
+    """
+
+    group = "cluster"
+
+    @staticmethod
+    def scheme() -> str:
+        return "cluster"
+
+    def is_config(self, config_path: str) -> bool:
+        option = self._option(config_path)
+        if option == THIS_MACHINE or _is_cluster_file(option):
+            return True
+        sized = _SIZED.fullmatch(option)
+        return sized is not None and self._profile_file(sized[1]) is not None
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> builtins.list[str]:
+        if config_path.rstrip("/") == "" and results_filter in (None, ObjectType.GROUP):
+            return [self.group]
+        if config_path.rstrip("/") == self.group and results_filter in (None, ObjectType.CONFIG):
+            return builtins.list(CLUSTERS)
+        return []
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        option = self._option(config_path)
+        try:
+            if option == THIS_MACHINE:
+                return self._result(this_machine(), package=None)
+            if _is_cluster_file(option):
+                return self._result(_cluster_file(option), package=None)
+            sized = _SIZED.fullmatch(option)
+            assert sized is not None
+            return self._result(self._sized(sized[1], sized[2]), package=None)
+        except ConfigError as error:
+            raise ConfigCompositionException(str(error)) from error
+
+    def _sized(self, profile: str, digits: str) -> dict[str, Any]:
+        where = f"cluster={profile}x{digits}"
+        devices = int(digits)
+        if devices == 0 or digits[0] == "0":
+            raise ConfigError(where, "no number of devices", "1 or more", f"cluster={profile}x8")
+        values = self._profile(profile)
+        if values.get("name") == LOCAL:
+            return this_machine(devices, where=where)
+        per_node = values.get("devices_per_node") or 1
+        sizes: dict[str, Any] = {"defaults": [profile, "_self_"]}
+        if values.get("device") == "cpu":  # any number of ranks can share a CPU
+            memory = round(values.get("memory_gib", 1.0) * per_node / devices, 2)
+            return {**sizes, "devices_per_node": devices, "memory_gib": memory}
+        if devices > per_node and devices % per_node:
+            near = max(round(devices / per_node), 1) * per_node
+            raise ConfigError(
+                where,
+                f"{devices} devices are no whole number of nodes of {per_node}",
+                f"up to {per_node}, or a multiple of it",
+                f"cluster={profile}x{near}",
+            )
+        return {**sizes, "nodes": max(1, devices // per_node), "devices_per_node": min(devices, per_node)}
+
+    def _profile_file(self, name: str) -> Path | None:
+        files = (Path(directory) / self.group / f"{name}.yaml" for directory in self.path.split(os.pathsep) if directory)
+        return next((file for file in files if file.is_file()), None)
+
+    def _profile(self, name: str) -> dict[str, Any]:
+        """The values of a profile, with those of the profiles that its defaults list names."""
+        if name == THIS_MACHINE:
+            return {"name": LOCAL}
+        file = self._profile_file(name)
+        content = OmegaConf.to_container(OmegaConf.load(file)) if file is not None else {}
+        assert isinstance(content, dict)
+        own = {str(key): value for key, value in content.items() if key != "defaults"}
+        values: dict[str, Any] = {}
+        defaults = content.get("defaults") or []
+        for item in [*defaults, *([] if "_self_" in defaults else ["_self_"])]:
+            if item == "_self_":
+                values |= own
+            elif isinstance(item, str) and item != name:
+                values |= self._profile(item)
+        return values
+
+
+def _is_cluster_file(option: str) -> bool:
+    return option.endswith(".yaml") and Path(option).is_file()
+
+
+def _cluster_file(path: str) -> dict[str, Any]:
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"cluster={path}", "holds no keys", "a file as `autolaunch calibrate` writes it")
+    return {str(key): value for key, value in content.items()}
+
+
 class MeshSearchPath(SearchPathPlugin):
-    """Puts both sources on every search path, behind conf/ and the directory of the user."""
+    """Puts the sources on every search path, behind conf/ and the directory of the user."""
 
     config_dir: Path | None = None
     """The directory of `--config-dir`; the command sets it, so that every way to compose sees it."""
@@ -113,11 +221,14 @@ class MeshSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if self.config_dir is not None:
             search_path.append("command-line", f"file://{self.config_dir}")
+        directories = [item.path.removeprefix("file://") for item in search_path.get_path() if item.path]
+        profiles = os.pathsep.join(path for path in directories if Path(path).is_dir())
         search_path.append("autolaunch", "mesh://")
+        search_path.append("autolaunch", f"cluster://{profiles}")
         search_path.append("autolaunch", "experiment://")
 
 
 def register() -> None:
     """Make the sources known to this process. Hydra 1.3 sees no entry points, so the command calls this itself."""
-    for plugin in (MeshSource, ExperimentFileSource, MeshSearchPath):
+    for plugin in (MeshSource, ClusterSource, ExperimentFileSource, MeshSearchPath):
         Plugins.instance().register(plugin)
