@@ -111,7 +111,13 @@ def parallelize(
             log.warning("parallelize: the config has none of %s; nothing is done", ", ".join(_KEYS))
         return model, optimizer
     place = _mesh(mesh)
-    settings = _settings(chosen, place)
+    return parallelize_with(model, optimizer, place, _settings(chosen, place))
+
+
+def parallelize_with(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, place: ProcessMesh, settings: ParallelConfig
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """`parallelize` with settings that have been checked; `place` has their mesh."""
     names = parameter_names(model)
     _refuse_second_time(model, optimizer)
     if settings.pp is not None and hasattr(model, "forward_backward"):

@@ -1,0 +1,446 @@
+"""The batches of a `DataLoader`, shared out among ranks: together they are what one process would see."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from autolaunch_strategies.config import ConfigError
+
+_WHERE = "dataloader"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every batch a rank has: the `index`-th of `count` consecutive ones."""
+
+    index: int = 0
+    count: int = 1
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """(start, stop) in a batch of `size` samples; where it does not divide, the first parts have one more."""
+        each, more = divmod(size, self.count)
+        start = self.index * each + min(self.index, more)
+        return start, start + each + (self.index < more)
+
+    def taken(self, size: int) -> tuple[int, int]:
+        """`bounds`, or the first sample where nothing is left: every rank runs every step (see `weight`)."""
+        start, stop = self.bounds(size)
+        return (start, stop) if stop > start or size == 0 else (0, 1)
+
+    def weight(self, size: int) -> float:
+        """What the mean over this part counts in the mean over the batch; 1 where parts are equal, 0 if it is empty."""
+        start, stop = self.bounds(size)
+        return (stop - start) * self.count / size if size else 1.0
+
+
+class DistributedLoader:
+    """The batches of `loader`, of each the part that belongs to this rank's place along dp. `to_distributed` makes it.
+
+    The parts of all ranks along dp, one after the other, are the batches of one process, in its order: samplers run on
+    every rank with the random state of the first one. Ranks along other axes get the same part. The first batch of a
+    pass is collective; every rank goes through the same number of batches. A map-style dataset is asked for this
+    rank's samples only, and `collate_fn` joins only those (what it pads to may differ between ranks). An iterable
+    dataset is read whole by every rank. A loader that has no batch size of its own, or goes through its data in a way
+    of its own, is run whole as well, and its tensors are cut along their first dim.
+
+    Of a last batch that does not divide, the first ranks have one sample more, and a rank for which nothing is left
+    gets one that does not count: gradients that flow through the model's outputs are weighed by `weight`.
+
+    `len()`, and every attribute that is not named here (``dataset``, ``batch_size``, ``sampler``, ...), are those of
+    `loader`: the batch size is that of all ranks.
+
+    Args:
+        loader: see `check_loader`.
+        share: this rank's part.
+        world: how many ranks there are; with one, batches are those of `loader` itself.
+        plan: what was decided, for people to read.
+    """
+
+    def __init__(self, loader: DataLoader, share: Share, world: int, plan: Any = None) -> None:
+        self.loader, self.share, self.plan = loader, share, plan
+        self.weight = 1.0
+        """What the mean over the batch handed out last counts in the mean over all ranks: samples here / mean of it."""
+        self._world = world
+        self._inner = loader
+        self._sizes: _IndexShare | None = None
+        self._is_cut_here = not _has_own_batches(loader) or type(loader).__iter__ is not DataLoader.__iter__
+        if world == 1:
+            return
+        _share_generators(loader)
+        if self._is_cut_here:
+            return
+        if isinstance(loader.dataset, IterableDataset):
+            self._inner = DataLoader(
+                loader.dataset,
+                batch_size=loader.batch_size,
+                drop_last=loader.drop_last,
+                **{**_options(loader), "collate_fn": _CollateShare(loader.collate_fn, share)},
+            )
+        else:
+            self._sizes = _IndexShare(loader, share)
+            self._inner = DataLoader(loader.dataset, batch_sampler=self._sizes, **_options(loader))
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __call__(self) -> Iterator[Any]:
+        """A new pass, as ``iter(loader)``."""
+        return iter(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not there yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._world == 1:
+            yield from self.loader
+            return
+        batches = self._by_index() if self._sizes is not None else self._in_step()
+        try:
+            for size, batch in batches:
+                self.weight = self.share.weight(size)
+                yield batch
+        finally:
+            self.weight = 1.0
+
+    def global_mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean of `loss`, a mean over this rank's part of the batch, over all samples of the batch. Collective.
+
+        Exact where each sample counts alike in the loss. Called while the batch is the current one.
+
+        Returns:
+            0-dim, without a gradient, equal on every rank.
+        """
+        value = loss.detach()
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        if self._world == 1:
+            return value
+        # Ranks of one replica hold the same value; where nothing counts it may be anything, nan included.
+        total = value * self.weight if self.weight else torch.zeros_like(value)
+        dist.all_reduce(total)
+        return total / self._world
+
+    def _by_index(self) -> Iterator[tuple[int, Any]]:
+        assert self._sizes is not None
+        batches = iter(self._inner)
+        sizes = self._sizes.sizes  # of this pass: the line above has begun it
+        for batch in batches:
+            yield sizes.popleft(), batch
+
+    def _in_step(self) -> Iterator[tuple[int, Any]]:
+        """Every rank reads the same stream; the data may draw random numbers while it is read."""
+        same = SameRandomness()
+        with same:
+            batches = iter(self._inner)
+        while True:
+            with same:
+                found = next(batches, _END)
+            if found is _END:
+                return
+            yield cut_batch(found, self.share) if self._is_cut_here else found
+
+
+_END: Any = object()
+
+
+def check_loader(loader: Any) -> None:
+    """Check that a loader's batches can be shared out.
+
+    Raises:
+        ConfigError: not a `DataLoader`, one that shares out its data already, or one without an order.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(
+            _WHERE, f"a torch.utils.data.DataLoader is needed, not {type(loader).__name__}", "DataLoader(dataset, ...)"
+        )
+    for sampler in _samplers(loader):
+        if isinstance(sampler, DistributedSampler):
+            raise ConfigError(
+                f"{_WHERE}: {type(sampler).__name__}",
+                "it shares out the data among ranks already, and each of them would get a part of its part",
+                "the loader of one process: shuffle=True, or a sampler that goes through all data; without set_epoch",
+                "DataLoader(dataset, batch_size=<of all ranks>, shuffle=True)",
+            )
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        raise ConfigError(
+            f"{_WHERE}: in_order=False", "batches would come in another order on every rank", "in_order=True"
+        )
+
+
+def global_batch_size(loader: DataLoader) -> int | None:
+    """Samples in a full batch of `loader`; None if it does not say so (batches that the data makes itself)."""
+    size = loader.batch_size
+    if size is None:
+        size = getattr(loader.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def first_batch(loader: DataLoader) -> Any:
+    """The first batch of all ranks, read in this process; None if it would be missing in the next pass.
+
+    Random states are put back. That is for what can be read again; a stream that gives the same iterator every time
+    is not touched.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        data: Any = loader.dataset
+        one, other = iter(data), iter(data)
+        if one is other:
+            return None
+    generators = _generators(loader)
+    own, states = _random_states(), [generator.get_state() for generator in generators]
+    try:
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            return next(iter(loader), None)
+        if isinstance(loader.dataset, IterableDataset):
+            alone = DataLoader(
+                loader.dataset,
+                batch_size=loader.batch_size,
+                collate_fn=loader.collate_fn,
+                generator=loader.generator,
+            )
+            return next(iter(alone), None)
+        indices = next(iter(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler), None)
+        if indices is None:
+            return None
+        if loader.batch_sampler is None:
+            return loader.collate_fn(loader.dataset[indices])
+        return loader.collate_fn(_samples(loader.dataset, list(indices)))
+    finally:
+        _set_random_states(own)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _samples(dataset: Any, indices: list[Any]) -> Any:
+    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
+
+
+# --- who reads what ----------------------------------------------------------------------------------------------
+
+
+class _IndexShare(Sampler[list[Any]]):
+    """Of every batch of indices this rank's part; `sizes`, the samples of whole batches of the pass begun last."""
+
+    def __init__(self, loader: DataLoader, share: Share) -> None:
+        self.batches: Iterable[list[Any]] = loader.batch_sampler  # type: ignore[assignment]
+        self.generators = _generators(loader)
+        self.share = share
+        self.sizes: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.sizes = deque()
+        return self._pass(self.sizes)
+
+    def _pass(self, sizes: deque[int]) -> Iterator[list[Any]]:
+        # This begins with the first batch that is asked for: after what the loader itself draws, as on one process.
+        same = SameRandomness(self.generators)
+        with same:
+            batches = iter(self.batches)
+        while True:
+            with same:
+                indices = next(batches, None)
+            if indices is None:
+                return
+            listed = list(indices)
+            sizes.append(len(listed))
+            start, stop = self.share.taken(len(listed))
+            yield listed[start:stop]
+
+
+class _CollateShare:
+    """Joins this rank's part of the samples of a batch: (samples in the whole of it, what `collate` makes)."""
+
+    def __init__(self, collate: Callable[[Any], Any], share: Share) -> None:
+        self.collate, self.share = collate, share
+
+    def __call__(self, samples: Any) -> tuple[int, Any]:
+        start, stop = self.share.taken(len(samples))
+        return len(samples), self.collate(samples[start:stop])
+
+
+def cut_batch(batch: Any, share: Share) -> tuple[int, Any]:
+    """(samples, this rank's part) of a batch that is whole: its tensors are cut along their first dim.
+
+    Dicts, lists, tuples, dataclasses and arrays are followed; tensors without dims, numbers and texts stay, and a list
+    of them is cut if it has one for each sample.
+
+    Raises:
+        ConfigError: first dims differ, or there is something else in it.
+    """
+    sizes = {len(leaf) for leaf in _leaves(batch)}
+    if len(sizes) != 1:
+        sizes_told = ", ".join(map(str, sorted(sizes))) or "none"
+        raise ConfigError(
+            _WHERE,
+            "its batches can't be shared out among ranks: the first dims of their tensors, which count the samples, "
+            f"should be one number, but are {sizes_told}",
+            "a loader with a batch size or a batch sampler, or tensors that all have samples as their first dim",
+        )
+    size = sizes.pop()
+    start, stop = share.taken(size)
+
+    def cut(item: Any) -> Any:
+        if _has_samples(item):
+            return item[start:stop]
+        if _is_plain(item):
+            return item
+        if isinstance(item, Mapping):
+            made = {key: cut(value) for key, value in item.items()}
+            if isinstance(item, dict):
+                same_type = copy.copy(item)
+                same_type.update(made)
+                return same_type
+            return made
+        if isinstance(item, list | tuple) and hasattr(item, "_fields"):
+            return type(item)(*(cut(value) for value in item))
+        if isinstance(item, list | tuple):
+            kept = item[start:stop] if len(item) == size and all(map(_is_plain, item)) else [cut(x) for x in item]
+            return type(item)(kept)
+        return dataclasses.replace(item, **{field.name: cut(getattr(item, field.name)) for field in _fields(item)})
+
+    return size, cut(batch)
+
+
+def _leaves(item: Any) -> Iterator[Any]:
+    if _has_samples(item):
+        yield item
+    elif isinstance(item, Mapping):
+        for value in item.values():
+            yield from _leaves(value)
+    elif isinstance(item, list | tuple):
+        for value in item:
+            yield from _leaves(value)
+    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+        for field in _fields(item):
+            yield from _leaves(getattr(item, field.name))
+    elif not _is_plain(item):
+        raise ConfigError(
+            _WHERE,
+            f"its batches hold a {type(item).__name__}, and how that is shared out among ranks is not known",
+            "tensors, arrays, numbers and texts in dicts, lists, tuples or dataclasses; or a loader with a batch size "
+            "or a batch sampler, whose collate_fn may make anything",
+        )
+
+
+def _fields(item: Any) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(item)
+
+
+def _has_samples(item: Any) -> bool:
+    return isinstance(item, torch.Tensor | np.ndarray) and item.ndim > 0
+
+
+def _is_plain(item: Any) -> bool:
+    scalar = isinstance(item, torch.Tensor | np.ndarray) and item.ndim == 0
+    return scalar or item is None or isinstance(item, str | bytes | int | float | complex | np.generic)
+
+
+def _has_own_batches(loader: DataLoader) -> bool:
+    return loader.batch_sampler is not None
+
+
+def _options(loader: DataLoader) -> dict[str, Any]:
+    names = (
+        "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+        "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+    )  # fmt: skip
+    return {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+
+
+# --- random numbers ----------------------------------------------------------------------------------------------
+
+
+class SameRandomness:
+    """Within it every rank draws what the first rank would. Made collectively; entered any number of times.
+
+    What was drawn within it stays drawn for ranks whose own state was that of the first rank, as on one process;
+    others go on with their own.
+
+    Args:
+        generators: of a loader, which get the state that they have on the first rank for good.
+    """
+
+    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+        _share_states(list(generators))
+        told = [_random_states() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(told, 0)
+        assert told[0] is not None
+        self._shared: list[Any] = told[0]
+        self._own: list[Any] = []
+
+    def __enter__(self) -> SameRandomness:
+        self._own = _random_states()
+        self._follows = [_equal(own, shared) for own, shared in zip(self._own, self._shared, strict=True)]
+        _set_random_states(self._shared)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._shared = _random_states()
+        after = zip(self._own, self._shared, self._follows, strict=True)
+        _set_random_states([shared if follows else own for own, shared, follows in after])
+
+
+def _random_states() -> list[Any]:
+    """Of torch on the CPU, numpy and python: what draws orders and samples."""
+    return [torch.get_rng_state(), np.random.get_state(), random.getstate()]
+
+
+def _set_random_states(states: list[Any]) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return bool((one == other).all())
+    if isinstance(one, tuple) and any(isinstance(item, np.ndarray) for item in one):
+        return all(_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def _samplers(loader: DataLoader) -> list[Any]:
+    batches = loader.batch_sampler
+    return [loader.sampler, batches, getattr(batches, "sampler", None)]
+
+
+def _generators(loader: DataLoader) -> list[torch.Generator]:
+    """Those that the loader and its samplers hold, each once."""
+    holders = [loader, *_samplers(loader)]
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
+
+
+def _share_generators(loader: DataLoader) -> None:
+    _share_states(_generators(loader))
+
+
+def _share_states(generators: list[torch.Generator]) -> None:
+    if not generators:
+        return
+    told = [[generator.get_state() for generator in generators]]
+    dist.broadcast_object_list(told, 0)
+    for generator, state in zip(generators, told[0], strict=True):
+        generator.set_state(state)
+
+
