@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 import traceback
@@ -28,6 +29,7 @@ from autolaunch.launch.place import Place, place
 from autolaunch.microbatches import with_batch_parts
 from autolaunch.origin import Origin
 from autolaunch.resume import resolve_ckpt_path
+from autolaunch.search_config import is_trial
 from autolaunch.sequence_parts import with_sequence_parts
 from autolaunch.sweep import JobEnd, forget_ends, print_table, read_ends
 from autolaunch.validate import validate
@@ -161,7 +163,7 @@ def _run_sweep(line: CommandLine, config: DictConfig) -> int:
     try:
         code = enter_hydra(line, ["--multirun"], [*line.overrides, f"hydra.sweep.dir={_quoted(directory)}"], run_job)
     finally:
-        ends = read_ends(directory)
+        ends = [] if is_trial(config) else read_ends(directory)  # a search tells of its trials itself
         if ends:
             print_table(ends, directory, Console())
         elif not any(directory.iterdir()):
@@ -169,11 +171,15 @@ def _run_sweep(line: CommandLine, config: DictConfig) -> int:
     return code or (FAILED if any(end.exit_code for end in ends) else 0)
 
 
-def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> None:
+def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> float:
     """Run one job: what Hydra calls, in this process or in one that its launcher started.
 
     Args:
         choice: the planner's account of what it chose, if it did.
+
+    Returns:
+        For sweepers that look for the least: `search.objective` of the summary, without a search the step time;
+        infinite if the job has none.
     """
     let_imports_see_the_working_directory()
     hydra = hydra_node()
@@ -195,8 +201,8 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> None:
         # Not through Hydra: of a sweep it would show the first one only, and that at the very end.
         status, code, message = "failed", FAILED, traceback.format_exc().rstrip()
     finally:
-        JobEnd(hydra.job.num if sweep else 0, overrides, status, code, str(directory)).write()
-        if message:
+        JobEnd(hydra.job.num if sweep else 0, overrides, status, code, str(directory), message).write()
+        if message and not is_trial(config):
             if sweep:
                 print(f"job {hydra.job.num} ({' '.join(overrides)}) {status}:", file=sys.stderr)
             print(message, file=sys.stderr, flush=True)
@@ -204,6 +210,15 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> None:
         raise KeyboardInterrupt
     if code == TERMINATED:
         sys.exit(code)
+    return _objective(config, directory) if code == 0 else math.inf
+
+
+def _objective(config: DictConfig, directory: Path) -> float:
+    """The number of the summary that a sweep is about; one that is not there would end the sweep, so infinity."""
+    name = (config.get("search") or {}).get("objective", "step_time_s")
+    path = directory / SUMMARY
+    value = json.loads(path.read_text(encoding="utf-8")).get(name) if path.is_file() else None
+    return float(value) if isinstance(value, int | float) else math.inf
 
 
 def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from autolaunch_strategies.config import option
 
@@ -18,11 +20,20 @@ class Search:
     keep: float = option("Share of the configurations that goes on to the next round.", 0.5, gt=0, lt=1)
     noise: float = option("Differences of step time below this share are ties; the simpler one wins.", 0.02, ge=0, lt=1)
     timeout: float | None = option(
-        "Seconds after which a trial is ended, with all its processes (null: three times the predicted time, and "
-        "two minutes to start).",
+        "Seconds after which a trial is ended, with all its processes (null: three times the predicted time, and two "
+        "minutes to start).",
         None,
         gt=0,
+    )
+    objective: str = option(
+        "search=optuna: the number of summary.json that is minimised, such as step_time_s or loss.", "step_time_s"
     )
     resume: str | None = option(
         "Output directory of an earlier search whose trials need not run again (null: the one of this search).", None
     )
+
+
+def is_trial(config: Mapping[str, Any]) -> bool:
+    """Whether the job of this config is a trial of search=auto, which the search speaks for."""
+    search = config.get("search")
+    return search is not None and search["name"] == "auto"

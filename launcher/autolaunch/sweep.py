@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_FILE = ".hydra/end.json"
+END_FILE = ".hydra/end.json"
+"""Where a job says how it ended, in its own directory."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,15 @@ class JobEnd:
     """Of the job in its sweep."""
     overrides: list[str]
     status: str
-    """`finished`, `failed`, `misconfigured`, `interrupted`."""
+    """`finished`, `failed`, `misconfigured`, `interrupted`, `timed_out`."""
     exit_code: int
     directory: str
+    message: str = ""
+    """What a person is told; empty if it finished."""
 
     def write(self) -> None:
         """Write it into the job's directory, for the process that prints the table."""
-        path = Path(self.directory) / _FILE
+        path = Path(self.directory) / END_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -38,13 +41,13 @@ class JobEnd:
 
 def forget_ends(directory: Path) -> None:
     """Remove what earlier jobs have left in this directory or below, before it is run into again."""
-    for path in directory.rglob(_FILE):
+    for path in directory.rglob(END_FILE):
         path.unlink()
 
 
 def read_ends(directory: Path) -> list[JobEnd]:
     """Every job that has ended in this directory or below, by number."""
-    found = [JobEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in directory.rglob(_FILE)]
+    found = [JobEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in directory.rglob(END_FILE)]
     return sorted(found, key=lambda end: end.number)
 
 

@@ -31,6 +31,7 @@ from autolaunch.launch.end import RunEnd
 from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, failure_file, log_file, show, write_failure
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
 from autolaunch.launch.place import Place, place
+from autolaunch.search_config import is_trial
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -70,7 +71,7 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
     failure_file(job.logs, place.rank).unlink(missing_ok=True)
     log = log_file(job.logs, place.rank)
     launch = job.config["launch"]
-    terminal = place.rank == 0 and (place.kind != "local" or launch["logs"] == "rank0")
+    terminal = place.rank == 0 and (place.kind != "local" or (launch["logs"] == "rank0" and not is_trial(job.config)))
     with log.open("a", encoding="utf-8") as log_stream, stack_file(job.logs, place.rank).open("w") as stack_stream:
         try:
             faulthandler.enable(log_stream)

@@ -28,6 +28,7 @@ from autolaunch.launch.end import RunEnd
 from autolaunch.launch.failure import VERDICT_SECONDS, Exit, Failure, failure_file, first_failure, log_file, tail
 from autolaunch.launch.phase import Phase, forget_reports, read_phase, stack_file
 from autolaunch.launch.place import Place
+from autolaunch.search_config import is_trial
 from autolaunch.worker import STOP_SIGNAL
 
 POLL_SECONDS = 0.05
@@ -79,7 +80,7 @@ def run_local(job: ResolvedJob, launch_cfg: dict[str, Any]) -> RunEnd:
     """Run a job with one process per rank and wait for its end; whatever that is, no process is left.
 
     Rank 0 has this process's terminal, the others write to `<output_dir>/logs/rank_<k>.log`; with `launch.logs=all`
-    every rank writes there and its lines are repeated here after `[rank k] `.
+    every rank writes there and its lines are repeated here after `[rank k] `. Trials of a search only write there.
 
     Args:
         job: the job; its file is written here.
@@ -90,7 +91,7 @@ def run_local(job: ResolvedJob, launch_cfg: dict[str, Any]) -> RunEnd:
     with _Signals().caught() as signals:
         ranks: list[_Rank] = []
         try:
-            _start(job, path, launch_cfg["logs"] == "all", ranks)
+            _start(job, path, launch_cfg["logs"] == "all" or is_trial(job.config), ranks)
             return _Watch(job, launch_cfg, ranks, signals).until_the_end()
         finally:
             _kill(ranks)
@@ -151,12 +152,14 @@ class _Watch:
 
     def __init__(self, job: ResolvedJob, launch_cfg: dict[str, Any], ranks: list[_Rank], signals: _Signals) -> None:
         self.job, self.ranks, self.signals = job, ranks, signals
-        self.forward = launch_cfg["logs"] == "all"
+        self.forward = launch_cfg["logs"] == "all" and not is_trial(job.config)
         self.start_timeout: float = launch_cfg["start_timeout"]
         self.stop_timeout: float = launch_cfg["stop_timeout"]
+        self.timeout: float | None = (job.config.get("search") or {}).get("timeout")
 
     def until_the_end(self) -> RunEnd:
-        deadline: float | None = time.monotonic() + self.start_timeout
+        started = time.monotonic()
+        deadline: float | None = started + self.start_timeout
         while True:
             self._look()
             if self.signals.received:
@@ -171,6 +174,8 @@ class _Watch:
                     deadline = None
                 elif time.monotonic() > deadline:
                     return self._never_started()
+            if self.timeout is not None and time.monotonic() > started + self.timeout:
+                return self._not_over()
             time.sleep(POLL_SECONDS)
 
     def _look(self) -> None:
@@ -242,6 +247,12 @@ class _Watch:
             lines += [f"the end of its log:\n{text}"]
         lines.append(f"log: {stuck.log}")
         self._stop()
+        return RunEnd("timed_out", 1, message="\n".join(lines))
+
+    def _not_over(self) -> RunEnd:
+        stacks = [f"where rank {rank.number} is:\n{stack}" for rank in self.ranks if (stack := self._stack(rank))]
+        self._stop()
+        lines = [f"not over after {self.timeout:g} s (search.timeout)", *stacks]
         return RunEnd("timed_out", 1, message="\n".join(lines))
 
     def _stack(self, rank: _Rank) -> str:
