@@ -16,16 +16,21 @@ def _constant(value: float, sigma: float, help: str) -> Any:
 class Constants:
     """Constants of the time and memory models. All are positive, so that they can be fitted as logarithms."""
 
-    matmul: float = _constant(0.75, 0.15, "Share of the peak that large matrix products reach.")
+    matmul: float = _constant(0.8, 0.15, "Share of the peak that large matrix products reach.")
+    fp8: float = _constant(0.8, 0.15, "The same for fp8, as a share of what other types reach (scaling and casts).")
     attention: float = _constant(0.5, 0.25, "Share of the peak that fused attention reaches.")
-    memory: float = _constant(0.8, 0.15, "Share of the memory bandwidth that elementwise kernels reach.")
+    memory: float = _constant(0.8, 0.2, "Share of the memory bandwidth that elementwise kernels reach.")
     kernel_s: float = _constant(8e-6, 0.5, "Host seconds to launch one kernel, eager.")
-    mp_kernel_s: float = _constant(60e-6, 0.6, "Further host seconds of a kernel on tensors that mp divides.")
-    intra: float = _constant(0.75, 0.2, "Share of the bandwidth that collectives within a domain reach.")
+    mp_kernel_s: float = _constant(
+        60e-6, 0.6, "Further host seconds of a kernel on tensors that mp divides (DTensors)."
+    )
+    intra: float = _constant(0.75, 0.25, "Share of the bandwidth that collectives within a domain reach.")
     inter: float = _constant(0.7, 0.3, "Share of the bandwidth that collectives between nodes reach.")
+    p2p: float = _constant(0.7, 0.3, "Share of the bandwidth that sends between two devices reach.")
+    latency: float = _constant(1.0, 0.4, "Multiple of the latencies of the links.")
     hidden_dp: float = _constant(0.8, 0.2, "Share of the exchange over dp that computation hides at most.")
     hidden_mp: float = _constant(0.05, 0.5, "Share of the exchange over mp that computation hides.")
-    hidden_cp: float = _constant(0.7, 0.3, "Share of the exchange over cp that attention hides.")
+    hidden_cp: float = _constant(0.7, 0.3, "Share of the exchange over cp that attention hides at most (ring).")
     hidden_pp: float = _constant(0.5, 0.3, "Share of the sends between stages that computation hides.")
     group_s: float = _constant(150e-6, 0.6, "Host seconds for each group of sharded parameters, each time it is used.")
     action_s: float = _constant(150e-6, 0.6, "Host seconds of one action of a pipeline schedule.")
@@ -34,3 +39,9 @@ class Constants:
     step_s: float = _constant(5e-3, 0.7, "Seconds that every step costs beyond its microbatches.")
     context_bytes: float = _constant(2.0 * 2**30, 0.4, "Memory of a device that the runtime takes.")
     fragmentation: float = _constant(0.04, 0.5, "Share of the allocated memory that is lost between allocations.")
+
+
+TIME_CONSTANTS = tuple(
+    item.name for item in dataclasses.fields(Constants) if item.name not in ("context_bytes", "fragmentation")
+)
+"""Those that `step_time` uses."""

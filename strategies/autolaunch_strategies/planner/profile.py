@@ -180,5 +180,7 @@ class Recipe:
     """Share of the parameters that is trained."""
     mean_loss: bool = True
     """Whether the loss is a mean over samples, so that schedules that see microbatches may be used."""
+    scattered_sends: bool = False
+    """Whether each rank along mp sends its share between stages (Megatron does, our runtime with mp=seq_parallel)."""
     compiled: bool = False
     """Whether blocks are compiled: elementwise kernels are fused."""

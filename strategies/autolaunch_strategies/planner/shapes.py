@@ -85,7 +85,7 @@ def transformer_profile(
     # Kept: inputs of both norms and of the products after them, and dropout's masks, whole; the rest divided.
     whole = float(s) * hidden * (4 * e + 2 * masks + (0 if fused_norms else 2 * 2 * 4))
     kept_scores = scores * (e + (e + 1 if dropout else 0))
-    divided = s * (e * (2 * query + 2 * keys) + e * (up + ffn)) + kept_scores
+    divided = float(s) * (e * (2 * query + 2 * keys) + e * (up + ffn)) + kept_scores
     divided += 0 if plain else 4.0 * s * heads
     if selective == "outputs":
         selective_divided = s * e * (2 * query + 2 * keys + up) + scores * e

@@ -1,0 +1,100 @@
+"""Constants from observed step times: the usual values, changed as little as the observations allow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autolaunch_strategies.planner.candidate import Candidate, Candidates
+from autolaunch_strategies.planner.constants import TIME_CONSTANTS, Constants
+from autolaunch_strategies.planner.hardware import Hardware
+from autolaunch_strategies.planner.profile import ModelProfile, Recipe
+from autolaunch_strategies.planner.time import step_time
+
+Floats = NDArray[np.float64]
+
+NOISE = 0.03
+"""Relative standard deviation of an observation that the model could explain."""
+_STEPS, _DIFFERENCE, _FARTHEST = 6, 1e-4, 1.5
+
+
+@dataclass(frozen=True)
+class Run:
+    """An observed training: what ran, and the seconds of its optimizer steps."""
+
+    profile: ModelProfile
+    recipe: Recipe
+    candidate: Candidate
+    seconds: float
+    hardware: Hardware | None = None
+    """Where it ran, if not on the hardware that is fitted; its constants are not looked at."""
+
+
+def fit(hardware: Hardware, runs: Sequence[Run], names: Sequence[str] | None = None, noise: float = NOISE) -> Hardware:
+    """The hardware with constants that predict the runs.
+
+    Least squares in logarithms (Gauss-Newton): errors of predictions over `noise`, and changes of constants over their
+    `sigma`, starting from, and drawn to, the constants of `hardware`. With no runs nothing changes.
+
+    Args:
+        names: constants that may change; all that the time depends on if None.
+        noise: relative standard deviation of one observation.
+    """
+    names = tuple(TIME_CONSTANTS if names is None else names)
+    if not runs:
+        return hardware
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for index, run in enumerate(runs):
+        groups.setdefault((id(run.profile), id(run.recipe), id(run.hardware)), []).append(index)
+    columns = [Candidates.of(runs[index].candidate for index in group) for group in groups.values()]
+    observed = np.log([run.seconds for run in runs])
+    prior = np.log([getattr(hardware.constants, name) for name in names])
+    sigma = np.array([_sigma(name) for name in names])
+
+    def predicted(logs: Floats) -> Floats:
+        values = dict(zip(names, np.exp(logs).tolist(), strict=True))
+        constants = dataclasses.replace(hardware.constants, **values)
+        result = np.zeros(len(runs))
+        for group, candidates in zip(groups.values(), columns, strict=True):
+            run = runs[group[0]]
+            machine = dataclasses.replace(run.hardware or hardware, constants=constants)
+            result[group] = np.log(step_time(run.profile, run.recipe, machine, candidates).seconds)
+        return result
+
+    def cost(residual: Floats, logs: Floats) -> float:
+        return float(np.sum((residual / noise) ** 2) + np.sum(((logs - prior) / sigma) ** 2))
+
+    logs = prior.copy()
+    value = predicted(logs)
+    for _ in range(_STEPS):
+        slopes = np.stack(
+            [(predicted(logs + _DIFFERENCE * unit) - value) / _DIFFERENCE for unit in np.eye(len(names))], axis=1
+        )
+        rows = np.concatenate([slopes / noise, np.diag(1 / sigma)])
+        goal = np.concatenate([(observed - value) / noise, (prior - logs) / sigma])
+        step = np.linalg.lstsq(rows, goal, rcond=None)[0]
+        step = np.clip(step, -_FARTHEST, _FARTHEST)
+        before, scale = cost(observed - value, logs), 1.0
+        while scale > 0.05:
+            trial = predicted(logs + scale * step)
+            if cost(observed - trial, logs + scale * step) < before:
+                break
+            scale /= 2
+        else:
+            break
+        logs, value = logs + scale * step, trial
+        if before - cost(observed - value, logs) < 1e-3 * before:
+            break
+    values = dict(zip(names, np.exp(logs).tolist(), strict=True))
+    plural = "run" if len(runs) == 1 else "runs"
+    return hardware.with_constants(
+        dataclasses.replace(hardware.constants, **values), f"fitted to {len(runs)} {plural} from {hardware.origin}"
+    )
+
+
+def _sigma(name: str) -> float:
+    return float(next(item for item in dataclasses.fields(Constants) if item.name == name).metadata["sigma"])

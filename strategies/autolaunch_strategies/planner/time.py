@@ -1,0 +1,495 @@
+"""How long an optimizer step takes, for many candidates at once.
+
+Convention for flops: *model flops* are those of matrix products and attention of one forward pass and twice as many for
+the backward pass, causal attention at half of the full square where the kernel skips the other half (fused attention
+does, written-out attention does not); recomputation, embeddings, norms and the optimizer don't count. MFU is model
+flops per second and device over the peak of the type in `Recipe.compute`. *Hardware flops* add what recomputation
+does again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autolaunch_strategies.config import CP_BACKENDS
+from autolaunch_strategies.planner.candidate import FULL, PIPELINES, SELECTIVE, Candidates
+from autolaunch_strategies.planner.collectives import collective_time
+from autolaunch_strategies.planner.hardware import Hardware
+from autolaunch_strategies.planner.profile import MatMul, ModelProfile, Part, Recipe
+from autolaunch_strategies.planner.stages import cut
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+PARTS = ("compute", "attention", "elementwise", "kernels", "mp", "cp", "pp", "bubble", "dp", "optimizer", "fixed")
+"""Where a step's time goes. `kernels` is what launching them adds to what devices do; `pp` what sends and the actions
+of a schedule add; `bubble` the wait of a pipeline's busiest rank for the others."""
+
+BACKWARD_ATTENTION = 2.5
+"""Fused attention computes the scores again: five products for the forward pass's two."""
+BACKWARD_MOVED = 1.6
+"""Bytes that the backward pass of elementwise operators moves: gradients in and out, and what was kept."""
+BACKWARD_KERNELS = 1.5
+COMPILED_MOVED, COMPILED_KERNELS = 0.6, 0.4
+"""What compiled blocks still move and launch, as a share."""
+UNALIGNED = 0.25
+"""Share of the speed of 16-bit products whose sides are no multiples of 8."""
+HALF_ROWS, HALF_SIDE, HALF_POSITIONS = 350.0, 100.0, 256.0
+"""Rows, shorter side of the weight, and positions with which a product or attention reaches half of its best speed;
+rows on a device that does `_BALANCE` operations for each byte it can read, others in proportion."""
+_BALANCE = 156.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of one optimizer step."""
+
+    seconds: Floats
+    """[n]"""
+    parts: dict[str, Floats]
+    """Name of `PARTS` -> [n] seconds of the busiest rank; they add up to `seconds`."""
+
+
+def soft_max(*values: Floats) -> Floats:
+    """Smooth maximum (4-norm) of numbers that are 0 or more: at most 19 % above the larger of two."""
+    total = sum(np.square(np.square(value)) for value in values)
+    return np.asarray(np.sqrt(np.sqrt(total)))
+
+
+def flops_per_step(profile: ModelProfile, recipe: Recipe, recompute: int = 0) -> float:
+    """Flops of one optimizer step of the whole batch, by the convention of this module.
+
+    Args:
+        recompute: as `Candidate.recompute`; 0 for model flops, else hardware flops with that setting.
+    """
+    again = 0.0
+    if recompute == SELECTIVE:
+        again = sum(item.flops for kind in profile.blocks for item in profile.kinds[kind].matmuls if not item.kept)
+    elif recompute:
+        again = sum(profile.kinds[kind].flops for kind in profile.blocks) / recompute
+    return (3 * profile.flops + again) * recipe.batch_size
+
+
+# --- one part of the model, one microbatch -----------------------------------------------------------------------
+
+_COMPONENTS = ("compute", "attention", "elementwise", "kernels", "mp", "cp")
+_PHASES = ("forward", "backward", "weights")
+"""Sums of components by phase: backward is that for inputs, recomputation included."""
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """Distinct ways [u] to compute one microbatch."""
+
+    batch: Floats
+    """Sequences of a microbatch."""
+    mp: Floats
+    cp: Floats
+    sequence_parallel: NDArray[np.bool_]
+    recompute: Ints
+    backend: Ints
+    ulysses: Floats
+    accumulates: NDArray[np.bool_]
+    """Whether gradients are added to those of other microbatches."""
+
+
+class _Device:
+    """Seconds of single operators on one device."""
+
+    def __init__(self, recipe: Recipe, hardware: Hardware) -> None:
+        constants, kind = hardware.constants, recipe.compute
+        flops = hardware.flops
+        peak = flops.get(kind) or flops["fp32"]
+        half = "bf16" if kind in ("fp8", "bf16") else kind
+        self.attention_rate = (flops.get(half) or peak) * constants.attention
+        self.matmul_rate = peak * constants.matmul * (constants.fp8 if kind == "fp8" else 1.0)
+        self.memory_rate = hardware.memory_bytes_per_s * constants.memory
+        self.half_rows = HALF_ROWS * peak / hardware.memory_bytes_per_s / _BALANCE
+        self.half_side = HALF_SIDE * peak / hardware.memory_bytes_per_s / _BALANCE
+        self.aligned = 8 if kind not in ("fp32", "tf32") and hardware.device == "cuda" else 1
+        self.element_bytes = {"fp32": 4, "tf32": 4, "fp8": 1}.get(kind, 2)
+
+    def matmul(self, rows: Floats, inner: Floats, columns: Floats, count: Floats) -> Floats:
+        """Of `count` products [rows, inner] x [inner, columns]."""
+        side = np.minimum(inner, columns)
+        rate = self.matmul_rate * rows / (rows + self.half_rows) * side / (side + self.half_side)
+        if self.aligned > 1:
+            rate = np.where((inner % self.aligned == 0) & (columns % self.aligned == 0), rate, rate * UNALIGNED)
+        moved = self.element_bytes * (rows * inner + inner * columns + rows * columns)
+        return count * soft_max(2 * rows * inner * columns / rate, moved / self.memory_rate)
+
+
+def _matmul_times(item: MatMul, ways: _Ways, device: _Device) -> tuple[Floats, Floats, Floats]:
+    """Forward, gradient of the input, gradient of the weight (products without a weight: of the other input, 0)."""
+    ones = np.ones_like(ways.batch)
+    batched = item.divided == "count"
+    rows = item.rows / ways.cp * (1 if batched else ways.batch)
+    count = item.count * (ways.batch if batched else ones)
+    inner, columns = item.inner * ones, item.columns * ones
+    if batched:
+        count = count / ways.mp
+    elif item.divided == "columns":
+        columns = columns / ways.mp
+    elif item.divided == "inner":
+        inner = inner / ways.mp
+    forward = device.matmul(rows, inner, columns, count)
+    back = device.matmul(rows, columns, inner, count)
+    if batched:
+        return forward, back + device.matmul(rows, inner, columns, count), 0 * ones
+    return forward, back, device.matmul(np.maximum(inner, columns), rows, np.minimum(inner, columns), count)
+
+
+def _cp_times(part: Part, ways: _Ways, element_bytes: float, hardware: Hardware) -> tuple[Floats, Floats, Floats]:
+    """Exchange of keys and values forward and backward, and the share of attention that can hide it."""
+    attention = part.attention
+    zero = np.zeros_like(ways.batch)
+    if attention is None or not (ways.cp > 1).any():
+        return zero, zero, zero
+    per_head = ways.batch * attention.positions * attention.head_dim * element_bytes * attention.count
+    keys = per_head * attention.key_heads / np.minimum(ways.mp, attention.key_heads)
+    queries = per_head * attention.heads / ways.mp
+    uses_ring = np.isin(ways.backend, [CP_BACKENDS.index(name) for name in ("ring", "usp")])
+    gathers = ways.backend == CP_BACKENDS.index("gather")
+    inner = np.where(ways.backend == CP_BACKENDS.index("ulysses"), ways.cp, np.maximum(ways.ulysses, 1))
+    inner = np.where(gathers, 1, inner)
+    outer = ways.cp / inner
+    # Rings and gathering: keys and values of all positions of the ring come by.
+    held = 2 * keys / inner
+    around = collective_time(hardware, "all_gather", outer, ways.mp * inner, held)
+    returning = collective_time(hardware, "all_gather", outer, ways.mp * inner, held * 4 / element_bytes)
+    scattered = collective_time(hardware, "all_to_all", outer, ways.mp * inner, held)
+    swapped = collective_time(hardware, "all_to_all", inner, ways.mp, 2 * (queries + keys) / ways.cp)
+    forward = np.where(uses_ring | gathers, around, 0.0) + swapped
+    backward = np.where(uses_ring, around + returning, np.where(gathers, around + scattered, 0.0)) + swapped
+    hides = np.where(uses_ring, (outer - 1) / outer, np.where(gathers & attention.causal, 1 / outer, 0.0))
+    return forward, backward, hides
+
+
+def _part_costs(
+    part: Part, ways: _Ways, profile: ModelProfile, recipe: Recipe, hardware: Hardware, recomputes: bool
+) -> Floats:
+    """[components + phases, u] seconds of one microbatch in one part of the model, forward and backward."""
+    constants, device = hardware.constants, _Device(recipe, hardware)
+    zero = np.zeros_like(ways.batch)
+    whole_share = 1 / np.where(ways.sequence_parallel, ways.mp, 1.0)
+
+    def local(total: float, divided: float) -> Floats:
+        return np.asarray((total - divided) * whole_share + divided / ways.mp)
+
+    full = np.where(ways.recompute >= FULL, 1 / np.maximum(ways.recompute, 1), 0.0) if recomputes else zero
+    selective = np.where(ways.recompute == SELECTIVE, 1.0, 0.0) if recomputes else zero
+
+    compute_f = compute_b = compute_w = compute_s = zero
+    for item in part.matmuls:
+        forward, back, weight = _matmul_times(item, ways, device)
+        compute_f, compute_b, compute_w = compute_f + forward, compute_b + back, compute_w + weight
+        if not item.kept:
+            compute_s = compute_s + forward
+    compute_b = compute_b + full * compute_f + selective * compute_s
+
+    attention_f = zero
+    if part.attention is not None:
+        item = part.attention
+        rate = device.attention_rate * item.positions / (item.positions + HALF_POSITIONS)
+        attention_f = ways.batch * item.flops / (ways.mp * ways.cp) / rate
+    attention_b = attention_f * (BACKWARD_ATTENTION + full)
+
+    fused = COMPILED_MOVED if recipe.compiled else 1.0
+    moved = fused * local(part.moved_bytes, part.divided_moved_bytes) * ways.batch / ways.cp
+    again = full + selective * part.selective_share
+    weights = part.parameters - part.divided_parameters + part.divided_parameters / ways.mp
+    cast = weights * (recipe.gathered_bytes + recipe.cast_bytes) if recipe.cast_bytes else zero
+    gradients = weights * recipe.trained * (recipe.gradient_bytes + ways.accumulates * recipe.gradient_bytes)
+    elementwise_f = (moved + cast) / device.memory_rate
+    elementwise_b = (moved * (BACKWARD_MOVED + again) + cast * full) / device.memory_rate
+    elementwise_w = gradients / device.memory_rate
+
+    size = part.exchange_bytes * ways.batch / ways.cp
+    reduced = collective_time(hardware, "all_reduce", ways.mp, 1, size)
+    if ways.sequence_parallel.any():
+        pair = collective_time(hardware, "all_gather", ways.mp, 1, size)
+        pair = pair + collective_time(hardware, "reduce_scatter", ways.mp, 1, size)
+        reduced = np.where(ways.sequence_parallel, pair, reduced)
+    mp_f = part.exchanges * reduced * max(1 - constants.hidden_mp, 0.0)
+    mp_b = mp_f * (1 + full)
+
+    forward, backward, hides = _cp_times(part, ways, profile.element_bytes, hardware)
+    hidden = min(constants.hidden_cp, 1.0) * hides
+    cp_f = forward - np.minimum(forward, attention_f) * hidden
+    cp_b = backward - np.minimum(backward, attention_f * BACKWARD_ATTENTION) * hidden + full * cp_f
+
+    kernels = part.kernels * (COMPILED_KERNELS if recipe.compiled else 1.0)
+    calls = part.attention.count if part.attention is not None else 0
+    host = kernels * constants.kernel_s + np.where(ways.mp > 1, part.divided_kernels * constants.mp_kernel_s, 0.0)
+    host = host + np.where(ways.cp > 1, calls * constants.cp_s, 0.0)
+    busy_f = compute_f + attention_f + elementwise_f + mp_f + cp_f
+    busy_b = compute_b + attention_b + elementwise_b + mp_b + cp_b
+    busy_w = compute_w + elementwise_w
+    host_b = host * (BACKWARD_KERNELS + again)
+    if hardware.device == "cpu":  # one processor launches and computes
+        extra_f, extra_b = host, host_b
+    else:
+        extra_f = soft_max(busy_f, host) - busy_f
+        extra_b = soft_max(busy_b + busy_w, host_b) - busy_b - busy_w
+    share_w = np.divide(busy_w, busy_b + busy_w, out=zero.copy(), where=busy_w > 0)
+    return np.stack(
+        [
+            compute_f + compute_b + compute_w,
+            attention_f + attention_b,
+            elementwise_f + elementwise_b + elementwise_w,
+            extra_f + extra_b,
+            mp_f + mp_b,
+            cp_f + cp_b,
+            busy_f + extra_f,
+            busy_b + extra_b * (1 - share_w),
+            busy_w + extra_b * share_w,
+        ]
+    )
+
+
+# --- all of a step -----------------------------------------------------------------------------------------------
+
+
+def _distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Index of the first of each distinct row, and for each row which of these it equals."""
+    code, bound = np.zeros(len(columns[0]), dtype=np.int64), 1
+    for column in columns:
+        low = int(column.min())
+        span = int(column.max()) - low + 1
+        bound *= span
+        if bound >= 2**62:
+            _, first, inverse = np.unique(np.stack(columns, 1), axis=0, return_index=True, return_inverse=True)
+            return first, inverse.reshape(-1)
+        code = code * span + (column - low)
+    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+    return first, inverse
+
+
+def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidates: Candidates) -> StepTime:
+    """Predict the time of one optimizer step for each candidate. They are taken to be valid.
+
+    Args:
+        candidates: n of them. Rank order is pp, dp, cp, mp, from the outermost to the innermost.
+
+    Returns:
+        Seconds, and where they go, for the rank that is busiest.
+    """
+    c, constants, n = candidates, hardware.constants, len(candidates)
+    if not n:
+        return StepTime(np.zeros(0), {name: np.zeros(0) for name in PARTS})
+    micro = c.microbatches.astype(np.float64)
+    first, way = _distinct(
+        [c.dp * c.microbatches, c.microbatches > 1, c.mp, c.cp, c.sequence_parallel, c.recompute, c.backend, c.ulysses]
+    )
+    ways = _Ways(
+        batch=np.maximum(recipe.batch_size / (c.dp * c.microbatches)[first], 1.0),
+        mp=c.mp[first].astype(np.float64),
+        cp=c.cp[first].astype(np.float64),
+        sequence_parallel=(c.sequence_parallel[first] > 0) & (c.mp[first] > 1),
+        recompute=c.recompute[first],
+        backend=c.backend[first],
+        ulysses=c.ulysses[first].astype(np.float64),
+        accumulates=c.microbatches[first] > 1,
+    )
+    members = (profile.before, *profile.kinds, profile.after)
+    costs = np.stack(
+        [_part_costs(part, ways, profile, recipe, hardware, 0 < k < len(members) - 1) for k, part in enumerate(members)]
+    )  # [members, components + phases, u]
+    number = len(_COMPONENTS)
+    exact = c.pipeline == PIPELINES.index("exact")
+    loss = costs[-1, _COMPONENTS.index("elementwise")][way] * exact
+
+    inside = _contents(profile, c, costs[:, number:].sum(axis=1), way, loss)
+    everything = np.bincount(profile.blocks, minlength=len(profile.kinds)).astype(np.float64)
+    everything = np.concatenate([[1.0], everything, [1.0]])
+    # [n, components + phases] of one microbatch on the busiest rank, and on all ranks of a pipeline together.
+    busiest, together = np.zeros((costs.shape[1], n)), np.zeros((costs.shape[1], n))
+    for k in range(len(members)):
+        own = costs[k][:, way]
+        busiest += own * inside.members[k]
+        together += own * everything[k]
+
+    parts = {name: busiest[k] * micro for k, name in enumerate(_COMPONENTS)}
+    at_the_end = inside.members[-1]
+    parts["elementwise"] = parts["elementwise"] - micro * loss * at_the_end
+    busiest[number] -= loss * at_the_end
+    together[number] -= loss
+    send = _send_time(profile, hardware, c, ways.batch[way], recipe)
+    actions = np.where(c.pp > 1, (2 + _splits_backward(c)) * c.virtual_stages, 0)
+    parts["pp"] = micro * (2 * c.virtual_stages * send + actions * constants.action_s)
+    filling = 2 * send + actions / c.virtual_stages * constants.action_s
+    parts["bubble"] = _bubble(c, busiest[number:], together[number:]) + (c.pp - 1) * filling + micro * loss
+    parts["dp"] = _dp_time(profile, recipe, hardware, c, inside, busiest[number:])
+    parts["optimizer"] = _optimizer_time(recipe, hardware, c, inside.parameters)
+    parts["fixed"] = constants.step_s + micro * constants.microbatch_s
+    parts = {name: parts[name] for name in PARTS}
+    seconds = np.sum(list(parts.values()), axis=0)
+    if hardware.processors is not None:
+        work = together[:number].sum(axis=0) * micro / c.pp + micro * loss / c.pp + parts["pp"]
+        work += parts["optimizer"] + parts["fixed"] + parts["dp"]
+        parts, seconds = _share_processors(hardware, c, parts, seconds, work)
+    return StepTime(seconds, parts)
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What the busiest rank of a pipeline holds."""
+
+    members: Floats
+    """[1 + kinds + 1, n]: how often it has the part before the blocks, blocks of each kind, the part after them."""
+    parameters: Floats
+    """[n]: most of all pipe ranks, after mp."""
+    blocks: Floats
+    """[n]"""
+
+
+def _contents(profile: ModelProfile, c: Candidates, totals: Floats, way: Ints, loss: Floats) -> _Contents:
+    """Which rank of each pipeline is busiest.
+
+    Args:
+        totals: [members, u] seconds of each part for a microbatch.
+        loss: [n] seconds of the last part that all ranks wait for; they count for none.
+    """
+    n, parts = len(c), (profile.before, *profile.kinds, profile.after)
+    whole = np.array([part.parameters - part.divided_parameters for part in parts], dtype=np.float64)
+    divided = np.array([part.divided_parameters for part in parts], dtype=np.float64)
+    members, parameters = np.zeros((len(parts), n)), np.zeros(n)
+    first, group = _distinct([c.pp, c.virtual_stages, c.split, c.pipeline])
+    order = np.argsort(group, kind="stable")
+    bounds = np.searchsorted(group[order], np.arange(len(first) + 1))
+    seconds = totals[:, way]
+    seconds[-1] -= loss
+    for index, begin, end in zip(first, bounds[:-1], bounds[1:], strict=True):
+        own = order[begin:end]
+        pp, virtual = int(c.pp[index]), int(c.virtual_stages[index])
+        stages = cut(profile, PIPELINES[c.pipeline[index]], pp, virtual, int(c.split[index]))
+        rows = np.zeros((pp, len(parts)))
+        np.add.at(rows[:, 1:-1], stages.rank_of_stage, stages.blocks)
+        rows[stages.rank_of_stage[0], 0] = 1
+        rows[stages.rank_of_stage[-1], -1] = 1
+        rows = np.unique(rows, axis=0)
+        busiest = np.argmax(rows @ seconds[:, own], axis=0)
+        members[:, own] = rows[busiest].T
+        # Tied weights are on the last stage, too.
+        split = rows @ divided + profile.shared_parameters * (rows[:, -1] > rows[:, 0])
+        parameters[own] = ((rows @ whole)[:, None] + split[:, None] / c.mp[own]).max(axis=0)
+    return _Contents(members, parameters, members[1:-1].sum(axis=0))
+
+
+def _splits_backward(c: Candidates) -> Floats:
+    """1 where gradients of weights are computed apart from those of inputs."""
+    names = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "zero_bubble_1p", "zero_bubble_2p")
+    return np.isin(c.pipeline, [PIPELINES.index(name) for name in names]).astype(np.float64)
+
+
+def _bubble(c: Candidates, busiest: Floats, together: Floats) -> Floats:
+    """Seconds that the busiest rank of a pipeline waits, beyond its own work on all microbatches.
+
+    Filling and draining take every other rank's work on one microbatch; virtual stages divide it; splitting the
+    backward fills part of it (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, table 2).
+
+    Args:
+        busiest, together: [phases, n] seconds of one microbatch on the busiest rank and on all ranks.
+    """
+    forward, backward, weights = np.maximum(together - busiest, 0.0)
+    everything = forward + backward + weights
+    result = everything / np.where(c.virtual_stages > 1, c.virtual_stages, 1)
+    virtual = c.virtual_stages.astype(np.float64)
+
+    def where(*names: str) -> NDArray[np.bool_]:
+        return np.asarray(np.isin(c.pipeline, [PIPELINES.index(name) for name in names]))
+
+    result = np.where(
+        where("interleaved_zero_bubble", "zero_bubble_1p"),
+        np.maximum(forward + backward - weights, 0.1 * everything) / virtual,
+        result,
+    )
+    result = np.where(
+        where("zero_bubble_2p", "zbv_zero_bubble"),
+        np.maximum(forward + backward - 2 * weights, 0.02 * everything),
+        result,
+    )
+    result = np.where(where("dualpipev"), np.maximum(forward + 2 * backward - weights, 0.02 * everything) / 2, result)
+    # With fewer microbatches than ranks, stages of one rank can't follow each other without waiting.
+    short = np.maximum(c.pp - c.microbatches, 0) * (virtual - 1) / virtual * busiest.sum(axis=0)
+    result = np.where(where("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble"), result + short, result)
+    return np.where(c.pp > 1, result, 0.0)
+
+
+def _send_time(profile: ModelProfile, hardware: Hardware, c: Candidates, batch: Floats, recipe: Recipe) -> Floats:
+    """Exposed seconds of sending one microbatch's output, or its gradient, to the next stage."""
+    size = max(part.output_bytes for part in profile.kinds) * batch / c.cp
+    size = size / np.where((c.sequence_parallel > 0) | recipe.scattered_sends, c.mp, 1)
+    stride = c.mp * c.cp * c.dp
+    seconds = collective_time(hardware, "p2p", np.where(c.pp > 1, 2, 1), stride, size)
+    return seconds * max(1 - hardware.constants.hidden_pp, 0.0)
+
+
+def _dp_time(
+    profile: ModelProfile, recipe: Recipe, hardware: Hardware, c: Candidates, inside: _Contents, phases: Floats
+) -> Floats:
+    """Exposed seconds of exchanging gradients and gathering parameters, with the host's for groups of parameters."""
+    constants = hardware.constants
+    size = c.dp * c.cp
+    micro = c.microbatches.astype(np.float64)
+    forward, backward = phases[0], phases[1] + phases[2]
+    shard = c.shard
+    gradients = inside.parameters * recipe.trained * recipe.reduce_bytes
+    gathered = inside.parameters * recipe.gathered_bytes
+    groups = inside.blocks + 1
+
+    def exposed(seconds: Floats, under: Floats) -> Floats:
+        """A share of the shorter one is hidden (a smooth minimum)."""
+        shorter = seconds * under / np.maximum(soft_max(seconds, under), 1e-30)
+        return np.asarray(seconds - min(constants.hidden_dp, 1.0) * np.minimum(shorter, seconds))
+
+    def collective(kind: str, ranks: Ints, stride: Ints, total: Floats) -> Floats:
+        """Of groups of parameters, one collective each."""
+        return groups * collective_time(hardware, kind, ranks, stride, total / groups)
+
+    reduced = exposed(collective_time(hardware, "all_reduce", size, c.mp, gradients), backward)
+    result = np.where(c.level == 0, reduced, 0.0)
+    sharded = c.level > 0
+    if sharded.any():
+        gather = collective("all_gather", shard, c.mp, gathered)
+        scatter = collective("reduce_scatter", shard, c.mp, gradients)
+        replicas = collective("all_reduce", np.where(sharded, c.replicate, 1), c.mp * shard, gradients / shard)
+        host = groups * constants.group_s
+        again = (c.level == 3) & (c.pp == 1)
+        gathers = np.where(again, micro, 1.0)
+        scatters = np.where(c.level == 1, 1.0, micro)
+        time = gathers * (exposed(gather, forward) + host)
+        # Parameters that were freed are gathered beside the exchange of gradients, under the same backward pass.
+        beside = np.where(again, gather, 0.0)
+        time = time + scatters * (exposed(scatter + beside, backward) + host * (1 + again))
+        time = time + exposed(replicas, backward)
+        result = np.where(sharded & (size > 1), time, result)
+    return np.where(size > 1, result, 0.0)
+
+
+def _optimizer_time(recipe: Recipe, hardware: Hardware, c: Candidates, parameters: Floats) -> Floats:
+    """State is read and written, gradients are read (twice: their norm), parameters written."""
+    per_parameter = 2 * recipe.optimizer_bytes + 2 * recipe.gradient_bytes + 2 * recipe.parameter_bytes
+    moved = parameters * recipe.trained / c.shard * per_parameter
+    return np.asarray(moved / (hardware.memory_bytes_per_s * hardware.constants.memory))
+
+
+def _share_processors(
+    hardware: Hardware, c: Candidates, parts: dict[str, Floats], seconds: Floats, work: Floats
+) -> tuple[dict[str, Floats], Floats]:
+    """A step lasts at least as long as the processors of a node need for the work of all its ranks.
+
+    Args:
+        work: [n] seconds of work of one rank, on average.
+    """
+    assert hardware.processors is not None
+    ranks = np.minimum(c.dp * c.mp * c.pp * c.cp, hardware.devices_per_node)
+    needed = work * ranks / hardware.processors
+    longer = np.where(ranks > 1, soft_max(seconds, needed), seconds)
+    waiting = parts["bubble"]
+    factor = (longer - waiting) / (seconds - waiting)
+    return {name: value if name == "bubble" else value * factor for name, value in parts.items()}, longer
