@@ -1,0 +1,500 @@
+"""Bytes that every device needs at most, for many candidates at once: the fullest rank of the pipeline at its worst.
+
+A rank is full at one of four moments: in the backward pass of a block while most microbatches are in flight, in the
+first forward pass, while the loss is computed, or when gradients are exchanged and the optimizer steps. At each of them
+the bytes are a sum of amounts that depend on the candidate (a block's activations, say) times counts that depend on
+the cut and the schedule alone (how many of them a rank holds). So candidates with one cut are one matrix product.
+
+Sources: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), for what is kept;
+the tables of `pipeline.schedule` for microbatches in flight; `data_parallel` for what is sharded when. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autolaunch_strategies.config import CP_BACKENDS
+from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate, Candidates
+from autolaunch_strategies.planner.hardware import Hardware
+from autolaunch_strategies.planner.profile import ModelProfile, Part, Recipe
+from autolaunch_strategies.planner.stages import Cut, cut
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+CutOf = Callable[[str, int, int, int], Cut]
+"""(pipeline, pp, virtual_stages, split) -> the cut."""
+
+PIECES = ("parameters", "gradients", "optimizer", "activations", "loss", "other")
+"""What `memory_account` tells apart. `other` is working memory, the runtime's own, and what allocation wastes."""
+
+_ALL_AT_ONCE = ("exact", "gpipe", "looped_bfs")
+"""Every forward pass comes before every backward pass."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What candidates need at most."""
+
+    bytes: Floats
+    """[n]: of the fullest device, everything included."""
+    limit: float
+    """Bytes that a device has."""
+    stage: Ints
+    """[n]: the pipe rank that is fullest."""
+
+
+def peak_memory(
+    profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidates: Candidates, cut_of: CutOf | None = None
+) -> Memory:
+    """The most bytes that any device needs at any moment of a step.
+
+    Args:
+        cut_of: how the model is cut; `stages.cut` of this profile if None. Called once for each distinct cut.
+    """
+    columns = _Columns(len(profile.kinds))
+    together = np.zeros((columns.count, len(candidates)))
+    _put_amounts(profile, recipe, hardware, candidates, columns, dict.fromkeys(PIECES, together))
+    fullest = np.zeros(len(candidates))
+    stage = np.zeros(len(candidates), dtype=np.int64)
+    for which, counts, ranks in _groups(profile, candidates, columns, cut_of or partial(cut, profile)):
+        totals = counts @ together[:, which]
+        best = totals.argmax(axis=0)
+        fullest[which] = totals[best, np.arange(len(which))]
+        stage[which] = ranks[best]
+    constants = hardware.constants
+    return Memory(
+        fullest * (1 + constants.fragmentation) + constants.context_bytes, float(hardware.memory_bytes), stage
+    )
+
+
+def memory_account(
+    profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidate: Candidate, cut_of: CutOf | None = None
+) -> list[dict[str, float]]:
+    """What fills a device of each pipe rank at its fullest moment: bytes by the names of `PIECES`, and `total`.
+
+    The largest total is what `peak_memory` says.
+    """
+    columns = _Columns(len(profile.kinds))
+    candidates = Candidates.of([candidate])
+    pieces = {name: np.zeros((columns.count, 1)) for name in PIECES}
+    _put_amounts(profile, recipe, hardware, candidates, columns, pieces)
+    ((_, counts, ranks),) = _groups(profile, candidates, columns, cut_of or partial(cut, profile))
+    by_piece = {name: counts @ amounts[:, 0] for name, amounts in pieces.items()}
+    totals = sum(by_piece.values())
+    constants = hardware.constants
+    account = []
+    for rank in range(candidate.pp):
+        rows = np.flatnonzero(ranks == rank)
+        row = rows[np.argmax(totals[rows])]
+        values = {name: float(by_piece[name][row]) for name in PIECES}
+        values["other"] += sum(values.values()) * constants.fragmentation + constants.context_bytes
+        account.append({**values, "total": sum(values.values())})
+    return account
+
+
+# --- amounts: what one of everything takes ----------------------------------------------------------------------------
+
+
+class _Columns:
+    """Where each amount stands in a row. Names with `kinds` have one column for each kind of block."""
+
+    KINDS = (
+        "state",  # parameters, gradients, optimizer state while a pass runs
+        "end",  # the same when the optimizer steps
+        "kept",  # activations between forward and backward, as `recompute` has it
+        "input",  # the same of a block that is recomputed as a whole
+        "waits",  # for gradients of weights that are put off
+        "works",  # beyond what is kept, while its backward pass runs
+        "repeats",  # the same of a block that is recomputed as a whole
+        "casts",  # copies of weights in a narrower type that its backward pass uses
+        "all_casts",  # those that its forward pass made
+    )
+    PARTS = ("state", "end")
+    ONES = ("before", "after", "after_done", "output", "before_works", "after_works", "loss", "drain", "gathered")
+
+    def __init__(self, kinds: int) -> None:
+        self.kinds = kinds
+        self.at: dict[str, slice] = {}
+        self.count = 0
+        for name in self.KINDS:
+            self._add(name, kinds)
+        for name in self.PARTS:
+            for part in ("before", "after", "shared"):
+                self._add(f"{name}_{part}", 1)
+        for name in self.ONES:
+            self._add(name, 1)
+
+    def _add(self, name: str, width: int) -> None:
+        self.at[name] = slice(self.count, self.count + width)
+        self.count += width
+
+
+def _put_amounts(
+    profile: ModelProfile,
+    recipe: Recipe,
+    hardware: Hardware,
+    c: Candidates,
+    columns: _Columns,
+    pieces: Mapping[str, Floats],
+) -> None:
+    """Add to arrays [columns, n] by piece the bytes of one of everything: a block of each kind, a microbatch, a loss."""
+
+    def put(piece: str, name: str, value: Any, kind: int = 0) -> None:
+        pieces[piece][columns.at[name].start + kind] += value
+
+    _put_states(profile, recipe, hardware, c, put)
+    _put_activations(profile, recipe, c, put)
+
+
+def _put_states(
+    profile: ModelProfile, recipe: Recipe, hardware: Hardware, c: Candidates, put: Callable[..., None]
+) -> None:
+    """Parameters, gradients and optimizer state, as `data_parallel` treats them, and what exchanging them takes."""
+    sharded = (c.level > 0) & (c.dp * c.cp > 1)
+    shard = np.where(sharded, c.shard, 1)
+    pipelined = c.pp > 1
+    freed = sharded & (c.level == 3) & ~pipelined
+    # Gradients of whole parameters add up in the type of their exchange until there is one.
+    whole = sharded & (pipelined | ((c.level == 1) & (c.microbatches > 1)))
+    per_parameter = recipe.parameter_bytes / shard
+    gradient = recipe.gradient_bytes * recipe.trained / shard
+    in_pass = np.where(whole, recipe.reduce_bytes * recipe.trained, gradient)
+    optimizer = recipe.optimizer_bytes * recipe.trained / shard
+    gathered = np.where(sharded, recipe.gathered_bytes, 0.0)
+    # Level 0 holds its buckets until all of them are exchanged. AdamW on CUDA works on all parameters at once.
+    buckets = np.where((c.level == 0) & (c.dp * c.cp > 1), recipe.gradient_bytes * recipe.trained, 0.0)
+    steps = recipe.parameter_bytes * recipe.trained / shard if hardware.device == "cuda" and optimizer.any() else 0.0
+    at_end = np.maximum(buckets, steps)
+    own = recipe.gathered_bytes * recipe.trained  # gradients of one block, before they are exchanged or added
+    apart = np.where(whole & (recipe.reduce_bytes == recipe.gathered_bytes), 0.0, own)
+    exchanged = np.where(sharded, apart + np.where(whole, 0.0, recipe.reduce_bytes * recipe.trained), 0.0)
+
+    parts = [("", kind, part) for kind, part in enumerate(profile.kinds)]
+    parts += [("_before", 0, profile.before), ("_after", 0, profile.after), ("_shared", 0, _shared(profile))]
+    largest: Any = 0.0
+    for suffix, kind, part in parts:
+        count = _divided(part.parameters, part.divided_parameters, c.mp)
+        for column, of_gradients in ((f"state{suffix}", in_pass), (f"end{suffix}", gradient)):
+            put("parameters", column, count * per_parameter, kind)
+            put("gradients", column, count * of_gradients, kind)
+            put("optimizer", column, count * optimizer, kind)
+        put("other", f"end{suffix}", count * at_end, kind)
+        put("parameters", f"state{suffix}", count * np.where(freed, 0.0, gathered) if not suffix else count * gathered,
+            kind)  # fmt: skip
+        if suffix:
+            if suffix != "_before":  # a look-up in a table needs no copy of it
+                put("parameters", f"state{suffix}", count * recipe.cast_bytes)
+            continue
+        # Gathered for now: a block, and the next one on its way.
+        moving = count * (exchanged + np.where(freed, 2 * gathered, 0.0))
+        largest = np.maximum(largest, count * gathered)
+        for column in ("works", "repeats"):
+            put("other", column, moving, kind)
+        cast = count * recipe.cast_bytes
+        again = c.recompute == NO_RECOMPUTE if recipe.cast_bytes else False
+        put("parameters", "casts", cast * (again | (c.recompute > FULL)), kind)
+        put("parameters", "all_casts", cast, kind)
+        put("other", "repeats", cast, kind)
+        put("other", "works", cast * ~again if recipe.cast_bytes else 0.0, kind)
+    put("other", "gathered", largest)
+
+
+def _shared(profile: ModelProfile) -> Part:
+    """What the last stage holds of what runs before the blocks, as tied weights."""
+    count = profile.shared_parameters
+    return Part("shared", count, min(count, profile.before.divided_parameters))
+
+
+def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: Callable[..., None]) -> None:
+    """What is kept for the backward pass, and what passes need beyond it."""
+    on_rank = -(-recipe.batch_size // c.dp)
+    sequences = -(-on_rank // c.microbatches)
+    at_once = np.isin(c.pipeline, [PIPELINES.index(name) for name in _ALL_AT_ONCE])
+    flying = np.where(at_once, c.microbatches, 1) * sequences
+    exact = c.pipeline == PIPELINES.index("exact")
+    whole_mp = np.where(c.sequence_parallel == 1, c.mp, 1)
+
+    def of(whole: float, divided: float = 0.0) -> Floats:
+        """Of one sequence on one rank."""
+        return ((whole - divided) / whole_mp + divided / c.mp) / c.cp
+
+    def kept_by(part: Part) -> tuple[Floats, Floats, Floats]:
+        saved = of(part.saved_bytes, part.divided_saved_bytes)
+        selective = of(part.selective_bytes, part.divided_selective_bytes)
+        return saved, np.minimum(selective, saved), np.minimum(of(part.output_bytes), saved)
+
+    for kind, part in enumerate(profile.kinds):
+        saved, selective, given = kept_by(part)
+        kept = np.where(c.recompute == FULL, given, np.where(c.recompute == SELECTIVE, selective, saved))
+        peak = of(part.peak_bytes, part.divided_peak_bytes) + _attention_over_cp(part, profile.element_bytes, c)
+        put("activations", "kept", flying * kept, kind)
+        put("activations", "input", flying * given, kind)
+        put("other", "works", sequences * (saved - kept + peak), kind)
+        put("other", "repeats", sequences * (saved - given + peak), kind)
+        put("activations", "waits", sequences * _put_off(part, profile.element_bytes, c), kind)
+    before, after = kept_by(profile.before)[0], kept_by(profile.after)[0]
+    put("activations", "before", flying * before)
+    put("activations", "after", flying * after)
+    put("activations", "after_done", -sequences * after)
+    put("activations", "output", flying * of(max(part.output_bytes for part in profile.kinds)))
+    put("other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.divided_peak_bytes))
+    of_after = of(profile.after.peak_bytes, profile.after.divided_peak_bytes)
+    of_loss = _divided(profile.loss_bytes, profile.divided_loss_bytes, c.mp) / c.cp
+    put("other", "after_works", sequences * of_after)
+    put("loss", "loss", np.where(exact, on_rank, sequences) * np.maximum(of_loss, of_after))
+    # exact: outputs of all microbatches are joined; their gradients stay until the last of them is used.
+    outputs = _outputs(profile, c) / c.cp
+    put("loss", "loss", np.where(exact, 2 * on_rank, 0) * outputs)
+    put("loss", "drain", np.where(exact, 3 * on_rank, 0) * outputs)
+
+
+def _divided(whole: float, divided: float, mp: Ints) -> Floats:
+    return (whole - divided) + divided / mp
+
+
+def _attention_over_cp(part: Part, element_bytes: int, c: Candidates) -> Any:
+    """What exchanging keys and values over cp takes in the backward pass of a block, for one sequence."""
+    attention = part.attention
+    if attention is None or not (c.cp > 1).any():
+        return 0.0
+    per_head = attention.positions * attention.head_dim * element_bytes / c.mp
+    keys = 2.0 * attention.key_heads * per_head
+    queries = 2.0 * attention.heads * per_head
+    gather = 2 * keys
+    ring = 2 * keys / c.cp * (1 + 4 / element_bytes)
+    exchanged = (keys + queries) / c.cp
+    name = np.asarray(CP_BACKENDS)[c.backend]
+    found = np.select(
+        [name == "gather", name == "ring", name == "ulysses"], [gather, ring, exchanged], ring + exchanged
+    )
+    return np.where(c.cp > 1, found, 0.0)
+
+
+def _put_off(part: Part, element_bytes: int, c: Candidates) -> Floats:
+    """Inputs and output gradients of linear layers, from which zero-bubble schedules make gradients of weights later."""
+    whole = divided_inner = divided_columns = 0.0
+    for item in part.matmuls:
+        if item.divided == "count" or not item.kept:
+            continue  # no weight
+        given, gradients = float(item.rows * item.inner), item.rows * item.columns * item.count
+        if item.divided == "inner":
+            divided_inner += given
+            whole += gradients
+        else:
+            whole += given
+            divided_columns += gradients if item.divided else 0.0
+            whole += 0.0 if item.divided else gradients
+    whole_mp = np.where(c.sequence_parallel == 1, c.mp, 1)
+    return element_bytes * (whole / whole_mp + (divided_inner + divided_columns) / c.mp) / c.cp
+
+
+def _outputs(profile: ModelProfile, c: Candidates) -> Floats:
+    """What the model returns for one sequence: what its last matrix product makes."""
+    if not profile.after.matmuls:
+        return np.full(len(c), float(profile.after.output_bytes))
+    last = profile.after.matmuls[-1]
+    whole = last.rows * last.columns * last.count * float(profile.element_bytes)
+    return whole / np.where(last.divided == "columns", c.mp, 1)
+
+
+# --- counts: how many of everything a rank holds at a moment ----------------------------------------------------------
+
+
+def _groups(profile: ModelProfile, c: Candidates, columns: _Columns, cut_of: CutOf) -> Any:
+    """Candidates that share their counts: (their indices, counts [moments, columns], pipe rank [moments])."""
+    every = np.where(c.recompute > FULL, c.recompute, 0)
+    keys = np.stack([c.pipeline, c.pp, c.virtual_stages, c.split, _kinds_of_flight(c), every])
+    order = np.lexsort(keys)
+    ordered = keys[:, order]
+    begins = np.flatnonzero(np.r_[True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0)]) if len(order) else []
+    cuts: dict[tuple[int, ...], Cut] = {}
+    for which in np.split(order, begins[1:]) if len(order) else []:
+        pipeline, pp, virtual_stages, split, microbatches, step = (int(key[which[0]]) for key in keys)
+        name = PIPELINES[pipeline]
+        place = (pipeline, pp, virtual_stages, split)
+        if place not in cuts:
+            cuts[place] = cut_of(name, pp, virtual_stages, split)
+        flight = in_flight(name, pp, virtual_stages, microbatches)
+        yield (which, *_counts(profile, cuts[place], flight, step, columns, name == "exact"))
+
+
+def _kinds_of_flight(c: Candidates) -> Ints:
+    """[n]: a number of microbatches with which as many of them are in flight."""
+    name = np.asarray(PIPELINES)[c.pipeline]
+    rounds = np.isin(name, ("interleaved_1f1b", "interleaved_zero_bubble"))
+    regular = rounds & (c.microbatches % c.pp == 0)
+    few = np.minimum(c.microbatches, np.where(regular, 3 * c.pp, 2 * c.pp + 1))
+    few = np.where(rounds & ~regular, c.microbatches, few)
+    return np.where((name == "none") | np.isin(name, _ALL_AT_ONCE), 1, few)
+
+
+def in_flight(pipeline: str, pp: int, virtual_stages: int, microbatches: int) -> tuple[Ints, Ints]:
+    """Microbatches between their forward and their backward passes, at the fullest moments of every pipe rank.
+
+    Where all forward passes come first the counts are in units of all microbatches.
+
+    Returns:
+        [pipe ranks, moments, stages of the rank] of microbatches whose activations are kept, and of those that only
+        wait for the gradients of their weights.
+    """
+    rank = np.arange(pp)
+    if pipeline == "none" or pipeline in _ALL_AT_ONCE:
+        flying = np.ones((pp, 1, virtual_stages), dtype=np.int64)
+        return flying, np.zeros_like(flying)
+    if pipeline in ("1f1b", "zero_bubble_1p", "zero_bubble_2p"):
+        # Publications let ranks hold as much as the first one does with 1F1B, or twice as much.
+        most = {"1f1b": pp - rank, "zero_bubble_1p": pp + 0 * rank, "zero_bubble_2p": 2 * pp + 0 * rank}[pipeline]
+        flying = np.minimum(most, microbatches)[:, None, None]
+        return flying, np.zeros_like(flying)
+    if pipeline in ("zbv_zero_bubble", "dualpipev"):
+        return _in_flight_v(pipeline, rank, pp, microbatches)
+    return _in_flight_rounds(pipeline, rank, pp, virtual_stages, microbatches)
+
+
+def _in_flight_v(pipeline: str, rank: Ints, pp: int, microbatches: int) -> tuple[Ints, Ints]:
+    """Two stages for each rank, the second one on the way back (arXiv 2401.10241 and 2412.19437)."""
+    zero = np.zeros_like(rank)
+    if pipeline == "zbv_zero_bubble":
+        moments = [
+            ((2 * pp - 1 - rank, rank + 1), (zero, zero)),
+            ((2 * pp - rank, rank), (zero, zero)),
+            ((2 * pp - 2 - rank, rank + 1), (zero, zero + 1)),
+            ((pp - 1 - rank, zero), (rank + 1, rank)),
+        ]
+    else:
+        moments = [
+            ((2 * pp - rank, rank + 1), (zero, zero)),
+            ((2 * pp - 1 - rank, rank), (zero, zero + 1)),
+            ((pp - 1 - rank, zero), ((rank + 2) // 2, (rank + 1) // 2)),
+        ]
+    flying = np.stack([np.stack(of_stages, axis=1) for of_stages, _ in moments], axis=1)
+    waiting = np.stack([np.stack(of_stages, axis=1) for _, of_stages in moments], axis=1)
+    return np.minimum(flying, microbatches), np.minimum(waiting, microbatches)
+
+
+def _in_flight_rounds(pipeline: str, rank: Ints, pp: int, virtual_stages: int, microbatches: int) -> tuple[Ints, Ints]:
+    """Stages take turns: a round of microbatches forward through each (arXiv 2104.04473), then one pass of each kind.
+
+    While passes alternate, forward ones go through the rank's stages in order, backward ones in the opposite order;
+    what is in flight is looked at whenever either changes its stage.
+    """
+    size = microbatches // max(1, microbatches // pp)  # of a round
+    all_passes = microbatches * virtual_stages
+    zero_bubble = pipeline == "interleaved_zero_bubble"
+    ahead = (virtual_stages - 1) * size + (1 if zero_bubble else 2) * (pp - 1 - rank) + 1
+    ahead = np.minimum(ahead, all_passes)[:, None]
+    turn = np.arange(virtual_stages) * size
+    done = np.concatenate(
+        [np.broadcast_to(turn, (pp, virtual_stages)), (turn - ahead) % (size * virtual_stages)], axis=1
+    )
+    done = np.minimum(done, all_passes - ahead)  # backward passes so far
+    order = np.arange(virtual_stages)
+
+    def through(passes: Ints, turns: Ints) -> Ints:
+        """How many of the first passes went through the stages that have these turns in a round."""
+        rounds, rest = np.divmod(passes[..., None], size * virtual_stages)
+        return rounds * size + np.clip(rest - turns * size, 0, size)
+
+    flying = through(ahead + done, order) - through(done, order[::-1])
+    waiting = np.zeros_like(flying)
+    if not zero_bubble:
+        return flying, waiting
+    # One more backward pass than its weights' gradients on each rank behind the first; spread over the stages.
+    put_off = np.minimum(rank, all_passes)[:, None]
+    fewer = flying.copy()
+    np.put_along_axis(fewer, flying.argmax(axis=2)[..., None], flying.max(axis=2)[..., None] - 1, axis=2)
+    waits = np.zeros_like(flying)
+    waits[..., 0] = put_off
+    waits_more = waits.copy()
+    waits_more[..., 0] += 1
+    started = (done > 0)[..., None]
+    return (
+        np.concatenate([flying, fewer], axis=1),
+        np.concatenate([waits * started, waits_more], axis=1),
+    )
+
+
+def _counts(
+    profile: ModelProfile, cut: Cut, flight: tuple[Ints, Ints], every: int, columns: _Columns, exact: bool
+) -> tuple[Floats, Ints]:
+    """(counts [moments, columns], pipe rank [moments]) of a cut with so many microbatches in flight."""
+    flying, waiting = flight
+    ranks, times, per_rank = flying.shape
+    stages = len(cut.rank_of_stage)
+    own = np.argsort(cut.rank_of_stage, kind="stable").reshape(ranks, per_rank)  # [ranks, its stages]
+    blocks = cut.blocks[own]  # [ranks, its stages, kinds]
+    recomputed = _recomputed(profile, cut, every)[own] if every else np.zeros_like(blocks)
+    first, last = int(cut.rank_of_stage[0]), int(cut.rank_of_stage[-1])
+    follows = np.append(cut.rank_of_stage[1:], cut.rank_of_stage[-1])
+    sends = (cut.rank_of_stage != follows)[own]
+
+    at = columns.at
+    base = np.zeros((ranks, times, columns.count))
+    held = blocks.sum(axis=1)
+    base[:, :, at["state"]] = held[:, None]
+    base[first, :, at["state_before"]] = 1
+    base[last, :, at["state_after"]] = 1
+    base[last, :, at["state_shared"]] = float(first != last)
+    base[:, :, at["kept"]] = flying @ (blocks - recomputed)
+    base[:, :, at["input"]] = flying @ recomputed
+    base[:, :, at["waits"]] = waiting @ blocks
+    base[:, :, at["output"]] = flying @ sends[..., None]
+    base[first, :, at["before"]] = flying[first, :, :1]
+    base[last, :, at["after"]] = flying[last, :, -1:]
+
+    found, of_ranks = [], []
+
+    def add(rows: Floats, of: Any) -> None:
+        found.append(rows.reshape(-1, columns.count))
+        of_ranks.append(np.repeat(of, rows.size // columns.count // np.size(of)))
+
+    again = recomputed.sum(axis=1) > 0
+    for kind in range(len(profile.kinds)):
+        here = np.flatnonzero(held[:, kind])
+        rows = base[here]  # a copy
+        rows[:, :, at["works"].start + kind] = ~again[here, kind, None]
+        rows[:, :, at["repeats"].start + kind] = again[here, kind, None]
+        rows[:, :, at["casts"]] = (blocks - recomputed).sum(axis=1)[here, None]
+        ends = here == last
+        rows[ends, :, at["after_done"]] = base[last, :, at["after"]] > 0
+        rows[ends, :, at["drain"]] = float(exact)
+        add(rows, here)
+    embeds = base[first].copy()
+    embeds[:, at["before_works"]] = 1
+    embeds[:, at["all_casts"]] = held[first]
+    embeds[:, at["gathered"]] = 1
+    add(embeds, first)
+    scores = base[last, flying[last, :, -1] > 0]
+    scores[:, at["loss"]] = 1
+    scores[:, at["all_casts"]] = held[last]
+    scores[:, at["gathered"]] = 1
+    add(scores, last)
+    ends_step = np.zeros((ranks, columns.count))
+    ends_step[:, at["end"]] = held
+    ends_step[first, at["end_before"]] = 1
+    ends_step[last, at["end_after"]] = 1
+    ends_step[last, at["end_shared"]] = float(first != last)
+    add(ends_step, np.arange(ranks))
+    assert stages == ranks * per_rank
+    return np.concatenate(found), np.concatenate(of_ranks)
+
+
+def _recomputed(profile: ModelProfile, cut: Cut, every: int) -> Ints:
+    """[stages, kinds]: blocks that are recomputed if every n-th one of a rank's own is, its first one included."""
+    stage = np.repeat(np.arange(len(cut.sizes)), cut.sizes)
+    rank = cut.rank_of_stage[stage]
+    order = np.argsort(rank, kind="stable")
+    number = np.empty(len(order), dtype=np.int64)
+    begins = np.searchsorted(rank[order], rank[order])
+    number[order] = np.arange(len(order)) - begins
+    chosen = number % every == 0
+    found = np.zeros_like(cut.blocks)
+    np.add.at(found, (stage[chosen], np.asarray(profile.blocks)[chosen]), 1)
+    return found
