@@ -125,7 +125,8 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
 def _devices(config: Mapping[str, Any]) -> tuple[int | None, str]:
     """(how many ranks can have a device of their own, who says so); None where there is no limit."""
     if (cluster := config["cluster"]) is not None and config["task"] == "plan":
-        return cluster["nodes"] * cluster["devices_per_node"], f"cluster={cluster['name']} has {cluster['nodes'] * cluster['devices_per_node']}"
+        count = cluster["nodes"] * cluster["devices_per_node"]
+        return count, f"cluster={cluster['name']} has {count}"
     kind, count = visible_devices(config["trainer"]["accelerator"])
     machine = f"this machine shows {_count(count, kind.upper())}" if count is not None else ""
     wanted = config["launch"]["devices"]
@@ -289,13 +290,6 @@ def _checkpoint(config: Mapping[str, Any], output_dir: Path, where: Where) -> It
 def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
     """Keys of the planner where nothing is planned."""
     cluster, task = config["cluster"], config["task"]
-    if cluster is not None and task not in ("plan", "calibrate") and config["search"] is None:
-        yield ConfigError(
-            f"cluster={cluster['name']}",
-            f"{task} runs on the devices that there are",
-            "`plan`, which chooses for any cluster; -m search=auto, which also measures",
-            f"autolaunch plan cluster={cluster['name']}",
-        )
     if config["why"] is not None and (cluster is None or task != "plan"):
         yield ConfigError(
             where("why", config["why"]),

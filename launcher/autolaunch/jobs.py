@@ -38,6 +38,9 @@ from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 
 SUMMARY = "summary.json"
 
+AUTO = "mesh=auto"
+"""Typed, it lets the planner choose the mesh, and of everything else that it sets what is not typed."""
+
 FAILED, MISCONFIGURED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 START_TIMEOUT = 600.0
@@ -54,19 +57,39 @@ def run_jobs(line: CommandLine) -> int:
     here = place()
     if here.kind != "alone":
         return _run_as_rank(line, here)
+    chooses = AUTO in line.overrides
+    if chooses:
+        line = _for_a_cluster(line)
     composed = compose(line)
     if composed.multirun:
         raise_all(composed.errors)
         raise_all(unresolvable(composed.config, composed.origin))
         return _run_sweep(line, composed.config)
     choice = None
-    if composed.config.get("cluster") is not None and composed.config.task == "plan":
+    if chooses or (composed.config.get("cluster") is not None and composed.config.task == "plan"):
         line, choice = _with_choice(line, composed)
         composed = compose(line)
     directory, overrides = _prepare(line, composed)
     code = enter_hydra(line, [], overrides, lambda config: run_job(config, choice))
     ends = read_ends(directory)
     return ends[0].exit_code if ends else code
+
+
+def _for_a_cluster(line: CommandLine) -> CommandLine:
+    """`mesh=auto` as the planner reads it: no mesh, and a cluster; this machine if none is named."""
+    overrides = [item for item in line.overrides if item != AUTO]
+    if line.multirun:
+        raise ConfigError(
+            AUTO,
+            "every job of a sweep would choose for itself",
+            "-m search=auto, which measures what the planner proposes",
+            f"autolaunch -m search=auto {' '.join(map(unquoted, overrides))}",
+        )
+    typed = typed_keys(overrides)
+    if "cluster" not in typed:
+        devices = typed.get("launch.devices")
+        overrides.append(f"cluster=local{f'x{devices}' if devices else ''}")
+    return replace(line, overrides=overrides)
 
 
 def _with_choice(line: CommandLine, composed: Composed) -> tuple[CommandLine, dict[str, Any]]:
@@ -80,6 +103,8 @@ def _with_choice(line: CommandLine, composed: Composed) -> tuple[CommandLine, di
     chosen, choice = choice_of(job.config, line.overrides)
     settled = typed_keys(chosen)  # said twice, Hydra would refuse a group
     kept = [item for item in line.overrides if not typed_keys([item]).keys() & settled.keys()]
+    if job.config["task"] != "plan":
+        kept = [item for item in kept if not typed_keys([item]).keys() & {"cluster"}]  # a run has the devices there are
     return replace(line, overrides=[*kept, *map(quoted_mesh, chosen)]), choice
 
 
@@ -97,6 +122,14 @@ def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = 
             f"search={composed.config.search.get('name')}",
             "a search runs several jobs, and this is a single run",
             write=f"autolaunch -m {' '.join(map(unquoted, line.overrides))}",
+        )
+    cluster, task = composed.config.get("cluster"), composed.config.task
+    if cluster is not None and task not in ("plan", "calibrate"):
+        raise ConfigError(
+            f"cluster={cluster.get('name')}",
+            f"{task} runs on the devices that there are",
+            "`plan`, which chooses for any cluster; mesh=auto; -m search=auto, which also measures",
+            f"autolaunch plan {' '.join(unquoted(item) for item in line.overrides if not item.startswith('task='))}",
         )
     # The name of the directory may hold one of them.
     unresolved = unresolvable(composed.config, composed.origin)

@@ -1,4 +1,4 @@
-"""From a resolved job to what the planner needs, and to its choice for a cluster. Imports torch, to profile the model."""
+"""From a resolved job to what the planner needs, and to its choice for a cluster. Imports torch for the profile."""
 
 from __future__ import annotations
 

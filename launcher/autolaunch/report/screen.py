@@ -52,6 +52,7 @@ def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Con
     rows = [
         ("model", _model(job, parameters)),
         ("mesh", _mesh(job)),
+        ("chosen", _choice(describe)),
         ("mp", _plan(job, describe)),
         ("pipeline", _pipeline(describe)),
         ("cp", _sequences(job, describe)),
@@ -194,6 +195,13 @@ def _mesh(job: Mapping[str, Any]) -> str:
     if ranks == 1:
         return "1 rank"
     return _joined(" × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1), f"{ranks} ranks")
+
+
+def _choice(describe: Mapping[str, Any]) -> str:
+    """That the planner chose the mesh, and what it expects."""
+    if (choice := describe.get("choice")) is None:
+        return ""
+    return _joined("by the planner", f"{readable_seconds(choice['chosen']['seconds'])} per step expected")
 
 
 def _plan(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:

@@ -91,6 +91,8 @@ class _Screen(pl.Callback):
             if schedule is not None:
                 account = with_expectation(account, self.job.config, schedule)
                 self.pipeline = pipeline_summary(account)
+            if self.job.choice is not None:
+                account = {"choice": self.job.choice, **account}
             write_plan(self.job.output_dir, self.job.config, account, self.job.choices)
             show_start(account, self.job.config, Console(), strategy.parameter_count)
 
