@@ -153,3 +153,15 @@ def _least_largest(sums: list[int], stages: int) -> int:
         else:
             low = middle + 1
     return low
+
+
+def unevenness(weights: Sequence[float], stages: int) -> float:
+    """By what share the costliest stage of the even cut costs more than that of the balanced one; 0: by nothing.
+
+    Args:
+        weights: as of `balanced_sizes`.
+    """
+    sums = _prefix_sums(weights)
+    ends = np.append(0, np.cumsum(even_sizes(len(weights) - 2, stages)))
+    largest = int(np.diff(np.asarray(sums)[ends]).max())
+    return largest / least - 1 if (least := _least_largest(sums, stages)) else 0.0

@@ -1,0 +1,612 @@
+"""Every way to run a training that our runtime has, each once, and why the others are none. Torch-free.
+
+What is the same run is one candidate: a sharding level where nothing is sharded, levels that differ only while
+gradients accumulate, a pipeline of one rank. What can't run, or has no point, is rejected by a rule, and a rule can say
+why for any candidate. Values are chosen one axis after the other, so that a rule cuts off all that would follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autolaunch_strategies.config import AXES, CP_BACKENDS, SCHEDULES, ulysses_degree
+from autolaunch_strategies.pipeline.schedule import default_virtual_stages
+from autolaunch_strategies.planner.candidate import (
+    FIELDS,
+    FULL,
+    NO_RECOMPUTE,
+    PIPELINES,
+    SELECTIVE,
+    Candidate,
+    Candidates,
+)
+from autolaunch_strategies.planner.hardware import Hardware
+from autolaunch_strategies.planner.profile import ModelProfile, Recipe
+from autolaunch_strategies.planner.stages import block_flops, unevenness
+
+LIMIT = 40_000
+"""Beyond so many candidates the first look is at fewer values of the fields that matter least (`Space.variants` has
+all of them)."""
+
+SHORTEST_PART = 128
+"""Positions of one rank of cp below which dividing further has no point."""
+
+WORTH_BALANCING = 0.02
+"""Share of the costliest stage that a balanced cut has to save to be proposed beside the even one."""
+
+GATHER, RING, ULYSSES, USP = (CP_BACKENDS.index(name) for name in ("gather", "ring", "ulysses", "usp"))
+_PIPELINE = {name: number for number, name in enumerate(PIPELINES)}
+_IN_ROUNDS = [_PIPELINE["interleaved_1f1b"], _PIPELINE["interleaved_zero_bubble"]]
+_OF_RUNTIME = ("exact", *SCHEDULES)
+_FIRST_LOOK = ("exact", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")
+_INSTEAD = {"gpipe": "1f1b", "looped_bfs": "interleaved_1f1b"}
+"""Schedules that hold more microbatches in memory than another one and wait as long -> that other one."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Why candidates are none."""
+
+    name: str
+    fields: tuple[str, ...]
+    """What it looks at."""
+    refuses: Callable[[Any], NDArray[np.bool_]]
+    """Columns of these fields [n] (attributes, as of `Candidates`) -> which of them are refused."""
+    reason: Callable[[Candidate], str]
+    """One sentence without a full stop, with the numbers, for a candidate that is refused."""
+    lifted_by: tuple[str, ...] = ()
+    """Not empty: what it refuses could be run, but has no point. It is proposed if one of these fields is asked for."""
+
+
+@dataclass
+class Rejection:
+    """What one rule has refused."""
+
+    rule: Rule
+    count: int
+    """How many values or combinations of its fields."""
+    example: Candidate
+    """One that was refused; fields that the rule does not look at have their defaults."""
+
+    @property
+    def reason(self) -> str:
+        """Of the example."""
+        return self.rule.reason(self.example)
+
+
+@dataclass
+class Rejections:
+    """What was not proposed, and why."""
+
+    rules: tuple[Rule, ...]
+    refused: dict[str, Rejection] = field(default_factory=dict)
+    """Name of a rule -> what it refused."""
+
+    def add(self, rule: Rule, columns: Any, which: NDArray[np.bool_]) -> None:
+        """Note that `rule` has refused these rows of columns of its fields."""
+        count = int(which.sum())
+        if not count:
+            return
+        if rule.name in self.refused:
+            self.refused[rule.name].count += count
+            return
+        first = int(which.argmax())
+        known = {name: int(getattr(columns, name)[first]) for name in FIELDS if hasattr(columns, name)}
+        self.refused[rule.name] = Rejection(rule, count, Candidate(**known))
+
+    def of(self, candidate: Candidate) -> list[tuple[str, str]]:
+        """(rule, reason) of every rule that refuses a candidate."""
+        columns = Candidates.of([candidate])
+        return [(rule.name, rule.reason(candidate)) for rule in self.rules if rule.refuses(columns)[0]]
+
+    def __iter__(self) -> Iterator[Rejection]:
+        return iter(self.refused.values())
+
+
+def enumerate_candidates(
+    profile: ModelProfile,
+    recipe: Recipe,
+    hardware: Hardware,
+    wanted: Mapping[str, Sequence[int]] | None = None,
+    limit: int = LIMIT,
+) -> tuple[Candidates, Rejections]:
+    """Every way to run a training on all devices of a cluster, as far as our runtime has it.
+
+    Args:
+        wanted: field of `Candidate` -> the values it may have (others are proposed freely); `devices`: how many of
+            them to use. A field that means nothing for a candidate (the backend of one whose sequences are whole) is
+            not restricted. What is asked for is proposed even where it has no point.
+        limit: beyond so many, fewer values of fields that matter least are proposed.
+
+    Returns:
+        The candidates, no two of which are the same run, and what was refused.
+    """
+    space = Space(profile, recipe, hardware, wanted or {})
+    return space.candidates(limit), space.rejections
+
+
+class Space:
+    """All ways to run one training on one cluster."""
+
+    def __init__(
+        self, profile: ModelProfile, recipe: Recipe, hardware: Hardware, wanted: Mapping[str, Sequence[int]]
+    ) -> None:
+        """What is `wanted`: see `enumerate_candidates`."""
+        assert set(wanted) <= {*FIELDS, "devices"}, f"no such fields: {sorted(set(wanted) - {*FIELDS, 'devices'})}"
+        self.profile, self.recipe, self.hardware, self.wanted = profile, recipe, hardware, dict(wanted)
+        (self.devices,) = wanted.get("devices", (hardware.devices,))
+        rules = [
+            rule for rule in _rules(profile, recipe, hardware, self.devices) if not set(rule.lifted_by) & set(wanted)
+        ]
+        self._rules = {rule.name: rule for rule in rules}
+        self.rejections = Rejections(tuple(rules))
+        self._thin = False
+        self._weights = block_flops(profile)
+        self._unevenness: dict[int, float] = {}
+
+    def candidates(self, limit: int = LIMIT) -> Candidates:
+        """All of them, or with fewer values of some fields if they were more than `limit`."""
+        meshes = self._meshes()
+        rows = self._all(meshes, limit)
+        if rows is None:
+            self._thin, noted = True, self.rejections.refused
+            self.rejections.refused = {}  # what is left out has been noted once
+            rows = self._all(meshes)
+            self._thin, self.rejections.refused = False, noted
+        assert rows is not None
+        return Candidates(**rows.columns)
+
+    def variants(self, candidates: Candidates) -> Candidates:
+        """What differs from one of `candidates` in a single choice: the schedule with its stages and its cut, the way
+        of cp, what is recomputed, the level with its replicas. Each once; none that is given."""
+        given = _Table({name: getattr(candidates, name) for name in FIELDS})
+        found = [given]
+        for options in (self._pipelines, self._contexts, self._recomputes, self._levels):
+            rows = given.match(options(given))
+            for rule in self.rejections.rules:
+                rows = rows.where(~rule.refuses(rows))
+            found.append(rows.where(self._is_canonical(rows)))
+        columns = {name: np.concatenate([table[name] for table in found]) for name in FIELDS}
+        code = np.zeros(len(columns["dp"]), dtype=np.int64)
+        for column in columns.values():
+            code = (code + column) * 6364136223846793005 + 1442695040888963407  # Knuth's; it may wrap around
+        _, first = np.unique(code, return_index=True)
+        fresh = np.sort(first[first >= len(given)])
+        return Candidates(**{name: column[fresh] for name, column in columns.items()})
+
+    def _all(self, meshes: _Table, limit: int | None = None) -> _Table | None:
+        """Every combination; None if there are more than `limit`."""
+        batches, pipelines = self._microbatches(meshes), self._pipelines(meshes)
+        parts = meshes.distinct("dp", "pp").match(batches).match(pipelines)
+        parts = self._kept(parts, "schedule_microbatches", "few_microbatches", "dominated")
+        rows = meshes.match(parts).match(self._levels(meshes))
+        rows = rows.where(self._is_canonical(rows))
+        for table in (self._contexts(meshes), self._sequence_parallel(meshes), self._recomputes(meshes)):
+            if limit is not None and rows.matches(table) > limit:
+                return None
+            rows = rows.match(table)
+        return rows
+
+    def _is_canonical(self, rows: _Table) -> NDArray[np.bool_]:
+        """Without accumulation nothing tells level 2 from level 1."""
+        if 1 not in self.wanted.get("level", (1,)):
+            return np.ones(len(rows), dtype=bool)
+        return (rows.level != 2) | (rows.microbatches > 1)
+
+    def _kept(self, rows: _Table, *rules: str) -> _Table:
+        for name in rules:
+            if name in self._rules:
+                which = self._rules[name].refuses(rows)
+                self.rejections.add(self._rules[name], rows, which)
+                rows = rows.where(~which)
+        return rows
+
+    def _values(self, name: str, usual: Iterable[int]) -> list[int]:
+        return sorted(self.wanted[name]) if name in self.wanted else list(usual)
+
+    # --- tables of the values that some fields may have, beside others ---
+
+    def _meshes(self) -> _Table:
+        sizes = {axis: self._values(axis, divisors(self.devices)) for axis in AXES}
+        tables = (
+            self._kept(_Table({"mp": sizes["mp"]}), "mp_refused", "compiled", "mp_sizes"),
+            self._kept(_Table({"pp": sizes["pp"], "virtual_stages": 1}), "pp_refused", "blocks"),
+            self._kept(_Table({"cp": sizes["cp"]}), "cp_refused", "positions", "short_parts"),
+        )
+        mp, pp, cp = (table[axis] for axis, table in zip(("mp", "pp", "cp"), tables, strict=True))
+        dp, mp, pp, cp = np.meshgrid(sizes["dp"] if "dp" in self.wanted else 1, mp, pp, cp, indexing="ij")
+        if "dp" not in self.wanted:
+            dp = np.maximum(1, self.devices // (mp * pp * cp))
+        grid = (dp, mp, pp, cp)
+        meshes = _Table({axis: array.ravel() for axis, array in zip(AXES, grid, strict=True)} | {"microbatches": 1})
+        fitting = meshes.where(~self._rules["devices"].refuses(meshes))
+        meshes = fitting if len(fitting) else self._kept(meshes, "devices")
+        return self._kept(meshes, "batch").only(*AXES)
+
+    def _microbatches(self, rows: _Table) -> _Table:
+        table = rows.distinct("dp").with_options(("microbatches",), self._parts_of_batch)
+        return self._kept(table, "batch")
+
+    def _parts_of_batch(self, dp: int) -> list[tuple[int, ...]]:
+        share = max(1, self.recipe.batch_size // dp)
+        parts = divisors(share)
+        if len(parts) > 6:
+            parts = [1, *(share >> power for power in range(share.bit_length()) if share % (1 << power) == 0)]
+        return [(number,) for number in self._values("microbatches", sorted(set(parts)))]
+
+    def _pipelines(self, rows: _Table) -> _Table:
+        table = rows.distinct("pp").with_options(("pipeline", "virtual_stages", "split"), self._pipelines_of)
+        return self._kept(table, "published", "mean_loss", "virtual_stages", "blocks")
+
+    def _pipelines_of(self, pp: int) -> list[tuple[int, ...]]:
+        if pp == 1:
+            return [(0, 1, 0)]
+        names = _FIRST_LOOK if self._thin else _OF_RUNTIME
+        return [
+            (pipeline, virtual_stages, split)
+            for pipeline in self._values("pipeline", (_PIPELINE[name] for name in names))
+            for virtual_stages in self._values("virtual_stages", self._virtual_stages(PIPELINES[pipeline], pp))
+            for split in self._values("split", self._splits(pp * virtual_stages))
+        ]
+
+    def _virtual_stages(self, name: str, pp: int) -> list[int]:
+        usual = default_virtual_stages(name) if name in SCHEDULES else 1
+        if not name.startswith(("interleaved", "looped")):
+            return [usual]
+        blocks = len(self.profile.blocks)
+        found = [number for number in (2, 3, 4, 6, 8, 12, 16) if number <= blocks // pp]
+        found = [number for number in found if blocks % (pp * number) == 0 or number & (number - 1) == 0]
+        if self._thin and len(found) > 2:
+            found = [found[0], max(number for number in found if number <= 8)]
+        return found or [usual]  # the rule about blocks says why not
+
+    def _splits(self, stages: int) -> list[int]:
+        if stages > len(self.profile.blocks):
+            return [0]
+        if stages not in self._unevenness:
+            self._unevenness[stages] = unevenness(self._weights, stages)
+        return [0, 1] if self._unevenness[stages] >= WORTH_BALANCING else [0]
+
+    def _levels(self, rows: _Table) -> _Table:
+        table = rows.distinct("dp", "cp", "mp", "pp").with_options(("level", "replicate"), self._levels_of)
+        return self._kept(table, "replicas", "whole_nodes")
+
+    def _levels_of(self, dp: int, cp: int, mp: int, pp: int) -> list[tuple[int, ...]]:
+        if dp * cp == 1:
+            return [(0, 1)]
+        levels = self._values("level", range(4))
+        if pp > 1:  # a pipeline keeps parameters for a whole step and exchanges gradients at its end: 1, 2, 3 are one
+            levels = [*(level for level in levels if not level), *[level for level in levels if level][:1]]
+        replicas = self._values("replicate", self._replicas(dp, cp, mp))
+        found = [(0, dp)] if 0 in levels else []
+        for level in levels:
+            if level:
+                second = level == 2 and len(levels) > 1 and "replicate" not in self.wanted
+                found += [(level, number) for number in (replicas[:1] if second else replicas)]
+        return found
+
+    def _replicas(self, dp: int, cp: int, mp: int) -> list[int]:
+        """One, and those whose groups are whole nodes, of growing size."""
+        found, nodes = [1], 0
+        for shards in divisors(dp)[:-1]:
+            ranks = shards * cp * mp
+            if ranks % self.hardware.devices_per_node:
+                found.append(dp // shards)  # the rule about whole nodes says why not
+            elif ranks // self.hardware.devices_per_node >= nodes and shards * cp > 1:
+                nodes = ranks // self.hardware.devices_per_node * (2 if nodes < 4 and not self._thin else 4)
+                found.append(dp // shards)
+        return found
+
+    def _contexts(self, rows: _Table) -> _Table:
+        table = rows.distinct("cp", "mp").with_options(("backend", "ulysses"), self._contexts_of)
+        return self._kept(table, "ulysses", "heads")
+
+    def _contexts_of(self, cp: int, mp: int) -> list[tuple[int, ...]]:
+        if cp == 1:
+            return [(0, 1)]
+        between = [degree for degree in divisors(cp) if 1 < degree < cp]
+        usual = {GATHER: [1], RING: [1], ULYSSES: [cp], USP: between}
+        heads = None if self.profile.heads is None else self.profile.heads // mp
+        if self._thin and "backend" not in self.wanted:
+            # What sends least: heads for positions, as far as there are heads.
+            usual = {GATHER: [1]}
+            if heads and heads % cp == 0:
+                usual[ULYSSES] = [cp]
+            elif heads and between:
+                usual[USP] = [ulysses_degree(cp, heads)]
+        elif not between and tuple(self.wanted.get("backend", ())) == (USP,):
+            usual[USP] = [ulysses_degree(cp, heads)]  # of a prime number: all or none
+        found = []
+        for backend in self._values("backend", usual):
+            degrees = self._values("ulysses", usual[backend]) if backend == USP else usual[backend]
+            found += [(backend, degree) for degree in degrees]
+        return found
+
+    def _sequence_parallel(self, rows: _Table) -> _Table:
+        both = [(number,) for number in self._values("sequence_parallel", (0, 1))]
+        return rows.distinct("mp").with_options(("sequence_parallel",), lambda mp: both if mp > 1 else [(0,)])
+
+    def _recomputes(self, rows: _Table) -> _Table:
+        return rows.distinct("pp").with_options(("recompute",), self._recomputes_of)
+
+    def _recomputes_of(self, pp: int) -> list[tuple[int, ...]]:
+        usual = [NO_RECOMPUTE, FULL]
+        if any(kind.selective_bytes < kind.saved_bytes for kind in self.profile.kinds):
+            usual.append(SELECTIVE)
+        if not self._thin:
+            usual += [every for every in (2, 4) if every <= len(self.profile.blocks) // pp]
+        return [(number,) for number in self._values("recompute", usual)]
+
+
+# --- rules -------------------------------------------------------------------------------------------------------
+
+
+def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: int) -> list[Rule]:
+    blocks, batch, positions, heads = len(profile.blocks), recipe.batch_size, profile.positions, profile.heads
+    node = hardware.devices_per_node
+    refused = profile.refused
+
+    def refused_axis(axis: str) -> Rule:
+        return Rule(
+            f"{axis}_refused",
+            (axis,),
+            lambda c: (getattr(c, axis) > 1) & (axis in refused),
+            lambda c: f"{profile.name} can't be divided along {axis}: {refused[axis]}",
+        )
+
+    def indivisible(mp: int) -> str:
+        return " and ".join(str(size) for size in sorted(set(profile.mp_sizes)) if size % mp)
+
+    return [
+        Rule(
+            "devices",
+            ("dp", "mp", "pp", "cp"),
+            lambda c: c.dp * c.mp * c.pp * c.cp != devices,
+            lambda c: f"the mesh {c.mesh.name} has {c.ranks} ranks, not {devices}",
+        ),
+        refused_axis("mp"),
+        refused_axis("pp"),
+        refused_axis("cp"),
+        Rule(
+            "compiled",
+            ("mp",),
+            lambda c: (c.mp > 1) & recipe.compiled,
+            lambda c: "torch.compile does not follow tensors that are divided along mp: compile=false, or mp=1",
+        ),
+        Rule(
+            "mp_sizes",
+            ("mp",),
+            lambda c: np.logical_or.reduce([size % c.mp != 0 for size in (*profile.mp_sizes, 0)]),
+            lambda c: f"{c.mp} ranks of mp cannot share {indivisible(c.mp)} heads evenly",
+        ),
+        Rule(
+            "blocks",
+            ("pp", "virtual_stages"),
+            lambda c: (c.pp > 1) & (c.pp * c.virtual_stages > blocks),
+            lambda c: f"{blocks} blocks cannot fill {c.pp * c.virtual_stages} pipeline stages",
+        ),
+        Rule(
+            "positions",
+            ("cp",),
+            lambda c: (c.cp > 1) & (positions % (2 * c.cp) != 0),
+            lambda c: f"sequences of {positions} positions cannot be cut into 2 x {c.cp} equal parts",
+        ),
+        Rule(
+            "short_parts",
+            ("cp",),
+            lambda c: (c.cp > 1) & (positions < SHORTEST_PART * c.cp),
+            lambda c: (
+                f"{positions} positions over {c.cp} ranks of cp are parts of {positions // c.cp}: too short to gain"
+            ),
+            lifted_by=("cp",),
+        ),
+        Rule(
+            "batch",
+            ("dp", "microbatches"),
+            lambda c: batch % (c.dp * c.microbatches) != 0,
+            lambda c: (
+                f"a batch of {batch} cannot be cut into {c.dp} x {c.microbatches} equal parts (dp x microbatches)"
+            ),
+        ),
+        Rule(
+            "published",
+            ("pipeline",),
+            lambda c: c.pipeline > _PIPELINE[SCHEDULES[-1]],
+            lambda c: f"{c.pipeline_name} is no schedule of ours; zbv_zero_bubble is its like",
+        ),
+        Rule(
+            "mean_loss",
+            ("pipeline",),
+            lambda c: (c.pipeline > _PIPELINE["exact"]) & (not recipe.mean_loss),
+            lambda c: f"{c.pipeline_name} needs a loss that is a mean over samples; exact runs any",
+        ),
+        Rule(
+            "virtual_stages",
+            ("pipeline", "virtual_stages"),
+            _wrong_virtual_stages,
+            lambda c: (
+                f"{c.pipeline_name} cannot have {c.virtual_stages} stages per rank, but "
+                + ("1" if not _per_rank(c)[0] else "exactly 2" if _per_rank(c)[1] else "2 or more")
+            ),
+        ),
+        Rule(
+            "schedule_microbatches",
+            ("pp", "pipeline", "microbatches"),
+            _wrong_microbatches,
+            lambda c: (
+                f"{c.pipeline_name} on {c.pp} ranks of pp cannot run {c.microbatches} microbatches: it needs "
+                + (
+                    f"equal rounds of {c.pp} or more"
+                    if c.pipeline in _IN_ROUNDS
+                    else f"{c.pp if c.pipeline_name == '1f1b' else 2 * c.pp} or more"
+                )
+            ),
+        ),
+        Rule(
+            "few_microbatches",
+            ("dp", "pp", "microbatches"),
+            lambda c: (c.pp > 1) & (2 * c.microbatches < c.pp) & (c.microbatches * c.dp < batch),
+            lambda c: f"{c.microbatches} microbatches on {c.pp} ranks of pp leave most ranks idle most of the time",
+            lifted_by=("microbatches",),
+        ),
+        Rule(
+            "dominated",
+            ("pp", "pipeline", "microbatches"),
+            _is_dominated,
+            lambda c: f"{c.pipeline_name} waits as long as {_INSTEAD[c.pipeline_name]} and holds more microbatches",
+            lifted_by=("pipeline",),
+        ),
+        Rule(
+            "replicas",
+            ("dp", "level", "replicate"),
+            lambda c: np.where(c.level == 0, c.replicate != c.dp, c.dp % c.replicate != 0),
+            lambda c: (
+                f"{c.dp} ranks of dp cannot be {c.replicate} equal replicas"
+                if c.level
+                else "level 0 shards nothing: every rank of dp is a replica"
+            ),
+        ),
+        Rule(
+            "whole_nodes",
+            ("dp", "mp", "cp", "level", "replicate"),
+            lambda c: (c.level > 0) & (c.replicate > 1) & (c.dp // c.replicate * c.cp * c.mp % node != 0),
+            lambda c: (
+                f"{c.replicate} replicas of {c.dp // c.replicate * c.cp * c.mp} ranks are not whole nodes of {node}"
+            ),
+            lifted_by=("replicate",),
+        ),
+        Rule(
+            "ulysses",
+            ("cp", "ulysses"),
+            lambda c: c.cp % c.ulysses != 0,
+            lambda c: f"{c.cp} ranks of cp cannot be cut into groups of {c.ulysses}",
+        ),
+        Rule(
+            "heads",
+            ("mp", "cp", "ulysses"),
+            lambda c: (c.ulysses > 1) & ((heads or 1) % (c.mp * c.ulysses) != 0),
+            lambda c: f"{heads or 'no'} attention heads cannot be shared by {c.mp} x {c.ulysses} ranks (mp x ulysses)",
+        ),
+    ]
+
+
+def _per_rank(candidate: Candidate) -> tuple[bool, bool]:
+    """(whether its schedule has several stages per rank, whether exactly two)."""
+    name = candidate.pipeline_name
+    several = name in SCHEDULES and default_virtual_stages(name) > 1
+    return several, name in ("zbv_zero_bubble", "dualpipev")
+
+
+def _wrong_virtual_stages(columns: Any) -> NDArray[np.bool_]:
+    """As `pipeline.schedule.check_schedule`, for the names of `PIPELINES`."""
+    least = np.ones(len(PIPELINES), dtype=np.int64)
+    for name in SCHEDULES:
+        least[_PIPELINE[name]] = default_virtual_stages(name)
+    most = np.where(least > 1, 2, 1)
+    most[[_PIPELINE[name] for name in ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")]] = 2**30
+    wrong = (columns.virtual_stages < least[columns.pipeline]) | (columns.virtual_stages > most[columns.pipeline])
+    return wrong
+
+
+def _wrong_microbatches(columns: Any) -> NDArray[np.bool_]:
+    """As `pipeline.schedule.check_schedule`, for the names of `PIPELINES`."""
+    pipeline, pp, parts = columns.pipeline, columns.pp, columns.microbatches
+    uneven = np.isin(pipeline, _IN_ROUNDS) & (parts % np.maximum(1, parts // pp) != 0)
+    few = (pipeline == _PIPELINE["1f1b"]) & (parts < pp) | (pipeline == _PIPELINE["dualpipev"]) & (parts < 2 * pp)
+    return uneven | few
+
+
+def _is_dominated(columns: Any) -> NDArray[np.bool_]:
+    dominated = np.zeros(len(columns.pipeline), dtype=bool)
+    for name, better in _INSTEAD.items():
+        same = SimpleNamespace(
+            pp=columns.pp, microbatches=columns.microbatches, pipeline=np.full_like(columns.pipeline, _PIPELINE[better])
+        )
+        dominated |= (columns.pipeline == _PIPELINE[name]) & ~_wrong_microbatches(same)
+    return dominated
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+
+class _Table:
+    """Columns [n] of int64, also as attributes."""
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        arrays = (np.atleast_1d(np.asarray(column, dtype=np.int64)) for column in columns.values())
+        self.columns = dict(zip(columns, np.broadcast_arrays(*arrays), strict=True))
+
+    def __getitem__(self, name: str) -> NDArray[np.int64]:
+        return self.columns[name]
+
+    def __getattr__(self, name: str) -> NDArray[np.int64]:
+        try:
+            return self.__dict__["columns"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def only(self, *names: str) -> _Table:
+        return _Table({name: self.columns[name] for name in names})
+
+    def where(self, rows: NDArray[np.bool_]) -> _Table:
+        return self if rows.all() else _Table({name: column[rows] for name, column in self.columns.items()})
+
+    def distinct(self, *names: str) -> _Table:
+        """The combinations of these columns that there are."""
+        _, first = np.unique(self._code(names, self), return_index=True)
+        return _Table({name: self.columns[name][first] for name in names})
+
+    def with_options(self, names: tuple[str, ...], options: Callable[..., list[tuple[int, ...]]]) -> _Table:
+        """Every row with each of its options, `options(*row)`, as further columns."""
+        rows = list(zip(*(column.tolist() for column in self.columns.values()), strict=True))
+        found = [(*row, *option) for row in rows for option in options(*row)]
+        every = (*self.columns, *names)
+        columns = np.asarray(found, dtype=np.int64).reshape(-1, len(every)).T
+        return _Table(dict(zip(every, columns, strict=True)))
+
+    def match(self, other: _Table) -> _Table:
+        """Every row with every row of `other` that is equal in the keys.
+
+        The keys are the axes that `other` has; its other columns take the place of ours.
+        """
+        order, starts, counts = self._matching(other)
+        row = np.repeat(np.arange(len(self)), counts)
+        place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(starts, counts)
+        columns = {name: column[row] for name, column in self.columns.items()}
+        for name, column in other.columns.items():
+            if name not in AXES:
+                columns[name] = column[order[place]]
+        return _Table(columns)
+
+    def matches(self, other: _Table) -> int:
+        """How many rows `match` has."""
+        return int(self._matching(other)[2].sum())
+
+    def _matching(self, other: _Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(order of the rows of `other`, the first in it for each row of ours, how many there)."""
+        keys = [name for name in other.columns if name in AXES]
+        ours, theirs = self._code(keys, other), other._code(keys, self)
+        order = np.argsort(theirs, kind="stable")
+        starts = np.searchsorted(theirs, ours, "left", order)
+        return order, starts, np.searchsorted(theirs, ours, "right", order) - starts
+
+    def _code(self, names: Iterable[str], other: _Table) -> NDArray[np.int64]:
+        code = np.zeros(len(self), dtype=np.int64)
+        for name in names:
+            code = code * (1 + max(int(table[name].max(initial=0)) for table in (self, other))) + self[name]
+        return code
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    small = [low for low in range(1, int(number**0.5) + 1) if number % low == 0]
+    return sorted({*small, *(number // low for low in small)})
