@@ -144,7 +144,7 @@ def _put_amounts(
     columns: _Columns,
     pieces: Mapping[str, Floats],
 ) -> None:
-    """Add to arrays [columns, n] by piece the bytes of one of everything: a block of each kind, a microbatch, a loss."""
+    """Add to arrays [columns, n] by piece the bytes of one of everything: a block, a microbatch, a loss."""
 
     def put(piece: str, name: str, value: Any, kind: int = 0) -> None:
         pieces[piece][columns.at[name].start + kind] += value
@@ -278,7 +278,7 @@ def _attention_over_cp(part: Part, element_bytes: int, c: Candidates) -> Any:
 
 
 def _put_off(part: Part, element_bytes: int, c: Candidates) -> Floats:
-    """Inputs and output gradients of linear layers, from which zero-bubble schedules make gradients of weights later."""
+    """Inputs and output gradients of linear layers: zero-bubble schedules make gradients of weights of them later."""
     whole = divided_inner = divided_columns = 0.0
     for item in part.matmuls:
         if item.divided == "count" or not item.kept:
@@ -313,9 +313,9 @@ def _groups(profile: ModelProfile, c: Candidates, columns: _Columns, cut_of: Cut
     keys = np.stack([c.pipeline, c.pp, c.virtual_stages, c.split, _kinds_of_flight(c), every])
     order = np.lexsort(keys)
     ordered = keys[:, order]
-    begins = np.flatnonzero(np.r_[True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0)]) if len(order) else []
+    begins = np.flatnonzero((ordered[:, 1:] != ordered[:, :-1]).any(axis=0)) + 1
     cuts: dict[tuple[int, ...], Cut] = {}
-    for which in np.split(order, begins[1:]) if len(order) else []:
+    for which in np.split(order, begins) if len(order) else []:
         pipeline, pp, virtual_stages, split, microbatches, step = (int(key[which[0]]) for key in keys)
         name = PIPELINES[pipeline]
         place = (pipeline, pp, virtual_stages, split)
@@ -366,7 +366,8 @@ def _in_flight_v(pipeline: str, rank: Ints, pp: int, microbatches: int) -> tuple
             ((2 * pp - 1 - rank, rank + 1), (zero, zero)),
             ((2 * pp - rank, rank), (zero, zero)),
             ((2 * pp - 2 - rank, rank + 1), (zero, zero + 1)),
-            ((pp - 1 - rank, zero), (rank + 1, rank)),
+            ((2 * pp - 1 - rank, rank), (zero + 1, zero)),
+            ((pp - 1 - rank, zero), (rank + 1, rank)) if microbatches > pp else ((zero, zero), (zero, zero)),
         ]
     else:
         moments = [
@@ -390,11 +391,10 @@ def _in_flight_rounds(pipeline: str, rank: Ints, pp: int, virtual_stages: int, m
     zero_bubble = pipeline == "interleaved_zero_bubble"
     ahead = (virtual_stages - 1) * size + (1 if zero_bubble else 2) * (pp - 1 - rank) + 1
     ahead = np.minimum(ahead, all_passes)[:, None]
-    turn = np.arange(virtual_stages) * size
-    done = np.concatenate(
-        [np.broadcast_to(turn, (pp, virtual_stages)), (turn - ahead) % (size * virtual_stages)], axis=1
-    )
-    done = np.minimum(done, all_passes - ahead)  # backward passes so far
+    turn = np.broadcast_to(np.arange(virtual_stages) * size, (pp, virtual_stages))
+    # Passes go to the next stage after each `size`: backward ones, forward ones, and gradients of weights.
+    done = np.concatenate([turn, turn - ahead, *([turn + rank[:, None]] if zero_bubble else [])], axis=1)
+    done = np.minimum(done % (size * virtual_stages), all_passes - 1)  # backward passes so far
     order = np.arange(virtual_stages)
 
     def through(passes: Ints, turns: Ints) -> Ints:
@@ -402,22 +402,16 @@ def _in_flight_rounds(pipeline: str, rank: Ints, pp: int, virtual_stages: int, m
         rounds, rest = np.divmod(passes[..., None], size * virtual_stages)
         return rounds * size + np.clip(rest - turns * size, 0, size)
 
-    flying = through(ahead + done, order) - through(done, order[::-1])
-    waiting = np.zeros_like(flying)
+    forward = through(np.minimum(ahead + done, all_passes), order)
+    flying = forward - through(done, order[::-1])
     if not zero_bubble:
-        return flying, waiting
-    # One more backward pass than its weights' gradients on each rank behind the first; spread over the stages.
-    put_off = np.minimum(rank, all_passes)[:, None]
-    fewer = flying.copy()
-    np.put_along_axis(fewer, flying.argmax(axis=2)[..., None], flying.max(axis=2)[..., None] - 1, axis=2)
-    waits = np.zeros_like(flying)
-    waits[..., 0] = put_off
-    waits_more = waits.copy()
-    waits_more[..., 0] += 1
-    started = (done > 0)[..., None]
+        return flying, np.zeros_like(flying)
+    # Gradients of weights follow as many backward passes later as there are ranks before this one.
+    weights = through(np.maximum(done - rank[:, None], 0), order[::-1])
+    later = through(done + 1, order[::-1])
     return (
-        np.concatenate([flying, fewer], axis=1),
-        np.concatenate([waits * started, waits_more], axis=1),
+        np.concatenate([flying, forward - later], axis=1),
+        np.concatenate([through(done, order[::-1]) - weights, later - weights], axis=1),
     )
 
 
