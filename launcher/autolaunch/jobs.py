@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -29,6 +30,7 @@ from autolaunch.launch.place import Place, place
 from autolaunch.microbatches import with_batch_parts
 from autolaunch.origin import Origin
 from autolaunch.resume import resolve_ckpt_path
+from autolaunch.search.leftovers import contained
 from autolaunch.search_config import is_trial
 from autolaunch.sequence_parts import with_sequence_parts
 from autolaunch.sweep import JobEnd, forget_ends, print_table, read_ends
@@ -224,7 +226,8 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> float:
         job.write()
         started = time.time()
         (directory / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
-        end = launch.run(job, isolated=sweep)
+        with contained() if is_trial(config) else contextlib.nullcontext():
+            end = launch.run(job, isolated=sweep)
         status, code, message = end.status, end.exit_code, end.message
         if code and not (directory / SUMMARY).exists():
             _write_summary(job, status, message, time.time() - started)

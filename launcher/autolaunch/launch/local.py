@@ -136,11 +136,14 @@ def _environment(where: Place, job: ResolvedJob) -> dict[str, str]:
     if "lo" in {name for _, name in socket.if_nameindex()}:
         # gloo would ask for the address of the host's name, which many a laptop does not have.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    roots = {str(Path(module.__file__).parents[1]) for module in (autolaunch, autolaunch_strategies) if module.__file__}
-    # A worker must find the same code as this process, however this one found it.
-    roots -= {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    env["PYTHONPATH"] = os.pathsep.join([*filter(None, [env.get("PYTHONPATH")]), *sorted(roots)])
+    env["PYTHONPATH"] = os.pathsep.join([*filter(None, [env.get("PYTHONPATH")]), *source_roots()])
     return env
+
+
+def source_roots() -> list[str]:
+    """What a process that this one starts needs on its path, to find the same code however this one found it."""
+    roots = {str(Path(module.__file__).parents[1]) for module in (autolaunch, autolaunch_strategies) if module.__file__}
+    return sorted(roots - {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 
 def _cores() -> int:
