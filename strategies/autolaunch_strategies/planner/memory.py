@@ -361,19 +361,26 @@ def in_flight(pipeline: str, pp: int, virtual_stages: int, microbatches: int) ->
 def _in_flight_v(pipeline: str, rank: Ints, pp: int, microbatches: int) -> tuple[Ints, Ints]:
     """Two stages for each rank, the second one on the way back (arXiv 2401.10241 and 2412.19437)."""
     zero = np.zeros_like(rank)
-    if pipeline == "zbv_zero_bubble":
+    if pipeline == "dualpipev":
+        moments = [
+            ((2 * pp - rank, rank + 1), (zero, zero)),
+            ((2 * pp - 1 - rank, rank), (zero, zero + 1)),
+            ((pp - 1 - rank, zero), ((rank + 2) // 2, (rank + 1) // 2)),
+        ]
+    elif microbatches <= pp:
+        back = np.minimum(rank, microbatches - 1)
+        moments = [
+            ((zero + microbatches, back + 1), (zero, zero)),
+            ((zero + microbatches, back), (zero, zero + 1)),
+            ((zero + microbatches - 1, back), (zero + 1, zero)),
+        ]
+    else:  # exact from twice as many microbatches as ranks, an upper bound below
         moments = [
             ((2 * pp - 1 - rank, rank + 1), (zero, zero)),
             ((2 * pp - rank, rank), (zero, zero)),
             ((2 * pp - 2 - rank, rank + 1), (zero, zero + 1)),
             ((2 * pp - 1 - rank, rank), (zero + 1, zero)),
-            ((pp - 1 - rank, zero), (rank + 1, rank)) if microbatches > pp else ((zero, zero), (zero, zero)),
-        ]
-    else:
-        moments = [
-            ((2 * pp - rank, rank + 1), (zero, zero)),
-            ((2 * pp - 1 - rank, rank), (zero, zero + 1)),
-            ((pp - 1 - rank, zero), ((rank + 2) // 2, (rank + 1) // 2)),
+            ((pp - 1 - rank, zero), (rank + 1, rank)),
         ]
     flying = np.stack([np.stack(of_stages, axis=1) for of_stages, _ in moments], axis=1)
     waiting = np.stack([np.stack(of_stages, axis=1) for _, of_stages in moments], axis=1)
@@ -394,7 +401,8 @@ def _in_flight_rounds(pipeline: str, rank: Ints, pp: int, virtual_stages: int, m
     turn = np.broadcast_to(np.arange(virtual_stages) * size, (pp, virtual_stages))
     # Passes go to the next stage after each `size`: backward ones, forward ones, and gradients of weights.
     done = np.concatenate([turn, turn - ahead, *([turn + rank[:, None]] if zero_bubble else [])], axis=1)
-    done = np.minimum(done % (size * virtual_stages), all_passes - 1)  # backward passes so far
+    done = np.concatenate([done % (size * virtual_stages), rank[:, None]], axis=1)
+    done = np.minimum(done, all_passes - 1)  # backward passes so far
     order = np.arange(virtual_stages)
 
     def through(passes: Ints, turns: Ints) -> Ints:
