@@ -1,0 +1,359 @@
+"""What a plan's choice says in words and numbers: the same in the terminal, in pictures and on the page.
+
+A choice is the plain data of `Plan.to_dict()`: `chosen`, `alternatives`, `pareto`, `plateau`, `counts`, `hardware`,
+`model`, `warnings`. Times are seconds, memory is bytes, shares are fractions.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autolaunch.report.readable import readable_bytes, readable_count
+from autolaunch_strategies.config import AXES, ConfigError, parse_mesh
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one kind of time or memory is shown."""
+
+    words: str
+    colour: str
+    ink: str
+    """Of letters on the colour."""
+    sign: str = ""
+    """In a terminal's bar."""
+
+
+# Neighbours in a bar differ in lightness, so that colour-blind people and grey print can tell them apart. Blue
+# computes, orange and yellow exchange, grey does nothing.
+PARTS = {
+    "compute": Look("matrix products", "#1F5A99", "#FFFFFF"),
+    "attention": Look("attention", "#74ACDF", "#000000"),
+    "elementwise": Look("elementwise", "#C3DCF3", "#000000"),
+    "kernels": Look("launching kernels", "#4A5568", "#FFFFFF"),
+    "mp": Look("exchange over mp", "#E07A35", "#000000"),
+    "cp": Look("exchange over cp", "#F6C79B", "#000000"),
+    "pp": Look("exchange over pp", "#8F3D0B", "#FFFFFF"),
+    "bubble": Look("idle in the pipeline", "#E3E1DA", "#000000"),
+    "dp": Look("exchange over dp", "#F2CE4A", "#000000"),
+    "optimizer": Look("optimizer", "#2A7F6C", "#FFFFFF"),
+    "fixed": Look("fixed costs", "#9A9A9A", "#000000"),
+}
+"""Parts of a step's time, in the order in which they are shown."""
+
+MEMORY = {
+    "parameters": Look("parameters", "#1F5A99", "#FFFFFF", "P"),
+    "gradients": Look("gradients", "#8FC1EA", "#000000", "G"),
+    "optimizer": Look("optimizer", "#2A7F6C", "#FFFFFF", "O"),
+    "activations": Look("activations", "#F6C79B", "#000000", "A"),
+    "loss": Look("loss", "#B5400F", "#FFFFFF", "L"),
+    "other": Look("other", "#C9C7C0", "#000000", "+"),
+}
+"""Kinds of memory, in the order in which they are shown."""
+
+HOW_DP = {
+    "ddp": "every rank holds all of it",
+    "zero1": "optimizer state sharded",
+    "zero2": "gradients, optimizer state sharded",
+    "fsdp": "parameters, gradients, optimizer state sharded",
+    "hsdp": "parameters, gradients, optimizer state sharded within replicas",
+}
+
+MFU = "flops of matrix products and attention without recomputation, over the devices' peak"
+"""The convention of the figure, unless the choice names another one."""
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TimeUnit:
+    """One unit and one precision for all times that are compared with each other."""
+
+    name: str
+    seconds: float
+    digits: int
+
+    @classmethod
+    def of(cls, seconds: float | None) -> TimeUnit:
+        """The unit in which this time has three digits or so."""
+        seconds = seconds if is_number(seconds) and seconds > 0 else 1.0
+        name, unit = next(
+            ((name, unit) for name, unit in (("s", 1.0), ("ms", 1e-3)) if seconds >= 0.9995 * unit), ("us", 1e-6)
+        )
+        return cls(name, unit, max(0, 2 - math.floor(math.log10(seconds / unit * 1.0005))))
+
+    def write(self, seconds: float | None) -> str:
+        """A time with its unit: ``4.21 s``, ``312 ms``."""
+        return f"{self.number(seconds)} {self.name}" if is_number(seconds) else "?"
+
+    def number(self, seconds: float | None) -> str:
+        """The time without its unit."""
+        return f"{seconds / self.seconds:,.{self.digits}f}" if is_number(seconds) else "?"
+
+
+def step_time(seconds: float | None) -> str:
+    """A step's time with three digits: ``125 us``, ``31.2 ms``, ``4.21 s``, ``1,004 s``."""
+    return TimeUnit.of(seconds).write(seconds)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def share_of(part: float, whole: float) -> str:
+    """A share in percent; what is more than nothing is never written as 0%."""
+    share = part / whole if whole else 0.0
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+
+
+def difference(share: float | None) -> str:
+    """How much longer, relatively: ``+4.5%``, ``-0.3%``, ``x 12`` from tenfold on."""
+    if not is_number(share):
+        return "?"
+    if share >= 9:
+        return f"x {1 + share:,.0f}"
+    return f"{share:+.1%}" if abs(share) < 0.9995 else f"{share:+.0%}"
+
+
+def of_limit(size: float | None, limit: float | None) -> str:
+    """Memory of what there is: ``61.2 GiB of 74.0 GiB, 83%``."""
+    if not is_number(size):
+        return "?"
+    if not is_number(limit) or not limit:
+        return readable_bytes(size)
+    return f"{readable_bytes(size)} of {readable_bytes(limit)}, {share_of(size, limit)}"
+
+
+def parts_of(parts: Mapping[str, float] | None, looks: Mapping[str, Look]) -> list[tuple[str, float]]:
+    """Name and amount of what is not nothing, in the order of the looks; unknown names last."""
+    parts = parts or {}
+    names = [*(name for name in looks if name in parts), *sorted(name for name in parts if name not in looks)]
+    return [(name, parts[name]) for name in names if is_number(parts[name]) and parts[name] != 0]
+
+
+def look_of(name: str, looks: Mapping[str, Look]) -> Look:
+    """How it is shown; a name that is not known is shown as it is."""
+    return looks.get(name) or Look(name, "#777777", "#FFFFFF", "?")
+
+
+def fits_within(row: Mapping[str, Any], limit: float | None) -> str:
+    """`yes`, `tight` or `no`: as the row says, else by its memory; empty if that is not known."""
+    if row.get("fits"):
+        return str(row["fits"])
+    size = row.get("memory_bytes")
+    return ("yes" if size <= limit else "no") if is_number(size) and is_number(limit) else ""
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def mesh_words(mesh: str | Mapping[str, int]) -> str:
+    """A mesh's axes in words: ``dp 16 × mp 8``."""
+    sizes = _mesh_sizes(mesh)
+    if sizes is None:
+        return str(mesh)
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
+
+
+def mesh_name(mesh: str | Mapping[str, int]) -> str:
+    """A mesh as it may be typed, axes by name: ``dp16xmp8``."""
+    sizes = _mesh_sizes(mesh)
+    if sizes is None:
+        return str(mesh)
+    return "x".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "1"
+
+
+def _mesh_sizes(mesh: str | Mapping[str, int]) -> dict[str, int] | None:
+    if isinstance(mesh, Mapping):
+        return {axis: int(mesh.get(axis, 1)) for axis in AXES}
+    try:
+        return parse_mesh(mesh).sizes
+    except ConfigError:
+        return None
+
+
+def option_words(overrides: Iterable[str]) -> list[str]:
+    """What overrides choose beside the mesh, in few words; what is off is left out."""
+    return [words for _, words in _chosen_options(overrides)]
+
+
+def option_differences(overrides: Iterable[str], chosen: Iterable[str]) -> list[str]:
+    """What overrides choose that others don't, and what they leave out beside whole axes."""
+    here, there = list(_chosen_options(overrides)), list(_chosen_options(chosen))
+    named = {key for key, _ in here} | set(AXES)
+    more = [words for key, words in here if (key, words) not in there]
+    return [*more, *(_OFF.get(key) or f"without {words}" for key, words in there if key not in named)]
+
+
+def option_rows(overrides: Iterable[str]) -> list[tuple[str, str]]:
+    """(axis or key, what is chosen there), one for each axis that is used and for every other key."""
+    rows: dict[str, list[str]] = {}
+    for key, words in _chosen_options(overrides):
+        rows.setdefault("data" if key == "data" else key, []).append(words)
+    if rows.get("dp") and (how := HOW_DP.get(rows["dp"][0])):
+        rows["dp"].append(how)
+    order = (*AXES, "data", "recompute")
+    names = [*(name for name in order if name in rows), *(name for name in rows if name not in order)]
+    return [(name, " · ".join(item.removeprefix("recompute ") for item in rows[name])) for name in names]
+
+
+def _chosen_options(overrides: Iterable[str]) -> Iterable[tuple[str, str]]:
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        group, _, rest = key.partition(".")
+        if key == "mesh" or value in ("none", "null", ""):
+            continue
+        if key in AXES:
+            yield key, value
+        elif key == "recompute":
+            value = f"every {value} blocks" if value.isdigit() and value != "1" else value
+            yield key, f"recompute {'full' if value == '1' else value}"
+        elif rest == "microbatches":
+            if value != "1":
+                yield group, f"{value} microbatches"
+        elif key in _WORDS:
+            yield group, _WORDS[key].format(value)
+        else:
+            yield (group if rest else key), override.lstrip("+")
+
+
+_OFF = {"data": "1 microbatch", "recompute": "no recompute"}
+
+_WORDS = {
+    "dp.sharding_level": "level {}",
+    "dp.replicate": "{} replicas",
+    "dp.shard": "{} ranks each",
+    "pp.virtual_stages": "{} stages per rank",
+    "pp.split": "cuts {}",
+    "pp.split_spec": "own cuts",
+    "cp.ulysses_degree": "ulysses of {}",
+}
+
+
+def command_of(choice: Mapping[str, Any], plan: str = "") -> list[str]:
+    """The words of the command that runs the choice, quoted for a shell; empty if nothing was chosen.
+
+    Args:
+        plan: the file with it; without one the command sets what was chosen, and nothing else.
+    """
+    chosen = choice.get("chosen")
+    if not chosen:
+        return []
+    return ["autolaunch", *map(shlex.quote, [f"+plan={plan}"] if plan else chosen["overrides"])]
+
+
+# --- sentences -------------------------------------------------------------------------------------------------------
+
+
+def decision_rows(choice: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(label, text) of what was planned for, what was chosen and what is predicted of it."""
+    model, hardware, chosen = choice.get("model") or {}, choice.get("hardware") or {}, choice.get("chosen")
+    rows = [("model", _model(model)), ("machines", _machines(hardware))]
+    if chosen:
+        low, high, unit = chosen.get("seconds_low"), chosen.get("seconds_high"), TimeUnit.of(chosen["seconds"])
+        between = f", between {unit.number(low)} and {unit.write(high)}" if is_number(low) and is_number(high) else ""
+        ranks = chosen.get("ranks") or 1
+        words = mesh_words(chosen["mesh"])
+        rows += [
+            ("mesh", words if ranks == 1 else joined(words, f"{ranks:,} ranks")),
+            *option_rows(chosen["overrides"]),
+            ("step", f"{unit.write(chosen['seconds'])} predicted{between}"),
+            ("speed", _speed(chosen)),
+            ("memory", of_limit(chosen.get("memory_bytes"), chosen.get("memory_limit_bytes")) + " on the fullest rank"),
+        ]
+    return [(label, text) for label, text in rows if text]
+
+
+def mfu_convention(choice: Mapping[str, Any]) -> str:
+    """What the figure MFU counts; empty where there is none."""
+    if not is_number((choice.get("chosen") or {}).get("mfu")):
+        return ""
+    return f"MFU: {choice.get('mfu_convention') or MFU}"
+
+
+def searched(counts: Mapping[str, Any] | None) -> str:
+    """How many ways were looked at and how many of them fit."""
+    if not counts or not is_number(counts.get("considered")):
+        return ""
+    return f"{counted(counts['considered'], 'way')} considered, {counts.get('fit', 0):,} fit"
+
+
+def plateau_words(plateau: Mapping[str, int] | None) -> str:
+    """How many are nearly as fast as the fastest."""
+    if not plateau:
+        return ""
+    listed = [f"{number:,} within {band}" for band, number in plateau.items()]
+    return f"of them, {', '.join(listed)} of the fastest"
+
+
+def rejected_rows(counts: Mapping[str, Any] | None, most: int) -> list[tuple[str, str]]:
+    """(number, rule) of what was rejected, most frequent first; beyond `most` rules one row for the rest."""
+    rejected = (counts or {}).get("rejected") or {}
+    ranked = sorted(((number, rule) for rule, number in rejected.items() if number), key=lambda row: (-row[0], row[1]))
+    rows = [(f"{number:,}", str(rule)) for number, rule in ranked[:most]]
+    if rest := ranked[most:]:
+        rows.append((f"{sum(number for number, _ in rest):,}", f"by {counted(len(rest), 'further rule')}"))
+    return rows
+
+
+def ranked_rows(choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The chosen way, if there is one, and the alternatives in their order."""
+    chosen, alternatives = choice.get("chosen"), choice.get("alternatives") or ()
+    return [*([{**chosen, "slower_by": 0.0, "note": "chosen"}] if chosen else []), *alternatives]
+
+
+def pareto_front(choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The ways that nothing beats in both time and memory, the fastest first."""
+    front = [row for row in choice.get("pareto") or () if is_number(row["seconds"]) and is_number(row["memory_bytes"])]
+    return sorted(front, key=lambda row: (row["seconds"], row["memory_bytes"]))
+
+
+def thinned(rows: Sequence[Any], most: int, keep: Sequence[int] = ()) -> list[Any]:
+    """At most `most` of the rows, evenly spread, the first and the last and those at `keep` among them."""
+    if len(rows) <= most:
+        return list(rows)
+    kept = {0, len(rows) - 1, *keep}
+    for index in (round(step * (len(rows) - 1) / (most - 1)) for step in range(most)):
+        if len(kept) < most:
+            kept.add(index)
+    return [rows[index] for index in sorted(kept)]
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: ``1 way``, ``1,024 ways``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def joined(*parts: str) -> str:
+    """What is not empty, with dots between."""
+    return " · ".join(part for part in parts if part)
+
+
+def _model(model: Mapping[str, Any]) -> str:
+    parameters, batch, positions = (model.get(key) for key in ("parameters", "batch_size", "positions"))
+    return joined(
+        str(model.get("name") or ""),
+        f"{readable_count(parameters)} parameters" if parameters else "",
+        f"{batch:,} × {positions:,} tokens per step" if batch and positions else "",
+    )
+
+
+def _machines(hardware: Mapping[str, Any]) -> str:
+    nodes, each = hardware.get("nodes") or 1, hardware.get("devices_per_node") or 1
+    size = counted(each, "device") if nodes == 1 else f"{nodes:,} nodes × {counted(each, 'device')}"
+    origin = hardware.get("origin")
+    return joined(str(hardware.get("name") or ""), size, f"figures {origin}" if origin else "") if hardware else ""
+
+
+def _speed(chosen: Mapping[str, Any]) -> str:
+    rate, mfu = chosen.get("tokens_per_second"), chosen.get("mfu")
+    return joined(
+        f"{f'{rate:.3g}' if rate < 100 else readable_count(rate)} tokens/s" if is_number(rate) else "",
+        f"MFU {mfu:.1%}" if is_number(mfu) else "",
+    )
