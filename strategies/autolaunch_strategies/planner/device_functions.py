@@ -1,0 +1,140 @@
+"""Functions of torch as they run on the device that is planned for, while a pass is recorded on a CPU's shapes.
+
+On CUDA attention is one kernel in most cases, and keeps queries, keys, values, its output and one number per row;
+autocast computes more functions in fp32 than on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from autolaunch_strategies._torch import attention_replaced
+from autolaunch_strategies.planner.operators import Tape
+
+_FP32_NAMES = (
+    "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "pow", "softplus", "layer_norm",
+    "group_norm", "norm", "cosine_similarity", "nll_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss",
+    "mse_loss", "cdist", "logsumexp", "prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "cross_entropy",
+    "__pow__", "__rpow__",
+)  # fmt: skip
+"""From torch's documentation of autocast: what CUDA autocasts to float32."""
+_FP32 = {
+    function
+    for holder in (torch, torch.Tensor, F)
+    for name in _FP32_NAMES
+    if (function := getattr(holder, name, None)) is not None
+}
+
+
+@contextmanager
+def functions_of(device_type: str, tape: Tape, autocast: torch.dtype | None) -> Iterator[None]:
+    """Within it functions do what they do on `device_type` (cuda or cpu).
+
+    Args:
+        autocast: the narrow type of mixed precision; None without it.
+    """
+    with ExitStack() as stack:
+        if autocast is not None:
+            stack.enter_context(torch.autocast("cpu", dtype=autocast))
+        if device_type != "cpu":
+            replaced = _CudaFunctions(tape)
+            stack.enter_context(attention_replaced(replaced.attention))
+            stack.enter_context(replaced)
+        yield
+
+
+class _CudaFunctions(TorchFunctionMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+        self.original = F.scaled_dot_product_attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is self.original:
+            return self.attention(*args, **kwargs)
+        if func in _FP32 and torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
+            args, kwargs = tree_map(_widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """As `scaled_dot_product_attention`, on shapes alone."""
+        if torch.is_autocast_enabled("cpu"):
+            narrow = torch.get_autocast_dtype("cpu")
+            query, key, value = (tensor.to(narrow) for tensor in (query, key, value))
+        if not _is_fused(query, key, value, enable_gqa):
+            with sdpa_kernel(SDPBackend.MATH):
+                return self.original(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, float("-inf"))
+        return _Fused.apply(query, key, value, attn_mask, is_causal, self.tape)  # type: ignore[no-untyped-call]
+
+
+def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shared_heads: bool) -> bool:
+    """Whether CUDA has one kernel for it: from torch's `sdp_utils.cpp`; that for fp32 has no shared key heads."""
+    if query.dim() != 4 or query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    shared = shared_heads and query.shape[1] != key.shape[1]
+    return not shared or (query.dtype != torch.float32 and query.shape[-1] <= 256)
+
+
+def _widened(leaf: Any) -> Any:
+    narrow = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+    return leaf.float() if narrow else leaf
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps what flash attention (arXiv 2205.14135) and the memory-efficient kernel keep."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        tape: Tape,
+    ) -> torch.Tensor:
+        batch, heads, rows, _ = query.shape
+        with tape.unheard():
+            # Heads lie next to each other in memory, so that joining them moves nothing.
+            tape.unseen = True
+            width = value.shape[-1]
+            strides = (rows * heads * width, width, heads * width, 1)
+            result = query.new_empty_strided((batch, heads, rows, width), strides)
+            sums = query.new_empty(batch, heads, rows, dtype=torch.float32)
+            tape.unseen = False
+            tape.fused_attention(query, key, value, causal, result, sums)
+        context.save_for_backward(query, key, value, mask, result, sums)
+        context.tape = tape
+        return result
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        query, key, value, *_ = context.saved_tensors
+        made = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        for tensor, like in zip(made, (query, key, value), strict=True):
+            if (dim := context.tape.dim_of(like)) is not None:
+                context.tape.divide(tensor, dim)
+        return (*made, None, None, None)
