@@ -16,13 +16,13 @@ def _constant(value: float, sigma: float, help: str) -> Any:
 class Constants:
     """Constants of the time and memory models. All are positive, so that they can be fitted as logarithms."""
 
-    matmul: float = _constant(0.8, 0.15, "Share of the peak that large matrix products reach.")
+    matmul: float = _constant(0.78, 0.15, "Share of the peak that large matrix products reach.")
     fp8: float = _constant(0.8, 0.15, "The same for fp8, as a share of what other types reach (scaling and casts).")
     attention: float = _constant(0.5, 0.25, "Share of the peak that fused attention reaches.")
     memory: float = _constant(0.8, 0.2, "Share of the memory bandwidth that elementwise kernels reach.")
     kernel_s: float = _constant(8e-6, 0.5, "Host seconds to launch one kernel, eager.")
     mp_kernel_s: float = _constant(
-        60e-6, 0.6, "Further host seconds of a kernel on tensors that mp divides (DTensors)."
+        60e-6, 0.6, "Further host seconds of a kernel on what mp divides (DTensors)."
     )
     intra: float = _constant(0.75, 0.25, "Share of the bandwidth that collectives within a domain reach.")
     inter: float = _constant(0.7, 0.3, "Share of the bandwidth that collectives between nodes reach.")

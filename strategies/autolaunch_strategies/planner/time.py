@@ -38,9 +38,10 @@ COMPILED_MOVED, COMPILED_KERNELS = 0.6, 0.4
 """What compiled blocks still move and launch, as a share."""
 UNALIGNED = 0.25
 """Share of the speed of 16-bit products whose sides are no multiples of 8."""
-HALF_ROWS, HALF_SIDE, HALF_POSITIONS = 350.0, 100.0, 256.0
-"""Rows, shorter side of the weight, and positions with which a product or attention reaches half of its best speed;
-rows on a device that does `_BALANCE` operations for each byte it can read, others in proportion."""
+HALF_OUTPUT, HALF_INNER, HALF_POSITIONS = 6e5, 150.0, 256.0
+"""Elements of the result (tiles for all processors of a device), inner size, and positions with which a product or
+attention reaches half of its best speed; on a device that does `_BALANCE` operations for each byte that it can read,
+on others in proportion."""
 _BALANCE = 156.0
 
 
@@ -108,15 +109,15 @@ class _Device:
         self.attention_rate = (flops.get(half) or peak) * constants.attention
         self.matmul_rate = peak * constants.matmul * (constants.fp8 if kind == "fp8" else 1.0)
         self.memory_rate = hardware.memory_bytes_per_s * constants.memory
-        self.half_rows = HALF_ROWS * peak / hardware.memory_bytes_per_s / _BALANCE
-        self.half_side = HALF_SIDE * peak / hardware.memory_bytes_per_s / _BALANCE
+        balance = (flops.get(half) or peak) / hardware.memory_bytes_per_s / _BALANCE
+        self.half_output, self.half_inner = HALF_OUTPUT * balance, HALF_INNER * balance
         self.aligned = 8 if kind not in ("fp32", "tf32") and hardware.device == "cuda" else 1
         self.element_bytes = {"fp32": 4, "tf32": 4, "fp8": 1}.get(kind, 2)
 
-    def matmul(self, rows: Floats, inner: Floats, columns: Floats, count: Floats) -> Floats:
-        """Of `count` products [rows, inner] x [inner, columns]."""
-        side = np.minimum(inner, columns)
-        rate = self.matmul_rate * rows / (rows + self.half_rows) * side / (side + self.half_side)
+    def matmul(self, rows: Floats, inner: Floats, columns: Floats, count: Floats, together: bool) -> Floats:
+        """Of `count` products [rows, inner] x [inner, columns], one after the other or in one kernel."""
+        output = rows * columns * (count if together else 1)
+        rate = self.matmul_rate * output / (output + self.half_output) * inner / (inner + self.half_inner)
         if self.aligned > 1:
             rate = np.where((inner % self.aligned == 0) & (columns % self.aligned == 0), rate, rate * UNALIGNED)
         moved = self.element_bytes * (rows * inner + inner * columns + rows * columns)
@@ -136,11 +137,10 @@ def _matmul_times(item: MatMul, ways: _Ways, device: _Device) -> tuple[Floats, F
         columns = columns / ways.mp
     elif item.divided == "inner":
         inner = inner / ways.mp
-    forward = device.matmul(rows, inner, columns, count)
-    back = device.matmul(rows, columns, inner, count)
-    if batched:
-        return forward, back + device.matmul(rows, inner, columns, count), 0 * ones
-    return forward, back, device.matmul(np.maximum(inner, columns), rows, np.minimum(inner, columns), count)
+    forward = device.matmul(rows, inner, columns, count, batched)
+    back = device.matmul(rows, columns, inner, count, batched)
+    other = device.matmul(inner, rows, columns, count, batched)
+    return (forward, back + other, 0 * ones) if batched else (forward, back, other)
 
 
 def _cp_times(part: Part, ways: _Ways, element_bytes: float, hardware: Hardware) -> tuple[Floats, Floats, Floats]:
@@ -366,18 +366,30 @@ def _contents(profile: ModelProfile, c: Candidates, totals: Floats, way: Ints, l
     for index, begin, end in zip(first, bounds[:-1], bounds[1:], strict=True):
         own = order[begin:end]
         pp, virtual = int(c.pp[index]), int(c.virtual_stages[index])
-        stages = cut(profile, PIPELINES[c.pipeline[index]], pp, virtual, int(c.split[index]))
-        rows = np.zeros((pp, len(parts)))
-        np.add.at(rows[:, 1:-1], stages.rank_of_stage, stages.blocks)
-        rows[stages.rank_of_stage[0], 0] = 1
-        rows[stages.rank_of_stage[-1], -1] = 1
-        rows = np.unique(rows, axis=0)
+        rows = np.unique(_held(profile, PIPELINES[c.pipeline[index]], pp, virtual, int(c.split[index])), axis=0)
         busiest = np.argmax(rows @ seconds[:, own], axis=0)
         members[:, own] = rows[busiest].T
         # Tied weights are on the last stage, too.
         split = rows @ divided + profile.shared_parameters * (rows[:, -1] > rows[:, 0])
         parameters[own] = ((rows @ whole)[:, None] + split[:, None] / c.mp[own]).max(axis=0)
     return _Contents(members, parameters, members[1:-1].sum(axis=0))
+
+
+def _held(profile: ModelProfile, pipeline: str, pp: int, virtual: int, split: int) -> Floats:
+    """[pp, 1 + kinds + 1]: what each pipe rank holds."""
+    rows = np.zeros((pp, len(profile.kinds) + 2))
+    if pp * virtual <= len(profile.blocks):
+        stages = cut(profile, pipeline, pp, virtual, split)
+        ranks, blocks = stages.rank_of_stage, stages.blocks
+    else:  # as in publications that count the embedding and the head as blocks; our runtime has no empty stages
+        ranks = np.arange(pp * virtual) % pp
+        blocks = np.zeros((pp * virtual, len(profile.kinds)), dtype=np.int64)
+        where = np.linspace(1, pp * virtual - 2, len(profile.blocks)).round().astype(int)
+        np.add.at(blocks, (where, np.asarray(profile.blocks)), 1)
+    np.add.at(rows[:, 1:-1], ranks, blocks)
+    rows[ranks[0], 0] = 1
+    rows[ranks[-1], -1] = 1
+    return rows
 
 
 def _splits_backward(c: Candidates) -> Floats:
