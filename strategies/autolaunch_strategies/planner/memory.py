@@ -243,7 +243,8 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
     put("activations", "before", flying * before)
     put("activations", "after", flying * after)
     put("activations", "after_done", -sequences * after)
-    put("activations", "output", flying * of(max(part.output_bytes for part in profile.kinds)))
+    if not recipe.frees_sent:
+        put("activations", "output", flying * of(max(part.output_bytes for part in profile.kinds)))
     put("other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.divided_peak_bytes))
     of_after = of(profile.after.peak_bytes, profile.after.divided_peak_bytes)
     of_loss = _divided(profile.loss_bytes, profile.divided_loss_bytes, c.mp) / c.cp
@@ -449,7 +450,8 @@ def _counts(
     base[:, :, at["waits"]] = waiting @ blocks
     base[:, :, at["output"]] = flying @ sends[..., None]
     base[first, :, at["before"]] = flying[first, :, :1]
-    base[last, :, at["after"]] = flying[last, :, -1:]
+    # Its backward pass follows at once, except where all of them come last (there they count as one).
+    base[last, :, at["after"]] = np.minimum(flying[last, :, -1:], 1)
 
     found, of_ranks = [], []
 

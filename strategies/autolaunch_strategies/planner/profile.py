@@ -180,6 +180,8 @@ class Recipe:
     """Share of the parameters that is trained."""
     mean_loss: bool = True
     """Whether the loss is a mean over samples, so that schedules that see microbatches may be used."""
+    frees_sent: bool = False
+    """Whether a stage frees what it has sent on (Megatron does); our runtime keeps it for the backward pass."""
     scattered_sends: bool = False
     """Whether each rank along mp sends its share between stages (Megatron does, our runtime with mp=seq_parallel)."""
     compiled: bool = False

@@ -1,0 +1,203 @@
+"""Predicted against published memory of a device.
+
+    python tests/benchmarks/planner_published_memory.py [--rows FILE.csv] [--source NAME] [--residuals]
+
+Rows have the columns of `published_runs.csv`; those without `mem_gib` and those that ran out of memory are left out.
+Nothing is fitted. What was measured differs between sources, and is read from the rows:
+
+- unit: `mem_gib` holds GiB, but where the note says "GB" what stands there is 1e9 bytes;
+- what counts: the allocator's peak or a sum of parts. What the allocator wastes and what the driver takes beyond it is
+  in rows whose notes name nvidia-smi only, and what the allocator wastes in those of tools that print what it reserved;
+- state: bytes of parameters, gradients and optimizer for a parameter where a note gives them, else by precision;
+- stack: Megatron (levels below 3) frees what a stage has sent. PyTorch's own (level 3) computes cross entropy in fp32
+  with a kernel for each operation, and its `selective_op` keeps the output of every second matrix product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "strategies")]
+
+from planner_published import ROWS, Published, read  # noqa: E402
+
+from autolaunch_strategies.planner.candidate import Candidate, Candidates  # noqa: E402
+from autolaunch_strategies.planner.hardware import Hardware  # noqa: E402
+from autolaunch_strategies.planner.memory import memory_account, peak_memory  # noqa: E402
+from autolaunch_strategies.planner.profile import ModelProfile, Recipe  # noqa: E402
+from autolaunch_strategies.planner.stages import Cut, cut  # noqa: E402
+
+GOALS = ("korthikanti22_fig1", "zerobubble_table4", "torchtitan_202412")
+GOAL = 0.05
+FP32_LOSS = 14
+"""Bytes for each logit of `cross_entropy(logits.float(), ...)`: logits (2), their log-softmax (4), and when that is
+differentiated two gradients of 4."""
+FP32_LOSS_OVER_RANKS = 18
+"""The same with logits divided over mp (torch.distributed.tensor.parallel.loss): one more fp32 tensor at a time."""
+RESERVED = ("torchtitan",)
+"""Sources whose tool prints what the allocator reserved."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """A row with its prediction."""
+
+    row: Published
+    published: float
+    predicted: float
+
+    @property
+    def relative(self) -> float:
+        """Of the prediction."""
+        return self.predicted / self.published - 1
+
+
+def errors(path: Path = ROWS) -> list[Error]:
+    """Of every row with a memory."""
+    found = []
+    for item in read(path):
+        if item.memory_gib is None:
+            continue
+        profile, recipe, hardware, cut_of = case(item)
+        candidates = Candidates.of([candidate_of(item)])
+        predicted = peak_memory(profile, recipe, hardware, candidates, cut_of).bytes[0]
+        found.append(Error(item, item.memory_gib * unit(item), float(predicted)))
+    return found
+
+
+def unit(item: Published) -> float:
+    """Bytes of what the column counts in."""
+    return 1e9 if re.search(r"\bmem\w* in GB\b", item.row["note"]) else 2.0**30
+
+
+def case(item: Published):  # type: ignore[no-untyped-def]
+    """(profile, recipe, hardware, cuts) of a row."""
+    assert item.run.hardware is not None
+    profile = _profile(item, item.run.profile)
+    return (
+        profile,
+        _recipe(item, item.run.recipe),
+        _hardware(item, item.run.hardware),
+        functools.partial(_cut, profile, item.row["note"].lower()),
+    )
+
+
+def candidate_of(item: Published) -> Candidate:
+    """How a row ran; where the microbatches of a pipeline are not stated, there are as many as ranks (torchtitan)."""
+    candidate = item.run.candidate
+    if candidate.pp > 1 and not item.row["mbs"]:
+        on_rank = item.run.recipe.batch_size // candidate.dp
+        return dataclasses.replace(candidate, microbatches=min(candidate.pp, on_rank))
+    return candidate
+
+
+def _profile(item: Published, profile: ModelProfile) -> ModelProfile:
+    """With the loss and the selective recomputation of PyTorch's own training stack."""
+    if item.run.candidate.level != 3:
+        return profile
+    logits = profile.after.divided_saved_bytes / 4  # they are kept in fp32
+    loss = (FP32_LOSS if item.run.candidate.mp == 1 else FP32_LOSS_OVER_RANKS) - 4
+    (kind,) = profile.kinds
+    if item.row["recompute"] == "selective_op":
+        hidden, attention = kind.output_bytes, kind.attention
+        assert attention is not None
+        element = profile.element_bytes * profile.positions
+        query, key = (element * heads * attention.head_dim for heads in (attention.heads, attention.key_heads))
+        up = element * float(item.row["ffn"])
+        # Of q, k, v, attention's output, gate, up and down, in order: every second; attention itself; the input.
+        kind = dataclasses.replace(
+            kind,
+            selective_bytes=query + key + up + hidden + query + hidden,
+            divided_selective_bytes=query + key + up + query,
+        )
+    return dataclasses.replace(profile, kinds=(kind,), loss_bytes=loss * logits, divided_loss_bytes=loss * logits)
+
+
+def _recipe(item: Published, recipe: Recipe) -> Recipe:
+    """With the state that a note gives: `params+grad+opt=<GiB>`."""
+    recipe = dataclasses.replace(recipe, frees_sent=item.run.candidate.level < 3)
+    stated = re.search(r"params\+grad\+opt=([\d.]+)", item.row["note"])
+    if not stated:
+        return recipe
+    candidate, profile = item.run.candidate, item.run.profile
+    blocks = sum(profile.kinds[kind].parameters for kind in profile.blocks) / (candidate.mp * candidate.pp)
+    of_parameter = round(float(stated[1]) * 2**30 / blocks)
+    return dataclasses.replace(recipe, gradient_bytes=of_parameter - recipe.parameter_bytes - recipe.optimizer_bytes)
+
+
+def _hardware(item: Published, hardware: Hardware) -> Hardware:
+    constants = hardware.constants
+    nvidia_smi = "nvidia-smi" in item.row["note"].lower()
+    reserved = nvidia_smi or item.source.startswith(RESERVED)
+    constants = dataclasses.replace(
+        constants,
+        context_bytes=constants.context_bytes if nvidia_smi else 0.0,
+        fragmentation=constants.fragmentation if reserved else 0.0,
+    )
+    return hardware.with_constants(constants, "published")
+
+
+def _cut(profile: ModelProfile, note: str, pipeline: str, pp: int, virtual_stages: int, split: int) -> Cut:
+    """As `stages.cut`; where embedding and head stand for a block each, as in many publications, so."""
+    count, stages = len(profile.blocks), pp * virtual_stages
+    if "first/last stage one layer fewer" not in note and not (count % stages and (count + 2) % stages == 0):
+        return cut(profile, pipeline, pp, virtual_stages, split)
+    sizes = np.full(stages, (count + 2) // stages)
+    sizes[[0, -1]] -= 1
+    assert sizes.sum() == count, note
+    return Cut(sizes[:, None], np.arange(stages) % pp)
+
+
+def report(rows: Iterable[Error]) -> list[str]:
+    """Per source: rows, mean absolute error, mean error, worst row."""
+    groups: dict[str, list[Error]] = {}
+    for row in rows:
+        groups.setdefault(row.row.source, []).append(row)
+    lines = [f"{'source':<24} {'rows':>4} {'MAPE':>7} {'bias':>7}  worst"]
+    for source, group in groups.items():
+        relative = np.array([row.relative for row in group])
+        worst = group[int(np.abs(relative).argmax())]
+        missed = "  (goal: 5 %)" if source in GOALS and np.abs(relative).mean() > GOAL else ""
+        lines.append(
+            f"{source:<24} {len(group):>4} {np.abs(relative).mean():>7.1%} {relative.mean():>+7.1%}  "
+            f"{worst.relative:+.1%} {described(worst.row)}{missed}"
+        )
+    return lines
+
+
+def described(item: Published) -> str:
+    """A row in a few words."""
+    one = item.run.candidate
+    sizes = "x".join(f"{name}{getattr(one, name)}" for name in ("dp", "mp", "pp", "cp") if getattr(one, name) > 1)
+    words = [item.model, sizes, one.pipeline_name if one.pp > 1 else "", f"recompute={one.recompute_name}"]
+    return " ".join(word for word in [*words, f"s{item.run.profile.positions}", item.row["precision"]] if word)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--source", action="append")
+    parser.add_argument("--residuals", action="store_true", help="every row, with the pieces of its fullest rank")
+    arguments = parser.parse_args()
+    found = [row for row in errors(arguments.rows) if not arguments.source or row.row.source in arguments.source]
+    if arguments.residuals:
+        for row in found:
+            profile, recipe, hardware, cut_of = case(row.row)
+            account = memory_account(profile, recipe, hardware, candidate_of(row.row), cut_of)
+            fullest = max(range(len(account)), key=lambda rank: account[rank]["total"])
+            pieces = " ".join(f"{name[:5]} {value / 2**30:.1f}" for name, value in account[fullest].items())
+            print(f"{row.published / 2**30:7.1f} {row.relative:+7.1%} rank {fullest}: {pieces}  {described(row.row)}")
+    print("\n".join(report(found)))
+
+
+if __name__ == "__main__":
+    main()
