@@ -1,7 +1,7 @@
 """Speeds of the machine at hand, each measured by all ranks at once, as in training: products, memory, launches, links.
 
-With more ranks than cores, what a rank computes is given as the seconds that it keeps a core busy. Collectives are given
-as they pass on the clock.
+With more ranks than cores, what a rank computes is given as the seconds that it keeps a core busy, and a collective as one
+rank's share of the time on the clock (its seconds x cores / ranks): the model of a step shares the cores out itself.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autolaunch_strategies._torch import all_gather_single, reduce_scatter_single, start_all_gather
-from autolaunch_strategies.planner.hardware import COLLECTIVES, Curve
+from autolaunch_strategies.planner.hardware import COLLECTIVES, Curve, Link
 
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 ROUNDS = 5
-"""The median of so many."""
+"""The median of so many; of three where one takes longer than `LONG` seconds."""
+LONG = 0.01
 
 PROBE_SECONDS = 20.0
 """After this a rank that waits for others gives a probe up."""
@@ -40,12 +42,15 @@ class Measured:
     """Type -> most operations per second of one device (CPU: of one core's share) in matrix products."""
     products: dict[str, dict[int, float]] = field(default_factory=dict)
     """Type -> edge of square matrices -> operations per second."""
+    attention: float | None = None
+    """Share of the rate of matrix products that fused attention reaches."""
     memory_bytes_per_s: float | None = None
     kernel_s: float | None = None
     """Host seconds of an eager kernel on a tiny tensor."""
     mp_kernel_s: float | None = None
     """What it takes longer on a DTensor."""
     curves: dict[str, tuple[Curve, ...]] = field(default_factory=dict)
+    inter: Link | None = None
     optimizer_bytes_per_s: float | None = None
     """Of a fused AdamW step, seven passes over the parameters: three read, three written, gradients read."""
     hidden: float | None = None
@@ -60,6 +65,7 @@ class Bench:
     Args:
         device: of this rank.
         cores: that the ranks of one node share; None where every rank has a device.
+        local_ranks: ranks of one node; neighbours in rank numbers.
         seconds: about how long one probe may measure.
     """
 
@@ -67,6 +73,7 @@ class Bench:
         self.device = device
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if self.ranks > 1 else 0
+        self.local_ranks = local_ranks
         self.sharing = max(1.0, local_ranks / cores) if cores else 1.0
         """How many ranks share a core."""
         self.seconds = seconds
@@ -78,6 +85,7 @@ class Bench:
         found = Measured()
         probes: dict[str, Callable[[Measured], None]] = {
             "matmul": self.matmul,
+            "attention": self.attention,
             "memory": self.memory,
             "kernels": self.kernels,
             "optimizer": self.optimizer,
@@ -85,7 +93,10 @@ class Bench:
         if self.ranks > 1:
             probes["dtensor"] = self.dtensor
             probes |= {kind: self._collective_probe(kind) for kind in COLLECTIVES}
-            probes["overlap"] = self.overlap
+            if self.local_ranks > 1:
+                probes["overlap"] = self.overlap
+            if self.ranks > self.local_ranks:
+                probes["between nodes"] = self.between_nodes
         for name, probe in probes.items():
             reason = self.contained(lambda probe=probe: probe(found))
             if reason:
@@ -120,6 +131,28 @@ class Bench:
                     rates[edge] = 2 * edge**3 / seconds
             found.products[name] = rates
             found.flops[name] = max(rates.values())
+
+    def attention(self, found: Measured) -> None:
+        """Causal fused attention, forward, in the fastest type that there is."""
+        cuda = self.device.type == "cuda"
+        positions = 4096 if cuda else 1024
+        q, k, v = (
+            torch.randn(1, 16 if cuda else 4, positions, 64, device=self.device).to(
+                torch.bfloat16 if cuda else torch.float32
+            )
+            for _ in range(3)
+        )
+        attend = torch.nn.functional.scaled_dot_product_attention
+        seconds = self._busy(lambda: attend(q, k, v, is_causal=True), self.seconds / 2)
+        found.attention = 2.0 * q.shape[1] * positions**2 * 64 / seconds / found.flops["bf16" if cuda else "fp32"]
+
+    def between_nodes(self, found: Measured) -> None:
+        """All-reduces of ranks with the same place in each node: all ways out of a node at once."""
+        nodes = self.ranks // self.local_ranks
+        curve = self.collective("all_reduce", nodes, [4 << 10, 64 << 20], stride=self.local_ranks)
+        rounds = 2 * np.log2(nodes)
+        bandwidth = 2 * (nodes - 1) / nodes * curve.bytes[1] / max(curve.seconds[1] - curve.seconds[0], 1e-9)
+        found.inter = Link(bandwidth, curve.seconds[0] / rounds)
 
     def memory(self, found: Measured) -> None:
         """Add one large tensor to another: two reads and a write of each element."""
@@ -173,9 +206,9 @@ class Bench:
         """A matrix product while parameters are gathered: what share of the shorter of the two vanishes."""
         edge = 4096 if self.device.type == "cuda" else 512
         a = torch.randn(edge, edge, device=self.device)
-        shard = torch.randn(edge * edge // self.ranks, device=self.device)
-        whole = torch.empty(shard.numel() * self.ranks, device=self.device)
-        with self._groups(self.ranks) as group:
+        shard = torch.randn(edge * edge // self.local_ranks, device=self.device)
+        whole = torch.empty(shard.numel() * self.local_ranks, device=self.device)
+        with self._groups(self.local_ranks) as group:
             gather = self._clock(lambda: all_gather_single(whole, shard, group), self.seconds / 3, group)
             once = self._clock(lambda: a @ a, self.seconds / 6, group)
             products = max(1, round(gather / once))
@@ -193,13 +226,19 @@ class Bench:
             together = self._clock(both, self.seconds / 3, group)
         found.hidden = min(max((computing + gather - together) / min(computing, gather), 0.0), 1.0)
 
-    def collective(self, kind: str, ranks: int, sizes: Sequence[int]) -> Curve:
-        """One kind of collective in groups of `ranks` neighbours, all of them at once; collective over all ranks."""
+    def collective(self, kind: str, ranks: int, sizes: Sequence[int], stride: int = 1) -> Curve:
+        """One kind of collective in groups of ranks that are `stride` apart, all groups at once.
+
+        Collective over all ranks.
+
+        Args:
+            sizes: rising, bytes of the whole result (all_gather) or of a rank's input (the others).
+        """
         seconds = []
-        with self._groups(ranks) as group:
+        with self._groups(ranks, stride) as group:
             for size in sizes:
                 call, exchanges = _exchange(kind, size, ranks, self.device, group)
-                seconds.append(self._clock(call, self.seconds / len(sizes), group) / exchanges)
+                seconds.append(self._clock(call, self.seconds / len(sizes), group) / exchanges / self.sharing)
         # Larger messages do not come sooner; where noise says so, the mean of neighbours is as good a guess.
         for i in range(len(seconds) - 2, -1, -1):
             seconds[i] = min(seconds[i], seconds[i + 1])
@@ -207,12 +246,13 @@ class Bench:
 
     def _collective_probe(self, kind: str) -> Callable[[Measured], None]:
         largest = 64 * 2**20 if self.device.type == "cuda" else 8 * 2**20
-        sizes = [size for size in (4 << 10, 32 << 10, 256 << 10, 2 << 20, 8 << 20, 64 << 20) if size <= largest]
+        sizes = [size for size in (4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 64 << 20) if size <= largest]
+        shapes = [n for n in sorted({2, self.local_ranks}) if 1 < n <= self.local_ranks and self.local_ranks % n == 0]
 
         def probe(found: Measured) -> None:
-            shapes = [2] if kind == "p2p" else sorted({n for n in (2, self.ranks) if self.ranks % n == 0})
-            curves = [self.collective(kind, ranks, sizes) for ranks in shapes]
-            found.curves[kind] = tuple(curve for curve in curves if curve is not None)
+            measured = [self.collective(kind, ranks, sizes) for ranks in (shapes[:1] if kind == "p2p" else shapes)]
+            if measured:
+                found.curves[kind] = tuple(measured)
 
         return probe
 
@@ -235,9 +275,10 @@ class Bench:
         call()
         self._synchronise()
         first = self._mean(time.perf_counter() - started)  # the same on every rank, so that all do as many
-        calls = max(1, min(200, int(seconds / ROUNDS / max(first, 1e-7))))
+        rounds = ROUNDS if first < LONG else 3
+        calls = max(1, min(200, int(seconds / rounds / max(first, 1e-7))))
         times = []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             if self.ranks > 1 and group is None:
                 dist.barrier()  # nobody is to be alone with the machine
             started = clock()
@@ -259,18 +300,20 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     @contextlib.contextmanager
-    def _groups(self, ranks: int) -> Iterator[Any]:
-        """This rank's group of `ranks` neighbours: a new one, since a collective that failed leaves its group broken."""
+    def _groups(self, ranks: int, stride: int = 1) -> Iterator[Any]:
+        """This rank's group of ranks that are `stride` apart: a new one, since a failed collective leaves it broken."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=PROBE_SECONDS)
-        groups = [
-            dist.new_group(list(range(first, first + ranks)), timeout=timeout, backend=backend)
-            for first in range(0, self.ranks, ranks)
-        ]
+        own = None
+        for block in range(0, self.ranks, ranks * stride):
+            for first in range(block, block + stride):
+                members = list(range(first, first + ranks * stride, stride))
+                group = dist.new_group(members, timeout=timeout, backend=backend)
+                own = group if self.rank in members else own
         try:
-            yield groups[self.rank // ranks]
+            yield own
         finally:
-            dist.destroy_process_group(groups[self.rank // ranks])
+            dist.destroy_process_group(own)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,149 @@
+"""Short trainings of a small Llama, one for each thing that a step can spend its time on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from omegaconf import OmegaConf
+
+from autolaunch.config_directories import CONF
+from autolaunch.data import build_data
+from autolaunch.job import ResolvedJob
+from autolaunch.launch.devices import visible_devices
+from autolaunch.microbatches import with_batch_parts
+from autolaunch.models import build_module
+from autolaunch.report.metrics import StepMetrics
+from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, own_plan, quiet_lightning
+from autolaunch.validate import validate
+from autolaunch_strategies.config import CP_BACKENDS, raise_all
+from autolaunch_strategies.construction import Construction
+from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate
+from autolaunch_strategies.planner.module_profile import profile_module
+from autolaunch_strategies.planner.profile import ModelProfile, Recipe
+
+STEPS = 7
+"""Of a training; the first three are warm-up, the median of the others counts."""
+
+GPU_PRECISION, CPU_PRECISION = "bf16-mixed", "32-true"
+"""What most people train with there."""
+
+GROUPS = {"optimizer": "adamw", "scheduler": "constant", "trainer": "default", "launch": "local"}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training of `STEPS` steps."""
+
+    name: str
+    candidate: Candidate
+    batch: int
+    """Sequences of an optimizer step."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Keys of `autolaunch.config.LlamaModel`."""
+    positions: int = 128
+
+    def config(self, job: ResolvedJob) -> dict[str, Any]:
+        """The resolved config of this training, with the seed and the devices of `job`."""
+        c = self.candidate
+        values: dict[str, Any] = {name: _group(name, option) for name, option in GROUPS.items()}
+        values |= {
+            "task": "fit",
+            "precision": GPU_PRECISION if visible_devices(job.config["trainer"]["accelerator"])[0] == "gpu" else CPU_PRECISION,
+            "seed": job.config["seed"],
+            "mesh": {**c.mesh.sizes, "order": list(c.mesh.order)},
+            "model": {**_group("model", "llama"), **self.model},
+            "data": {
+                **_group("data", "synthetic"),
+                "seq_len": self.positions,
+                "batch_size": self.batch,
+                "microbatches": c.microbatches,
+            },
+            "dp": {**_group("dp", "fsdp"), "sharding_level": c.level},
+            "mp": _group("mp", "seq_parallel" if c.sequence_parallel else "tensor_parallel"),
+            "pp": _group("pp", c.pipeline_name if c.pp > 1 else "exact"),
+            "cp": _group("cp", c.backend_name),
+            "recompute": c.recompute_name,
+            "checkpoint": {"enabled": False},
+            "logger": {},
+        }
+        values["trainer"] |= {
+            "accelerator": job.config["trainer"]["accelerator"],
+            "max_steps": STEPS,
+            "limit_val_batches": 0,
+            "enable_progress_bar": False,
+        }
+        config, wrong = validate(values)
+        raise_all(wrong)
+        return with_batch_parts(config, c.pp)
+
+    def run(self, job: ResolvedJob, device: torch.device) -> float:
+        """Train; collective. Returns the median seconds of a step after warm-up."""
+        config = self.config(job)
+        steps = StepMetrics()
+        with quiet_lightning():
+            pl.seed_everything(config["seed"], workers=True, verbose=False)
+            strategy = build_strategy(config)
+            trainer = build_trainer(dataclasses.replace(job, config=config), strategy, [steps], [])
+            module = construct_module(config, strategy, trainer.precision_plugin, device)
+            trainer.fit(module, datamodule=build_data(config["data"], config["seed"]))
+        seconds = steps.median_step_time()
+        assert seconds is not None, "no step was timed"
+        return seconds
+
+    def described(self, job: ResolvedJob) -> tuple[ModelProfile, Recipe]:
+        """What the planner is told of it."""
+        config = self.config(job)
+        own = own_plan({**config, "mp": _group("mp", "tensor_parallel")})
+        with Construction(config["seed"]).recording():
+            module = build_module(config)
+        device = "cuda" if config["precision"] != CPU_PRECISION else "cpu"
+        profile = profile_module(
+            module, positions=self.positions, own_plan=own, precision=config["precision"], device_type=device
+        )
+        recipe = Recipe(self.batch)
+        return profile, dataclasses.replace(recipe, compute="bf16", cast_bytes=2) if device == "cuda" else recipe
+
+
+def trainings(ranks: int, local_ranks: int) -> Iterator[Training]:
+    """The trainings for so many ranks, those that say most first."""
+    heads = max(4, local_ranks)
+    layers = max(4, local_ranks)
+    small = {"num_layers": layers, "num_heads": heads, "num_kv_heads": heads}
+    small |= {"hidden_size": 32 * heads, "intermediate_size": 96 * heads}
+    wide = {**small, "hidden_size": 64 * heads, "intermediate_size": 192 * heads}
+    n, rest = local_ranks, ranks // local_ranks
+
+    def each(name: str, batch: int, model: dict[str, Any] = small, **values: Any) -> Training:
+        # Axes but dp stay within a node, dp goes over all nodes.
+        values = {"dp": rest, "replicate": 1, **values}
+        return Training(name, Candidate(**values), batch * values["dp"], model)
+
+    yield each("dp, small batch", 1, dp=ranks)
+    yield each("dp, large batch", 4, dp=ranks)
+    if ranks > 1:
+        yield each("dp level 3", 2, dp=ranks, level=3)
+    if n > 1:
+        yield each("mp", 4, mp=n)
+        yield each("pp 1f1b", 2 * n, pp=n, pipeline=PIPELINES.index("1f1b"), microbatches=2 * n)
+        yield each("cp gather", 4, cp=n)
+        yield each("mp, sequence parallel", 4, mp=n, sequence_parallel=1)
+    yield each("dp, wide model", 2, wide, dp=ranks)
+    yield each("dp, 4 microbatches", 4, dp=ranks, microbatches=4)
+    if n > 1:
+        yield each("pp exact", 2 * n, pp=n, pipeline=PIPELINES.index("exact"), microbatches=n)
+        yield each("cp ring", 4, cp=n, backend=CP_BACKENDS.index("ring"))
+        yield each("cp ulysses", 4, cp=n, backend=CP_BACKENDS.index("ulysses"), ulysses=n)
+    if ranks > 1:
+        yield each("dp level 1", 2, dp=ranks, level=1)
+        yield each("dp level 3, 4 microbatches", 4, dp=ranks, level=3, microbatches=4)
+    yield each("dp, recomputed", 4, dp=ranks, recompute=FULL)
+
+
+def _group(group: str, option: str) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))  # PyYAML reads 1e-3 as a text
+    return dict(values)
