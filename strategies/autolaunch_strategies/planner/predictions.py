@@ -1,0 +1,101 @@
+"""The planner's candidates for a search: those that fit, with what is predicted of them. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autolaunch_strategies.planner.candidate import FIELDS, NO_RECOMPUTE, Candidates
+from autolaunch_strategies.planner.fit import Run, fit
+from autolaunch_strategies.planner.hardware import Hardware
+from autolaunch_strategies.planner.memory import peak_memory
+from autolaunch_strategies.planner.profile import ModelProfile, Recipe
+from autolaunch_strategies.planner.time import step_time
+from autolaunch_strategies.planner.uncertainty import spread
+
+Floats = NDArray[np.float64]
+
+SPREAD_OF = 300
+"""The spread is computed for so many of the fastest; the others get the median of these."""
+
+LEAST_SPREAD = 0.03
+
+
+class PlannerPredictions:
+    """`search.Predictions` by the models of memory and time; the constants are fitted to the runs."""
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        recipe: Recipe,
+        hardware: Hardware,
+        spaces: Sequence[Candidates],
+        foreign: bool = True,
+    ) -> None:
+        """
+        Args:
+            spaces: what may be run; candidates that several of them hold count once.
+        """
+        self.profile, self.recipe, self.hardware = profile, recipe, hardware
+        rows = np.concatenate([np.stack([getattr(space, name) for name in FIELDS], axis=1) for space in spaces])
+        rows = np.unique(rows, axis=0)
+        everything = Candidates(**{name: rows[:, column] for column, name in enumerate(FIELDS)})
+        memory = peak_memory(profile, recipe, hardware, everything)
+        self.limit_bytes = float(memory.limit)
+        fits = memory.bytes <= self.limit_bytes
+        self.none_fits = len(rows) > 0 and not fits.any()
+        if self.none_fits:
+            # The prediction may be wrong: those that need the least can be tried.
+            fits = memory.bytes <= 1.05 * memory.bytes.min()
+        self.candidates = everything.select(fits)
+        self.memory_bytes = np.asarray(memory.bytes[fits], dtype=float)
+        self.simplicity = simplicity(self.candidates)
+        self.spread = self._spread()
+        self.fitted = hardware
+        """With the constants of the last call of `seconds`."""
+
+    def seconds(self, runs: Sequence[tuple[int, float]]) -> Floats:
+        """Predicted seconds per step of every candidate [n], fitted to runs (index, measured seconds)."""
+        observed = [Run(self.profile, self.recipe, self.candidates[index], seconds) for index, seconds in runs]
+        self.fitted = fit(self.hardware, observed)
+        return np.asarray(step_time(self.profile, self.recipe, self.fitted, self.candidates).seconds, dtype=float)
+
+    def _spread(self) -> Floats:
+        if not len(self.candidates):
+            return np.zeros(0)
+        seconds = step_time(self.profile, self.recipe, self.hardware, self.candidates).seconds
+        fastest = np.argsort(seconds, kind="stable")[:SPREAD_OF]
+        known = spread(self.profile, self.recipe, self.hardware, self.candidates.select(fastest))
+        result = np.full(len(seconds), float(np.median(known)))
+        result[fastest] = known
+        return np.maximum(result, LEAST_SPREAD)
+
+
+def simplicity(candidates: Candidates) -> NDArray[np.int64]:
+    """Rank of every candidate [n] in the order of simplicity, 0 for the simplest; no two are equal.
+
+    Fewer axes come first, then no pipeline, plain exchange of gradients, no recomputation, fewer microbatches.
+    """
+    axes = sum((getattr(candidates, axis) > 1).astype(np.int64) for axis in ("mp", "pp", "cp"))
+    keys = (
+        axes,
+        candidates.pp,
+        candidates.cp,
+        candidates.mp,
+        candidates.level,
+        candidates.recompute != NO_RECOMPUTE,
+        candidates.virtual_stages,
+        candidates.split,
+        candidates.pipeline,
+        candidates.sequence_parallel,
+        candidates.microbatches,
+        candidates.replicate,
+        candidates.backend,
+        candidates.ulysses,
+        candidates.recompute,
+    )
+    ranks = np.empty(len(candidates), dtype=np.int64)
+    ranks[np.lexsort(keys[::-1])] = np.arange(len(candidates))
+    return ranks
