@@ -54,6 +54,8 @@ class Rule:
     """Why candidates are none."""
 
     name: str
+    words: str
+    """What it refuses, in few words, without numbers."""
     fields: tuple[str, ...]
     """What it looks at."""
     refuses: Callable[[Any], NDArray[np.bool_]]
@@ -146,6 +148,8 @@ class Space:
         ]
         self._rules = {rule.name: rule for rule in rules}
         self.rejections = Rejections(tuple(rules))
+        self.complete = True
+        """Whether `candidates` has given all values of all fields."""
         self._thin = False
         self._weights = block_flops(profile)
         self._unevenness: dict[int, float] = {}
@@ -155,7 +159,7 @@ class Space:
         meshes = self._meshes()
         rows = self._all(meshes, limit)
         if rows is None:
-            self._thin, noted = True, self.rejections.refused
+            self.complete, self._thin, noted = False, True, self.rejections.refused
             self.rejections.refused = {}  # what is left out has been noted once
             rows = self._all(meshes)
             self._thin, self.rejections.refused = False, noted
@@ -278,8 +282,8 @@ class Space:
         return self._kept(table, "replicas", "whole_nodes")
 
     def _levels_of(self, dp: int, cp: int, mp: int, pp: int) -> list[tuple[int, ...]]:
-        if dp * cp == 1:
-            return [(0, 1)]
+        if dp * cp == 1:  # nothing can be sharded; as many replicas as are asked for can't be, either
+            return [(0, 1)] if 1 in self.wanted.get("replicate", (1,)) else [(1, n) for n in self.wanted["replicate"]]
         levels = self._values("level", range(4))
         if pp > 1:  # a pipeline keeps parameters for a whole step and exchanges gradients at its end: 1, 2, 3 are one
             levels = [*(level for level in levels if not level), *[level for level in levels if level][:1]]
@@ -355,6 +359,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
     def refused_axis(axis: str) -> Rule:
         return Rule(
             f"{axis}_refused",
+            f"{axis} with this model",
             (axis,),
             lambda c: (getattr(c, axis) > 1) & (axis in refused),
             lambda c: f"{profile.name} can't be divided along {axis}: {refused[axis]}",
@@ -366,6 +371,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
     return [
         Rule(
             "devices",
+            "a mesh of another size",
             ("dp", "mp", "pp", "cp"),
             lambda c: c.dp * c.mp * c.pp * c.cp != devices,
             lambda c: f"the mesh {c.mesh.name} has {c.ranks} ranks, not {devices}",
@@ -375,30 +381,35 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         refused_axis("cp"),
         Rule(
             "compiled",
+            "mp with compile",
             ("mp",),
             lambda c: (c.mp > 1) & recipe.compiled,
             lambda c: "torch.compile does not follow tensors that are divided along mp: compile=false, or mp=1",
         ),
         Rule(
             "mp_sizes",
+            "heads % mp",
             ("mp",),
             lambda c: np.logical_or.reduce([size % c.mp != 0 for size in (*profile.mp_sizes, 0)]),
             lambda c: f"{c.mp} ranks of mp cannot share {indivisible(c.mp)} heads evenly",
         ),
         Rule(
             "blocks",
+            "blocks < pipeline stages",
             ("pp", "virtual_stages"),
             lambda c: (c.pp > 1) & (c.pp * c.virtual_stages > blocks),
             lambda c: f"{blocks} blocks cannot fill {c.pp * c.virtual_stages} pipeline stages",
         ),
         Rule(
             "positions",
+            "positions % (2 x cp)",
             ("cp",),
             lambda c: (c.cp > 1) & (positions % (2 * c.cp) != 0),
             lambda c: f"sequences of {positions} positions cannot be cut into 2 x {c.cp} equal parts",
         ),
         Rule(
             "short_parts",
+            "cp: parts of sequences too short to gain",
             ("cp",),
             lambda c: (c.cp > 1) & (positions < SHORTEST_PART * c.cp),
             lambda c: (
@@ -408,6 +419,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         ),
         Rule(
             "batch",
+            "batch % (dp x microbatches)",
             ("dp", "microbatches"),
             lambda c: batch % (c.dp * c.microbatches) != 0,
             lambda c: (
@@ -416,18 +428,21 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         ),
         Rule(
             "published",
+            "schedules that are not ours",
             ("pipeline",),
             lambda c: c.pipeline > _PIPELINE[SCHEDULES[-1]],
             lambda c: f"{c.pipeline_name} is no schedule of ours; zbv_zero_bubble is its like",
         ),
         Rule(
             "mean_loss",
+            "schedules for losses that are means",
             ("pipeline",),
             lambda c: (c.pipeline > _PIPELINE["exact"]) & (not recipe.mean_loss),
             lambda c: f"{c.pipeline_name} needs a loss that is a mean over samples; exact runs any",
         ),
         Rule(
             "virtual_stages",
+            "stages per rank of the schedule",
             ("pipeline", "virtual_stages"),
             _wrong_virtual_stages,
             lambda c: (
@@ -437,6 +452,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         ),
         Rule(
             "schedule_microbatches",
+            "microbatches of the schedule",
             ("pp", "pipeline", "microbatches"),
             _wrong_microbatches,
             lambda c: (
@@ -450,6 +466,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         ),
         Rule(
             "few_microbatches",
+            "too few microbatches for the pipeline",
             ("dp", "pp", "microbatches"),
             lambda c: (c.pp > 1) & (2 * c.microbatches < c.pp) & (c.microbatches * c.dp < batch),
             lambda c: f"{c.microbatches} microbatches on {c.pp} ranks of pp leave most ranks idle most of the time",
@@ -457,6 +474,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         ),
         Rule(
             "dominated",
+            "schedules that another one is never worse than",
             ("pp", "pipeline", "microbatches"),
             _is_dominated,
             lambda c: f"{c.pipeline_name} waits as long as {_INSTEAD[c.pipeline_name]} and holds more microbatches",
@@ -464,6 +482,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         ),
         Rule(
             "replicas",
+            "dp % replicas",
             ("dp", "level", "replicate"),
             lambda c: np.where(c.level == 0, c.replicate != c.dp, c.dp % c.replicate != 0),
             lambda c: (
@@ -474,6 +493,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         ),
         Rule(
             "whole_nodes",
+            "replicas that are not whole nodes",
             ("dp", "mp", "cp", "level", "replicate"),
             lambda c: (c.level > 0) & (c.replicate > 1) & (c.dp // c.replicate * c.cp * c.mp % node != 0),
             lambda c: (
@@ -483,12 +503,14 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         ),
         Rule(
             "ulysses",
+            "cp % ulysses",
             ("cp", "ulysses"),
             lambda c: c.cp % c.ulysses != 0,
             lambda c: f"{c.cp} ranks of cp cannot be cut into groups of {c.ulysses}",
         ),
         Rule(
             "heads",
+            "heads % (mp x ulysses)",
             ("mp", "cp", "ulysses"),
             lambda c: (c.ulysses > 1) & ((heads or 1) % (c.mp * c.ulysses) != 0),
             lambda c: f"{heads or 'no'} attention heads cannot be shared by {c.mp} x {c.ulysses} ranks (mp x ulysses)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +88,12 @@ def balanced_sizes(weights: Sequence[float], stages: int) -> list[int]:
     """
     count = len(weights) - 2
     assert 1 <= stages <= count, f"{count} blocks in {stages} stages"
-    sums = _prefix_sums(weights)
+    return list(_balanced_sizes(tuple(_prefix_sums(weights)), stages))
+
+
+@functools.lru_cache(maxsize=256)
+def _balanced_sizes(sums: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    count = len(sums) - 1
     largest = _least_largest(sums, stages)
     widest = max(bisect_right(sums, sums[begin] + largest) - 1 - begin for begin in range(count))
     # Begin and size of a stage [begin, size] -> its cost; what ends beyond the last block, or costs too much: no.
@@ -115,7 +121,7 @@ def balanced_sizes(weights: Sequence[float], stages: int) -> list[int]:
     for sizes in reversed(chosen):
         result.append(int(sizes[begin]))
         begin += result[-1]
-    return result
+    return tuple(result)
 
 
 def _prefix_sums(weights: Sequence[float]) -> list[int]:
@@ -134,7 +140,7 @@ def _prefix_sums(weights: Sequence[float]) -> list[int]:
     return sums
 
 
-def _least_largest(sums: list[int], stages: int) -> int:
+def _least_largest(sums: Sequence[int], stages: int) -> int:
     """The least possible cost of the costliest of at most so many stages.
 
     With fewer stages than asked for some stage has several blocks, and cutting it costs nothing.
