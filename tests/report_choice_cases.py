@@ -48,23 +48,25 @@ def alternative(mesh: str, seconds: float, memory: float, *options: str, fits: s
     }
 
 
-OPTIONS = ("dp=zero1", "mp=seq_parallel", "pp=interleaved_1f1b", "pp.virtual_stages=5", "data.microbatches=32")
+LAST = ("recompute=none", "data.microbatches=1")
+OPTIONS = ("dp=zero1", "mp=seq_parallel", "pp=interleaved_1f1b", "pp.virtual_stages=5")
+PARTED = (*OPTIONS, "pp.microbatches=32", *LAST)
 
 
 def usual() -> dict[str, Any]:
     """A large training: 1,024 devices, all axes but cp."""
     stages = [stage(rank, 10, activations=40 - 4 * rank, loss=9.5 * (rank == 7)) for rank in range(8)]
     alternatives = [
-        alternative("dp16xmp8xpp8", 4.18, 66.1, *OPTIONS[:-1], "data.microbatches=64", note="within the noise"),
-        alternative("dp32xmp8xpp4", 4.31, 71.9, *OPTIONS, fits="tight"),
-        alternative("dp8xmp8xpp16", 4.44, 44.0, *OPTIONS),
-        alternative("dp32xmp4xpp8", 4.52, 73.1, *OPTIONS, "recompute=selective", fits="tight"),
-        alternative("dp64xmp8xcp2", 4.90, 70.0, "dp=hsdp", "dp.replicate=8", "mp=seq_parallel", "cp=ring"),
-        alternative("dp128xmp8", 5.63, 68.2, "dp=fsdp", "mp=seq_parallel", "recompute=full"),
+        alternative("16x8x8", 4.18, 66.1, *OPTIONS, "pp.microbatches=64", *LAST, note="within the noise"),
+        alternative("32x8x4", 4.31, 71.9, *PARTED, fits="tight"),
+        alternative("8x8x16", 4.44, 44.0, *PARTED),
+        alternative("32x4x8", 4.52, 73.1, *PARTED[:-2], "recompute=selective", LAST[1], fits="tight"),
+        alternative("64x8x1x2", 4.90, 70.0, "dp=hsdp", "dp.replicate=8", "mp=seq_parallel", "cp=ring", *LAST),
+        alternative("128x8", 5.63, 68.2, "dp=fsdp", "mp=seq_parallel", "recompute=full", "data.microbatches=2"),
     ]
     chosen = {
-        "overrides": ["mesh=dp16xmp8xpp8", *OPTIONS],
-        "mesh": "dp16xmp8xpp8",
+        "overrides": ["mesh=16x8x8", *PARTED],
+        "mesh": "16x8x8",
         "ranks": 1024,
         "seconds": 4.21,
         "seconds_low": 3.81,
@@ -82,7 +84,7 @@ def usual() -> dict[str, Any]:
         ],
     }
     front = [chosen, alternatives[2]] + [
-        alternative("dp8xmp8xpp16", 4.6 + 0.3 * n, 40 - 4 * n, *OPTIONS, f"recompute={8 - n}") for n in range(8)
+        alternative("8x8x16", 4.6 + 0.3 * n, 40 - 4 * n, *PARTED[:-2], f"recompute={8 - n or 'full'}") for n in range(9)
     ]
     return {
         "chosen": chosen,
@@ -115,7 +117,7 @@ def usual() -> dict[str, Any]:
 def one_device() -> dict[str, Any]:
     """The smallest: one device, one part, microseconds, nothing else possible."""
     chosen = {
-        "overrides": ["mesh=1"],
+        "overrides": ["mesh=1", "dp=ddp", *LAST],
         "mesh": "1",
         "ranks": 1,
         "seconds": 1.04e-4,
@@ -144,8 +146,9 @@ def one_device() -> dict[str, Any]:
 def huge() -> dict[str, Any]:
     """16,384 ranks, 64 stages, a step of a quarter of an hour, and names that go on and on."""
     choice = usual()
-    mesh, cuts = "dp32xmp8xpp64", "pp.split_spec=[" + ",".join(f"model.layers.{n}" for n in range(2, 126, 2)) + "]"
-    overrides = [f"mesh={mesh}", *OPTIONS, cuts, "recompute=7"]
+    mesh = "32x8x64"
+    cuts = "pp.split_spec={" + ", ".join(f"model.layers.{n}: END" for n in range(2, 126, 2)) + "}"
+    overrides = [f"mesh={mesh}", *OPTIONS, cuts, "recompute=7", "data.microbatches=1"]
     stages = [stage(rank, 2 - (rank in (0, 63)), 60 - 0.8 * rank, loss=20.0 * (rank == 63)) for rank in range(64)]
     scale = 1004.0 / 4.21
     choice["chosen"] |= {
@@ -160,14 +163,18 @@ def huge() -> dict[str, Any]:
         "memory_bytes": max(item["total"] for item in stages),
     }
     for row in choice["alternatives"]:
-        row |= {"seconds": row["seconds"] * scale, "mesh": "dp128xmp8xpp16xcp16", "overrides": [*overrides, "cp=usp"]}
+        row |= {
+            "seconds": row["seconds"] * scale,
+            "mesh": "128x8x16x16",
+            "overrides": [*overrides, "cp=usp", "cp.ulysses=4"],
+        }
         row["parts"] = {name: seconds * scale for name, seconds in row["parts"].items()}
     choice["pareto"] = [
         {
             "seconds": 1004.0 * (1 + n / 40),
             "memory_bytes": (75 - 0.4 * n) * GIB,
-            "mesh": f"dp{128 * (1 + n % 3)}xmp8xpp16xcp8",
-            "overrides": overrides if n == 0 else [f"mesh=dp{n}", "recompute=full"],
+            "mesh": mesh if n == 0 else f"{128 * (1 + n % 3)}x8x16x8",
+            "overrides": overrides if n == 0 else [f"mesh={128 * (1 + n % 3)}x8x16x8", f"recompute={n}"],
         }
         for n in range(120)
     ]
@@ -223,7 +230,7 @@ def explanation() -> dict[str, Any]:
         "found": True,
         "rank": 412,
         "of": 9712,
-        "overrides": ["mesh=dp128xmp4xpp2", "dp=fsdp", "mp=seq_parallel", "pp=1f1b", "data.microbatches=4"],
+        "overrides": ["mesh=128x4x2", "dp=fsdp", "mp=seq_parallel", "pp=1f1b", "pp.microbatches=4", *LAST],
         "seconds": 5.31,
         "chosen_seconds": 4.21,
         "parts_difference": {"compute": 0.002, "mp": -0.21, "bubble": 0.0, "dp": 1.29, "fixed": 0.018},

@@ -18,6 +18,7 @@ from autolaunch.report.choice_words import (
     is_number,
     mesh_name,
     mfu_convention,
+    option_differences,
     option_words,
     pareto_front,
     plateau_words,
@@ -28,7 +29,7 @@ from autolaunch.report.choice_words import (
 )
 from autolaunch.report.readable import readable_bytes
 
-MOST_OF_FRONT = 24
+MOST_OF_FRONT = 12
 MOST_RULES = 40
 
 _CHOSEN = ' class="chosen"'
@@ -49,8 +50,8 @@ dd { margin: 0; }
 pre { background: #f4f4f1; padding: .75rem 1rem; margin: 0; white-space: pre-wrap; font-size: .9rem;
   font-family: ui-monospace, "Cascadia Mono", Menlo, "DejaVu Sans Mono", monospace; }
 .wide { overflow-x: auto; }
-figure { margin: 2rem 0 0; }
-figure svg { display: block; width: 100%; min-width: 32rem; height: auto; }
+figure { margin: 2rem -1.25rem 0; }
+figure svg { display: block; width: 100%; min-width: 24rem; max-width: 45rem; height: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; overflow-wrap: normal; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #ddd; }
 th { color: #555; font-weight: 400; }
@@ -142,29 +143,35 @@ def _command(choice: Mapping[str, Any]) -> list[str]:
 
 
 def _ranking(title: str, rows: Sequence[Mapping[str, Any]], choice: Mapping[str, Any]) -> list[str]:
-    if not rows:
+    """Ways to run it as a table; of all but the chosen one, the options that are other than there."""
+    if len(rows) < 2 and choice.get("chosen"):
         return []
     chosen = choice.get("chosen") or {}
-    limit, unit = chosen.get("memory_limit_bytes"), TimeUnit.of(chosen.get("seconds", rows[0].get("seconds")))
+    unit = TimeUnit.of(chosen.get("seconds", rows[0].get("seconds")))
     lines = [
         f"<h2>{title}</h2>",
         '<div class="wide"><table>',
-        '<thead><tr><th>mesh</th><th>options</th><th class="number">time</th><th class="number">slower</th>'
-        '<th class="number">memory</th><th>fits</th><th>note</th></tr></thead>',
-        "<tbody>",
+        f"<thead><tr><th>mesh</th><th>{'what differs' if chosen else 'options'}</th>"
+        '<th class="number">time</th><th class="number">slower</th><th class="number">memory</th><th>fits</th></tr>',
+        "</thead><tbody>",
     ]
     for row in rows:
         first = bool(chosen) and row.get("note") == "chosen"
-        size, fits = row.get("memory_bytes"), fits_within(row, limit)
+        if first or not chosen:
+            options = option_words(row["overrides"])
+        else:
+            options = option_differences(row["overrides"], chosen["overrides"])
+        note = f'<span class="note">{_text(row["note"])}</span>' if row.get("note") else ""
+        size: Any = row.get("memory_bytes")
+        fits = fits_within(row, chosen.get("memory_limit_bytes"))
         lines.append(
             f"<tr{_CHOSEN if first else ''}>"
             f"<td>{_text(mesh_name(row['mesh']))}</td>"
-            f'<td class="options">{_text(", ".join(option_words(row["overrides"])))}</td>'
+            f'<td class="options">{"<br>".join(filter(None, (_text(", ".join(options)), note)))}</td>'
             f'<td class="number">{unit.write(row.get("seconds"))}</td>'
-            f'<td class="number">{"" if first else difference(row.get("slower_by"))}</td>'
+            f'<td class="number">{difference(row.get("slower_by")) if chosen and not first else ""}</td>'
             f'<td class="number">{readable_bytes(size) if is_number(size) else "?"}</td>'
-            f'<td class="{fits if fits in ("yes", "tight", "no") else ""}">{_text(fits)}</td>'
-            f"<td>{_text(row.get('note') or '')}</td></tr>"
+            f'<td class="{fits if fits in ("yes", "tight", "no") else ""}">{_text(fits)}</td></tr>'
         )
     return [*lines, "</tbody></table></div>"]
 
@@ -178,7 +185,7 @@ def _front(choice: Mapping[str, Any]) -> list[str]:
         {**point, "slower_by": point["seconds"] / chosen["seconds"] - 1}
         for point in thinned(pareto_front(choice), MOST_OF_FRONT)
     ]
-    return _ranking("Ways that nothing beats in both time and memory", rows, choice) if len(rows) > 1 else []
+    return _ranking("Ways that nothing beats in both time and memory", rows, choice)
 
 
 def _looked_at(choice: Mapping[str, Any]) -> list[str]:

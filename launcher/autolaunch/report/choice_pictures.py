@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 
 from autolaunch.report.choice_words import (
     MEMORY,
+    NEAR_LIMIT,
     PARTS,
     Look,
     TimeUnit,
@@ -19,6 +20,7 @@ from autolaunch.report.choice_words import (
     is_number,
     joined,
     look_of,
+    memory_limit,
     mesh_name,
     option_differences,
     option_words,
@@ -26,6 +28,7 @@ from autolaunch.report.choice_words import (
     parts_of,
     ranked_rows,
     share_of,
+    thinned,
 )
 from autolaunch.report.readable import readable_bytes
 
@@ -35,7 +38,13 @@ MOST_BARS = 6
 TOO_SLOW = 5.0
 """Ways that take so many times as long as the fastest are not drawn: nothing could be seen of the others."""
 
-_WIDTH, _EDGE = 680, 20
+FAR_APART = 8.0
+"""Slowest over fastest from which on the time axis of time and memory is logarithmic."""
+
+MOST_NAMES = 8
+"""Points of the front of time and memory that get a name."""
+
+_WIDTH, _EDGE = 560, 20
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue','DejaVu Sans',Arial,sans-serif"
 _DIM, _LINE, _GRID, _LIMIT = "#555555", "#888888", "#E4E4E0", "#B00020"
 
@@ -70,11 +79,12 @@ def time_svg(choice: Mapping[str, Any]) -> str:
         )
         room = _WIDTH - 2 * _EDGE - _width(time, 13, first) - 18
         name = _fitted(name, room, 13)
-        parts.append(_words(_EDGE, y + 15, name, 13, weight))
+        about = _fitted(", ".join(options), room - _width(name, 13, first) - 10, 12)
+        parts.append(
+            f'<text x="{_EDGE}" y="{y + 15}"><tspan {weight}>{_text(name)}</tspan>'
+            f'<tspan dx="10" font-size="12" fill="{_DIM}">{_text(about)}</tspan></text>'
+        )
         parts.append(_words(_WIDTH - _EDGE, y + 15, time, 13, f'text-anchor="end" {weight}'))
-        at = _EDGE + _width(name, 13, first) + 10
-        if words := _fitted(", ".join(options), _EDGE + room - at, 12):
-            parts.append(_words(at, y + 15, words, 12, f'fill="{_DIM}"'))
         parts += _stacked(_positive(row["parts"], PARTS), PARTS, _EDGE, y + 22, 24, scale, unit.write, row["seconds"])
     used = {name: 1.0 for row in rows for name, _ in _positive(row["parts"], PARTS)}
     legend, height = _legend([look_of(name, PARTS) for name, _ in parts_of(used, PARTS)], bottom + 62)
@@ -87,24 +97,25 @@ def memory_svg(choice: Mapping[str, Any]) -> str:
     stages = chosen.get("stages") or ()
     if not stages:
         return ""
-    limit = chosen.get("memory_limit_bytes")
-    limit = float(limit) if is_number(limit) and limit > 0 else None
+    limit = memory_limit(chosen)
     height_of, gap = (24, 8) if len(stages) <= 12 else (16, 4) if len(stages) <= 40 else (12, 3)
     size = 13 if height_of > 12 else 10.5
     labels = [str(stage.get("pipe_rank", index)) for index, stage in enumerate(stages)]
     blocks = [str(stage.get("blocks", "")) for stage in stages]
     sizes = [stage["total"] for stage in stages]
-    totals = [readable_bytes(size) + (f"  {share_of(size, limit)}" if limit else "") for size in sizes]
+    totals = [readable_bytes(size) + (f" · {share_of(size, limit)}" if limit else "") for size in sizes]
     first = _EDGE + max(_width("rank", 12), *(_width(label, size) for label in labels))
     left = first + 14 + max(_width("blocks", 12), *(_width(block, size) for block in blocks)) + 12
     right = _WIDTH - _EDGE - max(_width(total, size) for total in totals) - 10
-    scale = (right - left) / max(*(stage["total"] for stage in stages), limit or 0.0, 1.0)
+    near = limit if limit and max(sizes) >= NEAR_LIMIT * limit else None
+    scale = (right - left) / max(*sizes, near or 0.0, 1.0)
     title = "Memory of a rank" if len(stages) == 1 else "Memory of a rank in each stage of the pipeline"
+    of = f"; a device has {readable_bytes(limit)}" if limit and not near else ""
     top = 92
     bottom = top + len(stages) * (height_of + gap) - gap
     parts = [
         _words(_EDGE, 32, title, 17, 'font-weight="600"'),
-        _words(_EDGE, 52, "predicted peak of one step", 12, f'fill="{_DIM}"'),
+        _words(_EDGE, 52, f"predicted peak of a step{of}", 12, f'fill="{_DIM}"'),
         _words(first, top - 10, "rank", 12, f'fill="{_DIM}" text-anchor="end"'),
         _words(left - 12, top - 10, "blocks", 12, f'fill="{_DIM}" text-anchor="end"'),
     ]
@@ -120,8 +131,8 @@ def memory_svg(choice: Mapping[str, Any]) -> str:
         ]
         amounts = _positive({name: stage.get(name, 0.0) for name in MEMORY}, MEMORY)
         parts += _stacked(amounts, MEMORY, left, y, height_of, scale, readable_bytes, stage["total"], shares=False)
-    if limit:
-        x, words = left + limit * scale, f"limit {readable_bytes(limit)}"
+    if near:
+        x, words = left + near * scale, f"limit {readable_bytes(near)}"
         at = max(x, left + _width(words, 12))
         parts += [
             f'<path d="M{x:.2f} {top - 5}V{bottom + 5}" stroke="{_LIMIT}" stroke-width="2" stroke-dasharray="5 3"/>',
@@ -145,8 +156,7 @@ def pareto_svg(choice: Mapping[str, Any]) -> str:
     slowest = max(*(row["seconds"] for row in front), chosen.get("seconds") or 0.0)
     others = [row for row in others if row["seconds"] <= slowest * 1.05]
     points = [*front, *others, *([chosen] if chosen else [])]
-    limit = chosen.get("memory_limit_bytes")
-    plot = _Plot.around(points, limit if is_number(limit) else None)
+    plot = _Plot.around(points, memory_limit(chosen))
     unit = TimeUnit.of(chosen.get("seconds") or front[0]["seconds"])
     parts = [
         _words(_EDGE, 32, "Time against memory", 17, 'font-weight="600"'),
@@ -165,7 +175,7 @@ def pareto_svg(choice: Mapping[str, Any]) -> str:
     parts += [_dot(plot, row, unit, 4, f'fill="{PARTS["compute"].colour}"') for row in front]
     if chosen:
         parts.append(_dot(plot, chosen, unit, 7, f'fill="{PARTS["mp"].colour}" stroke="#222222" stroke-width="1.5"'))
-    labels = _Labels(plot, [plot.place(row) for row in points])
+    labels = _Labels(plot, [*map(plot.place, points), *_along(places)])
     if plot.limit is not None:
         y = plot.y(plot.limit)
         below = y - 7 - 14 < plot.top
@@ -174,15 +184,7 @@ def pareto_svg(choice: Mapping[str, Any]) -> str:
         )
     if chosen:
         parts += labels.beside(plot.place(chosen), f"chosen: {mesh_name(chosen['mesh'])}", 'font-weight="600"')
-    ends = [front[0], front[-1]] if len(front) > 1 else front
-    at = {_key(row): index for index, row in enumerate(front)}
-    named = {at[_key(chosen)]} if chosen and _key(chosen) in at else set()
-    for row in [*ends, *front]:
-        index = at[_key(row)]
-        neighbours = {front[near]["mesh"] for near in (index - 1, index + 1) if near in named}
-        if index not in named and row["mesh"] not in neighbours:  # of a run with one mesh, the ends say it
-            parts += labels.beside(plot.place(row), mesh_name(row["mesh"]))
-        named.add(index)
+    parts += [line for row in _named(front, chosen) for line in labels.beside(plot.place(row), mesh_name(row["mesh"]))]
     entries = [
         ("chosen", PARTS["mp"].colour, 'stroke="#222222" stroke-width="1.5"'),
         ("nothing is better in both", PARTS["compute"].colour, ""),
@@ -223,7 +225,7 @@ def _stacked(
         share = share_of(amount, whole)
         yield (
             f'<rect x="{x:.2f}" y="{top}" width="{wide - seam:.2f}" height="{height}" fill="{look.colour}">'
-            f"<title>{escape(f'{look.words}: {write(amount)}, {share}')}</title></rect>"
+            f"<title>{_text(f'{look.words}: {write(amount)}, {share}')}</title></rect>"
         )
         for words in (f"{look.words} {share}", share) if shares else (look.words,):
             if height >= 16 and _width(words, 11.5) <= wide - 8:
@@ -266,14 +268,23 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
     return [round(count * step, 12) for count in range(first, last + 1)]
 
 
+def _powers(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten within an interval; of many, the powers alone."""
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 2, 5) if high < 300 * low else (1,)
+    found = [round(factor * 10.0**power, 12) for power in exponents for factor in factors]
+    return [tick for tick in found if low <= tick <= high]
+
+
 # --- the plot of time and memory -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Plot:
-    """Where seconds and bytes are on the picture."""
+    """Where seconds and bytes are on the picture; seconds by their logarithm where they are far apart."""
 
     seconds: tuple[float, float]
+    logarithmic: bool
     bytes: tuple[float, float]
     limit: float | None
     left: float = _EDGE + 62.0
@@ -288,11 +299,14 @@ class _Plot:
         sizes = [point["memory_bytes"] for point in points]
         shown = limit if limit is not None and limit <= 1.6 * max(sizes) else None
         highest = max([*sizes, *([shown] if shown else [])])
-        return cls(_widened(min(times), max(times)), (0.0, highest * 1.08 or 1.0), shown)
+        logarithmic = max(times) > FAR_APART * min(times) > 0
+        seconds = (min(times) / 1.2, max(times) * 1.2) if logarithmic else _widened(min(times), max(times))
+        return cls(seconds, logarithmic, (0.0, highest * 1.08 or 1.0), shown)
 
     def x(self, seconds: float) -> float:
         low, high = self.seconds
-        return self.left + (seconds - low) / (high - low) * (self.right - self.left)
+        share = math.log(seconds / low) / math.log(high / low) if self.logarithmic else (seconds - low) / (high - low)
+        return self.left + share * (self.right - self.left)
 
     def y(self, size: float) -> float:
         low, high = self.bytes
@@ -302,7 +316,8 @@ class _Plot:
         return self.x(point["seconds"]), self.y(point["memory_bytes"])
 
     def axes(self, unit: TimeUnit) -> Iterator[str]:
-        for tick in _ticks(*(second / unit.seconds for second in self.seconds), 7):
+        low, high = (seconds / unit.seconds for seconds in self.seconds)
+        for tick in _powers(low, high) if self.logarithmic else _ticks(low, high, 7):
             x = self.x(tick * unit.seconds)
             yield f'<path d="M{x:.2f} {self.top}V{self.bottom + 5}" stroke="{_GRID}"/>'
             yield _words(x, self.bottom + 20, f"{tick:,.10g}", 12, f'fill="{_DIM}" text-anchor="middle"')
@@ -345,6 +360,22 @@ class _Labels:
         return []
 
 
+def _named(front: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Points of a front that get their mesh beside them: the ends, and where the mesh changes."""
+    others = [row for row in front if not chosen or (row["seconds"], row["memory_bytes"]) != _place_of(chosen)]
+    runs = [next(run) for _, run in itertools.groupby(others, key=lambda row: row["mesh"])]
+    last = [others[-1]] if others and others[-1] is not runs[-1] else []
+    return thinned([*runs, *last], MOST_NAMES)
+
+
+def _along(places: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Points on the lines between places."""
+    for (x, y), (to_x, to_y) in itertools.pairwise(places):
+        steps = math.ceil(max(abs(to_x - x), abs(to_y - y)) / 8) or 1
+        for step in range(steps):
+            yield x + (to_x - x) * step / steps, y + (to_y - y) * step / steps
+
+
 def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
@@ -358,11 +389,11 @@ def _dot(plot: _Plot, row: Mapping[str, Any], unit: TimeUnit, radius: float, att
     x, y = plot.place(row)
     about = ", ".join([mesh_name(row["mesh"]), *option_words(row["overrides"])])
     about += f": {unit.write(row['seconds'])}, {readable_bytes(row['memory_bytes'])}"
-    return f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{radius}" {attributes}><title>{escape(about)}</title></circle>'
+    return f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{radius}" {attributes}><title>{_text(about)}</title></circle>'
 
 
-def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(row["overrides"])
+def _place_of(row: Mapping[str, Any]) -> tuple[float, float]:
+    return row["seconds"], row["memory_bytes"]
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -373,7 +404,7 @@ def _svg(title: str, height: float, parts: Iterable[str]) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:.0f}" role="img" '
             f'viewBox="0 0 {_WIDTH} {height:.0f}" font-family="{_FONT}" font-size="13" fill="#222222">',
-            f"<title>{escape(title)}</title>",
+            f"<title>{_text(title)}</title>",
             f'<rect width="{_WIDTH}" height="{height:.0f}" fill="#FFFFFF"/>',
             *parts,
             "</svg>\n",
@@ -382,7 +413,7 @@ def _svg(title: str, height: float, parts: Iterable[str]) -> str:
 
 
 def _words(x: float, y: float, text: str, size: float, attributes: str = "") -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" {attributes}>{escape(_printable(text))}</text>'
+    return f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" {attributes}>{_text(text)}</text>'
 
 
 def _width(text: str, size: float, bold: bool = False) -> float:
@@ -411,6 +442,6 @@ def _fitted(text: str, room: float, size: float) -> str:
     return text + "…" if text else ""
 
 
-def _printable(text: str) -> str:
-    """Without signs that XML forbids."""
-    return "".join(sign if sign >= " " or sign in "\t\n" else "�" for sign in text)
+def _text(text: str) -> str:
+    """As XML, without the signs that it forbids."""
+    return escape("".join(sign if sign >= " " or sign in "\t\n" else "\N{REPLACEMENT CHARACTER}" for sign in text))

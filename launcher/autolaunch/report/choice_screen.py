@@ -15,6 +15,7 @@ from rich.text import Text
 
 from autolaunch.report.choice_words import (
     MEMORY,
+    NEAR_LIMIT,
     PARTS,
     TimeUnit,
     command_of,
@@ -24,6 +25,7 @@ from autolaunch.report.choice_words import (
     is_number,
     joined,
     look_of,
+    memory_limit,
     mesh_name,
     mesh_words,
     mfu_convention,
@@ -80,7 +82,9 @@ def show_choice(
     page.sentences("warnings", choice.get("warnings") or (), "yellow")
     page.command(command_of(choice, _short_path(path) if path else ""))
     if written := [*([path] if path else []), *pages]:
-        page.rows([("written", ", ".join(map(_short_path, written)))])
+        first, *others = written
+        names = [item.name if item.parent == first.parent else _short_path(item) for item in others]
+        page.rows([("written", ", ".join([_short_path(first), *names]))])
 
 
 def show_why(explanation: Mapping[str, Any], console: Console) -> None:
@@ -125,8 +129,7 @@ def _show_memory(page: _Page, chosen: Mapping[str, Any]) -> None:
     stages = chosen.get("stages") or ()
     if not stages:
         return
-    limit = chosen.get("memory_limit_bytes")
-    limit = limit if is_number(limit) and limit > 0 else None
+    limit = memory_limit(chosen)
     used = [name for name in MEMORY if any(stage.get(name) for stage in stages)]
     title = "memory of a rank" if len(stages) == 1 else "memory of a rank in each stage of the pipeline"
     page.title(title + (f", limit {readable_bytes(limit)}" if limit else ""))
@@ -137,7 +140,9 @@ def _show_memory(page: _Page, chosen: Mapping[str, Any]) -> None:
     left = [max(len(title), *map(len, column)) for title, column in (("rank", labels), ("blocks", blocks))]
     right = [max(map(len, column)) for column in (sizes, shares)]
     room = max(page.width - sum(left) - sum(right) - 8, 8)
-    scale = room / max(*(stage["total"] for stage in stages), limit or 0.0, 1.0)
+    most = max(stage["total"] for stage in stages)
+    near = limit if limit and most >= NEAR_LIMIT * limit else None
+    scale = room / max(most, near or 0.0, 1.0)
     page.line(Text(f"{'rank':>{left[0]}}  {'blocks':>{left[1]}}", style="dim"))
     full = max(range(len(stages)), key=lambda index: stages[index]["total"])
     shown = _shown_stages(len(stages), full)
@@ -145,21 +150,21 @@ def _show_memory(page: _Page, chosen: Mapping[str, Any]) -> None:
         if before is not None and index > before + 1:
             page.line(Text(f"{'...':>{left[0]}}", style="dim"))
         line = Text(f"{labels[index]:>{left[0]}}  {blocks[index]:>{left[1]}}  ")
-        line.append_text(_memory_bar(stages[index], limit, scale, room))
+        line.append_text(_memory_bar(stages[index], near, scale, room))
         line.append(f"  {sizes[index]:>{right[0]}}  {shares[index]:>{right[1]}}")
         page.line(line)
     legend = Text()
     for name in used:
         look = MEMORY[name]
         legend.append(look.sign, style=f"{look.ink} on {look.colour}").append(f" {look.words}  ")
-    if limit:
+    if near:
         legend.append("|", style="bold red").append(" limit")
     page.text(legend)
 
 
 def _show_ranking(page: _Page, choice: Mapping[str, Any]) -> None:
     rows = ranked_rows(choice)[: MOST_ALTERNATIVES + 1]
-    if rows:
+    if len(rows) > (1 if choice.get("chosen") else 0):
         page.title("the choice and its alternatives" if choice.get("chosen") else "what comes closest")
         page.print(_ranking(page, rows, choice.get("chosen") or {}))
 
@@ -200,7 +205,7 @@ def _ranking(page: _Page, rows: Sequence[Mapping[str, Any]], chosen: Mapping[str
             Text(page.writable(mesh_name(row["mesh"]))),
             options,
             unit.write(row.get("seconds")),
-            "" if first else difference(row.get("slower_by")),
+            difference(row.get("slower_by")) if chosen and not first else "",
             readable_bytes(row["memory_bytes"]) if is_number(row.get("memory_bytes")) else "?",
         ]
         if numbered:
@@ -245,7 +250,8 @@ def _show_differences(page: _Page, parts: Sequence[tuple[str, float]]) -> None:
 
 
 def _explanation_rows(explanation: Mapping[str, Any]) -> list[tuple[str, str]]:
-    seconds, chosen = explanation.get("seconds"), explanation.get("chosen_seconds")
+    seconds: Any = explanation.get("seconds")
+    chosen: Any = explanation.get("chosen_seconds")
     rows: list[tuple[str, str]] = []
     if explanation.get("overrides"):
         mesh = next((item.partition("=")[2] for item in explanation["overrides"] if item.startswith("mesh=")), "")

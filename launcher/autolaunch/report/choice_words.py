@@ -10,7 +10,7 @@ import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch_strategies.config import AXES, ConfigError, parse_mesh
@@ -55,6 +55,9 @@ MEMORY = {
 }
 """Kinds of memory, in the order in which they are shown."""
 
+NEAR_LIMIT = 0.1
+"""Share of the limit from which on bars of memory are drawn against it; below, against the largest of them."""
+
 HOW_DP = {
     "ddp": "every rank holds all of it",
     "zero1": "optimizer state sharded",
@@ -63,7 +66,7 @@ HOW_DP = {
     "hsdp": "parameters, gradients, optimizer state sharded within replicas",
 }
 
-MFU = "flops of matrix products and attention without recomputation, over the devices' peak"
+MFU = "flops of matrix products and attention, causal attention as half, no recomputation; over the devices' peak"
 """The convention of the figure, unless the choice names another one."""
 
 
@@ -93,7 +96,10 @@ class TimeUnit:
 
     def number(self, seconds: float | None) -> str:
         """The time without its unit."""
-        return f"{seconds / self.seconds:,.{self.digits}f}" if is_number(seconds) else "?"
+        if not is_number(seconds):
+            return "?"
+        amount = seconds / self.seconds
+        return f"{amount:,.{self.digits if abs(amount) < 1000 else 0}f}"
 
 
 def step_time(seconds: float | None) -> str:
@@ -101,7 +107,7 @@ def step_time(seconds: float | None) -> str:
     return TimeUnit.of(seconds).write(seconds)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether it is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
@@ -113,12 +119,12 @@ def share_of(part: float, whole: float) -> str:
 
 
 def difference(share: float | None) -> str:
-    """How much longer, relatively: ``+4.5%``, ``-0.3%``, ``x 12`` from tenfold on."""
+    """How much longer, relatively: ``+4.5%``, ``-0.3%``, from twice as long on ``x 2.4``."""
     if not is_number(share):
         return "?"
-    if share >= 9:
-        return f"x {1 + share:,.0f}"
-    return f"{share:+.1%}" if abs(share) < 0.9995 else f"{share:+.0%}"
+    if share < 0.9995:
+        return f"{share:+.1%}"
+    return f"x {1 + share:.1f}" if share < 8.95 else f"x {1 + share:,.0f}"
 
 
 def of_limit(size: float | None, limit: float | None) -> str:
@@ -128,6 +134,12 @@ def of_limit(size: float | None, limit: float | None) -> str:
     if not is_number(limit) or not limit:
         return readable_bytes(size)
     return f"{readable_bytes(size)} of {readable_bytes(limit)}, {share_of(size, limit)}"
+
+
+def memory_limit(chosen: Mapping[str, Any]) -> float | None:
+    """What a device has; None if that is not known."""
+    limit: Any = chosen.get("memory_limit_bytes")
+    return float(limit) if is_number(limit) and limit > 0 else None
 
 
 def parts_of(parts: Mapping[str, float] | None, looks: Mapping[str, Look]) -> list[tuple[str, float]]:
@@ -146,7 +158,7 @@ def fits_within(row: Mapping[str, Any], limit: float | None) -> str:
     """`yes`, `tight` or `no`: as the row says, else by its memory; empty if that is not known."""
     if row.get("fits"):
         return str(row["fits"])
-    size = row.get("memory_bytes")
+    size: Any = row.get("memory_bytes")
     return ("yes" if size <= limit else "no") if is_number(size) and is_number(limit) else ""
 
 
@@ -179,51 +191,47 @@ def _mesh_sizes(mesh: str | Mapping[str, int]) -> dict[str, int] | None:
 
 
 def option_words(overrides: Iterable[str]) -> list[str]:
-    """What overrides choose beside the mesh, in few words; what is off is left out."""
-    return [words for _, words in _chosen_options(overrides)]
+    """What overrides choose beside the mesh, in few words; what is off, or is of an axis without ranks, is left out."""
+    return [option.words for option in _options(overrides)]
 
 
 def option_differences(overrides: Iterable[str], chosen: Iterable[str]) -> list[str]:
-    """What overrides choose that others don't, and what they leave out beside whole axes."""
-    here, there = list(_chosen_options(overrides)), list(_chosen_options(chosen))
-    named = {key for key, _ in here} | set(AXES)
-    more = [words for key, words in here if (key, words) not in there]
-    return [*more, *(_OFF.get(key) or f"without {words}" for key, words in there if key not in named)]
+    """What overrides choose that others don't, and what they leave out of the axes that they use."""
+    here, there = _options(overrides), _options(chosen)
+    words = {option.words for option in there}
+    settings, groups = {option.setting for option in here}, {option.group for option in here}
+    more = [option for option in here if option.words not in words]
+    changed = {option.group for option in more if option.setting in AXES}
+    gone = [
+        _OFF.get(option.setting, f"without {option.words}")
+        for option in there
+        if option.setting not in settings
+        and (option.group not in AXES or option.group in groups - changed)
+        and option.setting not in AXES
+    ]
+    return [*(option.words for option in more), *gone]
 
 
 def option_rows(overrides: Iterable[str]) -> list[tuple[str, str]]:
-    """(axis or key, what is chosen there), one for each axis that is used and for every other key."""
+    """(axis or group, what is chosen there), one for each that is used."""
     rows: dict[str, list[str]] = {}
-    for key, words in _chosen_options(overrides):
-        rows.setdefault("data" if key == "data" else key, []).append(words)
+    for option in _options(overrides):
+        rows.setdefault(option.group, []).append(option.words.removeprefix(f"{option.group} "))
     if rows.get("dp") and (how := HOW_DP.get(rows["dp"][0])):
         rows["dp"].append(how)
     order = (*AXES, "data", "recompute")
     names = [*(name for name in order if name in rows), *(name for name in rows if name not in order)]
-    return [(name, " · ".join(item.removeprefix("recompute ") for item in rows[name])) for name in names]
+    return [(name, " · ".join(rows[name])) for name in names]
 
 
-def _chosen_options(overrides: Iterable[str]) -> Iterable[tuple[str, str]]:
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        group, _, rest = key.partition(".")
-        if key == "mesh" or value in ("none", "null", ""):
-            continue
-        if key in AXES:
-            yield key, value
-        elif key == "recompute":
-            value = f"every {value} blocks" if value.isdigit() and value != "1" else value
-            yield key, f"recompute {'full' if value == '1' else value}"
-        elif rest == "microbatches":
-            if value != "1":
-                yield group, f"{value} microbatches"
-        elif key in _WORDS:
-            yield group, _WORDS[key].format(value)
-        else:
-            yield (group if rest else key), override.lstrip("+")
+@dataclass(frozen=True)
+class _Option:
+    group: str
+    """An axis, or the group of another key."""
+    setting: str
+    """The key; alike for keys that mean the same."""
+    words: str
 
-
-_OFF = {"data": "1 microbatch", "recompute": "no recompute"}
 
 _WORDS = {
     "dp.sharding_level": "level {}",
@@ -231,9 +239,38 @@ _WORDS = {
     "dp.shard": "{} ranks each",
     "pp.virtual_stages": "{} stages per rank",
     "pp.split": "cuts {}",
-    "pp.split_spec": "own cuts",
-    "cp.ulysses_degree": "ulysses of {}",
+    "pp.split_spec": "balanced cuts",
+    "cp.ulysses": "ulysses of {}",
+    "data.microbatches": "{} microbatches",
+    "pp.microbatches": "{} microbatches",
+    "recompute": "recompute {}",
 }
+
+_OFF = {
+    "microbatches": "1 microbatch",
+    "recompute": "no recompute",
+    "pp.virtual_stages": "usual stages per rank",
+    "pp.split_spec": "even cuts",
+    "dp.replicate": "1 replica",
+}
+
+
+def _options(overrides: Iterable[str]) -> list[_Option]:
+    pairs = [(item.lstrip("+").partition("=")[::2], item) for item in overrides]
+    sizes = next((_mesh_sizes(value) for (key, value), _ in pairs if key == "mesh"), None)
+    unused = {"dp"} if sizes and sizes["dp"] * sizes["cp"] == 1 else set()
+    options = []
+    for (key, value), item in pairs:
+        group = key.partition(".")[0]
+        setting = "microbatches" if key in ("data.microbatches", "pp.microbatches") else key
+        off = value in ("none", "null", "") or (setting == "microbatches" and value == "1")
+        if key == "mesh" or group in unused or off:
+            continue
+        if key == "recompute" and value.isdigit():
+            value = "full" if value == "1" else f"every {value} blocks"
+        words = value if key in AXES else _WORDS[key].format(value) if key in _WORDS else item.lstrip("+")
+        options.append(_Option(group if "." in key or key in _WORDS or key in AXES else key, setting, words))
+    return options
 
 
 def command_of(choice: Mapping[str, Any], plan: str = "") -> list[str]:
@@ -257,7 +294,8 @@ def decision_rows(choice: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("model", _model(model)), ("machines", _machines(hardware))]
     if chosen:
         low, high, unit = chosen.get("seconds_low"), chosen.get("seconds_high"), TimeUnit.of(chosen["seconds"])
-        between = f", between {unit.number(low)} and {unit.write(high)}" if is_number(low) and is_number(high) else ""
+        known = is_number(low) and is_number(high)
+        between = f", {unit.number(low)} to {unit.write(high)} within one standard deviation" if known else ""
         ranks = chosen.get("ranks") or 1
         words = mesh_words(chosen["mesh"])
         rows += [
@@ -352,8 +390,9 @@ def _machines(hardware: Mapping[str, Any]) -> str:
 
 
 def _speed(chosen: Mapping[str, Any]) -> str:
-    rate, mfu = chosen.get("tokens_per_second"), chosen.get("mfu")
+    rate: Any = chosen.get("tokens_per_second")
+    mfu: Any = chosen.get("mfu")
     return joined(
         f"{f'{rate:.3g}' if rate < 100 else readable_count(rate)} tokens/s" if is_number(rate) else "",
-        f"MFU {mfu:.1%}" if is_number(mfu) else "",
+        (f"MFU {mfu:.1%}" if mfu >= 0.0005 else "MFU below 0.1%") if is_number(mfu) else "",
     )
