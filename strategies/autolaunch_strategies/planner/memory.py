@@ -244,7 +244,7 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
     put("activations", "after", flying * after)
     put("activations", "after_done", -sequences * after)
     if not recipe.frees_sent:
-        put("activations", "output", flying * of(max(part.output_bytes for part in profile.kinds)))
+        put("activations", "output", flying * of(max((part.output_bytes for part in profile.kinds), default=0.0)))
     put("other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.divided_peak_bytes))
     of_after = of(profile.after.peak_bytes, profile.after.divided_peak_bytes)
     of_loss = _divided(profile.loss_bytes, profile.divided_loss_bytes, c.mp) / c.cp
