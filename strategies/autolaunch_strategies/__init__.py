@@ -20,12 +20,15 @@ if TYPE_CHECKING:
         SequenceParallelEnd,
     )
     from autolaunch_strategies.styles.tensor import ColWiseParallel, RowWiseParallel
+    from autolaunch_strategies.to_distributed_api import to_distributed
+    from autolaunch_strategies.to_distributed_config import InputSpec, ToDistributedConfig
 
 __all__ = [
     "ColWiseParallel",
     "ConfigError",
     "ContextParallel",
     "DataParallel",
+    "InputSpec",
     "MeshShape",
     "MeshStrategy",
     "ParallelConfig",
@@ -39,15 +42,19 @@ __all__ = [
     "SequenceParallelEnable",
     "SequenceParallelEnd",
     "SplitPoint",
+    "ToDistributedConfig",
     "clip_grad_norm_",
     "get_mesh",
     "parallelize",
     "set_mesh",
+    "to_distributed",
 ]
 
 _HOMES = {
     "MeshStrategy": "strategy",
     "SplitPoint": "pipeline.split",
+    "to_distributed": "to_distributed_api",
+    **dict.fromkeys(("InputSpec", "ToDistributedConfig"), "to_distributed_config"),
     **dict.fromkeys(("parallelize", "clip_grad_norm_"), "parallelize_api"),
     **dict.fromkeys(("ProcessMesh", "get_mesh", "set_mesh"), "process_mesh"),
     **dict.fromkeys(("ColWiseParallel", "RowWiseParallel"), "styles.tensor"),

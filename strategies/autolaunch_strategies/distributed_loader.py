@@ -66,10 +66,11 @@ class DistributedLoader:
         share: this rank's part.
         world: how many ranks there are; with one, batches are those of `loader` itself.
         plan: what was decided, for people to read.
+        only_even: refuse batches that do not divide (stages and divided sequences can't be weighed).
     """
 
-    def __init__(self, loader: DataLoader, share: Share, world: int, plan: Any = None) -> None:
-        self.loader, self.share, self.plan = loader, share, plan
+    def __init__(self, loader: DataLoader, share: Share, world: int, plan: Any = None, only_even: bool = False) -> None:
+        self.loader, self.share, self.plan, self.only_even = loader, share, plan, only_even
         self.weight = 1.0
         """What the mean over the batch handed out last counts in the mean over all ranks: samples here / mean of it."""
         self._world = world
@@ -112,6 +113,13 @@ class DistributedLoader:
         try:
             for size, batch in batches:
                 self.weight = self.share.weight(size)
+                if self.only_even and size % self.share.count:
+                    raise ConfigError(
+                        _WHERE,
+                        f"a batch of {size} samples can't be shared out evenly among {self.share.count} ranks along "
+                        "dp, which stages and divided sequences need",
+                        "drop_last=True, or a batch size that divides",
+                    )
                 yield batch
         finally:
             self.weight = 1.0
@@ -442,5 +450,3 @@ def _share_states(generators: list[torch.Generator]) -> None:
     dist.broadcast_object_list(told, 0)
     for generator, state in zip(generators, told[0], strict=True):
         generator.set_state(state)
-
-

@@ -119,7 +119,7 @@ def parallelize_with(
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """`parallelize` with settings that have been checked; `place` has their mesh."""
     names = parameter_names(model)
-    _refuse_second_time(model, optimizer)
+    refuse_second_time(model, optimizer)
     if settings.pp is not None and hasattr(model, "forward_backward"):
         raise ConfigError(
             f"model={type(model).__name__}",
@@ -265,7 +265,8 @@ def _plan(chosen: dict[str, Any], mesh: ProcessMesh) -> dict[str, Any]:
     return dict(plan)
 
 
-def _refuse_second_time(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def refuse_second_time(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise ConfigError if one of them was parallelised before."""
     if model in _MODELS or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigError(f"model={type(model).__name__}", "it is parallelised already", "one call for each model")
     if optimizer is not None and optimizer in _OPTIMIZERS:
