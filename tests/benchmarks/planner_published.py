@@ -124,7 +124,7 @@ def _published(row: dict[str, str]) -> Published | None:
         backend=CP_BACKENDS.index(ring) if cp > 1 else 0,
         ulysses=cp if ring == "ulysses" else 1,
     )
-    hardware = _hardware(row, devices)
+    hardware = _hardware(row, devices, "" if profile.kinds[0].attention else "megatron 2021")
     seconds = _seconds(row, note, profile, recipe, candidate, devices)
     sweep = tuple(row.get(key) or "" for key in ("source", "model", "n_gpus", "gbs", "seq", "gpu", "precision"))
     memory = _number(row, "mem_gib", 0) or None
@@ -138,7 +138,9 @@ def _model(row: dict[str, str], note: str) -> ModelProfile:
     name = row["model"].lower()
     modern = (row.get("precision") or "").lower()[:4] not in ("fp16", "") or "flash" in note
     glu = "llama" in name or "mistral" in name or "mixtral" in name or "qwen" in name or ffn != 4 * hidden
-    vocab = math.ceil(_whole(row, "vocab", 51200) / 128) * 128
+    vocab, mp = _whole(row, "vocab", 51200), max(_whole(row, "tp", 1), 1)
+    if mp > 1:  # vocabularies are made divisible where they are divided, and are else as stated
+        vocab = math.ceil(vocab / (128 * mp)) * 128 * mp
     return _profile(
         _whole(row, "layers", 0), hidden, heads, seq, vocab, _whole(row, "kv_heads", heads), ffn, glu, modern, name
     )
@@ -235,18 +237,22 @@ def _replicate(note: str, size: int) -> int:
     return max(size // 8, 1) if size % 8 == 0 else 1
 
 
+STACKS: dict[str, dict[str, float]] = {"megatron 2021": {"kernel_s": 30e-6, "hidden_dp": 0.1}, "": {}}
+"""What is known of software apart from hardware: eager code with much Python around each kernel, whose gradients are
+exchanged after the backward pass."""
+
 POWER = {"h100": 700.0, "h200": 700.0, "a100": 400.0}
 """Watts of the usual kind; a device that is limited to fewer is slower by the square root."""
 
 
-def _hardware(row: dict[str, str], devices: int) -> Hardware:
+def _hardware(row: dict[str, str], devices: int, stack: str) -> Hardware:
     gpu = row["gpu"].lower()
     per_node = _whole(row, "gpus_per_node", 0)
     hardware = _device(gpu, _number(row, "gpu_mem_gb", 80))
     per_node = per_node or hardware.devices_per_node
     intra = _number(row, "intra_bw_GBs", 0) * 1e9 or hardware.intra.bytes_per_s
     inter = _number(row, "inter_bw_GBs", 0) * 1e9 or hardware.inter.bytes_per_s
-    return _sized(gpu, _number(row, "gpu_mem_gb", 80), per_node, max(devices // per_node, 1), intra, inter)
+    return _sized(gpu, _number(row, "gpu_mem_gb", 80), per_node, max(devices // per_node, 1), intra, inter, stack)
 
 
 @functools.lru_cache(maxsize=None)
@@ -271,10 +277,11 @@ def _device(gpu: str, memory: float) -> Hardware:
 
 
 @functools.lru_cache(maxsize=None)
-def _sized(gpu: str, memory: float, per_node: int, nodes: int, intra: float, inter: float) -> Hardware:
+def _sized(gpu: str, memory: float, per_node: int, nodes: int, intra: float, inter: float, stack: str) -> Hardware:
     hardware = _device(gpu, memory)
     return dataclasses.replace(
         hardware,
+        constants=dataclasses.replace(hardware.constants, **STACKS[stack]),
         devices_per_node=per_node,
         nodes=nodes,
         intra=Link(intra, hardware.intra.latency_s),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 
 def _constant(value: float, sigma: float, help: str) -> Any:
-    """A constant with its usual value; `sigma` is the standard deviation of its logarithm."""
-    return dataclasses.field(default=value, metadata={"sigma": sigma, "help": help})
+    """A constant with its usual value; `sigma` is the standard deviation of its logarithm; a share is at most 1."""
+    most = 1.0 if help.startswith("Share") else math.inf
+    return dataclasses.field(default=value, metadata={"sigma": sigma, "help": help, "most": most})
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,10 @@ class Constants:
     mp_kernel_s: float = _constant(
         60e-6, 0.6, "Further host seconds of a kernel on what mp divides (DTensors)."
     )
-    intra: float = _constant(0.75, 0.25, "Share of the bandwidth that collectives within a domain reach.")
+    intra: float = _constant(0.75, 0.15, "Share of the bandwidth that collectives within a domain reach.")
     inter: float = _constant(0.7, 0.3, "Share of the bandwidth that collectives between nodes reach.")
     p2p: float = _constant(0.7, 0.3, "Share of the bandwidth that sends between two devices reach.")
-    latency: float = _constant(1.0, 0.4, "Multiple of the latencies of the links.")
+    latency: float = _constant(1.0, 0.3, "Multiple of the latencies of the links.")
     hidden_dp: float = _constant(0.8, 0.2, "Share of the exchange over dp that computation hides at most.")
     hidden_mp: float = _constant(0.05, 0.5, "Share of the exchange over mp that computation hides.")
     hidden_cp: float = _constant(0.7, 0.3, "Share of the exchange over cp that attention hides at most (ring).")

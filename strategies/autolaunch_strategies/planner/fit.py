@@ -19,6 +19,8 @@ Floats = NDArray[np.float64]
 
 NOISE = 0.03
 """Relative standard deviation of an observation that the model could explain."""
+OUTLIER = 2.0
+"""Beyond so many times that, an error counts in proportion to its size and no longer to its square (Huber)."""
 _STEPS, _DIFFERENCE, _FARTHEST = 6, 1e-4, 1.5
 
 
@@ -53,7 +55,8 @@ def fit(hardware: Hardware, runs: Sequence[Run], names: Sequence[str] | None = N
     columns = [Candidates.of(runs[index].candidate for index in group) for group in groups.values()]
     observed = np.log([run.seconds for run in runs])
     prior = np.log([getattr(hardware.constants, name) for name in names])
-    sigma = np.array([_sigma(name) for name in names])
+    sigma = np.array([_metadata(name, "sigma") for name in names])
+    most = np.log([_metadata(name, "most") for name in names])
 
     def predicted(logs: Floats) -> Floats:
         values = dict(zip(names, np.exp(logs).tolist(), strict=True))
@@ -66,7 +69,9 @@ def fit(hardware: Hardware, runs: Sequence[Run], names: Sequence[str] | None = N
         return result
 
     def cost(residual: Floats, logs: Floats) -> float:
-        return float(np.sum((residual / noise) ** 2) + np.sum(((logs - prior) / sigma) ** 2))
+        size = np.abs(residual / noise)
+        errors = np.where(size < OUTLIER, size**2, OUTLIER * (2 * size - OUTLIER))
+        return float(errors.sum() + np.sum(((logs - prior) / sigma) ** 2))
 
     logs = prior.copy()
     value = predicted(logs)
@@ -74,19 +79,22 @@ def fit(hardware: Hardware, runs: Sequence[Run], names: Sequence[str] | None = N
         slopes = np.stack(
             [(predicted(logs + _DIFFERENCE * unit) - value) / _DIFFERENCE for unit in np.eye(len(names))], axis=1
         )
-        rows = np.concatenate([slopes / noise, np.diag(1 / sigma)])
-        goal = np.concatenate([(observed - value) / noise, (prior - logs) / sigma])
+        errors = (observed - value) / noise
+        weight = np.sqrt(np.minimum(1.0, OUTLIER / np.maximum(np.abs(errors), 1e-12)))
+        rows = np.concatenate([slopes * (weight / noise)[:, None], np.diag(1 / sigma)])
+        goal = np.concatenate([errors * weight, (prior - logs) / sigma])
         step = np.linalg.lstsq(rows, goal, rcond=None)[0]
         step = np.clip(step, -_FARTHEST, _FARTHEST)
         before, scale = cost(observed - value, logs), 1.0
         while scale > 0.05:
-            trial = predicted(logs + scale * step)
-            if cost(observed - trial, logs + scale * step) < before:
+            moved = np.minimum(logs + scale * step, most)
+            trial = predicted(moved)
+            if cost(observed - trial, moved) < before:
                 break
             scale /= 2
         else:
             break
-        logs, value = logs + scale * step, trial
+        logs, value = moved, trial
         if before - cost(observed - value, logs) < 1e-3 * before:
             break
     values = dict(zip(names, np.exp(logs).tolist(), strict=True))
@@ -96,5 +104,5 @@ def fit(hardware: Hardware, runs: Sequence[Run], names: Sequence[str] | None = N
     )
 
 
-def _sigma(name: str) -> float:
-    return float(next(item for item in dataclasses.fields(Constants) if item.name == name).metadata["sigma"])
+def _metadata(name: str, key: str) -> float:
+    return float(next(item for item in dataclasses.fields(Constants) if item.name == name).metadata[key])

@@ -34,9 +34,11 @@ BACKWARD_ATTENTION = 2.5
 BACKWARD_MOVED = 1.6
 """Bytes that the backward pass of elementwise operators moves: gradients in and out, and what was kept."""
 BACKWARD_KERNELS = 1.5
+EXCHANGE_KERNELS = 2
+"""Kernels that take as long to launch as one exchange."""
 COMPILED_MOVED, COMPILED_KERNELS = 0.6, 0.4
 """What compiled blocks still move and launch, as a share."""
-UNALIGNED = 0.25
+UNALIGNED = 0.33
 """Share of the speed of 16-bit products whose sides are no multiples of 8."""
 HALF_OUTPUT, HALF_INNER, HALF_POSITIONS = 6e5, 150.0, 256.0
 """Elements of the result (tiles for all processors of a device), inner size, and positions with which a product or
@@ -224,7 +226,8 @@ def _part_costs(
 
     kernels = part.kernels * (COMPILED_KERNELS if recipe.compiled else 1.0)
     calls = part.attention.count if part.attention is not None else 0
-    host = kernels * constants.kernel_s + np.where(ways.mp > 1, part.divided_kernels * constants.mp_kernel_s, 0.0)
+    exchanged = np.where(ways.mp > 1, part.exchanges * EXCHANGE_KERNELS, 0.0)
+    host = (kernels + exchanged) * constants.kernel_s + np.where(ways.mp > 1, part.divided_kernels * constants.mp_kernel_s, 0.0)
     host = host + np.where(ways.cp > 1, calls * constants.cp_s, 0.0)
     busy_f = compute_f + attention_f + elementwise_f + mp_f + cp_f
     busy_b = compute_b + attention_b + elementwise_b + mp_b + cp_b
