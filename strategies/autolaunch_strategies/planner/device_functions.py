@@ -6,6 +6,7 @@ autocast computes more functions in fp32 than on a CPU.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -44,24 +45,42 @@ def functions_of(device_type: str, tape: Tape, autocast: torch.dtype | None) -> 
     with ExitStack() as stack:
         if autocast is not None:
             stack.enter_context(torch.autocast("cpu", dtype=autocast))
-        if device_type != "cpu":
-            replaced = _CudaFunctions(tape)
-            stack.enter_context(attention_replaced(replaced.attention))
-            stack.enter_context(replaced)
+        replaced = _Functions(tape, device_type)
+        stack.enter_context(attention_replaced(replaced.attention))
+        stack.enter_context(replaced)
+        stack.enter_context(_unpacked_sequences())
         yield
 
 
-class _CudaFunctions(TorchFunctionMode):
-    def __init__(self, tape: Tape) -> None:
+@contextmanager
+def _unpacked_sequences() -> Iterator[None]:
+    """Within it `transformers` takes positions to be those of one sequence, which shapes alone don't tell it.
+
+    It would build a mask for packed sequences otherwise, and with a mask attention and what is kept for it differ.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(masks, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = find
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, tape: Tape, device_type: str) -> None:
         super().__init__()
-        self.tape = tape
+        self.tape, self.on_cpu = tape, device_type == "cpu"
         self.original = F.scaled_dot_product_attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is self.original:
             return self.attention(*args, **kwargs)
-        if func in _FP32 and torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
+        if not self.on_cpu and func in _FP32 and torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
             args, kwargs = tree_map(_widened, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -77,6 +96,11 @@ class _CudaFunctions(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """As `scaled_dot_product_attention`, on shapes alone."""
+        self.tape.tally.heads.append(query.shape[-3] if query.dim() > 2 else 1)
+        if self.on_cpu:
+            return self.original(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if torch.is_autocast_enabled("cpu"):
             narrow = torch.get_autocast_dtype("cpu")
             query, key, value = (tensor.to(narrow) for tensor in (query, key, value))

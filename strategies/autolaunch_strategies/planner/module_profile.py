@@ -1,7 +1,7 @@
 """The profile of any module, from forward and backward passes on shapes alone.
 
 The model may be on meta and of any size. One whole forward pass shows which blocks run the same operators; then one
-block of each kind, and what lies around the blocks, runs forward and backward, with one and with two sequences: the
+block of each kind, and what lies around the blocks, runs forward and backward, with two and with three sequences: the
 difference is what one sequence costs, and what does not depend on the batch (tables of positions, copies of weights)
 drops out of it.
 """
@@ -229,6 +229,10 @@ class _Span:
     """(bytes that were made in it and are kept for its backward pass, of which divided)."""
     output: int = 0
     input: int = 0
+    saved_input: bool = False
+    """Whether what it is given from block to block is kept."""
+    saved_output: tuple[int, int] = (0, 0)
+    """Of what it keeps, what it returns: that is kept by who gets it, too, if that one keeps its input."""
 
 
 @dataclass
@@ -249,12 +253,14 @@ class _Passes:
     """Blocks in order of execution."""
     kind_of: dict[str, str]
     """Block -> the first of its kind."""
-    one: _Pass
+    shown: _Runner
+    """The first look, with one sequence."""
     two: _Pass
+    three: _Pass
     positions: int
     element_bytes: int
     replaced: Mapping[str, str]
-    origin: str
+    """Parts that can't run on shapes alone, and why."""
 
 
 def _passes(
@@ -265,17 +271,16 @@ def _passes(
     positions: int | None,
     stand_ins: Mapping[str, str],
 ) -> _Passes:
-    made = [_inputs_for(inputs, batch, positions) for batch in (1, 2)]
-    shown = _Runner(subject, division, settings, 1)
-    shown.look(*made[0][:2])
+    made = {batch: _inputs_for(inputs, batch, positions) for batch in (1, 2, 3)}
+    shown = _Runner(subject, division, settings)
+    shown.look(*made[1][:2])
     runs = []
-    for batch in (1, 2):
-        runner = _Runner(subject, division, settings, batch)
-        runs.append(runner.measure(*made[batch - 1][:2], shown))
+    for batch in (2, 3):
+        runner = _Runner(subject, division, settings)
+        runs.append(runner.measure(*made[batch][:2], shown))
     return _Passes(
-        list(shown.order), shown.kinds(), runs[0], runs[1], made[0][2], runner.element_bytes, dict(stand_ins),
-        inputs.origin,
-    )  # fmt: skip
+        list(shown.order), shown.kinds(), shown, runs[0], runs[1], made[1][2], runner.element_bytes, stand_ins
+    )
 
 
 def _inputs_for(inputs: ExampleInputs, batch: int, positions: int | None) -> tuple[Any, Any, int]:
@@ -326,9 +331,9 @@ class _Bridge(torch.autograd.Function):
 class _Runner:
     """Runs the model with one batch."""
 
-    def __init__(self, subject: _Subject, division: _Division, settings: _Settings, batch: int) -> None:
+    def __init__(self, subject: _Subject, division: _Division, settings: _Settings) -> None:
         self.subject, self.division, self.settings = subject, division, settings
-        self.tape = Tape(batch)
+        self.tape = Tape()
         self.before, self.after, self.loss = (_Span(Tally()) for _ in range(3))
         self.order: dict[str, None] = {}
         self.calls: list[str] = []
@@ -352,9 +357,12 @@ class _Runner:
                 if self.running:
                     return run_call(module, *args, **kwargs)
                 self.order.setdefault(name)
+                if self.calls:  # it was not what follows the last block
+                    self.before.tally.matmuls += self.after.tally.matmuls
+                    self.after.tally.matmuls.clear()
                 self.calls.append(name)
                 self.running = True
-                outer, self.tape.tally = self.tape.tally, self.tallies.setdefault(name, Tally())
+                self.tape.tally = self.tallies.setdefault(name, Tally())
                 leaves, spec = tree_flatten((args, kwargs))
                 for place, leaf in enumerate(leaves):
                     if isinstance(leaf, torch.Tensor):
@@ -365,13 +373,14 @@ class _Runner:
                     (str(spec), *(leaf.shape if isinstance(leaf, torch.Tensor) else repr(leaf)[:80] for leaf in leaves))
                 )
                 output = run_call(module, *args, **kwargs)
-                self.tape.tally = outer
+                self.tape.tally = self.after.tally
                 self.running = False
                 return output
 
             return call
 
         with self._running(args, kwargs, block) as call, torch.no_grad():
+            self.tape.tally = self.before.tally
             call()
         self.shared = {
             name: {place for place, key in places.items() if len(received[key]) > 1}
@@ -399,6 +408,7 @@ class _Runner:
         spans: dict[str, _Span] = {}
         made: dict[tuple[str, int], tuple[TreeSpec, list[Any]]] = {}
         turns: dict[str, int] = {}
+        returned: set[int] = set()  # by the last block
 
         def block(name: str, module: nn.Module) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -418,7 +428,12 @@ class _Runner:
                     tape.tally = self.after.tally
                     self.after.begin = len(tape.events)
                 self.running = False
-                return self._stand_in(leaves, *made[first, turn])
+                output = self._stand_in(leaves, *made[first, turn])
+                if len(self.calls) == last:
+                    returned.update(
+                        storage_key(leaf) for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)
+                    )
+                return output
 
             return call
 
@@ -427,10 +442,13 @@ class _Runner:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, _as_it_is):
                 output = call()
                 self.after.end = self.loss.begin = len(tape.events)
+                self.after.saved_input = any(key in self.after.tally.saved for key in returned)
                 around = self.after if last else self.before
                 around.end, around.kept = self.after.end, around.tally.saved_bytes()
                 tape.tally = self.loss.tally
                 value = default_loss(output) if self.settings.loss is None else self.settings.loss(output)
+                held = self.loss.tally.saved_bytes()
+                self.loss.kept = held[0] + around.kept[0], held[1] + around.kept[1]
             del output
             if value is not None and value.requires_grad:
                 tape.backward = True
@@ -466,6 +484,12 @@ class _Runner:
             # Tables of positions and masks that many blocks are given are kept once: with what made them.
             if key in span.tally.saved:
                 outer.saved.setdefault(key, span.tally.saved.pop(key))
+        span.saved_input = any(key in span.tally.saved for key in stream)
+        for key in {storage_key(leaf) for leaf in results} & span.tally.saved.keys() - inputs.keys():
+            size, divided = span.tally.saved[key]
+            span.saved_output = span.saved_output[0] + size, span.saved_output[1] + size * divided
+        for key in stream.keys() & span.tally.saved.keys():
+            self.before.tally.saved.pop(key, None)  # once is enough
         span.input, span.output = sum(stream.values()), sum(leaf.untyped_storage().nbytes() for leaf in results)
         if results:
             self.element_bytes = results[0].element_size()
@@ -592,7 +616,7 @@ def default_loss(output: Any) -> torch.Tensor | None:
     if scores.dim() == 0:
         return scores
     if scores.dim() in (2, 3) and scores.shape[-1] > 1:
-        target = torch.empty(scores.shape[:-1].numel(), dtype=torch.int64, device=scores.device)
+        target = torch.zeros(scores.shape[:-1].numel(), dtype=torch.int64, device=scores.device)
         return nn.functional.cross_entropy(scores.flatten(0, -2).float(), target)
     return scores.float().square().mean()
 
@@ -626,34 +650,54 @@ class _Assembly:
     passes: _Passes
 
     def profile(self, name: str) -> ModelProfile:
-        one, two = self.passes.one, self.passes.two
+        shown, two, three = self.passes.shown, self.passes.two, self.passes.three
         own = self._own_parameters()
-        before, shared = self._outside(own)
+        before_names, shared = self._outside(own)
         firsts = list(dict.fromkeys(self.passes.kind_of.values()))
+        inside = {self.subject.prefix + item for item in itertools.chain(before_names, *own.values())}
+        after_names = [
+            item.removeprefix(self.subject.prefix) for item, _ in self.subject.root.named_parameters()
+            if item not in inside
+        ]  # fmt: skip
+        before = self._part("before", shown.before.tally, two.before, three.before, before_names)
         kinds = tuple(self._block(first, own[first]) for first in firsts)
-        rest = [parameter for names in own.values() for parameter in names]
-        everything = dict(self.subject.root.named_parameters())
-        inside = {self.subject.prefix + parameter for parameter in (*before, *rest)}
-        last = [parameter for parameter in everything if parameter not in inside]
-        first_part = self._part("before", one.before, two.before, before)
-        last_part = self._part("after", one.after, two.after, [item.removeprefix(self.subject.prefix) for item in last])
-        last_part = _with_loss(last_part, one.loss.tally, two.loss.tally)
-        around = ("after", "loss") if firsts else ("before", "loss")
-        loss = _peak(
-            [(getattr(item, around[0]).begin, item.loss.begin, item.loss.end) for item in (one, two)],
-            (one, two),
-            _minus(getattr(two, around[0]).kept, getattr(one, around[0]).kept),
+        after = self._part("after", shown.after.tally, two.after, three.after, after_names)
+        after = _with_loss(after, two.loss.tally, three.loss.tally)
+        if firsts:  # scores are what the loss begins with
+            missing = self._kept_by_nobody()
+            after = dataclasses.replace(
+                after,
+                saved_bytes=after.saved_bytes + missing[0],
+                divided_saved_bytes=after.divided_saved_bytes + missing[1],
+                peak_bytes=0,
+                divided_peak_bytes=0,
+            )
+        # An embedding that is divided by the vocabulary costs an exchange in the forward pass alone, a head in the
+        # backward pass: half of what one exchange in both costs.
+        before = dataclasses.replace(
+            before, exchange_bytes=before.exchange_bytes / 2, output_bytes=kinds[0].output_bytes if kinds else 0
         )
-        attention = [call for span in one.kinds.values() for call in span.tally.attention]
-        heads = math.gcd(*(call.heads for call, _ in attention)) if attention else None
+        given = [
+            item.rows * item.inner * self.passes.element_bytes for item in after.matmuls if item.divided == "columns"
+        ]
+        if given and not after.exchanges:
+            after = dataclasses.replace(after, exchanges=len(given), exchange_bytes=sum(given) / len(given) / 2)
+        begins = [item.after.begin if firsts else item.before.begin for item in (two, three)]
+        loss = _peak(
+            [(begin, item.loss.begin, item.loss.end) for begin, item in zip(begins, (two, three), strict=True)],
+            (two, three),
+            _minus(three.loss.kept, two.loss.kept),
+        )
+        counts = [count for span in two.kinds.values() for count in span.tally.heads]
+        heads = math.gcd(*counts) if counts else None
         return ModelProfile(
             name=name,
             positions=self.passes.positions,
-            before=first_part,
+            before=before,
             kinds=kinds,
             blocks=tuple(firsts.index(self.passes.kind_of[block]) for block in self.passes.order),
             block_names=tuple(self.passes.order),
-            after=last_part,
+            after=after,
             loss_bytes=loss[0],
             divided_loss_bytes=loss[1],
             shared_parameters=shared,
@@ -675,13 +719,13 @@ class _Assembly:
     def _outside(self, own: Mapping[str, list[str]]) -> tuple[list[str], int]:
         """(parameters of what runs before the blocks, elements of those that what runs after them uses, too)."""
         inside = {parameter for names in own.values() for parameter in names}
-        one, names, shared = self.passes.one, [], 0
+        two, names, shared = self.passes.two, [], 0
         for name, parameter in self.subject.model.named_parameters():
-            users = one.tape.used.get(name, ())
-            if name in inside or not any(user is one.before.tally for user in users):
+            users = two.tape.used.get(name, ())
+            if name in inside or not any(user is two.before.tally for user in users):
                 continue
             names.append(name)
-            shared += parameter.numel() if any(user is one.after.tally for user in users) else 0
+            shared += parameter.numel() if any(user is two.after.tally for user in users) else 0
         return names, shared
 
     def _counts(self, names: Sequence[str]) -> tuple[int, int]:
@@ -693,29 +737,54 @@ class _Assembly:
     # --- parts ---
 
     def _block(self, first: str, names: Sequence[str]) -> Part:
-        one, two = self.passes.one.kinds[first], self.passes.two.kinds[first]
-        part = self._part(type(self.subject.blocks[first]).__name__, one, two, names)
-        stream = two.input - one.input
-        selective = _minus(tuple(two.tally.selective), tuple(one.tally.selective))
-        added = tuple(self._replaced_products(first))
+        two, three = self.passes.two.kinds[first], self.passes.three.kinds[first]
+        part = self._part(
+            type(self.subject.blocks[first]).__name__, self.passes.shown.tallies[first], two, three, names
+        )
+        selective = _minus(three.tally.selective, two.tally.selective)
+        twice = self._kept_twice(first)
         return dataclasses.replace(
             part,
-            matmuls=part.matmuls + added,
-            selective_bytes=selective[0] + stream,
+            matmuls=(*part.matmuls, *self._replaced_products(first)),
+            saved_bytes=part.saved_bytes - twice[0],
+            divided_saved_bytes=part.divided_saved_bytes - twice[1],
+            selective_bytes=selective[0] + three.input - two.input,
             divided_selective_bytes=selective[1],
-            output_bytes=two.output - one.output,
+            output_bytes=three.output - two.output,
         )
 
-    def _part(self, name: str, one: _Span, two: _Span, names: Sequence[str]) -> Part:
+    def _kept_twice(self, first: str) -> tuple[float, float]:
+        """What a block of this kind returns and keeps itself, if what follows the first of them keeps it as well."""
+        if not self._is_kept_behind(self.passes.order.index(first)):
+            return 0.0, 0.0
+        return _minus(self.passes.three.kinds[first].saved_output, self.passes.two.kinds[first].saved_output)
+
+    def _kept_by_nobody(self) -> tuple[float, float]:
+        """What was taken to be kept by whoever follows a block, where that one does not."""
+        whole = divided = 0.0
+        for place, name in enumerate(self.passes.order):
+            if not self._is_kept_behind(place):
+                twice = self._kept_twice(self.passes.kind_of[name])
+                whole, divided = whole + twice[0], divided + twice[1]
+        return whole, divided
+
+    def _is_kept_behind(self, place: int) -> bool:
+        """Whether what follows block number `place` keeps what it is given."""
+        if place + 1 == len(self.passes.order):
+            return self.passes.two.after.saved_input
+        return self.passes.two.kinds[self.passes.kind_of[self.passes.order[place + 1]]].saved_input
+
+    def _part(self, name: str, shown: Tally, two: _Span, three: _Span, names: Sequence[str]) -> Part:
         parameters, divided_parameters = self._counts(names)
-        first, second = one.tally, two.tally
-        moved = _minus(tuple(second.moved), tuple(first.moved))
-        saved = _minus(second.saved_bytes(), first.saved_bytes())
-        kept = _minus(two.kept, one.kept)
+        less, more = two.tally, three.tally
+        moved = _minus(more.moved, less.moved)
+        saved = _minus(more.saved_bytes(), less.saved_bytes())
         peak = _peak(
-            [(one.begin, one.begin, one.end), (two.begin, two.begin, two.end)], (self.passes.one, self.passes.two), kept
+            [(two.begin, two.begin, two.end), (three.begin, three.begin, three.end)],
+            (self.passes.two, self.passes.three),
+            _minus(three.kept, two.kept),
         )
-        matmuls, attention = _calls(first)
+        matmuls, attention = _calls(shown, less)
         return Part(
             name=name,
             parameters=parameters,
@@ -724,14 +793,15 @@ class _Assembly:
             attention=attention,
             moved_bytes=moved[0],
             divided_moved_bytes=moved[1],
-            kernels=first.kernels[0],
-            divided_kernels=first.kernels[1],
+            kernels=less.kernels[0],
+            divided_kernels=less.kernels[1],
             saved_bytes=saved[0],
             divided_saved_bytes=saved[1],
+            gathered_saved_bytes=more.gathered_bytes() - less.gathered_bytes(),
             peak_bytes=peak[0],
             divided_peak_bytes=peak[1],
-            exchanges=first.exchanges,
-            exchange_bytes=(second.exchanged - first.exchanged) / first.exchanges if first.exchanges else 0.0,
+            exchanges=less.exchanges,
+            exchange_bytes=(more.exchanged - less.exchanged) / less.exchanges if less.exchanges else 0.0,
         )
 
     def _replaced_products(self, block: str) -> Iterator[MatMul]:
@@ -756,7 +826,7 @@ class _Assembly:
     # --- what fits ---
 
     def _mp_sizes(self) -> tuple[int, ...]:
-        sizes = set(self.passes.one.tape.head_counts)
+        sizes = set(self.passes.two.tape.head_counts)
         modules = {f"{block}." for block in self.passes.order}
         for name, parameter in self.subject.model.named_parameters():
             dim = self.division.dims.get(name)
@@ -781,11 +851,18 @@ def _first_number(holders: Sequence[Any], names: Sequence[str]) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _calls(tally: Tally) -> tuple[tuple[MatMul, ...], Attention | None]:
-    """(products, equal ones counted; the kind of fused attention, other kinds as products)."""
+def _calls(tally: Tally, several: Tally) -> tuple[tuple[MatMul, ...], Attention | None]:
+    """(products, equal ones counted; the kind of fused attention, other kinds as products).
+
+    Args:
+        tally: of one sequence.
+        several: of the same with several sequences: what mp divides may depend on that, since heads that are joined
+            with a batch of one are a dim of their own.
+    """
     found: dict[MatMul, float] = {}
-    for item in tally.matmuls:
-        key = dataclasses.replace(item, count=1)
+    alike = len(tally.matmuls) == len(several.matmuls)
+    for place, item in enumerate(tally.matmuls):
+        key = dataclasses.replace(item, count=1, divided=several.matmuls[place].divided if alike else item.divided)
         found[key] = found.get(key, 0) + item.count
     calls: dict[Attention, int] = {}
     for call, _ in tally.attention:
@@ -804,16 +881,19 @@ def _calls(tally: Tally) -> tuple[tuple[MatMul, ...], Attention | None]:
     return tuple(dataclasses.replace(key, count=count) for key, count in found.items()), attention
 
 
-def _with_loss(part: Part, one: Tally, two: Tally) -> Part:
-    """What runs after the blocks, with the kernels of the loss."""
-    moved = _minus(tuple(two.moved), tuple(one.moved))
+def _with_loss(part: Part, two: Tally, three: Tally) -> Part:
+    """What runs after the blocks, with the loss."""
+    moved = _minus(three.moved, two.moved)
+    saved = _minus(three.saved_bytes(), two.saved_bytes())
     return dataclasses.replace(
         part,
-        matmuls=part.matmuls + _calls(one)[0],
+        matmuls=part.matmuls + tuple(dataclasses.replace(item, count=item.count / 2) for item in two.matmuls),
+        saved_bytes=part.saved_bytes + saved[0],
+        divided_saved_bytes=part.divided_saved_bytes + saved[1],
         moved_bytes=part.moved_bytes + moved[0],
         divided_moved_bytes=part.divided_moved_bytes + moved[1],
-        kernels=part.kernels + one.kernels[0],
-        divided_kernels=part.divided_kernels + one.kernels[1],
+        kernels=part.kernels + two.kernels[0],
+        divided_kernels=part.divided_kernels + two.kernels[1],
     )
 
 
@@ -830,12 +910,12 @@ def _peak(
         stretches: per pass (where to count from, from where the moment may be, end), as places in the tape's events.
     """
     (begin, after, end), (other_begin, other_after, other_end) = stretches
-    one, two = passes[0].tape.events[begin:end], passes[1].tape.events[other_begin:other_end]
-    aligned = len(one) == len(two) and after - begin == other_after - other_begin
+    two, three = passes[0].tape.events[begin:end], passes[1].tape.events[other_begin:other_end]
+    aligned = len(two) == len(three) and after - begin == other_after - other_begin
     if aligned:
-        changes = [(second[0] - first[0], *second[1:]) for first, second in zip(one, two, strict=True)]
-    else:  # another order of events: then half of what two sequences take
-        changes = [(size / 2, *rest) for size, *rest in two]
+        changes = [(second[0] - first[0], *second[1:]) for first, second in zip(two, three, strict=True)]
+    else:  # another order of events: then a third of what three sequences take
+        changes = [(size / 3, *rest) for size, *rest in three]
     ahead = other_after - other_begin
     alive = divided_alive = most = divided = 0.0
     for place, (size, is_divided, born) in enumerate(changes):

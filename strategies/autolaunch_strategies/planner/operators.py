@@ -30,7 +30,8 @@ _LOOKUPS = {"embedding", "index_select", "gather", "index", "take", "take_along_
 """Operators that read as much of their first argument as they return."""
 _PRODUCTS = {"mm": 0, "addmm": 1, "_addmm_activation": 1, "bmm": 0, "baddbmm": 1}
 """Matrix products, and the place of their left operand."""
-_GROUPED = {"_grouped_mm", "_scaled_grouped_mm"}
+_GROUPED = {"_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback"}
+"""Products of rows that are shared out among experts; the last is that of `transformers`."""
 _ATTENTION = {name for name in SAVE_GROUPS["attention"] if name != "_scaled_dot_product_attention_math"}
 _KEPT = {name for names in SAVE_GROUPS.values() for name in names}
 
@@ -42,16 +43,24 @@ class Tally:
     matmuls: list[MatMul] = field(default_factory=list)
     attention: list[tuple[Attention, bool]] = field(default_factory=list)
     """With whether heads are divided."""
+    heads: list[int] = field(default_factory=list)
+    """Of every call of scaled_dot_product_attention, whatever computes it."""
     moved: list[float] = field(default_factory=lambda: [0.0, 0.0])
     kernels: list[int] = field(default_factory=lambda: [0, 0])
     saved: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """Memory -> (bytes, whether divided)."""
+    gathered: set[int] = field(default_factory=set)
+    """Memory of whole inputs of column-wise layers: they are gathered where sequence parallelism divides the rest."""
     selective: list[float] = field(default_factory=lambda: [0.0, 0.0])
     exchanges: int = 0
     exchanged: float = 0.0
     """Bytes of all exchanges, as all-reduces: a gather counts half."""
     operators: list[Any] = field(default_factory=list)
     """What ran, with shapes: parts that ran the same are of one kind."""
+
+    def gathered_bytes(self) -> int:
+        """Of what is saved, what sequence parallelism leaves whole."""
+        return sum(size for key, (size, divided) in self.saved.items() if key in self.gathered and not divided)
 
     def saved_bytes(self) -> tuple[int, int]:
         """(of all, of what is divided)."""
@@ -60,15 +69,10 @@ class Tally:
 
 
 class Tape(TorchDispatchMode):
-    """Follows a pass: charges what runs to `tally`, and writes down in `events` what is allocated and freed.
+    """Follows a pass: charges what runs to `tally`, and writes down in `events` what is allocated and freed."""
 
-    Args:
-        batch: sequences of the pass.
-    """
-
-    def __init__(self, batch: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.batch = batch
         self.tally = Tally()
         self.backward = False
         """In a backward pass only memory and division are followed."""
@@ -145,7 +149,10 @@ class Tape(TorchDispatchMode):
     # --- operators ---
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        if func.overloadpacket is getattr(torch.ops.aten, "_grouped_mm", None):
+            output = _grouped_result(*args[:2], *args[2:3], **(kwargs or {}))
+        else:
+            output = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return output
         outputs = (
@@ -295,7 +302,9 @@ class Tape(TorchDispatchMode):
         if dim is not None:
             self.divide(result, dim)
         if not self.quiet and not self.backward and all(shape):
-            self.tally.matmuls.append(MatMul(*shape, which))
+            if which == "columns" and id(left) not in dims:
+                self.tally.gathered.add(storage_key(left))
+            self.tally.matmuls.append(MatMul(*shape, which, name in _KEPT))
         return exchange
 
     def _grouped(self, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -305,7 +314,7 @@ class Tape(TorchDispatchMode):
         experts = right.shape[0]
         self.tally.matmuls.append(
             MatMul(max(1, left.shape[0] // experts), right.shape[1], right.shape[2],
-                   left.shape[0] / max(1, left.shape[0] // experts))
+                   left.shape[0] / max(1, left.shape[0] // experts), kept=False)
         )  # fmt: skip
 
     def _convolution(self, args: Any, result: torch.Tensor) -> None:
@@ -313,7 +322,18 @@ class Tape(TorchDispatchMode):
         large = image if transposed else result
         rows = large.shape[0] * large.shape[2:].numel()
         inner = weight.shape[1] * weight.shape[2:].numel()
-        self.tally.matmuls.append(MatMul(rows, inner, weight.shape[0] // groups, groups))
+        self.tally.matmuls.append(MatMul(rows, inner, weight.shape[0] // groups, groups, kept=False))
+
+
+def _grouped_result(left: torch.Tensor, right: torch.Tensor, offs: Any = None, **_: Any) -> torch.Tensor:
+    """What `_grouped_mm` returns; torch's own function for shapes knows bf16 alone, kernels know more types."""
+    if left.dim() == 2 and right.dim() == 2:
+        shape = (offs.shape[0], left.shape[0], right.shape[1])
+    else:
+        shape = (
+            (*left.shape[:-1], right.shape[-1]) if left.dim() == 3 == right.dim() else (left.shape[-2], right.shape[-1])
+        )
+    return left.new_empty(shape)
 
 
 def _place(tensor: torch.Tensor) -> Any:

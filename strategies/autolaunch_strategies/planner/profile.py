@@ -75,6 +75,9 @@ class Part:
     saved_bytes: float = 0
     """Kept for the backward pass without recomputation, its input included; parameters are not counted."""
     divided_saved_bytes: float = 0
+    gathered_saved_bytes: float = 0
+    """Of `saved_bytes` without `divided_saved_bytes`, what sequence parallelism leaves whole: inputs of column-wise
+    layers."""
     selective_bytes: float = 0
     """Kept with `recompute=selective` (outputs of matrix products and attention), its input included."""
     divided_selective_bytes: float = 0
@@ -180,8 +183,9 @@ class Recipe:
     """Share of the parameters that is trained."""
     mean_loss: bool = True
     """Whether the loss is a mean over samples, so that schedules that see microbatches may be used."""
-    frees_sent: bool = False
-    """Whether a stage frees what it has sent on (Megatron does); our runtime keeps it for the backward pass."""
+    gathers_again: bool = False
+    """Whether what has been sent or gathered along mp is freed and, for the backward pass, gathered again, and
+    sequences are divided around the blocks, too, with sequence parallelism. Megatron does; our runtime keeps both."""
     scattered_sends: bool = False
     """Whether each rank along mp sends its share between stages (Megatron does, our runtime with mp=seq_parallel)."""
     compiled: bool = False

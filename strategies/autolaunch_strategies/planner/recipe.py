@@ -1,0 +1,72 @@
+"""How a training step treats numbers and data, from the plain values of a job. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.planner.profile import Recipe
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+_PRECISIONS = {
+    "32": ("fp32", None), "32-true": ("fp32", None), "64": ("fp64", None), "64-true": ("fp64", None),
+    "bf16-true": ("bf16", None), "16-true": ("fp16", None),
+    "bf16": ("fp32", "bf16"), "bf16-mixed": ("fp32", "bf16"), "16": ("fp32", "fp16"), "16-mixed": ("fp32", "fp16"),
+}  # fmt: skip
+"""Lightning's names -> (type of parameters, type of autocast)."""
+_STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1}
+"""How many numbers an optimizer keeps for a parameter, in the parameter's type; SGD with momentum keeps one."""
+
+
+def recipe_of(
+    batch_size: int,
+    precision: str | int = "32-true",
+    optimizer: Mapping[str, Any] | str = "adamw",
+    dp: Mapping[str, Any] | None = None,
+    *,
+    trained: float = 1.0,
+    compiled: bool = False,
+    mean_loss: bool = True,
+    tf32: bool = False,
+) -> Recipe:
+    """The recipe of a job.
+
+    Args:
+        batch_size: sequences per optimizer step, over all ranks.
+        precision: as lightning names it: 32-true, bf16-mixed, ...
+        optimizer: its name, or the group `optimizer` of a job (name, momentum). One that is not known is taken to keep
+            as much as AdamW.
+        dp: the group `dp` of a job: `param_dtype` and `reduce_dtype` count.
+        trained: share of the parameters that is trained.
+        compiled: whether blocks are compiled.
+        mean_loss: whether the loss is a mean over samples.
+        tf32: whether products of fp32 are computed in TF32.
+
+    Raises:
+        ConfigError: an unknown precision.
+    """
+    name = str(precision)
+    if name not in _PRECISIONS:
+        raise ConfigError(f"precision={name}", "no such precision", ", ".join(key for key in _PRECISIONS if "-" in key))
+    stored, autocast = _PRECISIONS[name]
+    gathered = (dp or {}).get("param_dtype") or stored
+    reduced = (dp or {}).get("reduce_dtype") or gathered
+    compute = autocast or gathered
+    casts = autocast is not None and _BYTES[gathered] > _BYTES[autocast]
+    values = {"name": optimizer} if isinstance(optimizer, str) else dict(optimizer)
+    states = _STATES.get(str(values.get("name")).lower(), 2)
+    states += 1 if values.get("momentum") and values.get("name") == "sgd" else 0
+    return Recipe(
+        batch_size=batch_size,
+        compute="tf32" if compute == "fp32" and tf32 else "fp32" if compute == "fp64" else compute,
+        parameter_bytes=_BYTES[stored],
+        gathered_bytes=_BYTES[gathered],
+        cast_bytes=_BYTES[autocast] if casts and autocast else 0,
+        gradient_bytes=_BYTES[stored],
+        reduce_bytes=_BYTES[reduced],
+        optimizer_bytes=states * _BYTES[stored],
+        trained=trained,
+        mean_loss=mean_loss,
+        compiled=compiled,
+    )
