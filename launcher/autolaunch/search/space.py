@@ -206,15 +206,15 @@ def predictions_of(base: Base) -> PlannerPredictions:
     Raises:
         ConfigError: nothing that could be run is within what was typed.
     """
-    from autolaunch_strategies.planner.enumerate import enumerate_candidates
+    from autolaunch_strategies.planner.choose import look
     from autolaunch_strategies.planner.predictions import PlannerPredictions
 
     spaces: list[Candidates] = []
     reasons: list[str] = []
     for wanted in base.wanted:
-        found, rejections = enumerate_candidates(base.profile, base.recipe, base.hardware, wanted)
-        spaces.append(found)
-        reasons += [item.reason for item in rejections if not len(found)]
+        rejections, looked = look(base.profile, base.recipe, base.hardware, wanted)
+        spaces.append(looked.candidates)
+        reasons += [item.reason for item in rejections if not len(looked)]
     if not any(len(space) for space in spaces):
         raise ConfigError(
             f"search=auto on {base.hardware.devices} devices",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.planner.candidate import FIELDS, NO_RECOMPUTE, Candidates
+from autolaunch_strategies.planner.candidate import FIELDS, Candidates
+from autolaunch_strategies.planner.choose import TIGHT, simplicity
 from autolaunch_strategies.planner.fit import Run, fit
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.memory import peak_memory
@@ -26,14 +27,7 @@ LEAST_SPREAD = 0.03
 class PlannerPredictions:
     """`search.Predictions` by the models of memory and time; the constants are fitted to the runs."""
 
-    def __init__(
-        self,
-        profile: ModelProfile,
-        recipe: Recipe,
-        hardware: Hardware,
-        spaces: Sequence[Candidates],
-        foreign: bool = True,
-    ) -> None:
+    def __init__(self, profile: ModelProfile, recipe: Recipe, hardware: Hardware, spaces: Sequence[Candidates]) -> None:
         """
         Args:
             spaces: what may be run; candidates that several of them hold count once.
@@ -44,7 +38,7 @@ class PlannerPredictions:
         everything = Candidates(**{name: rows[:, column] for column, name in enumerate(FIELDS)})
         memory = peak_memory(profile, recipe, hardware, everything)
         self.limit_bytes = float(memory.limit)
-        fits = memory.bytes <= self.limit_bytes
+        fits = memory.bytes <= TIGHT * self.limit_bytes
         self.none_fits = len(rows) > 0 and not fits.any()
         if self.none_fits:
             # The prediction may be wrong: those that need the least can be tried.
@@ -71,31 +65,3 @@ class PlannerPredictions:
         result = np.full(len(seconds), float(np.median(known)))
         result[fastest] = known
         return np.maximum(result, LEAST_SPREAD)
-
-
-def simplicity(candidates: Candidates) -> NDArray[np.int64]:
-    """Rank of every candidate [n] in the order of simplicity, 0 for the simplest; no two are equal.
-
-    Fewer axes come first, then no pipeline, plain exchange of gradients, no recomputation, fewer microbatches.
-    """
-    axes = sum((getattr(candidates, axis) > 1).astype(np.int64) for axis in ("mp", "pp", "cp"))
-    keys = (
-        axes,
-        candidates.pp,
-        candidates.cp,
-        candidates.mp,
-        candidates.level,
-        candidates.recompute != NO_RECOMPUTE,
-        candidates.virtual_stages,
-        candidates.split,
-        candidates.pipeline,
-        candidates.sequence_parallel,
-        candidates.microbatches,
-        candidates.replicate,
-        candidates.backend,
-        candidates.ulysses,
-        candidates.recompute,
-    )
-    ranks = np.empty(len(candidates), dtype=np.int64)
-    ranks[np.lexsort(keys[::-1])] = np.arange(len(candidates))
-    return ranks

@@ -268,13 +268,17 @@ class Search:
         if self._seconds is None or self._sigma is None:
             measured = [(index, item.median) for index in self._runs if (item := self._timing(index))]
             seconds = np.asarray(self.predictions.seconds(measured), dtype=float)
-            pull, weights = np.zeros(len(seconds)), np.zeros(len(seconds))
+            pull, weights, errors = np.zeros(len(seconds)), np.zeros(len(seconds)), [0.0]
             for index, value in measured:
                 near = np.exp(-self._distance(index))
-                pull += near * math.log(value / seconds[index])
+                unexplained = math.log(value / seconds[index])
+                pull += near * unexplained
                 weights += near
+                errors.append((unexplained / self.predictions.spread[index]) ** 2)
             self._seconds = seconds * np.exp(pull / (weights + 0.3))
-            self._sigma = self.predictions.spread / np.sqrt(1 + 4 * weights)
+            # Predictions that have been further off than they should are so elsewhere, too.
+            scale = max(1.0, math.sqrt(sum(errors) / max(1, len(measured))))
+            self._sigma = scale * self.predictions.spread / np.sqrt(1 + 4 * weights)
         return self._seconds, self._sigma
 
     def _distance(self, index: int) -> Floats:
