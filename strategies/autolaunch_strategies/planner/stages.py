@@ -51,13 +51,13 @@ def cut(
             flops if None.
     """
     stages = pp * virtual_stages
-    assert stages <= len(profile.blocks), f"{len(profile.blocks)} blocks in {stages} stages"
+    assert stages <= max(1, len(profile.blocks)), f"{len(profile.blocks)} blocks in {stages} stages"
     if split and stages > 1:
         sizes = balanced_sizes(block_flops(profile) if weights is None else weights, stages)
     else:
         sizes = even_sizes(len(profile.blocks), stages)
     blocks = np.zeros((stages, len(profile.kinds)), dtype=np.int64)
-    np.add.at(blocks, (np.repeat(np.arange(stages), sizes), np.asarray(profile.blocks)), 1)
+    np.add.at(blocks, (np.repeat(np.arange(stages), sizes), np.asarray(profile.blocks, dtype=np.int64)), 1)
     return Cut(blocks, np.asarray(rank_of_stage(pipeline, pp, virtual_stages), dtype=np.int64))
 
 
