@@ -81,6 +81,8 @@ def write_choice(output_dir: str | os.PathLike[str], choice: Mapping[str, Any]) 
     directory = Path(output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     pictures = {"time.svg": time_svg(choice), "memory.svg": memory_svg(choice), "pareto.svg": pareto_svg(choice)}
+    for name in (name for name, text in pictures.items() if not text):
+        (directory / name).unlink(missing_ok=True)  # of another choice
     page = choice_page(choice, list(pictures.values()))
     return [_write(directory / name, text) for name, text in {**pictures, "plan.html": page}.items() if text]
 

@@ -138,13 +138,13 @@ def memory_svg(choice: Mapping[str, Any]) -> str:
             f'<path d="M{x:.2f} {top - 5}V{bottom + 5}" stroke="{_LIMIT}" stroke-width="2" stroke-dasharray="5 3"/>',
             _words(at, top - 10, words, 12, f'text-anchor="end" fill="{_LIMIT}"'),
         ]
-    used = [name for name in MEMORY if any(stage.get(name) for stage in stages)]
+    used = [name for name in MEMORY if max(stage.get(name) or 0.0 for stage in stages) * scale >= 0.5]
     legend, height = _legend([MEMORY[name] for name in used], bottom + 34)
     return _svg(title, height, [*parts, *legend])
 
 
 def pareto_svg(choice: Mapping[str, Any]) -> str:
-    """Time against memory: the ways that nothing beats in both, the alternatives, the chosen one; empty without any."""
+    """Time against memory: the ways that nothing beats in both, the others, the chosen one; empty with one way."""
     front, chosen = pareto_front(choice), choice.get("chosen") or {}
     others = [
         row
@@ -156,6 +156,8 @@ def pareto_svg(choice: Mapping[str, Any]) -> str:
     slowest = max(*(row["seconds"] for row in front), chosen.get("seconds") or 0.0)
     others = [row for row in others if row["seconds"] <= slowest * 1.05]
     points = [*front, *others, *([chosen] if chosen else [])]
+    if len({_place_of(row) for row in points}) < 2:
+        return ""  # one point shows nothing
     plot = _Plot.around(points, memory_limit(chosen))
     unit = TimeUnit.of(chosen.get("seconds") or front[0]["seconds"])
     parts = [
@@ -179,6 +181,7 @@ def pareto_svg(choice: Mapping[str, Any]) -> str:
     if plot.limit is not None:
         y = plot.y(plot.limit)
         below = y - 7 - 14 < plot.top
+        labels.keep_off(y)
         parts.append(
             labels.fixed(plot.right - 6, y + 17 if below else y - 7, f"limit {readable_bytes(plot.limit)}", _LIMIT)
         )
@@ -244,7 +247,7 @@ def _legend(looks: Iterable[Look], y: float) -> tuple[list[str], float]:
             x, y = float(_EDGE), y + 22
         parts.append(f'<rect x="{x:.2f}" y="{y - 11:.2f}" width="14" height="14" fill="{look.colour}"/>')
         parts.append(_words(x + 20, y, words, 12))
-        x += 20 + _width(words, 12) + 16
+        x += 20 + _width(words, 12) + 10
     return parts, y + 20
 
 
@@ -341,6 +344,10 @@ class _Labels:
         self._plot = plot
         self._taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in points]
 
+    def keep_off(self, y: float) -> None:
+        """Let nothing come over a line across the plot."""
+        self._taken.append((self._plot.left, y - 2, self._plot.right, y + 2))
+
     def fixed(self, x: float, y: float, words: str, colour: str) -> str:
         """Words that end at a place, whatever is there."""
         self._taken.append((x - _width(words, 12), y - 11, x, y + 3))
@@ -351,7 +358,8 @@ class _Labels:
         (x, y), words = point, _fitted(words, 250, 12)
         wide = _width(words, 12)
         left = -10 - wide
-        for dx, dy in ((10, -8), (10, 16), (left, 16), (left, -8), (12, 4), (-wide / 2, -12), (-wide / 2, 22)):
+        beside = ((10, -8), (10, 16), (left, 16), (left, -8), (12, 4), (-wide / 2, -12), (-wide / 2, 22))
+        for dx, dy in (*beside, (10, -16), (10, 24), (left, 24), (left, -16)):
             box = (x + dx, y + dy - 11, x + dx + wide, y + dy + 3)
             inside = self._plot.left < box[0] and box[2] <= self._plot.right and self._plot.top <= box[1]
             if inside and box[3] < self._plot.bottom and not any(_overlap(box, other) for other in self._taken):

@@ -97,7 +97,8 @@ def show_why(explanation: Mapping[str, Any], console: Console) -> None:
     page = _Page(console)
     found = bool(explanation.get("found"))
     page.panel(f"why not {explanation['asked']}", "cyan" if found else "yellow", _explanation_rows(explanation))
-    page.lines(Text(sentence) for sentence in explanation.get("sentences") or ())
+    for sentence in explanation.get("sentences") or ():
+        page.text(sentence)
     parts = parts_of(explanation.get("parts_difference"), PARTS)
     if found and parts:
         _show_differences(page, parts)
@@ -113,7 +114,7 @@ def _show_time(page: _Page, chosen: Mapping[str, Any]) -> None:
         return
     page.title("where a step's time goes")
     whole = sum(seconds for _, seconds in parts)
-    names = _names(parts)
+    names = _names(page, parts)
     times = [unit.write(seconds) for _, seconds in parts]
     shares = [share_of(seconds, whole) for _, seconds in parts]
     fixed = max(map(cell_len, names)) + max(map(len, times)) + max(map(len, shares)) + 6
@@ -130,7 +131,6 @@ def _show_memory(page: _Page, chosen: Mapping[str, Any]) -> None:
     if not stages:
         return
     limit = memory_limit(chosen)
-    used = [name for name in MEMORY if any(stage.get(name) for stage in stages)]
     title = "memory of a rank" if len(stages) == 1 else "memory of a rank in each stage of the pipeline"
     page.title(title + (f", limit {readable_bytes(limit)}" if limit else ""))
     labels = [str(stage.get("pipe_rank", index)) for index, stage in enumerate(stages)]
@@ -145,17 +145,18 @@ def _show_memory(page: _Page, chosen: Mapping[str, Any]) -> None:
     scale = room / max(most, near or 0.0, 1.0)
     page.line(Text(f"{'rank':>{left[0]}}  {'blocks':>{left[1]}}", style="dim"))
     full = max(range(len(stages)), key=lambda index: stages[index]["total"])
-    shown = _shown_stages(len(stages), full)
+    shown, signs = _shown_stages(len(stages), full), set[str]()
     for before, index in zip([None, *shown], shown, strict=False):
         if before is not None and index > before + 1:
             page.line(Text(f"{'...':>{left[0]}}", style="dim"))
         line = Text(f"{labels[index]:>{left[0]}}  {blocks[index]:>{left[1]}}  ")
-        line.append_text(_memory_bar(stages[index], near, scale, room))
+        bar = _memory_bar(stages[index], near, scale, room)
+        signs |= set(bar.plain)
+        line.append_text(bar)
         line.append(f"  {sizes[index]:>{right[0]}}  {shares[index]:>{right[1]}}")
         page.line(line)
     legend = Text()
-    for name in used:
-        look = MEMORY[name]
+    for look in (look for look in MEMORY.values() if look.sign in signs):
         legend.append(look.sign, style=f"{look.ink} on {look.colour}").append(f" {look.words}  ")
     if near:
         legend.append("|", style="bold red").append(" limit")
@@ -239,7 +240,7 @@ def _show_differences(page: _Page, parts: Sequence[tuple[str, float]]) -> None:
     unit = TimeUnit.of(longest)
     parts = _seen(parts, unit)
     page.title("a step's time against what was chosen")
-    names, times = _names(parts), [f"{'+' if seconds > 0 else ''}{unit.write(seconds)}" for _, seconds in parts]
+    names, times = _names(page, parts), [f"{'+' if seconds > 0 else ''}{unit.write(seconds)}" for _, seconds in parts]
     room = max((page.width - max(map(cell_len, names)) - max(map(len, times)) - 5) // 2, 2)
     for (_, seconds), name, time in zip(parts, names, times, strict=True):
         line = Text(f"{_padded(name, names)}  {time:>{max(map(len, times))}}  ")
@@ -304,8 +305,8 @@ def _seen(parts: Iterable[tuple[str, float]], unit: TimeUnit) -> list[tuple[str,
     return [(name, seconds) for name, seconds in parts if abs(seconds) / unit.seconds * 10**unit.digits >= 0.5]
 
 
-def _names(parts: Iterable[tuple[str, float]]) -> list[str]:
-    names = [look_of(name, PARTS).words for name, _ in parts]
+def _names(page: _Page, parts: Iterable[tuple[str, float]]) -> list[str]:
+    names = [page.writable(look_of(name, PARTS).words) for name, _ in parts]
     return [set_cell_size(name, min(cell_len(name), 28)) for name in names]
 
 
@@ -390,10 +391,6 @@ class _Page:
     def text(self, text: str | Text, style: str = "") -> None:
         """Words that go on in the next line where there is no room."""
         self.print(text if isinstance(text, Text) else Text(self.writable(text), style=style))
-
-    def lines(self, lines: Iterable[Text]) -> None:
-        for line in lines:
-            self.text(line)
 
     def line(self, line: Text) -> None:
         """One line, cut off where there is no room."""
