@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.planner.candidate import FIELDS, FULL, PIPELINES, Candidate, Candidates
+from autolaunch_strategies.planner.candidate import FIELDS, PIPELINES, Candidate, Candidates
 from autolaunch_strategies.planner.enumerate import Rejections, Space, divisors
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.memory import memory_account, peak_memory
@@ -29,9 +29,6 @@ Ints = NDArray[np.int64]
 
 TIGHT = 1.05
 """Share of a device's memory up to which a prediction may be wrong and the candidate fit after all."""
-
-ROOM = 1.2
-"""Share of a device's memory beyond which nothing is left to win: a candidate that recomputes everything needs it."""
 
 BANDS = (0.01, 0.03, 0.05, 0.1)
 """For which shares of the least time it is counted how many candidates are within them."""
@@ -62,8 +59,6 @@ class Looked:
     """Bytes that a device has."""
     share: float
     """Up to which share of them a candidate fits for sure; from there to `TIGHT` it may."""
-    left_out: int = 0
-    """Further candidates that do not fit: they recompute less than one here that needs too much already."""
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -169,7 +164,7 @@ class Plan:
                 "pareto": [self._row(index) for index in front],
                 "plateau": self.plateau,
                 "counts": {
-                    "considered": len(self.looked) + self.looked.left_out,
+                    "considered": len(self.looked),
                     "fit": int(self.looked.fits.sum()),
                     "rejected": self._rejected(),
                 },
@@ -192,7 +187,7 @@ class Plan:
 
     def _rejected(self) -> dict[str, int]:
         counts = {item.rule.words: item.count for item in self.rejections}
-        without_room = len(self.looked) + self.looked.left_out - int(self.looked.may_fit.sum())
+        without_room = len(self.looked) - int(self.looked.may_fit.sum())
         return {**({"memory": without_room} if without_room else {}), **counts}
 
     def _stages(self) -> list[dict[str, Any]]:
@@ -293,10 +288,7 @@ def look(
 ) -> tuple[Rejections, Looked]:
     """Everything that could be run, with its predictions; of a large space the variants of the fastest only."""
     space = Space(profile, recipe, hardware, wanted)
-    candidates = space.candidates()
-    kept = _with_room(profile, recipe, hardware, candidates)
-    looked = predicted(profile, recipe, hardware, candidates.select(kept), memory_share)
-    looked = dataclasses.replace(looked, left_out=len(candidates) - len(looked))
+    looked = predicted(profile, recipe, hardware, space.candidates(), memory_share)
     if not space.complete and len(looked):
         # Where nothing fits, the variants of what comes closest.
         order = np.arange(len(looked)) if looked.may_fit.any() else np.argsort(looked.memory_bytes, kind="stable")
@@ -358,22 +350,6 @@ def diverse(looked: Looked, top: int) -> Ints:
         rest[first] = False
         places, cells = places[rest], cells[rest]
     return np.asarray(np.sort(np.concatenate(found))[:top], dtype=np.int64)
-
-
-def _with_room(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidates: Candidates) -> NDArray[np.bool_]:
-    """[n]: those that recompute everything, and those for which doing so would leave room for more.
-
-    Of a large cluster's candidates most need too much memory whatever is recomputed; one look at each is enough.
-    """
-    whole = candidates.recompute == FULL
-    if not len(candidates) or whole.all() or not whole.any():
-        return np.ones(len(candidates), dtype=bool)
-    memory = peak_memory(profile, recipe, hardware, candidates.select(whole))
-    # The candidates that differ in nothing else stand one after the other, in one order.
-    group = np.cumsum(candidates.recompute == candidates.recompute[0]) - 1
-    room = np.zeros(group[-1] + 1, dtype=bool)
-    room[group[whole]] = memory.bytes <= ROOM * memory.limit
-    return np.asarray(whole | room[group])
 
 
 # --- steps of it -----------------------------------------------------------------------------------------------------

@@ -168,10 +168,16 @@ class Space:
 
     def variants(self, candidates: Candidates) -> Candidates:
         """What differs from one of `candidates` in a single choice: the schedule with its stages and its cut, the way
-        of cp, what is recomputed, the level with its replicas. Each once; none that is given."""
+        of cp and of mp, what is recomputed, the level with its replicas. Each once; none that is given."""
         given = _Table({name: getattr(candidates, name) for name in FIELDS})
         found = [given]
-        for options in (self._pipelines, self._contexts, self._recomputes, self._levels):
+        for options in (
+            self._pipelines,
+            self._contexts,
+            self._sequence_parallel,
+            self._recomputes,
+            self._levels,
+        ):
             rows = given.match(options(given))
             for rule in self.rejections.rules:
                 rows = rows.where(~rule.refuses(rows))
@@ -288,7 +294,7 @@ class Space:
         if pp > 1:  # a pipeline keeps parameters for a whole step and exchanges gradients at its end: 1, 2, 3 are one
             levels = [*(level for level in levels if not level), *[level for level in levels if level][:1]]
         replicas = self._values("replicate", self._replicas(dp, cp, mp))
-        found = [(0, dp)] if 0 in levels else []
+        found: list[tuple[int, ...]] = [(0, dp)] if 0 in levels else []
         for level in levels:
             if level:
                 second = level == 2 and len(levels) > 1 and "replicate" not in self.wanted
@@ -326,15 +332,18 @@ class Space:
                 usual[USP] = [ulysses_degree(cp, heads)]
         elif not between and tuple(self.wanted.get("backend", ())) == (USP,):
             usual[USP] = [ulysses_degree(cp, heads)]  # of a prime number: all or none
-        found = []
+        found: list[tuple[int, ...]] = []
         for backend in self._values("backend", usual):
             degrees = self._values("ulysses", usual[backend]) if backend == USP else usual[backend]
             found += [(backend, degree) for degree in degrees]
         return found
 
     def _sequence_parallel(self, rows: _Table) -> _Table:
-        both = [(number,) for number in self._values("sequence_parallel", (0, 1))]
-        return rows.distinct("mp").with_options(("sequence_parallel",), lambda mp: both if mp > 1 else [(0,)])
+        return rows.distinct("mp").with_options(("sequence_parallel",), self._sequence_parallel_of)
+
+    def _sequence_parallel_of(self, mp: int) -> list[tuple[int, ...]]:
+        usual = [1] if self._thin else [0, 1]
+        return [(number,) for number in self._values("sequence_parallel", usual)] if mp > 1 else [(0,)]
 
     def _recomputes(self, rows: _Table) -> _Table:
         return rows.distinct("pp").with_options(("recompute",), self._recomputes_of)
@@ -388,10 +397,10 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         ),
         Rule(
             "mp_sizes",
-            "heads % mp",
+            "heads and other sizes % mp",
             ("mp",),
             lambda c: np.logical_or.reduce([size % c.mp != 0 for size in (*profile.mp_sizes, 0)]),
-            lambda c: f"{c.mp} ranks of mp cannot share {indivisible(c.mp)} heads evenly",
+            lambda c: f"{c.mp} ranks of mp cannot share {indivisible(c.mp)} evenly (heads, and what else they divide)",
         ),
         Rule(
             "blocks",
