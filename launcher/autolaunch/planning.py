@@ -1,4 +1,4 @@
-"""From a resolved job to what the planner needs, and to its choice for a cluster. Imports torch for the profile."""
+"""From a resolved job to what the planner needs, and to its choice. Imports torch only for a new profile."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autolaunch.cluster import hardware_of
+from autolaunch.known_profiles import KnownProfile
 from autolaunch.wanted import wanted_by
 from autolaunch_strategies.config import ConfigError
 
@@ -20,12 +21,9 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
     Raises:
         ConfigError: the size of the batch is not in the config, or the model can't be run on shapes alone.
     """
-    from autolaunch.models import build_module
-    from autolaunch.tasks.run_parts import own_plan
-    from autolaunch_strategies.construction import Construction
-    from autolaunch_strategies.planner.module_profile import profile_module, recipe_of
+    from autolaunch_strategies.planner.recipe import recipe_of
 
-    data, precision = config["data"], config["precision"]
+    data = config["data"]
     if "batch_size" not in data:
         raise ConfigError(
             "data",
@@ -33,28 +31,49 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
             "a key batch_size: samples per optimizer step, over all ranks",
             "+data.batch_size=...",
         )
-    with Construction(config["seed"]).recording():
-        module = build_module(config)
-    mixed = precision == "bf16-mixed"
-    profile = profile_module(
-        module,
-        data.get("seq_len"),
-        element_bytes=2 if precision.startswith("bf16") else 4,
-        own_plan=own_plan(config),
-        sequence_parallel=bool(config["mp"] and config["mp"]["sequence_parallel"]),
-        device_type=device_type,
-        mixed=mixed,
-    )
+    known = KnownProfile(config, device_type)
+    found = known.read()
+    if found is None:
+        found = _profiled(config, device_type)
+        known.keep(*found)
+    profile, trained = found
+    optimizer = config["optimizer"]
     recipe = recipe_of(
-        module,
-        batch_size=data["batch_size"],
-        precision=precision,
-        optimizer=config["optimizer"]["name"],
-        dp=config["dp"],
+        data["batch_size"],
+        config["precision"],
+        optimizer["_target_"] or optimizer["name"],
+        optimizer["momentum"],
+        config["dp"],
+        trained=trained,
         compiled=bool(config["compile"]),
-        mean_loss=not config["module"],
+        # What a module of one's own computes is not known; the first step of a pipeline would tell.
+        mean_loss=not config["module"] and config["model"].get("loss") != "output",
     )
     return profile, recipe
+
+
+def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile, float]:
+    """(the profile, the share of the parameters that is trained), from the model itself."""
+    from torch.nn.parameter import UninitializedParameter
+
+    from autolaunch.models import build_module
+    from autolaunch.tasks.run_parts import own_plan
+    from autolaunch_strategies.construction import Construction
+    from autolaunch_strategies.planner.module_profile import profile_module
+
+    with Construction(config["seed"]).recording():
+        module = build_module(config)
+    parameters = [parameter for parameter in module.parameters() if not isinstance(parameter, UninitializedParameter)]
+    count = max(1, sum(parameter.numel() for parameter in parameters))
+    profile = profile_module(
+        module,
+        config["data"].get("seq_len"),
+        own_plan=own_plan(config),
+        precision=config["precision"],
+        param_dtype=config["dp"]["param_dtype"],
+        device_type=device_type,
+    )
+    return profile, sum(parameter.numel() for parameter in parameters if parameter.requires_grad) / count
 
 
 def plan_of(config: Mapping[str, Any], typed: Iterable[str]) -> tuple[Plan, ModelProfile, Recipe]:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
-from autolaunch.models import build_module
-from autolaunch.report.pipeline import foreseen_timeline, pipeline_summary, with_expectation
 from autolaunch.report.plan_file import write_plan
-from autolaunch.report.schedule_picture import write_schedule_svg
-from autolaunch.report.screen import show_plan
-from autolaunch.report.summary import write_summary
-from autolaunch.tasks.run_parts import own_plan
-from autolaunch_strategies.apply import foresee
-from autolaunch_strategies.config import parallel_config
-from autolaunch_strategies.construction import Construction
+
+if TYPE_CHECKING:
+    from autolaunch_strategies.pipeline.schedule import Timeline
 
 
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
@@ -27,34 +22,30 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     With a pipeline also `<output_dir>/schedule.svg`; where the planner chose the mesh, pictures of its choice.
     """
     started = time.time()
+    if job.choice is not None:
+        _show_choice(job, job.choice)  # before torch is imported, which takes longer than the choice
+    from autolaunch.report.screen import show_plan
+    from autolaunch.report.summary import write_summary
+    from autolaunch_strategies.config import MeshShape
+
     config = job.config
-    parallel = parallel_config(
-        config["mesh"],
-        config["dp"],
-        config["mp"],
-        config["pp"],
-        config["cp"],
-        config["recompute"],
-        config["recompute_save"],
-        config["compile"],
-    )
-    with Construction(config["seed"]).recording():
-        module = build_module(config)
-    account = foresee(module, parallel, own_plan(config))
-    schedule = foreseen_timeline(account, config)
+    account, parameters, schedule = _foreseen(config)
     picture = None
     if schedule is not None:
+        from autolaunch.report.pipeline import pipeline_summary, with_expectation
+        from autolaunch.report.schedule_picture import write_schedule_svg
+
         account = with_expectation(account, config, schedule)
         picture = write_schedule_svg(schedule, job.output_dir / "schedule.svg", account["pp"]["loss"] == "exact")
     if job.choice is not None:
         account = {"choice": job.choice, **account}
     path = write_plan(job.output_dir, config, account, job.choices)
-    parameters = sum(parameter.numel() for parameter in module.parameters())
+    mesh = MeshShape(**{axis: config["mesh"][axis] for axis in ("dp", "mp", "pp", "cp")})
     summary = {
         "task": "plan",
         "status": "finished",
-        "world_size": parallel.mesh.size,
-        "mesh": parallel.mesh.name,
+        "world_size": mesh.size,
+        "mesh": mesh.name,
         "parameters": parameters,
         "plan": str(path),
         **({"pipeline": pipeline_summary(account)} if schedule is not None else {}),
@@ -64,12 +55,32 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     write_summary(job.output_dir, summary)
     if job.choice is None:
         show_plan(account, config, Console(), parameters, path, schedule, picture)
-    else:
-        from autolaunch.report.choice_html import write_choice
-        from autolaunch.report.choice_screen import show_choice, show_why
-
-        pages = write_choice(job.output_dir, job.choice)
-        show_choice(job.choice, Console(), path, pages)
-        if job.choice.get("why") is not None:
-            show_why(job.choice["why"], Console())
     return summary
+
+
+def _show_choice(job: ResolvedJob, choice: dict[str, Any]) -> None:
+    from autolaunch.report.choice_html import write_choice
+    from autolaunch.report.choice_screen import show_choice, show_why
+
+    path = write_plan(job.output_dir, job.config, {"choice": choice}, job.choices)
+    show_choice(choice, Console(), [path, *write_choice(job.output_dir, choice)])
+    if choice.get("why") is not None:
+        show_why(choice["why"], Console())
+
+
+def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], int, Timeline | None]:
+    """(what would be applied, parameters, the timeline of the pipeline if there is one)."""
+    from autolaunch.models import build_module
+    from autolaunch.report.pipeline import foreseen_timeline
+    from autolaunch.tasks.run_parts import own_plan
+    from autolaunch_strategies.apply import foresee
+    from autolaunch_strategies.config import parallel_config
+    from autolaunch_strategies.construction import Construction
+
+    axes = (config[axis] for axis in ("mesh", "dp", "mp", "pp", "cp"))
+    parallel = parallel_config(*axes, config["recompute"], config["recompute_save"], config["compile"])
+    with Construction(config["seed"]).recording():
+        module = build_module(config)
+    account = foresee(module, parallel, own_plan(config))
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return account, parameters, foreseen_timeline(account, config)

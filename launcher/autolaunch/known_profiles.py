@@ -1,0 +1,80 @@
+"""Profiles of models that a config describes wholly, kept so that a plan needs neither torch nor the model again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autolaunch import __version__
+from autolaunch.job import write_beside
+
+if TYPE_CHECKING:
+    from autolaunch_strategies.planner.profile import ModelProfile
+
+
+class KnownProfile:
+    """The place of one profile in the user's cache directory (`$XDG_CACHE_HOME/autolaunch`, or `~/.cache/autolaunch`)."""
+
+    def __init__(self, config: Mapping[str, Any], device_type: str) -> None:
+        """
+        Args:
+            config: of a resolved job.
+            device_type: cuda or cpu.
+        """
+        self._path: Path | None = None
+        model = config["model"]
+        if config["module"] or "_target_" in model or model.get("path"):
+            return  # code or files of the user's, which may have changed
+        told = {
+            **{key: config[key] for key in ("model", "precision", "seed")},
+            "seq_len": config["data"].get("seq_len"),
+            "param_dtype": config["dp"]["param_dtype"],
+            "plan": [config["mp"] is not None and config["mp"]["sequence_parallel"]],
+            "device": device_type,
+            "versions": [__version__, *map(_version, ("torch", "transformers")), *_sources()],
+        }
+        name = hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self._path = base / "autolaunch" / "profiles" / f"config_{name}.json"
+
+    def read(self) -> tuple[ModelProfile, float] | None:
+        """(the profile, the share of its parameters that is trained), if it was kept."""
+        from autolaunch_strategies.planner.profile import ModelProfile
+
+        if self._path is None:
+            return None
+        try:
+            values = json.loads(self._path.read_text(encoding="utf-8"))
+            return ModelProfile.from_json(values["profile"]), float(values["trained"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def keep(self, profile: ModelProfile, trained: float) -> None:
+        """Keep it; a directory that can't be written to is no error."""
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_beside(self._path, json.dumps({"profile": profile.to_json(), "trained": trained}))
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _sources() -> list[tuple[str, int, int]]:
+    """The files of this project that a profile is made by: one of an older version is not read."""
+    import autolaunch_strategies
+
+    engine, own = Path(autolaunch_strategies.__file__).parent, Path(__file__).parent
+    files = [*engine.glob("planner/*.py"), *engine.glob("plan/*.py"), *own.glob("models/*.py")]
+    return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
