@@ -9,8 +9,8 @@ Nothing is fitted. What was measured differs between sources, and is read from t
 - what counts: the allocator's peak or a sum of parts. What the allocator wastes and what the driver takes beyond it is
   in rows whose notes name nvidia-smi only, and what the allocator wastes in those of tools that print what it reserved;
 - state: bytes of parameters, gradients and optimizer for a parameter where a note gives them, else by precision;
-- stack: Megatron (levels below 3) frees what a stage has sent. PyTorch's own (level 3) computes cross entropy in fp32
-  with a kernel for each operation, and its `selective_op` keeps the output of every second matrix product.
+- stack: Megatron (levels below 3) frees what it has sent or gathered. PyTorch's own (level 3) computes cross entropy in
+  fp32 with a kernel for each operation, and its `selective_op` keeps the output of every second matrix product.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ def case(item: Published):  # type: ignore[no-untyped-def]
 
 
 def candidate_of(item: Published) -> Candidate:
-    """How a row ran; where the microbatches of a pipeline are not stated, there are as many as ranks (torchtitan)."""
+    """How a row ran; where the microbatches of a pipeline are not stated, there are as many as stages (torchtitan)."""
     candidate = item.run.candidate
     if candidate.pp > 1 and not item.row["mbs"]:
         on_rank = item.run.recipe.batch_size // candidate.dp
-        return dataclasses.replace(candidate, microbatches=min(candidate.pp, on_rank))
+        return dataclasses.replace(candidate, microbatches=min(candidate.pp * candidate.virtual_stages, on_rank))
     return candidate
 
 
@@ -124,7 +124,7 @@ def _profile(item: Published, profile: ModelProfile) -> ModelProfile:
 
 def _recipe(item: Published, recipe: Recipe) -> Recipe:
     """With the state that a note gives: `params+grad+opt=<GiB>`."""
-    recipe = dataclasses.replace(recipe, frees_sent=item.run.candidate.level < 3)
+    recipe = dataclasses.replace(recipe, gathers_again=item.run.candidate.level < 3)
     stated = re.search(r"params\+grad\+opt=([\d.]+)", item.row["note"])
     if not stated:
         return recipe

@@ -109,6 +109,7 @@ class _Columns:
         "state",  # parameters, gradients, optimizer state while a pass runs
         "end",  # the same when the optimizer steps
         "kept",  # activations between forward and backward, as `recompute` has it
+        "kept_done",  # those of one microbatch, taken off
         "input",  # the same of a block that is recomputed as a whole
         "waits",  # for gradients of weights that are put off
         "works",  # beyond what is kept, while its backward pass runs
@@ -221,12 +222,16 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
     exact = c.pipeline == PIPELINES.index("exact")
     whole_mp = np.where(c.sequence_parallel == 1, c.mp, 1)
 
-    def of(whole: float, divided: float = 0.0) -> Floats:
-        """Of one sequence on one rank."""
-        return ((whole - divided) / whole_mp + divided / c.mp) / c.cp
+    around_mp = whole_mp if recipe.gathers_again else np.ones_like(c.mp)
+
+    def of(whole: float, divided: float = 0.0, over: Ints = whole_mp) -> Floats:
+        """Of one sequence on one rank; what mp does not divide by itself lies over so many ranks."""
+        return ((whole - divided) / over + divided / c.mp) / c.cp
 
     def kept_by(part: Part) -> tuple[Floats, Floats, Floats]:
-        saved = of(part.saved_bytes, part.divided_saved_bytes)
+        gathered = 0.0 if recipe.gathers_again else part.exchanges * part.exchange_bytes
+        gathered = min(gathered, part.saved_bytes - part.divided_saved_bytes)
+        saved = of(part.saved_bytes - gathered, part.divided_saved_bytes) + of(gathered, 0.0, np.ones_like(c.mp))
         selective = of(part.selective_bytes, part.divided_selective_bytes)
         return saved, np.minimum(selective, saved), np.minimum(of(part.output_bytes), saved)
 
@@ -235,18 +240,23 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
         kept = np.where(c.recompute == FULL, given, np.where(c.recompute == SELECTIVE, selective, saved))
         peak = of(part.peak_bytes, part.divided_peak_bytes) + _attention_over_cp(part, profile.element_bytes, c)
         put("activations", "kept", flying * kept, kind)
+        put("activations", "kept_done", -sequences * kept, kind)
         put("activations", "input", flying * given, kind)
         put("other", "works", sequences * (saved - kept + peak), kind)
         put("other", "repeats", sequences * (saved - given + peak), kind)
         put("activations", "waits", sequences * _put_off(part, profile.element_bytes, c), kind)
-    before, after = kept_by(profile.before)[0], kept_by(profile.after)[0]
+    before, after = (
+        of(part.saved_bytes, part.divided_saved_bytes, around_mp) for part in (profile.before, profile.after)
+    )
     put("activations", "before", flying * before)
     put("activations", "after", flying * after)
     put("activations", "after_done", -sequences * after)
-    if not recipe.frees_sent:
+    if not recipe.gathers_again:
         put("activations", "output", flying * of(max((part.output_bytes for part in profile.kinds), default=0.0)))
-    put("other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.divided_peak_bytes))
-    of_after = of(profile.after.peak_bytes, profile.after.divided_peak_bytes)
+    put(
+        "other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.divided_peak_bytes, around_mp)
+    )
+    of_after = of(profile.after.peak_bytes, profile.after.divided_peak_bytes, around_mp)
     of_loss = _divided(profile.loss_bytes, profile.divided_loss_bytes, c.mp) / c.cp
     put("other", "after_works", sequences * of_after)
     put("loss", "loss", np.where(exact, on_rank, sequences) * np.maximum(of_loss, of_after))
@@ -433,7 +443,9 @@ def _counts(
     stages = len(cut.rank_of_stage)
     own = np.argsort(cut.rank_of_stage, kind="stable").reshape(ranks, per_rank)  # [ranks, its stages]
     blocks = cut.blocks[own]  # [ranks, its stages, kinds]
-    recomputed = _recomputed(profile, cut, every)[own] if every else np.zeros_like(blocks)
+    recomputed, behind = np.zeros_like(blocks), np.zeros_like(blocks)
+    if every:
+        recomputed, behind = (item[own] for item in _recomputed(profile, cut, every))
     first, last = int(cut.rank_of_stage[0]), int(cut.rank_of_stage[-1])
     follows = np.append(cut.rank_of_stage[1:], cut.rank_of_stage[-1])
     sends = (cut.rank_of_stage != follows)[own]
@@ -460,16 +472,22 @@ def _counts(
         of_ranks.append(np.repeat(of, rows.size // columns.count // np.size(of)))
 
     again = recomputed.sum(axis=1) > 0
+    # Blocks behind the last one of a stage that is recomputed are done when it is; the stage with the fewest counts.
+    done = np.where((recomputed.sum(axis=2) > 0)[..., None], behind, np.iinfo(np.int64).max).min(axis=1)
     for kind in range(len(profile.kinds)):
-        here = np.flatnonzero(held[:, kind])
-        rows = base[here]  # a copy
-        rows[:, :, at["works"].start + kind] = ~again[here, kind, None]
-        rows[:, :, at["repeats"].start + kind] = again[here, kind, None]
-        rows[:, :, at["casts"]] = (blocks - recomputed).sum(axis=1)[here, None]
-        ends = here == last
-        rows[ends, :, at["after_done"]] = base[last, :, at["after"]] > 0
-        rows[ends, :, at["drain"]] = float(exact)
-        add(rows, here)
+        for column, which in (("works", held[:, kind] > recomputed.sum(axis=1)[:, kind]), ("repeats", again[:, kind])):
+            here = np.flatnonzero(which)
+            if not len(here):
+                continue
+            rows = base[here]  # a copy
+            rows[:, :, at[column].start + kind] = 1
+            if column == "repeats":
+                rows[:, :, at["kept_done"]] = done[here, None]
+            rows[:, :, at["casts"]] = (blocks - recomputed).sum(axis=1)[here, None]
+            ends = here == last
+            rows[ends, :, at["after_done"]] = base[last, :, at["after"]] > 0
+            rows[ends, :, at["drain"]] = float(exact)
+            add(rows, here)
     embeds = base[first].copy()
     embeds[:, at["before_works"]] = 1
     embeds[:, at["all_casts"]] = held[first]
@@ -490,15 +508,21 @@ def _counts(
     return np.concatenate(found), np.concatenate(of_ranks)
 
 
-def _recomputed(profile: ModelProfile, cut: Cut, every: int) -> Ints:
-    """[stages, kinds]: blocks that are recomputed if every n-th one of a rank's own is, its first one included."""
+def _recomputed(profile: ModelProfile, cut: Cut, every: int) -> tuple[Ints, Ints]:
+    """[stages, kinds] each: the blocks that are recomputed if every n-th one of a rank's own is, its first one
+    included; and those of a stage behind its last recomputed one.
+    """
     stage = np.repeat(np.arange(len(cut.sizes)), cut.sizes)
+    kinds = np.asarray(profile.blocks)
     rank = cut.rank_of_stage[stage]
     order = np.argsort(rank, kind="stable")
     number = np.empty(len(order), dtype=np.int64)
-    begins = np.searchsorted(rank[order], rank[order])
-    number[order] = np.arange(len(order)) - begins
+    number[order] = np.arange(len(order)) - np.searchsorted(rank[order], rank[order])
     chosen = number % every == 0
-    found = np.zeros_like(cut.blocks)
-    np.add.at(found, (stage[chosen], np.asarray(profile.blocks)[chosen]), 1)
-    return found
+    found, behind = np.zeros_like(cut.blocks), np.zeros_like(cut.blocks)
+    np.add.at(found, (stage[chosen], kinds[chosen]), 1)
+    last = np.zeros(len(cut.sizes), dtype=np.int64)
+    np.maximum.at(last, stage[chosen], np.flatnonzero(chosen))
+    later = np.arange(len(order)) > last[stage]
+    np.add.at(behind, (stage[later], kinds[later]), 1)
+    return found, behind
