@@ -2,7 +2,7 @@
 
 On one:             python examples/to_distributed.py --small
 On four:            torchrun --nproc-per-node 4 examples/to_distributed.py --small
-On two nodes of 8:  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint FIRST:29500 examples/to_distributed.py --nodes 2
+On two nodes of 8:  torchrun --nnodes 2 --nproc-per-node 8 ... examples/to_distributed.py --nodes 2
 
 The losses are the same. Without --small the model has 134 million parameters.
 """

@@ -278,8 +278,13 @@ def parity(
     torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0)
     settings = given[2].plan.settings
     compare(model, reference, start, settings.mesh.pp, 10 * tolerance)
-    return {"mesh": settings.mesh.name, "level": settings.dp.sharding_level, "steps": len(losses), "told": str(given[2].plan),
-            "sequence": bool(settings.mp and settings.mp.sequence_parallel)}  # fmt: skip
+    return {
+        "mesh": settings.mesh.name,
+        "level": settings.dp.sharding_level,
+        "steps": len(losses),
+        "told": str(given[2].plan),
+        "sequence": bool(settings.mp and settings.mp.sequence_parallel),
+    }
 
 
 def parity_case(groups: str, name: str, *args: Any, **options: Any) -> None:
@@ -504,7 +509,7 @@ LOADERS: dict[str, Callable[[], DataLoader]] = {
     "stream_with_workers": lambda: DataLoader(Stream(), 4, num_workers=2),
     "stream_of_batches": lambda: DataLoader(
         [{"x": torch.arange(n), "n": list(range(n)), "t": n} for n in (4, 5)], batch_size=None
-    ),  # fmt: skip
+    ),
     "own_way": lambda: Own(Numbers(), 6, shuffle=True),
 }
 
@@ -635,9 +640,11 @@ def refusals() -> dict[str, str]:
         "mesh": refused(config=asked(mesh="2x2")),
         "batch": refused(config=asked(mesh="2"), dataloader=DataLoader(tokens(9), 3)),
         "no mesh of this model": refused(
-            model=Convolutions(), dataloader=DataLoader(images(9), 3), config=asked(axes=("dp", "mp"))
+            model=Convolutions().double(), dataloader=DataLoader(images(9), 3), config=asked(axes=("dp", "mp"))
         ),
-        "divided": refused(model=Convolutions(), dataloader=DataLoader(images(8), 4), config=asked(mesh="1x2")),
+        "divided": refused(
+            model=Convolutions().double(), dataloader=DataLoader(images(8), 4), config=asked(mesh="1x2")
+        ),
         "spec": refused(config=asked(input_spec=[InputSpec([4, 12], "int65", "tokens")])),
     }
 
@@ -645,7 +652,11 @@ def refusals() -> dict[str, str]:
 @cases("three")
 def no_way_is_left() -> dict[str, str]:
     """3 devices, batches of 4, 4 heads: nothing fits, and nothing is shrunk."""
-    return {"three": refused(model=Variant(4, 4)), "convolutions": refused(model=Convolutions(), dataloader=DataLoader(images(8), 4))}  # fmt: skip
+    of_images = DataLoader(images(8), 4)
+    return {
+        "three": refused(model=Variant(4, 4)),
+        "convolutions": refused(model=Convolutions().double(), dataloader=of_images),
+    }
 
 
 @cases("four")

@@ -259,7 +259,7 @@ class _Space:
             more = self.world * -(-self.batch_size // self.world)
             allowed.append(f"a loader with batch_size={more}")
             fewer = [size for size in range(1, self.world) if self.batch_size % size == 0]
-            allowed.append(f"{_or(fewer)} devices")
+            allowed.append(f"{_or(fewer)} device{'' if fewer == [1] else 's'}")
         allowed.append("other axes (config.axes)")
         return ConfigError(where, "\n    ".join(line for line in told if line), "; ".join(allowed))
 

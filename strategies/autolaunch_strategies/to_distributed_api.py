@@ -121,15 +121,15 @@ def _count(name: str, value: Any) -> int:
 
 
 def _check_types(model: Any, optimizer: Any, dataloader: Any) -> None:
-    wanted: tuple[tuple[str, Any, type], ...] = (
-        ("model", model, nn.Module),
-        ("optimizer", optimizer, torch.optim.Optimizer),
-        ("dataloader", dataloader, DataLoader),
+    wanted: tuple[tuple[str, Any, type, str], ...] = (
+        ("model", model, nn.Module, "torch.nn.Module"),
+        ("optimizer", optimizer, torch.optim.Optimizer, "torch.optim.Optimizer"),
+        ("dataloader", dataloader, DataLoader, "torch.utils.data.DataLoader"),
     )
-    for name, value, kind in wanted:
+    for name, value, kind, called in wanted:
         if not isinstance(value, kind):
             raise ConfigError(
-                name, f"a {kind.__module__}.{kind.__name__} is needed, not {type(value).__name__}",
+                name, f"a {called} is needed, not {type(value).__name__}",
                 "to_distributed(model, optimizer, dataloader, device_num)",
             )  # fmt: skip
 
