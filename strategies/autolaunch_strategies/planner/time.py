@@ -388,7 +388,7 @@ def _held(profile: ModelProfile, pipeline: str, pp: int, virtual: int, split: in
         ranks = np.arange(pp * virtual) % pp
         blocks = np.zeros((pp * virtual, len(profile.kinds)), dtype=np.int64)
         where = np.linspace(1, pp * virtual - 2, len(profile.blocks)).round().astype(int)
-        np.add.at(blocks, (where, np.asarray(profile.blocks)), 1)
+        np.add.at(blocks, (where, np.asarray(profile.blocks, dtype=np.int64)), 1)
     np.add.at(rows[:, 1:-1], ranks, blocks)
     rows[ranks[0], 0] = 1
     rows[ranks[-1], -1] = 1
