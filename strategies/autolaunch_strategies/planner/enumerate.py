@@ -306,9 +306,11 @@ class Space:
         found, nodes = [1], 0
         for shards in divisors(dp)[:-1]:
             ranks = shards * cp * mp
+            if shards * cp == 1:
+                continue
             if ranks % self.hardware.devices_per_node:
                 found.append(dp // shards)  # the rule about whole nodes says why not
-            elif ranks // self.hardware.devices_per_node >= nodes and shards * cp > 1:
+            elif ranks // self.hardware.devices_per_node >= nodes:
                 nodes = ranks // self.hardware.devices_per_node * (2 if nodes < 4 and not self._thin else 4)
                 found.append(dp // shards)
         return found

@@ -155,12 +155,13 @@ def why(plan: Plan, asked: Mapping[str, Any]) -> Explanation:
     text = " ".join(f"{key}={value}" for key, value in asked.items())
     wanted = {**plan.wanted, **{name: (value,) for name, value in fields.items()}}
     rejections, looked = look(plan.profile, plan.recipe, plan.hardware, wanted, plan.memory_share)
-    looked = looked.select(_meant(looked, fields))
-    if not len(looked):
+    meant = looked.select(_meant(looked, fields))
+    if not len(meant):
         refused = tuple((item.rule.words, item.reason) for item in rejections)
-        if not refused:
+        if len(looked) or not refused:
             refused = (("", "no mesh has this together: an axis of size 1 has no options"),)
-        return Explanation(text, plan, None, tuple(f"{reason}." for _, reason in refused), rejected=refused)
+        return Explanation(text, plan, None, tuple(f"{_capital(reason)}." for _, reason in refused), rejected=refused)
+    looked = meant
     if not looked.may_fit.any():
         return _too_large(plan, text, looked)
     index = pick(looked, plan.noise)
@@ -180,6 +181,10 @@ def why(plan: Plan, asked: Mapping[str, Any]) -> Explanation:
         float(looked.memory_bytes[index]),
         differences,
     )
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def fields_of(asked: Mapping[str, Any]) -> dict[str, int]:

@@ -1,0 +1,70 @@
+"""How long a plan takes after profiling: `OMP_NUM_THREADS=1 python tests/benchmarks/planner_speed.py`.
+
+For each model and number of devices the least of several turns: candidates, their memory and time, the choice with its
+uncertainty, and its account as plain data. Aims: 0.3 s on 16,384 devices, 1 s on 65,536.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "strategies"))
+sys.path.insert(0, str(ROOT / "tests"))
+
+from planner_cases import llama, machines, recipe
+
+from autolaunch_strategies.planner.choose import make_plan
+from autolaunch_strategies.planner.enumerate import Space
+from autolaunch_strategies.planner.explain import why
+
+CASES = (
+    ("8b", 8, 128, 8192, None),
+    ("8b", 64, 512, 8192, None),
+    ("70b", 1024, 1024, 8192, None),
+    ("405b", 16384, 2048, 8192, 0.3),
+    ("405b", 16384, 128, 131072, 0.3),
+    ("405b", 65536, 4096, 8192, 1.0),
+)
+"""Size of Llama 3, devices, sequences in a batch, positions, seconds that are aimed at."""
+
+
+def least(turns: int, function: Callable[[], Any]) -> tuple[float, Any]:
+    """(seconds of the fastest of some turns, what the last one returned)."""
+    seconds, result = [], None
+    for _ in range(turns):
+        begin = time.perf_counter()
+        result = function()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds), result
+
+
+def main() -> None:
+    """Print a row for each case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=5)
+    turns = parser.parse_args().turns
+    print("model  devices  positions  looked at    fit  candidates     plan  account      why  aim    chosen")
+    missed = False
+    for size, devices, batch, positions, aim in CASES:
+        case = (llama(size, positions), recipe(batch), machines(devices))
+        listed, _ = least(turns, lambda case=case: Space(*case, {}).candidates())
+        planned, plan = least(turns, lambda case=case: make_plan(*case))
+        told, account = least(turns, plan.to_dict)
+        explained, _ = least(turns, lambda plan=plan: why(plan, {"mp": 2}))
+        missed |= aim is not None and planned > aim
+        print(
+            f"{size:<5}{devices:>9,}{positions:>11,}{len(plan.looked):>11,}{int(plan.looked.fits.sum()):>7,}"
+            f"{listed * 1e3:>9.1f} ms{planned * 1e3:>6.0f} ms{told * 1e3:>6.0f} ms{explained * 1e3:>6.0f} ms"
+            f"  {f'{aim:.1f} s' if aim else '-':<5}  {' '.join(account['chosen']['overrides'])}"
+        )
+    print("slower than aimed at" if missed else "as fast as aimed at")
+
+
+if __name__ == "__main__":
+    main()
