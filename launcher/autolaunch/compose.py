@@ -295,6 +295,20 @@ _OTHER_NAMES = {
 }
 """What other tools call our options."""
 
+_PLUGINS = {
+    "hydra/sweeper/optuna": "hydra-optuna-sweeper",
+    "hydra/launcher/joblib": "hydra-joblib-launcher",
+    "hydra/launcher/submitit_local": "hydra-submitit-launcher",
+    "hydra/launcher/submitit_slurm": "hydra-submitit-launcher",
+}
+"""Options that a package of its own brings."""
+
+
+def _absent_plugin(where: str, path: str) -> ConfigError | None:
+    if path not in _PLUGINS:
+        return None
+    return ConfigError(where, f"the package {_PLUGINS[path]} is not installed", write=f"pip install {_PLUGINS[path]}")
+
 
 def _no_such_option(override: str, path: str, loader: ConfigLoader) -> ConfigError:
     """`path`: the config file that Hydra looked for, `group/option`."""
@@ -309,6 +323,8 @@ def _no_such_option(override: str, path: str, loader: ConfigLoader) -> ConfigErr
             "config files end in .yaml" if misnamed else "no such file",
             "a name of conf/experiment or of --config-dir, or the path of a .yaml file",
         )
+    if absent := _absent_plugin(override, path):
+        return absent
     options = loader.get_group_options(group, ObjectType.CONFIG)
     close = _OTHER_NAMES.get(path) or nearest(option, options)
     return ConfigError(
@@ -419,6 +435,8 @@ def _missing_file(error: MissingConfigException, name: str, line: CommandLine) -
             ", ".join(names),
         )
     group, _, option = path.rpartition("/")
+    if absent := _absent_plugin(f"{group}: {option}{_file_naming(group, option, line)}", path):
+        return absent
     close = nearest(option, error.options or ())
     return ConfigError(
         f"{group}: {option}{_file_naming(group, option, line)}",

@@ -126,9 +126,8 @@ def _table(standings: Sequence[Standing]) -> Table:
     table = Table()
     table.add_column("", justify="right")
     table.add_column("configuration", overflow="fold")
-    for name in ("step time", "predicted", "tokens/s", "memory", "steps"):
+    for name in ("step time", "predicted", "tokens/s", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("status", overflow="fold")
     said = [set(item.trials[-1].overrides) for item in standings]
     everywhere = set.intersection(*said) if len(said) > 1 else set()
     for rank, item in enumerate(standings, start=1):
@@ -137,14 +136,18 @@ def _table(standings: Sequence[Standing]) -> Table:
         table.add_row(
             str(rank) if item.timing else "",
             Text(" ".join(text for text in trial.overrides if text not in everywhere)),
-            f"{item.timing.median:.4g} s" if item.timing else "-",
+            _outcome(item),
             f"{item.trials[0].predicted_s:.4g} s",
             f"{tokens:,.0f}" if measured and (tokens := measured[-1].tokens_per_second) else "-",
             readable_bytes(memory) if (memory := _memory(item.trials)) is not None else "-",
-            str(sum(len(outcome.seconds) for outcome in measured)) if measured else "-",
-            Text(trial.outcome.status, style="green" if item.in_contention else "red"),
         )
     return table
+
+
+def _outcome(item: Standing) -> Text:
+    if item.in_contention and item.timing:
+        return Text(f"{item.timing.median:.4g} s")
+    return Text(item.trials[-1].outcome.status, style="red")
 
 
 def _memory(trials: Sequence[Trial]) -> int | None:

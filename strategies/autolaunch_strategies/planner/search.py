@@ -30,7 +30,7 @@ from autolaunch_strategies.planner.trials import (
 Floats = NDArray[np.float64]
 
 ALIKE_AT_FIRST = 2
-"""Candidates of one cell (mp, pp, cp, recompute) in the first half of the trials: the others learn from them."""
+"""Candidates of one cell (mp, pp, cp, kind of recomputation) in the first half of the trials."""
 
 SAME_END = 3
 """Candidates after which a search gives up that has not measured a single one: it is not their fault."""
@@ -254,7 +254,7 @@ class Search:
 
     def _cells(self) -> NDArray[np.int64]:
         columns = self.predictions.candidates
-        keys = np.stack([columns.mp, columns.pp, columns.cp, columns.recompute], axis=1)
+        keys = np.stack([columns.mp, columns.pp, columns.cp, np.sign(columns.recompute)], axis=1)
         return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
 
     # --- what is known -------------------------------------------------------------------------------------------
