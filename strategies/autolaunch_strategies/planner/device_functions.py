@@ -98,9 +98,7 @@ class _Functions(TorchFunctionMode):
         """As `scaled_dot_product_attention`, on shapes alone."""
         self.tape.tally.heads.append(query.shape[-3] if query.dim() > 2 else 1)
         if self.on_cpu:
-            return self.original(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            return self.original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if torch.is_autocast_enabled("cpu"):
             narrow = torch.get_autocast_dtype("cpu")
             query, key, value = (tensor.to(narrow) for tensor in (query, key, value))

@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +20,27 @@ from autolaunch_strategies.planner.profile import ModelProfile
 
 
 def cache_directory() -> Path:
-    """`$AUTOLAUNCH_CACHE/profiles`; by default within `$XDG_CACHE_HOME/autolaunch`, or `~/.cache/autolaunch`."""
-    own = os.environ.get("AUTOLAUNCH_CACHE")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autolaunch"
-    return base / "profiles"
+    """``$XDG_CACHE_HOME/autolaunch/profiles`` or ``~/.cache/autolaunch/profiles``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autolaunch" / "profiles"
 
 
 def cached_profile(
-    module: nn.Module, arguments: Mapping[str, Any], make: Callable[[], ModelProfile], directory: Path | None = None
+    module: nn.Module, positions: int | None = None, *, directory: Path | None = None, **arguments: Any
 ) -> ModelProfile:
-    """The profile of `module` for these arguments of `profile_module`: read, or made and kept.
+    """As `profile_module`, but what was found out before is read from `directory` (by default the user's cache).
 
     What can't be told by structure, shapes and plain values is not cached: an `example` or a `loss`. A file that can't
-    be read is ignored, and a directory that can't be written to as well.
+    be read is ignored, and so is a directory that can't be written to.
     """
+    from autolaunch_strategies.planner.module_profile import profile_module
+
     if arguments.get("loss") is not None or arguments.get("example") is not None:
-        return make()
+        return profile_module(module, positions, **arguments)
     directory = directory or cache_directory()
-    path = directory / f"{fingerprint(module, arguments)}.json"
-    try:
+    path = directory / f"{fingerprint(module, {'positions': positions, **arguments})}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return ModelProfile.from_json(path.read_text())
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    profile = make()
+    profile = profile_module(module, positions, **arguments)
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=directory, suffix=".part", delete=False) as file:
@@ -101,8 +100,6 @@ def _plain(value: Any) -> Any:
 
 def _source(module: str) -> tuple[str, str]:
     """A module's file, by size and time of change."""
-    import sys
-
     path = getattr(sys.modules.get(module), "__file__", None)
     try:
         assert path is not None

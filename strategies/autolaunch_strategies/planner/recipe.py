@@ -16,13 +16,14 @@ _PRECISIONS = {
 }  # fmt: skip
 """Lightning's names -> (type of parameters, type of autocast)."""
 _STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1}
-"""How many numbers an optimizer keeps for a parameter, in the parameter's type; SGD with momentum keeps one."""
+"""How many numbers an optimizer keeps for a parameter, in the parameter's type; momentum is one more."""
 
 
 def recipe_of(
     batch_size: int,
     precision: str | int = "32-true",
-    optimizer: Mapping[str, Any] | str = "adamw",
+    optimizer: str = "adamw",
+    momentum: float = 0.0,
     dp: Mapping[str, Any] | None = None,
     *,
     trained: float = 1.0,
@@ -35,8 +36,8 @@ def recipe_of(
     Args:
         batch_size: sequences per optimizer step, over all ranks.
         precision: as lightning names it: 32-true, bf16-mixed, ...
-        optimizer: its name, or the group `optimizer` of a job (name, momentum). One that is not known is taken to keep
-            as much as AdamW.
+        optimizer: its name, or the import path of its class; one that is not known is taken to keep as much as AdamW.
+        momentum: of SGD and RMSprop.
         dp: the group `dp` of a job: `param_dtype` and `reduce_dtype` count.
         trained: share of the parameters that is trained.
         compiled: whether blocks are compiled.
@@ -54,9 +55,8 @@ def recipe_of(
     reduced = (dp or {}).get("reduce_dtype") or gathered
     compute = autocast or gathered
     casts = autocast is not None and _BYTES[gathered] > _BYTES[autocast]
-    values = {"name": optimizer} if isinstance(optimizer, str) else dict(optimizer)
-    states = _STATES.get(str(values.get("name")).lower(), 2)
-    states += 1 if values.get("momentum") and values.get("name") == "sgd" else 0
+    kind = optimizer.rpartition(".")[2].lower()
+    states = _STATES.get(kind, 2) + (1 if momentum and kind in ("sgd", "rmsprop") else 0)
     return Recipe(
         batch_size=batch_size,
         compute="tf32" if compute == "fp32" and tf32 else "fp32" if compute == "fp64" else compute,
