@@ -437,7 +437,7 @@ def _bubble(c: Candidates, busiest: Floats, together: Floats) -> Floats:
 
 def _send_time(profile: ModelProfile, hardware: Hardware, c: Candidates, batch: Floats, recipe: Recipe) -> Floats:
     """Exposed seconds of sending one microbatch's output, or its gradient, to the next stage."""
-    size = max(part.output_bytes for part in profile.kinds) * batch / c.cp
+    size = max((part.output_bytes for part in profile.kinds), default=0.0) * batch / c.cp
     size = size / np.where((c.sequence_parallel > 0) | recipe.scattered_sends, c.mp, 1)
     stride = c.mp * c.cp * c.dp
     seconds = collective_time(hardware, "p2p", np.where(c.pp > 1, 2, 1), stride, size)
