@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+
 from autolaunch_strategies.config import PP_NAMES, SCHEDULES
 from autolaunch_strategies.pipeline.schedule import default_virtual_stages, placement
 from autolaunch_strategies.pipeline.split import even_sizes

@@ -13,10 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "strategies"))
-sys.path.insert(0, str(ROOT / "tests"))
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from planner_cases import llama, machines, recipe
 
 from autolaunch_strategies.planner.choose import make_plan
