@@ -1,8 +1,8 @@
-"""Config options that are no files of conf/: `mesh=<any shape>`, `cluster=<profile>x<devices>`, `experiment=<file>.yaml`.
+"""Config options that are no files of conf/: `mesh=<shape>`, `cluster=<profile>x<devices>`, `experiment=<file>.yaml`.
 
-Hydra asks every source of its search path for `mesh/4x2`, `cluster/h100x1024` or `experiment/outputs/.../plan.yaml`; the
-sources here answer for these groups, after conf/ and the directories of the user, so that a YAML file of that name always
-wins.
+Hydra asks every source of its search path for `mesh/4x2`, `cluster/h100x1024` or `experiment/outputs/.../plan.yaml`;
+the sources here answer for these groups, after conf/ and the directories of the user, so that a YAML file of that name
+always wins.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ExperimentFileSource(_GroupSource):
 
 
 class ClusterSource(_GroupSource):
-    """Serves `cluster=<profile>x<devices>` for every profile of the search path, `cluster=<path>.yaml`, and this machine.
+    """Serves `cluster=<profile>x<devices>` for profiles of the search path, `cluster=<path>.yaml`, and this machine.
 
     Its path holds the directories of the search path, in their order.
     """
@@ -180,7 +180,9 @@ class ClusterSource(_GroupSource):
         return {**sizes, "nodes": max(1, devices // per_node), "devices_per_node": min(devices, per_node)}
 
     def _profile_file(self, name: str) -> Path | None:
-        files = (Path(directory) / self.group / f"{name}.yaml" for directory in self.path.split(os.pathsep) if directory)
+        files = (
+            Path(directory) / self.group / f"{name}.yaml" for directory in self.path.split(os.pathsep) if directory
+        )
         return next((file for file in files if file.is_file()), None)
 
     def _profile(self, name: str) -> dict[str, Any]:

@@ -35,17 +35,20 @@ _PROFILES = {
 """Names of GPUs as the driver has them, and the profile that is the first guess for them."""
 
 
-def this_machine(ranks: int | None = None, accelerator: str = "auto", where: str = "cluster=local") -> dict[str, Any]:
+def this_machine(
+    ranks: int | None = None, accelerator: str = "auto", where: str = "cluster=local", measured: bool = True
+) -> dict[str, Any]:
     """This machine with so many devices, or on a CPU ranks.
 
     Args:
         ranks: null for all visible GPUs; on a CPU for one rank per core.
         accelerator: as `trainer.accelerator`.
         where: what was asked for, for messages.
+        measured: whether to use what is stored; else everything is guessed.
 
     Returns:
-        the keys of a file of conf/cluster. `origin` says whether `autolaunch calibrate` has measured them here, with how
-        many ranks, or what they are guessed from.
+        the keys of a file of conf/cluster. `origin` says whether `autolaunch calibrate` has measured them here, with
+        how many ranks, or what they are guessed from.
 
     Raises:
         ConfigError: fewer GPUs than that are visible.
@@ -60,7 +63,7 @@ def this_machine(ranks: int | None = None, accelerator: str = "auto", where: str
         )
     device = "cuda" if kind == "gpu" else "cpu"
     count = ranks or visible or _cores()
-    stored, measured_with = _stored(device, count)
+    stored, measured_with = _stored(device, count) if measured else ({}, 0)
     values = stored or _guessed(device)
     if not stored:
         origin = f"guessed from the profile {values['name']}; `autolaunch calibrate cluster=localx{count}` measures"

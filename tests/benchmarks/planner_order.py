@@ -2,8 +2,9 @@
 
     python tests/benchmarks/planner_order.py [--work outputs/planner_order] [--rounds 2]
 
-Calibrates with four ranks, measures each case of `CASES` in short trainings through the command, predicts each, and prints
-both beside each other. Goal: of pairs that differ by more than 20 % as measured, none is predicted the other way round.
+Calibrates with four ranks, measures each case of `CASES` in short trainings through the command, predicts each, and
+prints both beside each other. Goal: of pairs that differ by more than 20 % as measured, none is predicted the other way
+round.
 What was measured is kept in `<work>/measured.json` and not measured again; `--remeasure` begins anew. Wants a quiet
 machine: rounds go over all cases in turn, and the least median counts.
 """
@@ -27,7 +28,7 @@ from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
 from autolaunch_strategies.config import CP_BACKENDS
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate, Candidates
-from autolaunch_strategies.planner.hardware import Hardware, hardware_from
+from autolaunch_strategies.planner.hardware import hardware_from
 from autolaunch_strategies.planner.module_profile import profile_module
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.time import step_time
@@ -217,12 +218,18 @@ def _print_order(cases: list[Case], measured: list[float], predicted: list[float
                 wrong.append((fast, slow))
     for fast, slow in wrong:
         print(
-            f"wrong order: {cases[fast].overrides} ({measured[fast]:.3f} s, predicted {predicted[fast]:.3f} s) is faster "
-            f"than {cases[slow].overrides} ({measured[slow]:.3f} s, predicted {predicted[slow]:.3f} s)"
+            f"wrong order: {cases[fast].overrides} ({measured[fast]:.3f} s, predicted {predicted[fast]:.3f} s) "
+            f"is faster than {cases[slow].overrides} ({measured[slow]:.3f} s, predicted {predicted[slow]:.3f} s)"
         )
     best = min(range(len(cases)), key=lambda i: predicted[i])
-    print(f"pairs that differ by more than {FAR - 1:.0%}: {far}; in the wrong order: {len(wrong)} ({len(wrong) / far:.1%})")
-    print(f"the predicted best takes {measured[best] / min(measured) - 1:+.1%} of the measured best: {cases[best].overrides}")
+    print(
+        f"pairs that differ by more than {FAR - 1:.0%}: {far}; "
+        f"in the wrong order: {len(wrong)} ({len(wrong) / max(far, 1):.1%})"
+    )
+    print(
+        f"the predicted best is {measured[best] / min(measured) - 1:.1%} slower than the measured best: "
+        f"{cases[best].overrides}"
+    )
     return len(wrong)
 
 

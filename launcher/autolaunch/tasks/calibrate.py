@@ -1,4 +1,4 @@
-"""calibrate: measure this machine for the planner and write it as a cluster that `cluster=<file>` and `cluster=local` read.
+"""calibrate: measure this machine for the planner and write it as a cluster, for `cluster=<file>` and `cluster=local`.
 
 This is the part of the process that was started: it starts one process per rank and waits. Without torch, since loading
 it would only delay them; `autolaunch.tasks.calibration` measures.
@@ -21,6 +21,7 @@ MEASURING = "autolaunch.tasks.calibration:measure"
 """The task of the ranks."""
 
 START_SECONDS, COLLECTIVE_SECONDS = 120.0, 60.0
+
 
 class CalibrationFailedError(RuntimeError):
     """The ranks could not measure at all; the message is theirs."""

@@ -1,7 +1,7 @@
 """What the ranks of `autolaunch calibrate` do.
 
-Two parts, by all ranks at once: speeds of single operations and exchanges (`autolaunch_strategies.planner.measure`), and
-short trainings of a small Llama through the same engine as any run, to which the constants of the planner are fitted.
+Two parts, by all ranks at once: speeds of single operations and exchanges (`autolaunch_strategies.planner.measure`),
+and short trainings of a small Llama through the same engine as any run, to which the planner's constants are fitted.
 What fails is named in the file and keeps its usual value.
 """
 
@@ -13,11 +13,11 @@ import gc
 import time
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +30,7 @@ from autolaunch.launch.place import Place
 from autolaunch.report.readable import readable_seconds
 from autolaunch.report.summary import write_summary
 from autolaunch.tasks.calibration_runs import Training, trainings
-from autolaunch.this_machine import machine_file, memory_gib, this_machine
+from autolaunch.this_machine import machine_file, this_machine
 from autolaunch_strategies.planner.calibrate import calibrated, fitted
 from autolaunch_strategies.planner.candidate import Candidates
 from autolaunch_strategies.planner.fit import Run
@@ -69,14 +69,14 @@ def _measure(job: ResolvedJob, place: Place, started: float) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for training in trainings(place.world_size, place.local_world_size):
-            if _longest(time.monotonic() - begun) > TRAINING_SECONDS:
+            if bench.longest(time.monotonic() - begun) > TRAINING_SECONDS:
                 break
             seconds: list[float] = []
-            reason = bench.contained(lambda training=training, seconds=seconds: seconds.append(training.run(job, device)))
+            reason = bench.contained(partial(_time, training, job, device, seconds))
             if reason:
                 measured.failed[f"training {training.name}"] = reason
             else:
-                observed.append((training, _longest(seconds[0])))
+                observed.append((training, bench.longest(seconds[0])))
             gc.collect()
     result: dict[str, Any] = {}
     if place.rank == 0:
@@ -84,26 +84,19 @@ def _measure(job: ResolvedJob, place: Place, started: float) -> dict[str, Any]:
     return result
 
 
-def _longest(seconds: float) -> float:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return seconds
-    value = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return value.item()
+def _time(training: Training, job: ResolvedJob, device: torch.device, seconds: list[float]) -> None:
+    seconds.append(training.run(job, device))
 
 
 def _base(config: Mapping[str, Any], place: Place, device: torch.device) -> Hardware:
-    """What is known before anything is measured: sizes, and guesses of the rest."""
-    values = dict(config["cluster"] or this_machine(place.local_world_size, "cpu" if device.type == "cpu" else "gpu"))
-    values |= {"name": "local", "nodes": place.world_size // place.local_world_size, "constants": {}, "curves": {}}
-    values["devices_per_node"] = place.local_world_size
+    """Guesses for this machine, with the sizes that `cluster` says: an earlier calibration is no part of a new one."""
+    local, given = place.local_world_size, config["cluster"] or {}
+    values = this_machine(local, "cpu" if device.type == "cpu" else "gpu", measured=False)
+    values["nodes"] = place.world_size // local
     if device.type == "cuda":
         values["memory_gib"] = facts(device)["memory_bytes"] / 2**30
-    else:
-        values["processors"] = cores()
-        values["memory_gib"] = values["memory_gib"] or memory_gib() / place.local_world_size
-    if values["nodes"] > 1 and values.get("inter") is None:
-        values["inter"] = values["intra"]
+    elif given.get("memory_gib") and given.get("devices_per_node") == local:
+        values |= {"memory_gib": given["memory_gib"], "processors": given.get("processors") or cores()}
     return hardware_of(values)
 
 
@@ -207,7 +200,9 @@ def _show(
     for name, reason in measured.failed.items():
         console.print(f"[yellow]not measured: {name}[/]: {reason}", highlight=False)
     console.print(f"\n{seconds:.0f} s; {hardware.origin}: {shown(path)}", highlight=False, soft_wrap=True)
-    console.print(f"use it: autolaunch plan model=llama cluster={_use(hardware, path)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"use it: autolaunch plan model=llama cluster={_use(hardware, path)}", highlight=False, soft_wrap=True
+    )
 
 
 def _use(hardware: Hardware, path: Path) -> str:

@@ -26,8 +26,8 @@ from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate
 from autolaunch_strategies.planner.module_profile import profile_module
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 
-STEPS = 7
-"""Of a training; the first three are warm-up, the median of the others counts."""
+STEPS, FEW = 7, 5
+"""Of a training, and of one whose steps take long; the first three are warm-up, the median of the others counts."""
 
 GPU_PRECISION, CPU_PRECISION = "bf16-mixed", "32-true"
 """What most people train with there."""
@@ -37,7 +37,7 @@ GROUPS = {"optimizer": "adamw", "scheduler": "constant", "trainer": "default", "
 
 @dataclass(frozen=True)
 class Training:
-    """One training of `STEPS` steps."""
+    """One training of a few steps."""
 
     name: str
     candidate: Candidate
@@ -46,6 +46,7 @@ class Training:
     model: dict[str, Any] = field(default_factory=dict)
     """Keys of `autolaunch.config.LlamaModel`."""
     positions: int = 128
+    steps: int = STEPS
 
     def config(self, job: ResolvedJob) -> dict[str, Any]:
         """The resolved config of this training, with the seed and the devices of `job`."""
@@ -53,7 +54,9 @@ class Training:
         values: dict[str, Any] = {name: _group(name, option) for name, option in GROUPS.items()}
         values |= {
             "task": "fit",
-            "precision": GPU_PRECISION if visible_devices(job.config["trainer"]["accelerator"])[0] == "gpu" else CPU_PRECISION,
+            "precision": GPU_PRECISION
+            if visible_devices(job.config["trainer"]["accelerator"])[0] == "gpu"
+            else CPU_PRECISION,
             "seed": job.config["seed"],
             "mesh": {**c.mesh.sizes, "order": list(c.mesh.order)},
             "model": {**_group("model", "llama"), **self.model},
@@ -73,7 +76,7 @@ class Training:
         }
         values["trainer"] |= {
             "accelerator": job.config["trainer"]["accelerator"],
-            "max_steps": STEPS,
+            "max_steps": self.steps,
             "limit_val_batches": 0,
             "enable_progress_bar": False,
         }
@@ -118,20 +121,20 @@ def trainings(ranks: int, local_ranks: int) -> Iterator[Training]:
     wide = {**small, "hidden_size": 64 * heads, "intermediate_size": 192 * heads}
     n, rest = local_ranks, ranks // local_ranks
 
-    def each(name: str, batch: int, model: dict[str, Any] = small, **values: Any) -> Training:
+    def each(name: str, batch: int, model: dict[str, Any] = small, steps: int = STEPS, **values: Any) -> Training:
         # Axes but dp stay within a node, dp goes over all nodes.
         values = {"dp": rest, "replicate": 1, **values}
-        return Training(name, Candidate(**values), batch * values["dp"], model)
+        return Training(name, Candidate(**values), batch * values["dp"], model, steps=steps)
 
     yield each("dp, small batch", 1, dp=ranks)
     yield each("dp, large batch", 4, dp=ranks)
     if ranks > 1:
         yield each("dp level 3", 2, dp=ranks, level=3)
     if n > 1:
-        yield each("mp", 4, mp=n)
+        yield each("mp", 2, steps=FEW, mp=n)
         yield each("pp 1f1b", 2 * n, pp=n, pipeline=PIPELINES.index("1f1b"), microbatches=2 * n)
         yield each("cp gather", 4, cp=n)
-        yield each("mp, sequence parallel", 4, mp=n, sequence_parallel=1)
+        yield each("mp, sequence parallel", 2, steps=FEW, mp=n, sequence_parallel=1)
     yield each("dp, wide model", 2, wide, dp=ranks)
     yield each("dp, 4 microbatches", 4, dp=ranks, microbatches=4)
     if n > 1:
@@ -140,7 +143,7 @@ def trainings(ranks: int, local_ranks: int) -> Iterator[Training]:
         yield each("cp ulysses", 4, cp=n, backend=CP_BACKENDS.index("ulysses"), ulysses=n)
     if ranks > 1:
         yield each("dp level 1", 2, dp=ranks, level=1)
-        yield each("dp level 3, 4 microbatches", 4, dp=ranks, level=3, microbatches=4)
+        yield each("dp level 3, 2 microbatches", 2, steps=FEW, dp=ranks, level=3, microbatches=2)
     yield each("dp, recomputed", 4, dp=ranks, recompute=FULL)
 
 

@@ -23,8 +23,8 @@ LEAST_HIDDEN = 0.02
 def calibrated(base: Hardware, measured: Measured, origin: str) -> Hardware:
     """The machines of `base` with what was measured in place of what was guessed.
 
-    The peak is the best measured rate, so that the share of it that products reach is 1. On a CPU exchanges hide nothing
-    but what the overlap probe found: whoever computes takes the core from whoever sends.
+    The peak is the best measured rate, so that the share of it that products reach is 1. On a CPU exchanges hide
+    nothing but what the overlap probe found: whoever computes takes the core from whoever sends.
     """
     usual = base.constants
     changed: dict[str, float] = {}
@@ -60,7 +60,7 @@ def calibrated(base: Hardware, measured: Measured, origin: str) -> Hardware:
 
 
 def _link(curves: Mapping[str, Sequence[Curve]]) -> Link | None:
-    """The fast link as the largest measured all-gather (else anything else) sees it, for readers and other group sizes."""
+    """The fast link as the largest measured all-gather, else anything else, sees it: for what has no curve."""
     known = curves.get("all_gather") or next(iter(curves.values()), ())
     if not known:
         return None

@@ -170,9 +170,7 @@ def hardware_to(hardware: Hardware) -> dict[str, Any]:
             for kind, curves in hardware.curves.items()
         },
         "constants": {
-            name: _digits(value)
-            for name, value in constants.items()
-            if _digits(value) != _digits(getattr(usual, name))
+            name: _digits(value) for name, value in constants.items() if _digits(value) != _digits(getattr(usual, name))
         },
         "origin": hardware.origin,
     }

@@ -1,7 +1,7 @@
 """Speeds of the machine at hand, each measured by all ranks at once, as in training: products, memory, launches, links.
 
-With more ranks than cores, what a rank computes is given as the seconds that it keeps a core busy, and a collective as one
-rank's share of the time on the clock (its seconds x cores / ranks): the model of a step shares the cores out itself.
+With more ranks than cores, what a rank computes is given as the seconds that it keeps a core busy, and a collective as
+one rank's share of the time on the clock (its seconds x cores / ranks): the model of a step shares the cores out itself.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,8 +32,10 @@ ROUNDS = 5
 """The median of so many; of three where one takes longer than `LONG` seconds."""
 LONG = 0.01
 
-PROBE_SECONDS = 20.0
-"""After this a rank that waits for others gives a probe up."""
+PROBE_SECONDS, VERDICT_SECONDS = 20.0, 150.0
+"""After the first a rank that waits for others gives a probe up; after the second, the others themselves."""
+
+_WAITED = re.compile("timed? ?out|connection (closed|reset)|pair closure", re.IGNORECASE)
 
 
 @dataclass
@@ -77,6 +81,9 @@ class Bench:
         self.sharing = max(1.0, local_ranks / cores) if cores else 1.0
         """How many ranks share a core."""
         self.seconds = seconds
+        self._together: Any = None
+        """The group in which the ranks of a probe keep step; a new one for each, as a failure leaves it broken."""
+        self._verdicts = dist.new_group(timeout=_duration(VERDICT_SECONDS), backend="gloo") if self.ranks > 1 else None
 
     # --- the probes ----------------------------------------------------------------------------------------------
 
@@ -98,7 +105,7 @@ class Bench:
             if self.ranks > self.local_ranks:
                 probes["between nodes"] = self.between_nodes
         for name, probe in probes.items():
-            reason = self.contained(lambda probe=probe: probe(found))
+            reason = self.contained(partial(probe, found))
             if reason:
                 found.failed[name] = reason
         return found
@@ -107,16 +114,18 @@ class Bench:
         """Run a probe; empty, or why it failed on the first rank where it did. Collective: all ranks agree on it."""
         reason = ""
         try:
+            if self.ranks > 1:
+                self._together = dist.new_group(timeout=_duration(PROBE_SECONDS), backend="gloo")
             probe()
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
         reasons: list[Any] = [reason]
         if self.ranks > 1:
             reasons = [None] * self.ranks
-            dist.all_gather_object(reasons, reason)
-        # A rank that waited for another one in vain is not where it began.
-        first = [text for text in reasons if text and "imed out" not in text] or [text for text in reasons if text]
-        return next(iter(first), "")
+            dist.all_gather_object(reasons, reason, group=self._verdicts)
+        # Where a rank waited in vain for another one, it is the other one's reason that counts.
+        given = [text for text in reasons if text]
+        return next((text for text in given if not _WAITED.search(text)), given[0] if given else "")
 
     def matmul(self, found: Measured) -> None:
         """Square matrix products of rising size in every type; the fastest counts."""
@@ -127,7 +136,7 @@ class Bench:
             with _tf32(name == "tf32"):
                 for edge in edges:
                     a, b = (torch.randn(edge, edge, device=self.device).to(TYPES[name]) for _ in range(2))
-                    seconds = self._busy(lambda a=a, b=b: a @ b, self.seconds / len(edges) / 2)
+                    seconds = self._busy(partial(torch.mm, a, b), self.seconds / len(edges) / 2)
                     rates[edge] = 2 * edge**3 / seconds
             found.products[name] = rates
             found.flops[name] = max(rates.values())
@@ -267,8 +276,7 @@ class Bench:
         self, call: Callable[[], Any], seconds: float, group: Any, clock: Callable[[], float] = time.perf_counter
     ) -> float:
         """Seconds of a call: the mean over ranks of the median of `ROUNDS`, in about so many seconds altogether."""
-        if self.ranks > 1:
-            dist.barrier()
+        self._keep_step()
         call()
         self._synchronise()
         started = time.perf_counter()
@@ -279,8 +287,8 @@ class Bench:
         calls = max(1, min(200, int(seconds / rounds / max(first, 1e-7))))
         times = []
         for _ in range(rounds):
-            if self.ranks > 1 and group is None:
-                dist.barrier()  # nobody is to be alone with the machine
+            if group is None:
+                self._keep_step()  # nobody is to be alone with the machine
             started = clock()
             for _ in range(calls):
                 call()
@@ -292,8 +300,20 @@ class Bench:
         if self.ranks == 1:
             return seconds
         total = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._together)
         return total.item() / self.ranks
+
+    def longest(self, seconds: float) -> float:
+        """The largest of all ranks' numbers; collective."""
+        if self.ranks == 1:
+            return seconds
+        value = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._verdicts)
+        return value.item()
+
+    def _keep_step(self) -> None:
+        if self.ranks > 1:
+            dist.barrier(group=self._together)
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
@@ -303,7 +323,7 @@ class Bench:
     def _groups(self, ranks: int, stride: int = 1) -> Iterator[Any]:
         """This rank's group of ranks that are `stride` apart: a new one, since a failed collective leaves it broken."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        timeout = datetime.timedelta(seconds=PROBE_SECONDS)
+        timeout = _duration(PROBE_SECONDS)
         own = None
         for block in range(0, self.ranks, ranks * stride):
             for first in range(block, block + stride):
@@ -314,6 +334,10 @@ class Bench:
             yield own
         finally:
             dist.destroy_process_group(own)
+
+
+def _duration(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=seconds)
 
 
 @contextlib.contextmanager
@@ -327,7 +351,7 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 
 def _exchange(kind: str, size: int, ranks: int, device: torch.device, group: Any) -> tuple[Callable[[], Any], int]:
-    """(call, how many collectives it is); `size` in bytes, of the whole result (all_gather) or the input (the others)."""
+    """(call, how many collectives it is); `size` in bytes, of the result (all_gather) or the input (the others)."""
     count = max(size // 4 // ranks, 1) * ranks
     large, small = torch.ones(count, device=device), torch.ones(count // ranks, device=device)
     if kind == "all_reduce":

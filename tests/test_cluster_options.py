@@ -1,0 +1,209 @@
+"""`cluster=` on the command line: profiles of any size, files, this machine, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autolaunch import cli, this_machine
+from autolaunch_strategies.planner.hardware import hardware_from
+
+Compose = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def compose(capsys: pytest.CaptureFixture[str]) -> Compose:
+    """Composes `cluster` of a command line."""
+
+    def composed(*words: str) -> dict[str, Any]:
+        assert cli.run(["--cfg", "job", "-p", "cluster", *words]) == 0, capsys.readouterr().err
+        values = yaml.safe_load(capsys.readouterr().out)
+        hardware_from(values)
+        return dict(values)
+
+    return composed
+
+
+@pytest.mark.parametrize(
+    ("cluster", "name", "nodes", "per_node"),
+    [
+        ("h100", "h100", 1, 8),
+        ("h100x1024", "h100", 128, 8),
+        ("h100x16384", "h100", 2048, 8),
+        ("h100x8", "h100", 1, 8),
+        ("h100x3", "h100", 1, 3),
+        ("h100x1", "h100", 1, 1),
+        ("a100x16", "a100_80", 2, 8),
+        ("a100_40x16", "a100_40", 2, 8),
+        ("gb200x144", "gb200", 36, 4),
+        ("gb200x2", "gb200", 1, 2),
+        ("cpux5", "cpu", 1, 5),
+    ],
+)
+def test_sizes(cluster: str, name: str, nodes: int, per_node: int, compose: Compose) -> None:
+    values = compose(f"cluster={cluster}")
+    assert (values["name"], values["nodes"], values["devices_per_node"]) == (name, nodes, per_node)
+
+
+def test_ranks_of_a_cpu_share_its_memory(compose: Compose) -> None:
+    whole, parts = compose("cluster=cpu"), compose("cluster=cpux16")
+    assert parts["memory_gib"] == whole["memory_gib"] / 2
+    assert parts["processors"] == whole["processors"]
+
+
+def test_single_numbers_can_be_replaced(compose: Compose) -> None:
+    values = compose("cluster=h100x16", "cluster.nodes=3", "cluster.inter.gb_per_s=25", "cluster.peak_tflops.bf16=900")
+    hardware = hardware_from(values)
+    assert (hardware.devices, hardware.inter.bytes_per_s, hardware.flops["bf16"]) == (24, 25e9, 900e12)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        (
+            "h100x12",
+            "cluster=h100x12: 12 devices are no whole number of nodes of 8\n"
+            "  allowed: up to 8, or a multiple of it\n"
+            "  write:   cluster=h100x16\n",
+        ),
+        (
+            "h100x17",
+            "cluster=h100x17: 17 devices are no whole number of nodes of 8\n"
+            "  allowed: up to 8, or a multiple of it\n"
+            "  write:   cluster=h100x16\n",
+        ),
+        (
+            "gb200x6",
+            "cluster=gb200x6: 6 devices are no whole number of nodes of 4\n"
+            "  allowed: up to 4, or a multiple of it\n"
+            "  write:   cluster=gb200x8\n",
+        ),
+        ("h100x0", "cluster=h100x0: no number of devices\n  allowed: 1 or more\n  write:   cluster=h100x8\n"),
+        ("h100x08", "cluster=h100x08: no number of devices\n  allowed: 1 or more\n  write:   cluster=h100x8\n"),
+        (
+            "h1000x8",
+            "cluster=h1000x8: cluster has no option 'h1000x8'; did you mean h100?\n"
+            "  allowed: a100, a100_40, a100_80, b200, cpu, gb200, h100, h100x1024, h200, local, localx4\n"
+            "  write:   cluster=h100\n",
+        ),
+    ],
+)
+def test_what_is_refused(cluster: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--cfg", "job", f"cluster={cluster}"]) == 2
+    assert capsys.readouterr().err == message
+
+
+MINE = """
+name: mine
+device: cuda
+nodes: 1
+devices_per_node: 6
+memory_gib: 30
+peak_tflops: {bf16: 100}
+memory_gb_per_s: 900
+intra: {gb_per_s: 50, latency_us: 5}
+inter: {gb_per_s: 5, latency_us: 50}
+"""
+
+
+def test_a_file_anywhere(tmp_path: Path, compose: Compose) -> None:
+    (tmp_path / "somewhere").mkdir()
+    (tmp_path / "somewhere" / "mine.yaml").write_text(MINE)
+    assert compose("cluster=somewhere/mine.yaml")["name"] == "mine"
+    assert compose("cluster=somewhere/mine.yaml", "cluster.nodes=4")["nodes"] == 4
+
+
+def test_a_profile_of_ones_own_has_sizes_too(
+    tmp_path: Path, compose: Compose, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own" / "cluster").mkdir(parents=True)
+    (tmp_path / "own" / "cluster" / "mine.yaml").write_text(MINE)
+    (tmp_path / "own" / "cluster" / "slower.yaml").write_text(
+        "defaults: [mine, _self_]\nname: slower\nmemory_gb_per_s: 600\n"
+    )
+    assert compose("--config-dir", "own", "cluster=mine")["devices_per_node"] == 6
+    values = compose("--config-dir", "own", "cluster=minex12")
+    assert (values["nodes"], values["devices_per_node"], values["memory_gib"]) == (2, 6, 30)
+    values = compose("--config-dir", "own", "cluster=slowerx18")
+    assert (values["name"], values["nodes"], values["memory_gb_per_s"]) == ("slower", 3, 600)
+    assert cli.run(["--config-dir", "own", "--cfg", "job", "cluster=slowerx8"]) == 2
+    assert "8 devices are no whole number of nodes of 6" in capsys.readouterr().err
+
+
+def test_a_file_without_keys_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    assert cli.run(["--cfg", "job", "cluster=list.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("cluster=list.yaml: holds no keys")
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(this_machine, "visible_devices", lambda accelerator: ("cpu", None))
+    monkeypatch.setattr(this_machine, "_cores", lambda: 2)
+    monkeypatch.setattr(this_machine, "memory_gib", lambda: 20.0)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_this_machine_without_gpus(compose: Compose) -> None:
+    values = compose("cluster=local")
+    assert (values["name"], values["device"], values["devices_per_node"], values["processors"]) == (
+        "local",
+        "cpu",
+        2,
+        2,
+    )
+    assert values["memory_gib"] == 9
+    assert values["origin"] == "guessed from the profile cpu; `autolaunch calibrate cluster=localx2` measures"
+    values = compose("cluster=localx4")
+    assert (values["devices_per_node"], values["processors"], values["memory_gib"]) == (4, 2, 4.5)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_what_was_calibrated_here_is_used(compose: Compose) -> None:
+    stored = {**yaml.safe_load(MINE), "device": "cpu", "origin": "calibrated with 4 ranks"}
+    file = this_machine.machine_file("cpu", 4)
+    file.parent.mkdir(parents=True)
+    file.write_text(yaml.safe_dump(stored))
+    values = compose("cluster=localx4")
+    assert (values["name"], values["origin"], values["memory_gb_per_s"]) == ("local", "calibrated with 4 ranks", 900)
+    assert compose("cluster=localx2")["origin"] == "calibrated with 4 ranks, and not with 2"
+    this_machine.machine_file("cpu", 2).write_text(yaml.safe_dump({**stored, "origin": "calibrated with 2 ranks"}))
+    assert compose("cluster=local")["origin"] == "calibrated with 2 ranks"
+    this_machine.machine_file("cpu", 2).write_text("no: [yaml")
+    assert compose("cluster=local")["origin"] == "calibrated with 4 ranks, and not with 2"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "profile"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100_40"),
+        ("NVIDIA A100-SXM4-80GB", "a100_80"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+    ],
+)
+def test_this_machine_with_gpus(
+    gpu: str, profile: str, monkeypatch: pytest.MonkeyPatch, compose: Compose, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(this_machine, "visible_devices", lambda accelerator: ("gpu", 4))
+    monkeypatch.setattr(this_machine, "gpu_names", lambda: (gpu,) * 4)
+    values = compose("cluster=local")
+    assert (values["device"], values["devices_per_node"], values["processors"]) == ("cuda", 4, None)
+    assert values["memory_gib"] == compose(f"cluster={profile}")["memory_gib"]
+    assert values["origin"].startswith(f"guessed from the profile {profile};")
+    assert compose("cluster=localx2")["devices_per_node"] == 2
+    assert cli.run(["--cfg", "job", "cluster=localx8"]) == 2
+    told = capsys.readouterr().err
+    assert told == "cluster=localx8: this machine shows 4 GPUs\n  allowed: up to 4\n  write:   cluster=localx4\n"
