@@ -1,7 +1,8 @@
 """Speeds of the machine at hand, each measured by all ranks at once, as in training: products, memory, launches, links.
 
 With more ranks than cores, what a rank computes is given as the seconds that it keeps a core busy, and a collective as
-one rank's share of the time on the clock (its seconds x cores / ranks): the model of a step shares the cores out itself.
+one rank's share of the time on the clock (its seconds x cores / ranks): the model of a step shares the cores out by
+itself.
 """
 
 from __future__ import annotations
