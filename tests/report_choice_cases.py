@@ -255,5 +255,5 @@ def refusal() -> dict[str, Any]:
         "memory_bytes": None,
         "memory_limit_bytes": 74 * GIB,
         "rejected": [{"rule": "heads % mp", "reason": "8 key heads can't be shared out over 16 ranks"}],
-        "sentences": [],
+        "sentences": ["8 key heads can't be shared out over 16 ranks."],
     }

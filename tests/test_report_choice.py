@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from report_choice_cases import CHOICES, GIB, STRANGE, explanation, huge, nothin
 
 from autolaunch.report.choice_screen import show_choice, show_why
 from autolaunch.report.choice_words import (
+    PARTS,
     TimeUnit,
     command_of,
     difference,
@@ -70,14 +73,14 @@ def test_the_decision() -> None:
 
 def test_where_the_time_goes() -> None:
     rows = section(lines_of(usual()), "where a step's time goes")
-    assert rows[0].startswith("matrix products       2.31 s  55%  ████")
-    assert [row[:20].strip() for row in rows] == [
+    assert rows[0].startswith("matrix products          2.31 s  55%  ████")
+    assert [row[:23].strip() for row in rows] == [
         "matrix products",
         "attention",
-        "elementwise",
+        "elementwise work",
         "exchange over mp",
-        "exchange over pp",
-        "idle in the pipeline",
+        "sends between stages",
+        "waiting in the pipeline",
         "exchange over dp",
         "optimizer",
         "fixed costs",
@@ -140,7 +143,7 @@ def test_reasons_counts_and_warnings() -> None:
 def test_the_command_runs_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "my plans" / "plan.yaml"
-    lines = shown(lambda console: show_choice(usual(), console, path, [path.with_name("plan.html")]))
+    lines = shown(lambda console: show_choice(usual(), console, [path, path.with_name("plan.html")]))
     assert section(lines, "run it") == [
         "autolaunch '+plan=my plans/plan.yaml'",
         "written  my plans/plan.yaml, plan.html",
@@ -207,7 +210,7 @@ def test_why_not_what_is_slower() -> None:
 
 def test_why_not_what_is_refused() -> None:
     lines = shown(lambda console: show_why(refusal(), console))
-    assert lines[1] == "│ rejected  8 key heads can't be shared out over 16 ranks (heads % mp)         │"
+    assert lines[1] == "│ rejected  8 key heads can't be shared out over 16 ranks                      │"
     assert len(lines) == 3
 
 
@@ -297,10 +300,16 @@ def test_settings_below_an_option_that_went() -> None:
     assert option_differences(["mesh=1x1x2", "pp=gpipe"], chosen) == ["gpipe"]
 
 
+def test_words_for_parts_are_those_of_the_planner() -> None:
+    from autolaunch_strategies.planner.explain import PART_WORDS
+    from autolaunch_strategies.planner.time import PARTS as ALL
+
+    assert {name: look.words for name, look in PARTS.items()} == {**PART_WORDS, "optimizer": "optimizer"}
+    assert tuple(PARTS) == ALL
+
+
 def test_parts_are_in_one_order_and_none_is_lost() -> None:
     parts = {"unknown": 1.0, "bubble": 0.0, "attention": 2.0, "compute": 3.0, "broken": math.nan}
-    from autolaunch.report.choice_words import PARTS
-
     assert parts_of(parts, PARTS) == [("compute", 3.0), ("attention", 2.0), ("unknown", 1.0)]
 
 
@@ -314,3 +323,42 @@ def test_sizes_are_binary() -> None:
     choice = usual()
     choice["chosen"]["memory_bytes"] = 1.5 * GIB
     assert any("1.5 GiB of 74.0 GiB, 2% on the fullest rank" in line for line in lines_of(choice))
+
+
+# --- with the planner ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 4, 64])
+def test_what_the_planner_says_is_shown(devices: int, tmp_path: Path) -> None:
+    from autolaunch.report.choice_html import write_choice
+    from autolaunch_strategies.planner.choose import make_plan
+    from autolaunch_strategies.planner.explain import why
+    from autolaunch_strategies.planner.hardware import Hardware, Link
+    from autolaunch_strategies.planner.profile import Recipe
+    from autolaunch_strategies.planner.shapes import transformer_profile
+
+    profile = transformer_profile(8, 1024, 16, 2048, 32_000, name="a model")
+    links = {"intra": Link(450e9, 5e-6), "inter": Link(50e9, 10e-6)}
+    machines = Hardware(
+        "gpus", "cuda", max(devices // 8, 1), min(devices, 8), 80 * GIB, {"bf16": 9.9e14}, 3.3e12, **links
+    )
+    plan = make_plan(profile, Recipe(batch_size=256, compute="bf16"), machines)
+    choice = plan.to_dict()
+    lines = lines_of(choice, 100)
+    assert max(map(cell_len, lines[: lines.index("run it")])) <= 100
+    assert any(mesh_words(choice["chosen"]["mesh"]) in line for line in lines[:5])
+    parts = section(lines, "where a step's time goes")
+    assert len(parts) <= len(PARTS) and not any(sign in "".join(parts) for sign in "?-")
+    assert {row.split("  ")[0] for row in parts} <= {look.words for look in PARTS.values()}
+    assert [path.name for path in write_choice(tmp_path, choice)][-1] == "plan.html"
+    for asked in ({"mp": 2}, {"mp": 7}, {"recompute": "full"}):
+        answer = why(plan, asked).to_dict()
+        assert max(map(cell_len, shown(lambda console, answer=answer: show_why(answer, console)))) <= 80
+
+
+def test_nothing_here_needs_torch() -> None:
+    code = (
+        "import sys, autolaunch.report.choice_html, autolaunch.report.choice_screen; assert 'torch' not in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)

@@ -63,7 +63,8 @@ tr.chosen td { font-weight: 600; background: #f4f4f1; }
   body { max-width: none; padding: 0; font-size: 10pt; }
   figure, tr, dl { break-inside: avoid; }
   h2 { break-after: avoid; }
-  figure svg { min-width: 0; }
+  figure svg { min-width: 0; max-width: 13cm; }
+  figure { margin: 1rem 0 0; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 }
 """

@@ -56,15 +56,12 @@ FITS = {"yes": "green", "tight": "yellow", "no": "red"}
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def show_choice(
-    choice: Mapping[str, Any], console: Console, path: Path | None = None, pages: Sequence[Path] = ()
-) -> None:
+def show_choice(choice: Mapping[str, Any], console: Console, written: Sequence[Path] = ()) -> None:
     """Show what was chosen, what is predicted of it, what else there is, and why.
 
     Args:
         choice: `Plan.to_dict()`.
-        path: the plan that was written, which the shown command runs.
-        pages: what else was written.
+        written: the plan, which the shown command runs, and its pages; without any, the command has the settings.
     """
     page = _Page(console)
     chosen = choice.get("chosen")
@@ -80,8 +77,8 @@ def show_choice(
     _show_front(page, choice)
     _show_counts(page, choice)
     page.sentences("warnings", choice.get("warnings") or (), "yellow")
-    page.command(command_of(choice, _short_path(path) if path else ""))
-    if written := [*([path] if path else []), *pages]:
+    page.command(command_of(choice, _short_path(written[0]) if written else ""))
+    if written:
         first, *others = written
         names = [item.name if item.parent == first.parent else _short_path(item) for item in others]
         page.rows([("written", ", ".join([_short_path(first), *names]))])
@@ -96,9 +93,12 @@ def show_why(explanation: Mapping[str, Any], console: Console) -> None:
     """
     page = _Page(console)
     found = bool(explanation.get("found"))
+    console.print()
     page.panel(f"why not {explanation['asked']}", "cyan" if found else "yellow", _explanation_rows(explanation))
+    refused = [item["reason"] for item in explanation.get("rejected") or ()]
     for sentence in explanation.get("sentences") or ():
-        page.text(sentence)
+        if not any(reason in sentence for reason in refused):  # said in the panel
+            page.text(sentence)
     parts = parts_of(explanation.get("parts_difference"), PARTS)
     if found and parts:
         _show_differences(page, parts)
@@ -262,14 +262,14 @@ def _explanation_rows(explanation: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("place", f"{explanation['rank']:,}{of} that fit, fastest first"))
     if is_number(seconds):
         text = f"{step_time(seconds)} predicted"
-        if is_number(chosen) and chosen > 0:
+        if is_number(chosen) and chosen > 0 and seconds != chosen:
             unit, longer = TimeUnit.of(seconds), seconds - chosen
             text += f"; the chosen way takes {unit.write(chosen)} ({difference(longer / chosen)})"
         rows.append(("step", text))
     if is_number(explanation.get("memory_bytes")):
         rows.append(("memory", of_limit(explanation["memory_bytes"], explanation.get("memory_limit_bytes"))))
     for item in explanation.get("rejected") or ():
-        rows.append(("rejected", f"{item['reason']} ({item['rule']})" if item.get("rule") else str(item["reason"])))
+        rows.append(("rejected", str(item["reason"])))
     return rows
 
 

@@ -33,12 +33,12 @@ class Look:
 PARTS = {
     "compute": Look("matrix products", "#1F5A99", "#FFFFFF"),
     "attention": Look("attention", "#74ACDF", "#000000"),
-    "elementwise": Look("elementwise", "#C3DCF3", "#000000"),
+    "elementwise": Look("elementwise work", "#C3DCF3", "#000000"),
     "kernels": Look("launching kernels", "#4A5568", "#FFFFFF"),
     "mp": Look("exchange over mp", "#E07A35", "#000000"),
     "cp": Look("exchange over cp", "#F6C79B", "#000000"),
-    "pp": Look("exchange over pp", "#8F3D0B", "#FFFFFF"),
-    "bubble": Look("idle in the pipeline", "#E3E1DA", "#000000"),
+    "pp": Look("sends between stages", "#8F3D0B", "#FFFFFF"),
+    "bubble": Look("waiting in the pipeline", "#E3E1DA", "#000000"),
     "dp": Look("exchange over dp", "#F2CE4A", "#000000"),
     "optimizer": Look("optimizer", "#2A7F6C", "#FFFFFF"),
     "fixed": Look("fixed costs", "#9A9A9A", "#000000"),
@@ -66,7 +66,7 @@ HOW_DP = {
     "hsdp": "parameters, gradients, optimizer state sharded within replicas",
 }
 
-MFU = "flops of matrix products and attention, causal attention as half, no recomputation; over the devices' peak"
+MFU = "flops of matrix products and attention (fused causal attention as half), none of recomputation, over the peak"
 """The convention of the figure, unless the choice names another one."""
 
 
