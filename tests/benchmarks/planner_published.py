@@ -27,12 +27,18 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "strategies")]
 
 from autolaunch_strategies.config import CP_BACKENDS  # noqa: E402
-from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate  # noqa: E402
+from autolaunch_strategies.planner.candidate import (  # noqa: E402
+    FULL,
+    NO_RECOMPUTE,
+    PIPELINES,
+    SELECTIVE,
+    Candidate,
+    Candidates,
+)
 from autolaunch_strategies.planner.fit import Run, fit  # noqa: E402
 from autolaunch_strategies.planner.hardware import Hardware, Link, hardware_from  # noqa: E402
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe  # noqa: E402
 from autolaunch_strategies.planner.shapes import transformer_profile  # noqa: E402
-from autolaunch_strategies.planner.candidate import Candidates  # noqa: E402
 from autolaunch_strategies.planner.time import step_time  # noqa: E402
 
 ROWS = Path(__file__).with_name("published_runs.csv")
@@ -128,7 +134,9 @@ def _published(row: dict[str, str]) -> Published | None:
     seconds = _seconds(row, note, profile, recipe, candidate, devices)
     sweep = tuple(row.get(key) or "" for key in ("source", "model", "n_gpus", "gbs", "seq", "gpu", "precision"))
     memory = _number(row, "mem_gib", 0) or None
-    return Published(row["source"], row["model"], sweep, Run(profile, recipe, candidate, seconds, hardware), memory, row)
+    return Published(
+        row["source"], row["model"], sweep, Run(profile, recipe, candidate, seconds, hardware), memory, row
+    )
 
 
 def _model(row: dict[str, str], note: str) -> ModelProfile:
@@ -146,9 +154,18 @@ def _model(row: dict[str, str], note: str) -> ModelProfile:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _profile(
-    layers: int, hidden: int, heads: int, seq: int, vocab: int, kv_heads: int, ffn: int, glu: bool, modern: bool, name: str
+    layers: int,
+    hidden: int,
+    heads: int,
+    seq: int,
+    vocab: int,
+    kv_heads: int,
+    ffn: int,
+    glu: bool,
+    modern: bool,
+    name: str,
 ) -> ModelProfile:
     """`modern`: fused attention and no dropout; else as Megatron of 2021."""
     return transformer_profile(
@@ -184,10 +201,8 @@ def _recipe(row: dict[str, str], note: str, batch: int, level: int) -> Recipe:
     )
 
 
-@functools.lru_cache(maxsize=None)
-def _cached_recipe(
-    batch: int, compute: str, parameter: int, gradient: int, optimizer: int, compiled: bool
-) -> Recipe:
+@functools.cache
+def _cached_recipe(batch: int, compute: str, parameter: int, gradient: int, optimizer: int, compiled: bool) -> Recipe:
     return Recipe(
         batch_size=batch,
         compute=compute,
@@ -255,7 +270,7 @@ def _hardware(row: dict[str, str], devices: int, stack: str) -> Hardware:
     return _sized(gpu, _number(row, "gpu_mem_gb", 80), per_node, max(devices // per_node, 1), intra, inter, stack)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _device(gpu: str, memory: float) -> Hardware:
     names = ("gb300", "gb200", "b200", "h200", "h100", "h800", "a100", "a800")
     found = next((name for name in names if name in gpu), None)
@@ -276,7 +291,7 @@ def _device(gpu: str, memory: float) -> Hardware:
     return hardware
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _sized(gpu: str, memory: float, per_node: int, nodes: int, intra: float, inter: float, stack: str) -> Hardware:
     hardware = _device(gpu, memory)
     return dataclasses.replace(

@@ -23,9 +23,7 @@ class Constants:
     attention: float = _constant(0.5, 0.25, "Share of the peak that fused attention reaches.")
     memory: float = _constant(0.8, 0.2, "Share of the memory bandwidth that elementwise kernels reach.")
     kernel_s: float = _constant(8e-6, 0.5, "Host seconds to launch one kernel, eager.")
-    mp_kernel_s: float = _constant(
-        60e-6, 0.6, "Further host seconds of a kernel on what mp divides (DTensors)."
-    )
+    mp_kernel_s: float = _constant(60e-6, 0.6, "Further host seconds of a kernel on what mp divides (DTensors).")
     intra: float = _constant(0.75, 0.15, "Share of the bandwidth that collectives within a domain reach.")
     inter: float = _constant(0.7, 0.3, "Share of the bandwidth that collectives between nodes reach.")
     p2p: float = _constant(0.7, 0.3, "Share of the bandwidth that sends between two devices reach.")

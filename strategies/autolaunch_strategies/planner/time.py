@@ -227,7 +227,9 @@ def _part_costs(
     kernels = part.kernels * (COMPILED_KERNELS if recipe.compiled else 1.0)
     calls = part.attention.count if part.attention is not None else 0
     exchanged = np.where(ways.mp > 1, part.exchanges * EXCHANGE_KERNELS, 0.0)
-    host = (kernels + exchanged) * constants.kernel_s + np.where(ways.mp > 1, part.divided_kernels * constants.mp_kernel_s, 0.0)
+    host = (kernels + exchanged) * constants.kernel_s + np.where(
+        ways.mp > 1, part.divided_kernels * constants.mp_kernel_s, 0.0
+    )
     host = host + np.where(ways.cp > 1, calls * constants.cp_s, 0.0)
     busy_f = compute_f + attention_f + elementwise_f + mp_f + cp_f
     busy_b = compute_b + attention_b + elementwise_b + mp_b + cp_b
