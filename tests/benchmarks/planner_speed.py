@@ -47,9 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=5)
     turns = parser.parse_args().turns
-    print(
-        "model  devices  positions  looked at    fit  candidates     plan  processor  account      why  aim    chosen"
-    )
+    print("model  devices  positions  looked at    fit candidates       plan  processor    account        why  aim")
     missed = False
     for size, devices, batch, positions, aim in CASES:
         case = (llama(size, positions), recipe(batch), machines(devices))
@@ -59,10 +57,10 @@ def main() -> None:
         told, account = least(turns, plan.to_dict)
         explained, _ = least(turns, lambda plan=plan: why(plan, {"mp": 2}))
         missed |= aim is not None and planned > aim
+        times = (f"{seconds * 1e3:>8.0f} ms" for seconds in (listed, planned, processor, told, explained))
         print(
             f"{size:<5}{devices:>9,}{positions:>11,}{len(plan.looked):>11,}{int(plan.looked.fits.sum()):>7,}"
-            f"{listed * 1e3:>9.1f} ms{planned * 1e3:>6.0f} ms{processor * 1e3:>7.0f} ms{told * 1e3:>6.0f} ms{explained * 1e3:>6.0f} ms"
-            f"  {f'{aim:.1f} s' if aim else '-':<5}  {' '.join(account['chosen']['overrides'])}"
+            f"{''.join(times)}  {f'{aim:.1f} s' if aim else '-':<5}  {' '.join(account['chosen']['overrides'])}"
         )
     print("slower than aimed at" if missed else "as fast as aimed at")
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.planner.candidate import FIELDS, PIPELINES, Candidate, Candidates
-from autolaunch_strategies.planner.enumerate import Rejections, Space, divisors
+from autolaunch_strategies.planner.enumerate import Rejections, Space, codes, divisors
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.memory import memory_account, peak_memory
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
@@ -338,7 +338,10 @@ def pick(looked: Looked, noise: float) -> int:
 
 
 def diverse(looked: Looked, top: int) -> Ints:
-    """Indices of the fastest that may fit, at most `ALIKE` with the same mp, pp and recomputation, fastest first."""
+    """Indices of the fastest that may fit, at most `ALIKE` with the same mp, pp and recomputation, fastest first.
+
+    Without those that recompute what need not be: what is the same but for that fits, too.
+    """
     places = np.flatnonzero(looked.may_fit)
     c = looked.candidates.select(places)
     cells = (c.mp * 1_000_003 + c.pp) * 1_000_003 + c.recompute
@@ -349,7 +352,11 @@ def diverse(looked: Looked, top: int) -> Ints:
         rest = np.ones(len(places), dtype=bool)
         rest[first] = False
         places, cells = places[rest], cells[rest]
-    return np.asarray(np.sort(np.concatenate(found))[:top], dtype=np.int64)
+    chosen = np.sort(np.concatenate(found))
+    c = looked.candidates
+    row = codes(*(getattr(c, name) for name in FIELDS if name != "recompute"))
+    pointless = (c.recompute[chosen] != 0) & np.isin(row[chosen], row[looked.fits & (c.recompute == 0)])
+    return np.asarray(chosen[~pointless][:top], dtype=np.int64)
 
 
 # --- steps of it -----------------------------------------------------------------------------------------------------

@@ -183,10 +183,7 @@ class Space:
                 rows = rows.where(~rule.refuses(rows))
             found.append(rows.where(self._is_canonical(rows)))
         columns = {name: np.concatenate([table[name] for table in found]) for name in FIELDS}
-        code = np.zeros(len(columns["dp"]), dtype=np.int64)
-        for column in columns.values():
-            code = (code + column) * 6364136223846793005 + 1442695040888963407  # Knuth's; it may wrap around
-        _, first = np.unique(code, return_index=True)
+        _, first = np.unique(codes(*columns.values()), return_index=True)
         fresh = np.sort(first[first >= len(given)])
         return Candidates(**{name: column[fresh] for name, column in columns.items()})
 
@@ -637,6 +634,15 @@ class _Table:
         for name in names:
             code = code * (1 + max(int(table[name].max(initial=0)) for table in (self, other))) + self[name]
         return code
+
+
+def codes(*columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[n]: a number for each row of the columns [n]: equal rows have the same, and others hardly ever."""
+    code = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        code = (code + column) * 6364136223846793005 + 1442695040888963407  # Knuth's; it wraps around
+        code ^= code >> 29
+    return code
 
 
 def divisors(number: int) -> list[int]:

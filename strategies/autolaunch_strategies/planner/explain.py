@@ -157,7 +157,9 @@ def why(plan: Plan, asked: Mapping[str, Any]) -> Explanation:
     rejections, looked = look(plan.profile, plan.recipe, plan.hardware, wanted, plan.memory_share)
     meant = looked.select(_meant(looked, fields))
     if not len(meant):
-        refused = tuple((item.rule.words, item.reason) for item in rejections)
+        # Other rules have refused values of other fields, as they do in any case.
+        about = [item for item in rejections if set(item.rule.fields) & set(fields)] or list(rejections)
+        refused = tuple((item.rule.words, item.reason) for item in about)
         if len(looked) or not refused:
             refused = (("", "no mesh has this together: an axis of size 1 has no options"),)
         return Explanation(text, plan, None, tuple(f"{_capital(reason)}." for _, reason in refused), rejected=refused)
