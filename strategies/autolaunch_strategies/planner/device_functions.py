@@ -109,7 +109,7 @@ class _Functions(TorchFunctionMode):
                 )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, float("-inf"))
-        return _Fused.apply(query, key, value, attn_mask, is_causal, self.tape)  # type: ignore[no-untyped-call]
+        return _Fused.apply(query, key, value, attn_mask, is_causal, self.tape)
 
 
 def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shared_heads: bool) -> bool:

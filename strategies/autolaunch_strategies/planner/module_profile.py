@@ -525,7 +525,7 @@ class _Runner:
             inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             places = [place for place, item in enumerate(shapes) if isinstance(item, tuple) and item[3]]
             if places and inputs:
-                bridged = _Bridge.apply([outputs[place] for place in places], *inputs)  # type: ignore[no-untyped-call]
+                bridged = _Bridge.apply([outputs[place] for place in places], *inputs)
                 for place, tensor in zip(places, bridged, strict=True):
                     outputs[place] = tensor
             elif places:
@@ -913,17 +913,17 @@ def _peak(
     two, three = passes[0].tape.events[begin:end], passes[1].tape.events[other_begin:other_end]
     aligned = len(two) == len(three) and after - begin == other_after - other_begin
     if aligned:
-        changes = [(second[0] - first[0], *second[1:]) for first, second in zip(two, three, strict=True)]
+        changes = [(second[0] - first[0], second[1], second[2]) for first, second in zip(two, three, strict=True)]
     else:  # another order of events: then a third of what three sequences take
-        changes = [(size / 3, *rest) for size, *rest in three]
+        changes = [(size // 3, divided, born) for size, divided, born in three]
     ahead = other_after - other_begin
-    alive = divided_alive = most = divided = 0.0
+    alive = divided_alive = most = share = 0.0
     for place, (size, is_divided, born) in enumerate(changes):
         if born < other_begin:  # freed here, but not made here
             continue
         alive += size
         divided_alive += size if is_divided else 0.0
         if place >= ahead and alive > most:
-            most, divided = alive, divided_alive
+            most, share = alive, divided_alive
     most = max(0.0, most - kept[0])
-    return most, min(most, max(0.0, divided - kept[1]))
+    return most, min(most, max(0.0, share - kept[1]))
