@@ -38,7 +38,8 @@ def machine(**changes: object) -> Hardware:
 
 def model(block: Part, blocks: int = 8, after: Part | None = None) -> ModelProfile:
     return ModelProfile(
-        "m", 1024, Part("before", 0), (block,), (0,) * blocks, tuple(map(str, range(blocks))), after or Part("after", 0),
+        "m", 1024, Part("before", 0), (block,), (0,) * blocks, tuple(map(str, range(blocks))),
+        after or Part("after", 0),
         element_bytes=2, heads=8,
     )  # fmt: skip
 
@@ -352,8 +353,8 @@ def candidates() -> Candidates:
                     dp = 32 // (mp * pp * cp)
                     rows.append(
                         Candidate(
-                            dp, mp, pp, cp, level, 1 if level else dp * cp, int(mp > 1 and micro > 1), pipeline, virtual,
-                            split if pp > 1 else 0, micro, recompute, 1,
+                            dp, mp, pp, cp, level, 1 if level else dp * cp, int(mp > 1 and micro > 1), pipeline,
+                            virtual, split if pp > 1 else 0, micro, recompute, 1,
                         )
                     )  # fmt: skip
     return Candidates.of(rows)

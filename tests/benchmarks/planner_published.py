@@ -44,7 +44,8 @@ from autolaunch_strategies.planner.time import step_time  # noqa: E402
 ROWS = Path(__file__).with_name("published_runs.csv")
 
 FITTED = (
-    "matmul", "attention", "memory", "kernel_s", "intra", "inter", "p2p", "latency", "hidden_dp", "microbatch_s", "step_s",
+    "matmul", "attention", "memory", "kernel_s", "intra", "inter", "p2p", "latency", "hidden_dp", "microbatch_s",
+    "step_s",
 )  # fmt: skip
 """What calibration changes."""
 
@@ -130,7 +131,9 @@ def _published(row: dict[str, str]) -> Published | None:
         backend=CP_BACKENDS.index(ring) if cp > 1 else 0,
         ulysses=cp if ring == "ulysses" else 1,
     )
-    hardware = _hardware(row, devices, "" if profile.kinds[0].attention else "megatron 2021")
+    torch_native = re.search("torchtitan|fsdp|foundry|mpt|maxtext", f"{row['source']} {note}".lower())
+    stack = "megatron 2021" if not profile.kinds[0].attention else "torch" if torch_native else "megatron core"
+    hardware = _hardware(row, devices, stack)
     seconds = _seconds(row, note, profile, recipe, candidate, devices)
     sweep = tuple(row.get(key) or "" for key in ("source", "model", "n_gpus", "gbs", "seq", "gpu", "precision"))
     memory = _number(row, "mem_gib", 0) or None
@@ -252,9 +255,15 @@ def _replicate(note: str, size: int) -> int:
     return max(size // 8, 1) if size % 8 == 0 else 1
 
 
-STACKS: dict[str, dict[str, float]] = {"megatron 2021": {"kernel_s": 30e-6, "hidden_dp": 0.1}, "": {}}
-"""What is known of software apart from hardware: eager code with much Python around each kernel, whose gradients are
-exchanged after the backward pass."""
+STACKS: dict[str, dict[str, float]] = {
+    # Eager code with much Python around each kernel; gradients are exchanged after the backward pass.
+    "megatron 2021": {"kernel_s": 30e-6, "hidden_dp": 0.1},
+    # Exchanges of tensor parallelism and sends overlap with products.
+    "megatron core": {"hidden_mp": 0.6, "hidden_pp": 0.8},
+    # Flash attention 2 through torch, which was written for A100.
+    "torch": {"attention": 0.35},
+}
+"""What is known of software apart from hardware, and for all its rows alike."""
 
 POWER = {"h100": 700.0, "h200": 700.0, "a100": 400.0}
 """Watts of the usual kind; a device that is limited to fewer is slower by the square root."""

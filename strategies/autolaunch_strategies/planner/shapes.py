@@ -88,8 +88,8 @@ def transformer_profile(
     divided = float(s) * (e * (2 * query + 2 * keys) + e * (up + ffn)) + kept_scores
     divided += 0 if plain else 4.0 * s * heads
     if selective == "outputs":
-        selective_divided = s * e * (2 * query + 2 * keys + up) + scores * e
-        selective_whole = s * hidden * 3 * e
+        selective_divided = float(s) * e * (2 * query + 2 * keys + up) + scores * e
+        selective_whole = 3.0 * s * hidden * e
     else:
         selective_divided, selective_whole = divided - kept_scores, whole
 

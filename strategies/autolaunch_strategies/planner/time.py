@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,9 +196,9 @@ def _part_costs(
 
     attention_f = zero
     if part.attention is not None:
-        item = part.attention
-        rate = device.attention_rate * item.positions / (item.positions + HALF_POSITIONS)
-        attention_f = ways.batch * item.flops / (ways.mp * ways.cp) / rate
+        positions = part.attention.positions
+        rate = device.attention_rate * positions / (positions + HALF_POSITIONS)
+        attention_f = ways.batch * part.attention.flops / (ways.mp * ways.cp) / rate
     attention_b = attention_f * (BACKWARD_ATTENTION + full)
 
     fused = COMPILED_MOVED if recipe.compiled else 1.0
@@ -259,7 +260,7 @@ def _part_costs(
 # --- all of a step -----------------------------------------------------------------------------------------------
 
 
-def _distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
+def _distinct(columns: Sequence[NDArray[Any]]) -> tuple[Ints, Ints]:
     """Index of the first of each distinct row, and for each row which of these it equals."""
     code, bound = np.zeros(len(columns[0]), dtype=np.int64), 1
     for column in columns:
