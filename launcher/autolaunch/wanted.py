@@ -78,6 +78,8 @@ def wanted_by(overrides: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
         wanted["recompute"] = (named[mode] if isinstance(mode, str) else int(mode),)
     if "data.microbatches" in typed:
         wanted["microbatches"] = (config["data"]["microbatches"],)
+    if "microbatches" not in config["data"] and not _is_typed("pp", typed):
+        wanted["microbatches"] = (1,)  # a data module of one's own hands out its batches as it likes
     return wanted
 
 
