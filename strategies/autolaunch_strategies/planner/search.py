@@ -247,8 +247,8 @@ class Search:
         still[list(self._runs)] = False
         full = [index for index, trials in self._runs.items() if trials[-1].outcome.status == OUT_OF_MEMORY]
         if full:
-            # After the first, in bigger steps: what is predicted too low for one is too low for its neighbours.
-            limit = self.predictions.memory_bytes[full].min() * 0.95 ** (len(full) - 1)
+            # After the second, in bigger steps: what is predicted too low for some is too low for their neighbours.
+            limit = self.predictions.memory_bytes[full].min() * 0.95 ** max(0, len(full) - 2)
             still &= self.predictions.memory_bytes < limit
         return still
 
