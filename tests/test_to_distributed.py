@@ -70,7 +70,6 @@ OF_FOUR = [
     "hybrid",
     "staged",
     "divided_sequences",
-    *TAILS,
     "tail_of_1_2x2",
     "groups_frozen_parameters_and_scheduler",
     "ranks_of_one_replica_get_the_same",
