@@ -57,7 +57,7 @@ OF_TWO = [
     *(f"gqa_llama_{mesh}_recomputed" for mesh in ("2", "1x2")),
     "staged_on_one_stage",
     *TAILS,
-    "tail_of_1",
+    "tail_below_ranks",
     "tail_of_transformers",
     "groups_frozen_parameters_and_scheduler",
     "sgd_momentum",
@@ -108,7 +108,7 @@ def test_on_two_processes(groups: Any, case: str) -> None:
         groups("two").read(case, rank)
 
 
-@pytest.mark.parametrize("case", [*TAILS, "tail_of_1", "loaders"])
+@pytest.mark.parametrize("case", [*TAILS, "tail_below_ranks", "loaders"])
 def test_on_three_processes(groups: Any, case: str) -> None:
     for rank in range(3):
         groups("three").read(case, rank)

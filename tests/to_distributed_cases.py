@@ -386,7 +386,7 @@ for count in (14, 13):  # tails of 6 and 5 on 2 ranks, of 5 and 4 on 3; below, o
     for level in (0, 3):
         parity_case("two three", f"tail_of_{count - 8}_level{level}", Variant,
                     loader_of(tokens, count, 8 if WORLD != 3 else 9), asked(mesh=str(WORLD), dp=level))  # fmt: skip
-parity_case("two three", "tail_of_1", gqa_llama, loader_of(tokens, 13, 12), asked(mesh=str(WORLD)))
+parity_case("two three", "tail_below_ranks", gqa_llama, loader_of(tokens, 11 + WORLD, 12), asked(mesh=str(WORLD)))
 parity_case("four", "tail_of_1_2x2", Variant, loader_of(tokens, 9, 8), asked(mesh="2x2", dp=2))
 parity_case("two", "tail_of_transformers", OfTransformers, loader_of(tokens, 5, 4), asked(mesh="2"))
 
