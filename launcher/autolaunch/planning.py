@@ -59,21 +59,20 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile
     from autolaunch.models import build_module
     from autolaunch.tasks.run_parts import own_plan
     from autolaunch_strategies.construction import Construction
-    from autolaunch_strategies.planner.module_profile import profile_module
     from autolaunch_strategies.planner.profile_cache import cached_profile
 
     with Construction(config["seed"]).recording():
         module = build_module(config)
     parameters = [parameter for parameter in module.parameters() if not isinstance(parameter, UninitializedParameter)]
     count = max(1, sum(parameter.numel() for parameter in parameters))
-    arguments = {
+    arguments: dict[str, Any] = {
         "positions": config["data"].get("seq_len"),
         "own_plan": own_plan(config),
         "precision": config["precision"],
         "param_dtype": config["dp"]["param_dtype"],
         "device_type": device_type,
     }
-    profile = cached_profile(module, arguments, lambda: profile_module(module, **arguments))
+    profile = cached_profile(module, **arguments)
     return profile, sum(parameter.numel() for parameter in parameters if parameter.requires_grad) / count
 
 
