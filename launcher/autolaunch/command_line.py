@@ -167,7 +167,10 @@ def quoted_mesh(override: str) -> str:
     return re.sub(r"(?<=[=,(\[])\s*(-?\d+(?:\.\d*)?(?:e\d+)?)\s*(?=$|[,)\]])", r"'\1'", override)
 
 
-OPEN_GROUPS = ("model.config.", "model.mp_plans.", "mp.plan.", "cp.plan.", "trainer.callbacks.", "logger.", "module.")
+OPEN_GROUPS = (
+    *("model.config.", "model.mp_plans.", "mp.plan.", "cp.plan.", "trainer.callbacks.", "logger.", "module."),
+    "cluster.constants.",
+)
 """Keys below which anything may stand: what is typed there may be new."""
 
 

@@ -315,6 +315,10 @@ def resolve_job(
     choices = {group: option for group, option in hydra.runtime.choices.items() if option is not None}
     choices["mesh"] = mesh.name
     ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
+    if values["task"] == "calibrate":
+        from autolaunch.tasks.calibrate import calibration
+
+        values, ranks = calibration(values, started_ranks)
     return ResolvedJob(values, output_dir, ranks, typed_overrides(hydra), __version__, choices)
 
 

@@ -14,7 +14,6 @@ RUNNERS: dict[str, str] = {
     "test": "autolaunch.tasks.fit:run",
     "predict": "autolaunch.tasks.fit:run",
     "plan": "autolaunch.tasks.plan:run",
-    "calibrate": "autolaunch.tasks.calibrate:run",
     "export": "autolaunch.tasks.export:run",
 }
 """Task to the function that runs it on one rank; a task of your own is written `module:function`."""
