@@ -31,21 +31,21 @@ WRONG = [
     pytest.param(
         ["trian", "model=llama"],
         "autolaunch trian: no such task; did you mean fit?\n"
-        "  allowed: fit, validate, test, predict, plan, export\n"
+        "  allowed: fit, validate, test, predict, plan, calibrate, export\n"
         "  write:   autolaunch fit model=llama",
         id="unknown-task",
     ),
     pytest.param(
         ["eval"],
         "autolaunch eval: no such task; did you mean validate?\n"
-        "  allowed: fit, validate, test, predict, plan, export\n"
+        "  allowed: fit, validate, test, predict, plan, calibrate, export\n"
         "  write:   autolaunch validate",
         id="task-of-another-tool",
     ),
     pytest.param(
         ["xyzzy", "mesh=2"],
         "autolaunch xyzzy: no such task\n"
-        "  allowed: fit, validate, test, predict, plan, export\n"
+        "  allowed: fit, validate, test, predict, plan, calibrate, export\n"
         "  write:   autolaunch fit mesh=2",
         id="task-like-nothing",
     ),
@@ -496,7 +496,7 @@ WRONG = [
     ),
     pytest.param(
         ["task=train"],
-        "task=train: not one of the choices\n  allowed: fit, validate, test, predict, plan, export",
+        "task=train: not one of the choices\n  allowed: fit, validate, test, predict, plan, calibrate, export",
         id="task-by-key",
     ),
     pytest.param(
