@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class KnownProfile:
-    """The place of one profile in the user's cache directory (`$XDG_CACHE_HOME/autolaunch`, or `~/.cache/autolaunch`)."""
+    """The place of one profile in the user's cache: `$XDG_CACHE_HOME/autolaunch`, or `~/.cache/autolaunch`."""
 
     def __init__(self, config: Mapping[str, Any], device_type: str) -> None:
         """

@@ -77,8 +77,8 @@ def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], int, Timeline 
     from autolaunch_strategies.config import parallel_config
     from autolaunch_strategies.construction import Construction
 
-    axes = (config[axis] for axis in ("mesh", "dp", "mp", "pp", "cp"))
-    parallel = parallel_config(*axes, config["recompute"], config["recompute_save"], config["compile"])
+    keys = ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile")
+    parallel = parallel_config(**{key: config[key] for key in keys})
     with Construction(config["seed"]).recording():
         module = build_module(config)
     account = foresee(module, parallel, own_plan(config))
