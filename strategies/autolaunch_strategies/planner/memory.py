@@ -106,8 +106,9 @@ class _Columns:
     """Where each amount stands in a row. Names with `kinds` have one column for each kind of block."""
 
     KINDS = (
-        "state",  # parameters, gradients, optimizer state while a pass runs
-        "end",  # the same when the optimizer steps
+        "state",  # parameters, optimizer state and gradients that add up, while a pass runs
+        "gradients",  # those of a step of one pass: of the step before until its backward pass, then its own
+        "end",  # state and gradients when the optimizer steps
         "kept",  # activations between forward and backward, as `recompute` has it
         "kept_done",  # those of one microbatch, taken off
         "input",  # the same of a block that is recomputed as a whole
@@ -117,7 +118,7 @@ class _Columns:
         "casts",  # copies of weights in a narrower type that its backward pass uses
         "all_casts",  # those that its forward pass made
     )
-    PARTS = ("state", "end")
+    PARTS = ("state", "gradients", "end")
     ONES = ("before", "after", "after_done", "output", "before_works", "after_works", "loss", "drain", "gathered")
 
     def __init__(self, kinds: int) -> None:
@@ -167,6 +168,10 @@ def _put_states(
     per_parameter = recipe.parameter_bytes / shard
     gradient = recipe.gradient_bytes * recipe.trained / shard
     in_pass = np.where(whole, recipe.reduce_bytes * recipe.trained, gradient)
+    # A schedule runs before the gradients of the step before are dropped (`PipelinedSteps`).
+    scheduled = pipelined & ~_all_at_once(c) & (not recipe.gathers_again)
+    in_pass = in_pass + np.where(scheduled, gradient, 0.0)
+    one_pass = ~pipelined & (c.microbatches == 1) & (not recipe.gathers_again)
     optimizer = recipe.optimizer_bytes * recipe.trained / shard
     gathered = np.where(sharded, recipe.gathered_bytes, 0.0)
     # Level 0 holds its buckets until all of them are exchanged. AdamW on CUDA works on all parameters at once.
@@ -182,10 +187,12 @@ def _put_states(
     largest: Any = 0.0
     for suffix, kind, part in parts:
         count = _divided(part.parameters, part.divided_parameters, c.mp)
-        for column, of_gradients in ((f"state{suffix}", in_pass), (f"end{suffix}", gradient)):
+        for column in (f"state{suffix}", f"end{suffix}"):
             put("parameters", column, count * per_parameter, kind)
-            put("gradients", column, count * of_gradients, kind)
             put("optimizer", column, count * optimizer, kind)
+        put("gradients", f"state{suffix}", count * np.where(one_pass, 0.0, in_pass), kind)
+        put("gradients", f"gradients{suffix}", count * np.where(one_pass, in_pass, 0.0), kind)
+        put("gradients", f"end{suffix}", count * gradient, kind)
         put("other", f"end{suffix}", count * at_end, kind)
         put("parameters", f"state{suffix}", count * np.where(freed, 0.0, gathered) if not suffix else count * gathered,
             kind)  # fmt: skip
@@ -217,8 +224,7 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
     """What is kept for the backward pass, and what passes need beyond it."""
     on_rank = -(-recipe.batch_size // c.dp)
     sequences = -(-on_rank // c.microbatches)
-    at_once = np.isin(c.pipeline, [PIPELINES.index(name) for name in _ALL_AT_ONCE])
-    flying = np.where(at_once, c.microbatches, 1) * sequences
+    flying = np.where(_all_at_once(c), c.microbatches, 1) * sequences
     exact = c.pipeline == PIPELINES.index("exact")
     whole_mp = np.where(c.sequence_parallel == 1, c.mp, 1)
 
@@ -256,6 +262,12 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
     put(
         "other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.divided_peak_bytes, around_mp)
     )
+    # What has just arrived from a neighbour, and what is on its way to one.
+    travelling = np.where(c.pp > 1, 2 * sequences, 0) * of(max(part.output_bytes for part in profile.kinds))
+    put("other", "loss", travelling)
+    for kind in range(len(profile.kinds)):
+        put("other", "works", travelling, kind)
+        put("other", "repeats", travelling, kind)
     of_after = of(profile.after.peak_bytes, profile.after.divided_peak_bytes, around_mp)
     of_loss = _divided(profile.loss_bytes, profile.divided_loss_bytes, c.mp) / c.cp
     put("other", "after_works", sequences * of_after)
@@ -264,6 +276,10 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
     outputs = _outputs(profile, c) / c.cp
     put("loss", "loss", np.where(exact, 2 * on_rank, 0) * outputs)
     put("loss", "drain", np.where(exact, 3 * on_rank, 0) * outputs)
+
+
+def _all_at_once(c: Candidates) -> NDArray[np.bool_]:
+    return np.isin(c.pipeline, [PIPELINES.index(name) for name in _ALL_AT_ONCE])
 
 
 def _divided(whole: float, divided: float, mp: Ints) -> Floats:
@@ -457,6 +473,7 @@ def _counts(
     base[first, :, at["state_before"]] = 1
     base[last, :, at["state_after"]] = 1
     base[last, :, at["state_shared"]] = float(first != last)
+    gradients = [(at[f"gradients{part}"], at[f"state{part}"]) for part in ("", "_before", "_after", "_shared")]
     base[:, :, at["kept"]] = flying @ (blocks - recomputed)
     base[:, :, at["input"]] = flying @ recomputed
     base[:, :, at["waits"]] = waiting @ blocks
@@ -488,6 +505,18 @@ def _counts(
             rows[ends, :, at["after_done"]] = base[last, :, at["after"]] > 0
             rows[ends, :, at["drain"]] = float(exact)
             add(rows, here)
+        if ranks == 1 and held[0, kind]:  # the first block's backward pass: nothing but its own is kept any more
+            rows = base.copy()
+            for of_gradients, of_state in gradients:
+                rows[:, :, of_gradients] = rows[:, :, of_state]
+            rows[:, :, [at[name].start for name in ("output", "after")]] = 0
+            rows[:, :, at["input"]] = rows[:, :, at["kept"]] = 0
+            column = "input" if again[0, kind] else "kept"
+            rows[:, :, at[column].start + kind] = 1
+            rows[:, :, at["repeats" if again[0, kind] else "works"].start + kind] = 1
+            add(rows, 0)
+    for of_gradients, of_state in gradients:
+        base[:, :, of_gradients] = base[:, :, of_state]
     embeds = base[first].copy()
     embeds[:, at["before_works"]] = 1
     embeds[:, at["all_casts"]] = held[first]
