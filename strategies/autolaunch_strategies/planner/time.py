@@ -407,35 +407,34 @@ def _splits_backward(c: Candidates) -> Floats:
 def _bubble(c: Candidates, busiest: Floats, together: Floats) -> Floats:
     """Seconds that the busiest rank of a pipeline waits, beyond its own work on all microbatches.
 
-    Filling and draining take every other rank's work on one microbatch; virtual stages divide it; splitting the
-    backward fills part of it (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, table 2).
+    With many microbatches, filling and draining: every other rank's work on one microbatch; virtual stages divide it,
+    and computing gradients of weights later fills part of it (Qi et al., "Zero Bubble Pipeline Parallelism", 2023,
+    table 2; what remains where a step ends on all ranks together is fitted to simulated tables of torch's schedules).
+    With few, the way of one microbatch through all stages, and of the others behind it: no schedule is faster.
 
     Args:
         busiest, together: [phases, n] seconds of one microbatch on the busiest rank and on all ranks.
     """
     forward, backward, weights = np.maximum(together - busiest, 0.0)
-    everything = forward + backward + weights
-    result = everything / np.where(c.virtual_stages > 1, c.virtual_stages, 1)
-    virtual = c.virtual_stages.astype(np.float64)
+    virtual = np.maximum(c.virtual_stages, 1).astype(np.float64)
+    micro = c.microbatches.astype(np.float64)
 
     def where(*names: str) -> NDArray[np.bool_]:
         return np.asarray(np.isin(c.pipeline, [PIPELINES.index(name) for name in names]))
 
-    result = np.where(
-        where("interleaved_zero_bubble", "zero_bubble_1p"),
-        np.maximum(forward + backward - weights, 0.1 * everything) / virtual,
-        result,
-    )
-    result = np.where(
-        where("zero_bubble_2p", "zbv_zero_bubble"),
-        np.maximum(forward + backward - 2 * weights, 0.02 * everything),
-        result,
-    )
-    result = np.where(where("dualpipev"), np.maximum(forward + 2 * backward - weights, 0.02 * everything) / 2, result)
-    # With fewer microbatches than ranks, stages of one rank can't follow each other without waiting.
-    short = np.maximum(c.pp - c.microbatches, 0) * (virtual - 1) / virtual * busiest.sum(axis=0)
-    result = np.where(where("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble"), result + short, result)
-    return np.where(c.pp > 1, result, 0.0)
+    result = (forward + backward + weights) / virtual
+    later = np.maximum(forward + backward - weights, forward) / virtual
+    result = np.where(where("interleaved_zero_bubble", "zero_bubble_1p", "dualpipev"), later, result)
+    result = np.where(where("zbv_zero_bubble"), np.maximum(forward, backward) / 2, result)
+    unsynchronised = np.maximum(forward + backward - 2 * weights, 0.02 * (forward + backward + weights))
+    result = np.where(where("zero_bubble_2p"), unsynchronised, result)
+
+    split = _splits_backward(c)
+    through = busiest[0] + busiest[1] + (1 - split) * busiest[2]
+    others = forward + backward + (1 - split) * weights
+    looped = np.where(where("zbv_zero_bubble", "dualpipev"), 1.0, virtual)
+    shortest = others + through + (split * busiest[2] + (micro - 1) * through) / looped - micro * busiest.sum(axis=0)
+    return np.where(c.pp > 1, np.maximum(result, shortest), 0.0)
 
 
 def _send_time(profile: ModelProfile, hardware: Hardware, c: Candidates, batch: Floats, recipe: Recipe) -> Floats:

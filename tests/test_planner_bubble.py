@@ -1,0 +1,49 @@
+"""The planner's waiting times of pipelines against simulated tables of the schedules that are run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autolaunch_strategies.config import PipelineParallel
+from autolaunch_strategies.pipeline.schedule import build_schedule, check_schedule, timeline
+from autolaunch_strategies.planner.candidate import PIPELINES, Candidates
+from autolaunch_strategies.planner.time import _bubble
+
+EXACT, SPLIT = 1e-9, 0.1
+"""Allowed difference, as a share of the step: where the backward is whole, and where it is split."""
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual_stages", "allowed"),
+    [
+        ("gpipe", 1, EXACT),
+        ("1f1b", 1, EXACT),
+        ("looped_bfs", 2, EXACT),
+        ("interleaved_1f1b", 2, EXACT),
+        ("interleaved_1f1b", 4, EXACT),
+        ("interleaved_zero_bubble", 2, SPLIT),
+        ("interleaved_zero_bubble", 4, SPLIT),
+        ("zbv_zero_bubble", 2, SPLIT),
+        ("dualpipev", 2, SPLIT),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_waiting_is_that_of_the_table(name: str, virtual_stages: int, allowed: float, ranks: int) -> None:
+    seen = 0
+    for microbatches in (1, 2, 3, 4, 6, 8, 12, 16, 24):
+        pp = PipelineParallel(name, "microbatch", name, microbatches, virtual_stages)
+        if check_schedule(pp, ranks, microbatches):
+            continue
+        table = build_schedule(name, ranks, microbatches, virtual_stages)
+        for forward, backward, weights in ((1, 1, 1), (1, 1.2, 0.8), (1, 0.9, 1.1)):
+            simulated = timeline(table, forward, backward + weights, backward / (backward + weights)).length
+            own = np.array([[forward], [backward], [weights]], dtype=np.float64)
+            column = Candidates(
+                pp=ranks, virtual_stages=virtual_stages, microbatches=microbatches, pipeline=PIPELINES.index(name)
+            )
+            predicted = microbatches * own.sum() + _bubble(column, own, own * ranks)[0]
+            whole = microbatches % ranks == 0 or microbatches < ranks or name in ("gpipe", "1f1b")
+            assert predicted == pytest.approx(simulated, rel=allowed if whole else SPLIT), (microbatches, forward)
+            seen += 1
+    assert seen >= 3
