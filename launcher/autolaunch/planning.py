@@ -12,6 +12,7 @@ from autolaunch_strategies.config import ConfigError
 
 if TYPE_CHECKING:
     from autolaunch_strategies.planner.choose import Plan
+    from autolaunch_strategies.planner.hardware import Hardware
     from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 
 
@@ -104,9 +105,29 @@ def choice_of(config: Mapping[str, Any], typed: list[str]) -> tuple[list[str], d
 
     plan, profile, recipe = plan_of(config, typed)
     account = plan.to_dict()
+    account["warnings"] = [*account["warnings"], *_remarks(profile, recipe, hardware_of(config["cluster"]))]
     if config["why"]:
         account["why"] = why(plan, asked_of(config["why"])).to_dict()
     chosen = overrides(plan.chosen, profile, recipe)
     if "microbatches" not in config["data"]:
         chosen = [item for item in chosen if not item.startswith("data.microbatches=")]
     return chosen, account
+
+
+FEW_TOKENS = 512
+"""Per device and step: with fewer, devices mostly wait for each other."""
+
+
+def _remarks(profile: ModelProfile, recipe: Recipe, hardware: Hardware) -> list[str]:
+    """What no mesh can mend, and the key that would."""
+    remarks = []
+    tokens = recipe.batch_size * profile.positions / hardware.devices
+    if tokens < FEW_TOKENS and hardware.device == "cuda":
+        remarks.append(
+            f"A step has {tokens:.0f} tokens for each device, so devices mostly wait: a larger data.batch_size "
+            f"(now {recipe.batch_size}) or data.seq_len (now {profile.positions}) would use them."
+        )
+    fast = hardware.flops.get("bf16", 0) / hardware.flops.get(recipe.compute, float("inf"))
+    if recipe.compute == "fp32" and fast >= 2:
+        remarks.append(f"These devices multiply bf16 {fast:.0f} times as fast as fp32: precision=bf16-mixed.")
+    return remarks
