@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zbv": case(pp=2, pipeline="zbv_zero_bubble", virtual_stages=2, microbatches=4),
     "dualpipev": case(pp=2, pipeline="dualpipev", virtual_stages=2, microbatches=4),
     "hybrid": case(dp=4, level=3, replicate=2),
-    "1f1b_4": case(pp=4, pipeline="1f1b", microbatches=8),
+    "1f1b_4": case(pp=4, pipeline="1f1b", microbatches=4),
     "dp_pp_zero3": case(dp=2, pp=2, level=3, pipeline="1f1b", microbatches=4),
     "dp_mp_zero2": case(dp=2, mp=2, level=2, sequence_parallel=1),
 }

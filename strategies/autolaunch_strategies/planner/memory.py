@@ -107,7 +107,8 @@ class _Columns:
 
     KINDS = (
         "state",  # parameters, optimizer state and gradients that add up, while a pass runs
-        "gradients",  # those of a step of one pass: of the step before until its backward pass, then its own
+        "gradients",  # those of a step of one pass, during its backward pass
+        "stale",  # those of the step before, during its forward pass
         "end",  # state and gradients when the optimizer steps
         "kept",  # activations between forward and backward, as `recompute` has it
         "kept_done",  # those of one microbatch, taken off
@@ -118,7 +119,7 @@ class _Columns:
         "casts",  # copies of weights in a narrower type that its backward pass uses
         "all_casts",  # those that its forward pass made
     )
-    PARTS = ("state", "gradients", "end")
+    PARTS = ("state", "gradients", "stale", "end")
     ONES = ("before", "after", "after_done", "output", "before_works", "after_works", "loss", "drain", "gathered")
 
     def __init__(self, kinds: int) -> None:
@@ -169,7 +170,7 @@ def _put_states(
     gradient = recipe.gradient_bytes * recipe.trained / shard
     in_pass = np.where(whole, recipe.reduce_bytes * recipe.trained, gradient)
     # A schedule runs before the gradients of the step before are dropped (`PipelinedSteps`).
-    scheduled = pipelined & ~_all_at_once(c) & (not recipe.gathers_again)
+    scheduled = pipelined & ~_all_at_once(c) & (recipe.keeps_gradients and not recipe.gathers_again)
     in_pass = in_pass + np.where(scheduled, gradient, 0.0)
     one_pass = ~pipelined & (c.microbatches == 1) & (not recipe.gathers_again)
     optimizer = recipe.optimizer_bytes * recipe.trained / shard
@@ -192,6 +193,8 @@ def _put_states(
             put("optimizer", column, count * optimizer, kind)
         put("gradients", f"state{suffix}", count * np.where(one_pass, 0.0, in_pass), kind)
         put("gradients", f"gradients{suffix}", count * np.where(one_pass, in_pass, 0.0), kind)
+        if recipe.keeps_gradients:
+            put("gradients", f"stale{suffix}", count * np.where(one_pass, in_pass, 0.0), kind)
         put("gradients", f"end{suffix}", count * gradient, kind)
         put("other", f"end{suffix}", count * at_end, kind)
         put("parameters", f"state{suffix}", count * np.where(freed, 0.0, gathered) if not suffix else count * gathered,
@@ -263,7 +266,9 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
         "other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.divided_peak_bytes, around_mp)
     )
     # What has just arrived from a neighbour, and what is on its way to one.
-    travelling = np.where(c.pp > 1, 2 * sequences, 0) * of(max(part.output_bytes for part in profile.kinds))
+    travelling = np.where(c.pp > 1, 2 * sequences, 0) * of(
+        max((part.output_bytes for part in profile.kinds), default=0.0)
+    )
     put("other", "loss", travelling)
     for kind in range(len(profile.kinds)):
         put("other", "works", travelling, kind)
@@ -473,7 +478,9 @@ def _counts(
     base[first, :, at["state_before"]] = 1
     base[last, :, at["state_after"]] = 1
     base[last, :, at["state_shared"]] = float(first != last)
-    gradients = [(at[f"gradients{part}"], at[f"state{part}"]) for part in ("", "_before", "_after", "_shared")]
+    suffixes = ("", "_before", "_after", "_shared")
+    gradients = [(at[f"gradients{suffix}"], at[f"state{suffix}"]) for suffix in suffixes]
+    stale = [(at[f"stale{suffix}"], at[f"state{suffix}"]) for suffix in suffixes]
     base[:, :, at["kept"]] = flying @ (blocks - recomputed)
     base[:, :, at["input"]] = flying @ recomputed
     base[:, :, at["waits"]] = waiting @ blocks
@@ -515,15 +522,17 @@ def _counts(
             rows[:, :, at[column].start + kind] = 1
             rows[:, :, at["repeats" if again[0, kind] else "works"].start + kind] = 1
             add(rows, 0)
+    embeds = base[first].copy()  # forward or backward, whichever has more
     for of_gradients, of_state in gradients:
-        base[:, :, of_gradients] = base[:, :, of_state]
-    embeds = base[first].copy()
+        embeds[:, of_gradients] = embeds[:, of_state]
     embeds[:, at["before_works"]] = 1
     embeds[:, at["all_casts"]] = held[first]
     embeds[:, at["gathered"]] = 1
     add(embeds, first)
     scores = base[last, flying[last, :, -1] > 0]
     scores[:, at["loss"]] = 1
+    for of_gradients, of_state in stale:
+        scores[:, of_gradients] = scores[:, of_state]
     scores[:, at["all_casts"]] = held[last]
     scores[:, at["gathered"]] = 1
     add(scores, last)
