@@ -377,7 +377,7 @@ def test_published_memory(source: str, most: float, rows: int, errors: dict[str,
 
 
 def test_published_memory_of_torchtitan(errors: dict[str, list[published.Error]]) -> None:
-    """Rows whose microbatches are stated. The others, of 405B over pp, are too low by 10 to 16 GiB; why is not known."""
+    """Rows whose microbatches are stated. The others, of 405B over pp, are predicted too low, for no known reason."""
     found = errors["torchtitan_202412"]
     stated = [row for row in found if row.row.row["mbs"]]
     assert (len(stated), len(found)) == (12, 18)
