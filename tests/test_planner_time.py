@@ -431,7 +431,8 @@ def test_flops_of_a_step() -> None:
 
 def test_soft_maximum() -> None:
     assert soft_max(np.array([3.0]), np.array([0.0])) == pytest.approx(3.0)
-    assert soft_max(np.array([1.0]), np.array([1.0])) == pytest.approx(2**0.25)
+    assert soft_max(np.array([1.0]), np.array([1.0])) == pytest.approx(2 ** (1 / 6))
+    assert soft_max(np.array([1e-60]), np.array([1e-60])) == pytest.approx(1e-60 * 2 ** (1 / 6))
 
 
 def test_spread_grows_with_what_is_unsure() -> None:

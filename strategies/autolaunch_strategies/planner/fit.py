@@ -17,7 +17,7 @@ from autolaunch_strategies.planner.time import step_time
 
 Floats = NDArray[np.float64]
 
-NOISE = 0.03
+NOISE = 0.05
 """Relative standard deviation of an observation that the model could explain."""
 OUTLIER = 2.0
 """Beyond so many times that, an error counts in proportion to its size and no longer to its square (Huber)."""

@@ -35,7 +35,7 @@ BACKWARD_ATTENTION = 2.5
 BACKWARD_MOVED = 1.6
 """Bytes that the backward pass of elementwise operators moves: gradients in and out, and what was kept."""
 BACKWARD_KERNELS = 1.5
-EXCHANGE_KERNELS = 2
+EXCHANGE_KERNELS = 1
 """Kernels that take as long to launch as one exchange."""
 COMPILED_MOVED, COMPILED_KERNELS = 0.6, 0.4
 """What compiled blocks still move and launch, as a share."""
@@ -59,9 +59,13 @@ class StepTime:
 
 
 def soft_max(*values: Floats) -> Floats:
-    """Smooth maximum (4-norm) of numbers that are 0 or more: at most 19 % above the larger of two."""
-    total = sum(np.square(np.square(value)) for value in values)
-    return np.asarray(np.sqrt(np.sqrt(total)))
+    """Smooth maximum (6-norm) of numbers that are 0 or more: at most 12 % above the larger of two.
+
+    Smooth, so that fits see what lies just below the larger one.
+    """
+    largest = np.maximum.reduce(np.broadcast_arrays(*values))
+    total = sum(np.square((value / np.maximum(largest, 1e-300)) ** 3) for value in values)
+    return np.asarray(largest * np.cbrt(np.sqrt(total)))
 
 
 def flops_per_step(profile: ModelProfile, recipe: Recipe, recompute: int = 0) -> float:
@@ -239,8 +243,8 @@ def _part_costs(
     if hardware.device == "cpu":  # one processor launches and computes
         extra_f, extra_b = host, host_b
     else:
-        extra_f = soft_max(busy_f, host) - busy_f
-        extra_b = soft_max(busy_b + busy_w, host_b) - busy_b - busy_w
+        extra_f = np.maximum(soft_max(busy_f, host) - busy_f, 0.0)
+        extra_b = np.maximum(soft_max(busy_b + busy_w, host_b) - (busy_b + busy_w), 0.0)
     share_w = np.divide(busy_w, busy_b + busy_w, out=zero.copy(), where=busy_w > 0)
     return np.stack(
         [
