@@ -115,8 +115,8 @@ def test_what_cannot_win_is_not_run() -> None:
 
 
 def test_what_may_win_is_run() -> None:
-    machine = Machine(lambda n: 1.0 + 0.1 * n)
-    Search(Predicted(meshes(8), [1.0 + 0.02 * n for n in range(8)]), Limits(trials=8)).run(machine)
+    machine = Machine(lambda n: 1.0 + 0.01 * n)
+    Search(Predicted(meshes(8), [1.0 + 0.01 * n for n in range(8)]), Limits(trials=8)).run(machine)
     assert {ask.index for ask in machine.asked if ask.round == 0} == set(range(8))
 
 

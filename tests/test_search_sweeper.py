@@ -329,6 +329,18 @@ def test_a_launcher_that_loses_its_jobs(
     assert lost["reason"].startswith("UncompletedJobError: Job 7 (task: 0)") and "NODE_FAIL" in lost["reason"]
 
 
+def test_jobs_of_several_tasks_are_refused(
+    command: Callable[..., Outcome], trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As submitit has them: each task would start all ranks of a trial."""
+    from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+
+    monkeypatch.setattr(BasicLauncher, "params", {"nodes": 1, "tasks_per_node": 4}, raising=False)
+    code, _, err = command("cluster=localx4")
+    assert code == 2 and err.startswith("hydra.launcher.tasks_per_node=4: a job of a search is one process on one node")
+    assert trials.jobs == []
+
+
 def test_a_single_run_is_no_search(
     command: Callable[..., Outcome], trials: Trials, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def run_search(
     console = Console()
     kind = type(launcher).__name__
     started = time.monotonic()
+    _check_launcher(launcher)
     base = read_base(config, loader, arguments, directory, kind not in _ELSEWHERE)
     predictions = predictions_of(base)
     wanted: dict[str, Any] = dict(base.job.config["search"])
@@ -78,6 +79,19 @@ def run_search(
     return best
 
 
+def _check_launcher(launcher: Launcher) -> None:
+    """Refuse what would start every trial several times: a job of a launcher starts the ranks of a trial by itself."""
+    parameters = getattr(launcher, "params", {})
+    for name in ("nodes", "tasks_per_node"):
+        if (count := parameters.get(name) or 1) > 1:
+            raise ConfigError(
+                f"hydra.launcher.{name}={count}",
+                "a job of a search is one process on one node, which starts the ranks of its trial",
+                "1, with the GPUs or cores of all ranks in hydra.launcher.gpus_per_node or cpus_per_task",
+                f"hydra.launcher.{name}=1",
+            )
+
+
 class _Trials:
     """Runs what a search asks for as jobs of a Hydra launcher, and keeps the record of them."""
 
@@ -86,7 +100,7 @@ class _Trials:
         self.context = fingerprint(base.facts)
         self._number = _next_number(directory)
         # Its own lines about what it launches would be between ours.
-        logging.getLogger(type(launcher).__module__).setLevel(logging.WARNING)
+        logging.getLogger(type(launcher).__module__.rpartition(".")[0]).setLevel(logging.WARNING)
 
     def known(self, resume: str | None) -> list[Trial]:
         """The trials that were made before, here and in the directory of an earlier search.
