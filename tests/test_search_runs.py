@@ -46,14 +46,15 @@ def results(directory: Path) -> list[dict[str, str]]:
 
 
 def test_two_ranks(environment: dict[str, str], tmp_path: Path) -> None:
-    """Three ways to use two ranks; then the best, as it was typed, for two steps."""
+    """Ways to use two ranks; then the best, as it was typed, for two steps."""
     typed = ["-m", "search=auto", "mesh=2,1x2", "recompute=none", "data.microbatches=1", "output_dir=out"]
     typed += ["trainer.max_steps=2", "search.trials=3", "search.rounds=2", "search.noise=0.5", *SMALL]
     end = autolaunch(environment, tmp_path, *typed)
     assert end.returncode == 0, end.stdout + end.stderr
     rows = results(tmp_path)
     assert {row["status"] for row in rows} == {"measured"}, rows
-    assert len({row["overrides"] for row in rows}) == 3
+    # The third is left out where the machine's figures say that it cannot win.
+    assert len({row["overrides"] for row in rows}) in (2, 3)
     assert all(float(row["measured_s"]) > 0 and float(row["predicted_s"]) > 0 for row in rows)
     assert all(row["steps"] == ("3" if row["round"] == "0" else "6") for row in rows)
     again = autolaunch(environment, tmp_path, *typed)
@@ -99,17 +100,17 @@ def test_a_hang_leaves_nothing_behind(
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
     composed = compose(parse(["mesh=1", *SMALL, *FAULTY, "trainer.max_steps=9", "checkpoint.enabled=false"]))
     job = resolve_job(composed.config, composed.config.hydra, tmp_path)
-    job.config["search"] = {"name": "auto", "timeout": 40.0}
+    job.config["search"] = {"name": "auto", "timeout": 25.0}
     started = time.monotonic()
     with contained():
         end = launch.run(job, isolated=True)
-    assert 40 <= time.monotonic() - started < 70
+    assert 25 <= time.monotonic() - started < 55
     assert (end.status, end.exit_code) == ("timed_out", 1)
-    assert end.message.startswith("not over after 40 s (search.timeout)\nwhere rank 0 is:\n")
+    assert end.message.startswith("not over after 25 s (search.timeout)\nwhere rank 0 is:\n")
     assert "go_wrong" in end.message
     JobEnd(0, [], end.status, end.exit_code, str(tmp_path), end.message).write()
     outcome = read_outcome(tmp_path, 7)
-    assert (outcome.status, outcome.reason) == (HANG, "not over after 40 s (search.timeout)")
+    assert (outcome.status, outcome.reason) == (HANG, "not over after 25 s (search.timeout)")
     assert not left_over()
 
 
