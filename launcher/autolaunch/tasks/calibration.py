@@ -39,7 +39,7 @@ from autolaunch_strategies.planner.measure import Bench, Measured, cores, facts
 from autolaunch_strategies.planner.time import step_time
 
 PROBE_SECONDS = 0.25
-TRAINING_SECONDS = 16.0
+TRAINING_SECONDS = 17.0
 """No further training is begun after so many seconds of them."""
 LIMIT_SECONDS = 180.0
 """A rank that takes longer hangs: it ends itself, and its log says where it was."""

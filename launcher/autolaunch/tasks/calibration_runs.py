@@ -128,6 +128,7 @@ def trainings(ranks: int, local_ranks: int) -> Iterator[Training]:
 
     yield each("dp, small batch", 1, dp=ranks)
     yield each("dp, large batch", 4, dp=ranks)
+    yield each("dp, 4 microbatches", 4, steps=FEW, dp=ranks, microbatches=4)
     if ranks > 1:
         yield each("dp level 3", 2, dp=ranks, level=3)
     if n > 1:
@@ -136,7 +137,6 @@ def trainings(ranks: int, local_ranks: int) -> Iterator[Training]:
         yield each("cp gather", 4, cp=n)
         yield each("mp, sequence parallel", 2, steps=FEW, mp=n, sequence_parallel=1)
     yield each("dp, wide model", 2, wide, dp=ranks)
-    yield each("dp, 4 microbatches", 4, dp=ranks, microbatches=4)
     if n > 1:
         yield each("pp exact", 2 * n, pp=n, pipeline=PIPELINES.index("exact"), microbatches=n)
         yield each("cp ring", 4, cp=n, backend=CP_BACKENDS.index("ring"))

@@ -6,15 +6,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autolaunch_strategies.planner.constants import Constants
+from autolaunch_strategies.planner.constants import TIME_CONSTANTS, Constants
 from autolaunch_strategies.planner.fit import Run, fit
 from autolaunch_strategies.planner.hardware import Curve, Hardware, Link
 
 if TYPE_CHECKING:
     from autolaunch_strategies.planner.measure import Measured
 
-NOISE = 0.1
+NOISE = 0.05
 """Relative standard deviation of a step time in a run of a few steps."""
+
+FREEDOM = 3.0
+"""Of costs of the host in a calibration: they differ between machines by orders of magnitude, and a training is run for
+each of them."""
 
 DTENSOR_CALLS = 10
 """Calls on DTensors for each kernel that a profile counts as divided: views, changes of layout and hooks are calls,
@@ -77,7 +81,8 @@ def _link(curves: Mapping[str, Sequence[Curve]]) -> Link | None:
 def fitted(hardware: Hardware, runs: Sequence[Run]) -> Hardware:
     """The constants changed as far as these trainings on it say; the origin tells how many they were."""
     origin = hardware.origin
-    after = fit(hardware, runs, noise=NOISE)
+    freedom = {name: FREEDOM for name in TIME_CONSTANTS if name.endswith("_s")}
+    after = fit(hardware, runs, noise=NOISE, freedom=freedom)
     trainings = "training" if len(runs) == 1 else "trainings"
     return dataclasses.replace(after, origin=f"{origin} and fitted to {len(runs)} {trainings}") if runs else hardware
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,13 @@ class Run:
     """Where it ran, if not on the hardware that is fitted; its constants are not looked at."""
 
 
-def fit(hardware: Hardware, runs: Sequence[Run], names: Sequence[str] | None = None, noise: float = NOISE) -> Hardware:
+def fit(
+    hardware: Hardware,
+    runs: Sequence[Run],
+    names: Sequence[str] | None = None,
+    noise: float = NOISE,
+    freedom: Mapping[str, float] = MappingProxyType({}),
+) -> Hardware:
     """The hardware with constants that predict the runs.
 
     Least squares in logarithms (Gauss-Newton): errors of predictions over `noise`, and changes of constants over their
@@ -45,6 +52,7 @@ def fit(hardware: Hardware, runs: Sequence[Run], names: Sequence[str] | None = N
     Args:
         names: constants that may change; all that the time depends on if None.
         noise: relative standard deviation of one observation.
+        freedom: constant -> how many times its `sigma` it may change as easily.
     """
     names = tuple(TIME_CONSTANTS if names is None else names)
     if not runs:
@@ -55,7 +63,7 @@ def fit(hardware: Hardware, runs: Sequence[Run], names: Sequence[str] | None = N
     columns = [Candidates.of(runs[index].candidate for index in group) for group in groups.values()]
     observed = np.log([run.seconds for run in runs])
     prior = np.log([getattr(hardware.constants, name) for name in names])
-    sigma = np.array([_metadata(name, "sigma") for name in names])
+    sigma = np.array([_metadata(name, "sigma") * freedom.get(name, 1.0) for name in names])
     most = np.log([_metadata(name, "most") for name in names])
 
     def predicted(logs: Floats) -> Floats:
