@@ -29,6 +29,46 @@ FILES = {
 
 WRONG = [
     pytest.param(
+        ["mesh=1024", "data.batch_size=1024", "data=synthetic", "data.num_validation_sequences=0"],
+        "mesh=1024: 1,024 processes, and this machine has no GPU to give each of them\n"
+        "  allowed: up to 64 ranks; more of them if launch.devices says so\n"
+        "  write:   mesh=1024 launch.devices=1024",
+        id="mesh-of-gpus-on-a-cpu",
+    ),
+    pytest.param(
+        ["cluster=h100"],
+        "cluster=h100: fit runs on the devices that there are\n"
+        "  allowed: `plan`, which chooses for any cluster; mesh=auto; -m search=auto, which also measures\n"
+        "  write:   autolaunch plan cluster=h100",
+        id="cluster-of-a-run",
+    ),
+    pytest.param(
+        ["mesh=2", "--why", "mp=2"],
+        "why='mp=2': there is no choice to ask about\n"
+        "  allowed: `plan` with a cluster\n"
+        "  write:   autolaunch plan cluster=local --why ...",
+        id="why-without-a-choice",
+    ),
+    pytest.param(
+        ["search=auto", "mesh=2"],
+        "search=auto: a search runs several jobs, and this is a single run\n"
+        "  write:   autolaunch -m search=auto mesh=2",
+        id="search-without-m",
+    ),
+    pytest.param(
+        ["-m", "mesh=auto"],
+        "mesh=auto: every job of a sweep would choose for itself\n"
+        "  allowed: -m search=auto, which measures what the planner proposes\n"
+        "  write:   autolaunch -m search=auto",
+        id="auto-in-a-sweep",
+    ),
+    pytest.param(
+        ["plan", "cluster=nowhere.yaml"],
+        "cluster=nowhere.yaml: no such file\n"
+        "  allowed: a name of conf/cluster or of --config-dir, or the path of a .yaml file",
+        id="no-such-cluster-file",
+    ),
+    pytest.param(
         ["trian", "model=llama"],
         "autolaunch trian: no such task; did you mean fit?\n"
         "  allowed: fit, validate, test, predict, plan, calibrate, export\n"
@@ -108,7 +148,7 @@ WRONG = [
         ["--info", "trainer.max_step"],
         "--info trainer.max_step: no such group or key; did you mean trainer.max_steps?\n"
         "  allowed: a group (model, data, mesh, dp, mp, pp, cp, optimizer, scheduler, trainer, logger, "
-        "launch, experiment), any key, or all, config, defaults, defaults-tree, plugins, searchpath\n"
+        "launch, cluster, search, experiment), any key, or all, config, defaults, defaults-tree, plugins, searchpath\n"
         "  write:   autolaunch --info trainer.max_steps",
         id="info-unknown",
     ),
@@ -116,7 +156,7 @@ WRONG = [
         ["--info", "lr"],
         "--info lr: no such group or key; did you mean optimizer.lr?\n"
         "  allowed: a group (model, data, mesh, dp, mp, pp, cp, optimizer, scheduler, trainer, logger, "
-        "launch, experiment), any key, or all, config, defaults, defaults-tree, plugins, searchpath\n"
+        "launch, cluster, search, experiment), any key, or all, config, defaults, defaults-tree, plugins, searchpath\n"
         "  write:   autolaunch --info optimizer.lr",
         id="info-by-last-name",
     ),
@@ -178,15 +218,15 @@ WRONG = [
     pytest.param(
         ["db/engine=fast"],
         "db/engine=fast: no such config group\n"
-        "  allowed: cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, "
-        "trainer",
+        "  allowed: cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, "
+        "search, trainer",
         id="unknown-group",
     ),
     pytest.param(
         ["model@x=llama"],
         "model@x=llama: no such config group; did you mean model?\n"
-        "  allowed: cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, "
-        "trainer\n"
+        "  allowed: cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, "
+        "search, trainer\n"
         "  write:   model=llama",
         id="group-of-package",
     ),

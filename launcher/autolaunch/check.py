@@ -35,6 +35,9 @@ from autolaunch_strategies.pipeline.schedule import default_virtual_stages
 from autolaunch_strategies.plan.context import check_backends, read_context_plan
 from autolaunch_strategies.plan.rules import read_plan
 
+MOST_ON_CPU = 64
+"""Ranks on the CPU of one machine beyond which a mesh is taken for one of GPUs: they would take all of its memory."""
+
 
 def check(
     config: Mapping[str, Any], output_dir: Path, where: Where = typed, started_ranks: int | None = None
@@ -110,6 +113,13 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
             f"{name} launch.devices=2",
         )
     if devices is None:
+        if shape.size > MOST_ON_CPU and config["launch"]["name"] == "local":
+            raise ConfigError(
+                name,
+                f"{shape.size:,} processes, and this machine has no GPU to give each of them",
+                f"up to {MOST_ON_CPU} ranks; more of them if launch.devices says so",
+                f"{name} launch.devices={shape.size}",
+            )
         return shape
     shape = shape.resolve(devices, name)
     if shape.size > devices:

@@ -316,12 +316,12 @@ def _no_such_option(override: str, path: str, loader: ConfigLoader) -> ConfigErr
     key, _, typed = override.partition("=")
     group = key.lstrip("+").split("@")[0]
     option = path.removeprefix(f"{group}/")
-    if group == "experiment" and re.search(r"/|\.ya?ml$", option):
+    if group in ("experiment", "cluster") and re.search(r"/|\.ya?ml$", option):
         misnamed = option.endswith(".yml") and Path(option).is_file()
         return ConfigError(
             override,
             "config files end in .yaml" if misnamed else "no such file",
-            "a name of conf/experiment or of --config-dir, or the path of a .yaml file",
+            f"a name of conf/{group} or of --config-dir, or the path of a .yaml file",
         )
     if absent := _absent_plugin(override, path):
         return absent

@@ -85,7 +85,7 @@ def _for_a_cluster(line: CommandLine) -> CommandLine:
             AUTO,
             "every job of a sweep would choose for itself",
             "-m search=auto, which measures what the planner proposes",
-            f"autolaunch -m search=auto {' '.join(map(unquoted, overrides))}",
+            " ".join(["autolaunch -m search=auto", *map(unquoted, overrides)]),
         )
     typed = typed_keys(overrides)
     if "cluster" not in typed:
