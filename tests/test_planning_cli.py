@@ -128,7 +128,7 @@ def test_what_is_typed_is_in_the_plan_and_the_plan_runs(command: Callable[..., O
     code, _, err = command(*words, "trainer.max_steps=2", "optimizer.lr=0.01")
     assert code == 0, err
     assert "- override /mesh: 1x2\n" in Path("planned/plan.yaml").read_text(encoding="utf-8")
-    code, out, err = command("+plan=planned/plan.yaml", "output_dir=ran")
+    code, _, err = command("+plan=planned/plan.yaml", "output_dir=ran")
     assert code == 0, err
     ran = _read(Path("ran/plan.yaml"))
     assert ran["recompute"] == "full" and ran["mp"]["sequence_parallel"] is True
@@ -138,7 +138,7 @@ def test_what_is_typed_is_in_the_plan_and_the_plan_runs(command: Callable[..., O
 
 
 def test_mesh_auto_chooses_for_this_machine_and_runs(command: Callable[..., Outcome]) -> None:
-    code, out, err = command("mesh=auto", "launch.devices=2", *SMALL, "trainer.max_steps=2", "output_dir=auto")
+    code, _, err = command("mesh=auto", "launch.devices=2", *SMALL, "trainer.max_steps=2", "output_dir=auto")
     assert code == 0, err
     summary = json.loads(Path("auto/summary.json").read_text(encoding="utf-8"))
     assert (summary["world_size"], summary["steps"]) == (2, 2)
@@ -146,7 +146,7 @@ def test_mesh_auto_chooses_for_this_machine_and_runs(command: Callable[..., Outc
 
 
 def test_nothing_fits_is_one_message(command: Callable[..., Outcome]) -> None:
-    code, out, err = command("plan", "cluster=a100_40x2", "model.size=70b", *SMALL)
+    code, _, err = command("plan", "cluster=a100_40x2", "model.size=70b", *SMALL)
     assert code == 2
     assert "Traceback" not in err and "GiB" in err
     assert not any(Path().glob("outputs/**/plan.yaml"))
