@@ -101,7 +101,8 @@ def print_results(
     """Print one row per configuration, the best first, what failed and why, and what to type next."""
     failed = sum(not item.in_contention for item in standings)
     runs = sum(len(item.trials) for item in standings)
-    heading = f"\n{len(standings)} configurations in {runs} runs, {failed} without a result, in {shown(directory)}"
+    counted = f"{_count(len(standings), 'configuration')} in {_count(runs, 'run')}"
+    heading = f"\n{counted}, {failed} without a result, in {shown(directory)}"
     console.print(Text(heading, style="bold"), soft_wrap=True)
     if standings:
         console.print(_table(standings))
@@ -120,6 +121,10 @@ def print_results(
         console.print(Text(f"run the best:  autolaunch experiment={shown(best)}", style="green"), soft_wrap=True)
     else:
         console.print(Text("no configuration was measured", style="red"), soft_wrap=True)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _table(standings: Sequence[Standing]) -> Table:

@@ -220,7 +220,7 @@ class Plan:
     def _note(self, index: int) -> str:
         looked = self.looked
         if not looked.fits[index]:
-            return "may not fit"
+            return ""  # `fits` says so
         fastest = looked.seconds[looked.pool].min()
         if looked.memory_bytes[index] == looked.memory_bytes[looked.pool].min():
             return "needs least memory"
