@@ -164,7 +164,7 @@ def test_wanted_values_are_kept() -> None:
 
 
 def test_a_small_model_needs_no_sharding() -> None:
-    chosen = make_plan(model(layers=2, positions=256), recipe(64), machines(8)).chosen
+    chosen = make_plan(model(layers=2, positions=256), recipe(512), machines(8)).chosen
     assert (chosen.dp, chosen.mp, chosen.pp, chosen.cp, chosen.recompute) == (8, 1, 1, 1, 0)
 
 

@@ -326,8 +326,10 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
     parts = {name: busiest[k] * micro for k, name in enumerate(_COMPONENTS)}
     at_the_end = inside.members[-1]
     parts["elementwise"] = parts["elementwise"] - micro * loss * at_the_end
-    busiest[number] -= loss * at_the_end
-    together[number] -= loss
+    for phases, own in ((busiest[number:], loss * at_the_end), (together[number:], loss)):
+        forward = np.minimum(phases[0], own / 3)  # the rest of the loss is its backward pass
+        phases[0] -= forward
+        phases[1] -= np.minimum(phases[1], own - forward)
     send = _send_time(profile, hardware, c, ways.batch[way], recipe)
     actions = np.where(c.pp > 1, (2 + _splits_backward(c)) * c.virtual_stages, 0)
     parts["pp"] = micro * (2 * c.virtual_stages * send + actions * constants.action_s)
