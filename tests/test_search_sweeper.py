@@ -88,6 +88,7 @@ def command(
     for module in (check, this_machine):
         monkeypatch.setattr(module, "visible_devices", lambda accelerator: ("cpu", None))
     monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # what was calibrated here changes what is tried
 
     def run(*argv: str) -> Outcome:
         code = cli.run(["-m", "search=auto", "output_dir=out", "data=synthetic", "data.seq_len=64", *argv])
