@@ -63,6 +63,13 @@ WRONG = [
         id="auto-in-a-sweep",
     ),
     pytest.param(
+        ["-m", "plan", "cluster=h100,a100_80"],
+        "-m with cluster=h100: a sweep chooses no mesh: it runs what is typed\n"
+        "  allowed: one plan after the other, without -m; -m search=auto, which measures\n"
+        "  write:   autolaunch plan cluster=...",
+        id="cluster-of-a-sweep",
+    ),
+    pytest.param(
         ["plan", "cluster=nowhere.yaml"],
         "cluster=nowhere.yaml: no such file\n"
         "  allowed: a name of conf/cluster or of --config-dir, or the path of a .yaml file",

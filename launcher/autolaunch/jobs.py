@@ -66,6 +66,7 @@ def run_jobs(line: CommandLine) -> int:
     if composed.multirun:
         raise_all(composed.errors)
         raise_all(unresolvable(composed.config, composed.origin))
+        _refuse_cluster_of_sweep(composed.config)
         return _run_sweep(line, composed.config)
     choice = None
     if chooses or (composed.config.get("cluster") is not None and composed.config.task == "plan"):
@@ -75,6 +76,17 @@ def run_jobs(line: CommandLine) -> int:
     code = enter_hydra(line, [], overrides, lambda config: run_job(config, choice))
     ends = read_ends(directory)
     return ends[0].exit_code if ends else code
+
+
+def _refuse_cluster_of_sweep(config: DictConfig) -> None:
+    """A choice is made before Hydra runs a job, and the jobs of a sweep would go without."""
+    if config.get("cluster") is not None and config.get("search") is None:
+        raise ConfigError(
+            f"-m with cluster={config.cluster.get('name')}",
+            "a sweep chooses no mesh: it runs what is typed",
+            "one plan after the other, without -m; -m search=auto, which measures",
+            "autolaunch plan cluster=...",
+        )
 
 
 def _for_a_cluster(line: CommandLine) -> CommandLine:

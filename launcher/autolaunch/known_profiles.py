@@ -32,10 +32,10 @@ class KnownProfile:
         if config["module"] or "_target_" in model or model.get("path"):
             return  # code or files of the user's, which may have changed
         told = {
-            **{key: config[key] for key in ("model", "precision", "seed")},
+            **{key: config[key] for key in ("model", "precision")},
             "seq_len": config["data"].get("seq_len"),
             "param_dtype": config["dp"]["param_dtype"],
-            "plan": [config["mp"] is not None and config["mp"]["sequence_parallel"]],
+            "plan": config["mp"] and config["mp"]["sequence_parallel"],  # which of the model's plans, or none
             "device": device_type,
             "versions": [__version__, *map(_version, ("torch", "transformers")), *_sources()],
         }

@@ -12,7 +12,6 @@ from autolaunch_strategies.config import ConfigError
 
 if TYPE_CHECKING:
     from autolaunch_strategies.planner.choose import Plan
-    from autolaunch_strategies.planner.hardware import Hardware
     from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 
 
@@ -77,7 +76,7 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile
     return profile, sum(parameter.numel() for parameter in parameters if parameter.requires_grad) / count
 
 
-def plan_of(config: Mapping[str, Any], typed: Iterable[str]) -> tuple[Plan, ModelProfile, Recipe]:
+def plan_of(config: Mapping[str, Any], typed: Iterable[str]) -> Plan:
     """The planner's choice for `config["cluster"]`; what was typed is kept.
 
     Args:
@@ -91,7 +90,7 @@ def plan_of(config: Mapping[str, Any], typed: Iterable[str]) -> tuple[Plan, Mode
     hardware = hardware_of(config["cluster"])
     wanted = wanted_by(typed, config)
     profile, recipe = profile_of(config, hardware.device)
-    return make_plan(profile, recipe, hardware, wanted), profile, recipe
+    return make_plan(profile, recipe, hardware, wanted)
 
 
 def choice_of(config: Mapping[str, Any], typed: list[str]) -> tuple[list[str], dict[str, Any]]:
@@ -103,12 +102,12 @@ def choice_of(config: Mapping[str, Any], typed: list[str]) -> tuple[list[str], d
     from autolaunch_strategies.planner.explain import asked_of, why
     from autolaunch_strategies.planner.settings import overrides
 
-    plan, profile, recipe = plan_of(config, typed)
+    plan = plan_of(config, typed)
     account = plan.to_dict()
-    account["warnings"] = [*account["warnings"], *_remarks(profile, recipe, hardware_of(config["cluster"]))]
+    account["warnings"] = [*account["warnings"], *_remarks(plan)]
     if config["why"]:
         account["why"] = why(plan, asked_of(config["why"])).to_dict()
-    chosen = overrides(plan.chosen, profile, recipe)
+    chosen = overrides(plan.chosen, plan.profile, plan.recipe)
     if "microbatches" not in config["data"]:
         chosen = [item for item in chosen if not item.startswith("data.microbatches=")]
     return chosen, account
@@ -118,8 +117,9 @@ FEW_TOKENS = 512
 """Per device and step: with fewer, devices mostly wait for each other."""
 
 
-def _remarks(profile: ModelProfile, recipe: Recipe, hardware: Hardware) -> list[str]:
+def _remarks(plan: Plan) -> list[str]:
     """What no mesh can mend, and the key that would."""
+    profile, recipe, hardware = plan.profile, plan.recipe, plan.hardware
     remarks = []
     tokens = recipe.batch_size * profile.positions / hardware.devices
     if tokens < FEW_TOKENS and hardware.device == "cuda":
