@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 CONF = next(path for path in (Path(__file__).parent / "conf", Path(__file__).parents[2] / "conf") if path.is_dir())
@@ -13,3 +14,8 @@ def shown(file: Path) -> str:
     if file.is_relative_to(CONF):
         return str(Path("conf") / file.relative_to(CONF))
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
+
+
+def user_cache() -> Path:
+    """Where what can be made again is kept: `$XDG_CACHE_HOME/autolaunch`, or `~/.cache/autolaunch`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autolaunch"

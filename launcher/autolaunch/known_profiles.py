@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autolaunch import __version__
+from autolaunch.config_directories import user_cache
 from autolaunch.job import write_beside
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class KnownProfile:
-    """The place of one profile in the user's cache: `$XDG_CACHE_HOME/autolaunch`, or `~/.cache/autolaunch`."""
+    """The place of one profile in the user's cache."""
 
     def __init__(self, config: Mapping[str, Any], device_type: str) -> None:
         """
@@ -40,8 +40,7 @@ class KnownProfile:
             "versions": [__version__, *map(_version, ("torch", "transformers")), *_sources()],
         }
         name = hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self._path = base / "autolaunch" / "profiles" / f"config_{name}.json"
+        self._path = user_cache() / "profiles" / f"config_{name}.json"
 
     def read(self) -> tuple[ModelProfile, float] | None:
         """(the profile, the share of its parameters that is trained), if it was kept."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from autolaunch.config_directories import CONF
+from autolaunch.config_directories import CONF, user_cache
 from autolaunch.launch.devices import visible_devices
 from autolaunch_strategies.config import ConfigError
 
@@ -135,7 +135,7 @@ def _stored(device: str, ranks: int) -> tuple[dict[str, Any], int]:
 
 
 def _directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autolaunch" / "cluster"
+    return user_cache() / "cluster"
 
 
 def _cores() -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from autolaunch.config_directories import user_cache
 from autolaunch.data.check import missing_tokenizers
 from autolaunch.data.counts import bytes_token_count
 from autolaunch.data.documents import TEXT_SUFFIXES, expanded, find_files, standard_library_documents
@@ -95,11 +96,6 @@ def _pieces(document: bytes | Path) -> Iterator[bytes]:
             yield piece + file.readline()
 
 
-def cache_directory() -> Path:
-    """Where tokenised text is kept: ``$XDG_CACHE_HOME/autolaunch`` or ``~/.cache/autolaunch``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autolaunch"
-
-
 def _cached(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncoder) -> Path:
     identity = hashlib.sha256(encoder.identity.encode())
     for document in documents:
@@ -108,7 +104,7 @@ def _cached(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncod
             identity.update(repr((str(document.resolve()), status.st_size, status.st_mtime_ns)).encode())
         else:
             identity.update(hashlib.sha256(document).digest())
-    path = cache_directory() / f"{identity.hexdigest()[:32]}.npy"
+    path = user_cache() / f"{identity.hexdigest()[:32]}.npy"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         # Several ranks may come here at once: each writes its own file, and the last rename wins with equal content.
