@@ -313,3 +313,21 @@ def test_a_wrong_config_is_told(command: Callable[..., Run]) -> None:
     run = command("model=llama", "data.batch_size=7", "mesh=2", code=2)
     assert run.screen.startswith("data.batch_size=7: ")
     assert not run.directory.exists()
+
+
+@pytest.mark.parametrize("task", ["plan", "fit"])
+def test_a_reader_that_leaves_early_ends_nothing(task: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-u", "-m", "autolaunch", task, *TINY, *QUICK, f"output_dir={tmp_path / 'out'}"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "launcher"), str(ROOT / "strategies")])}
+    process = subprocess.Popen(
+        words, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process:
+        process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert (process.returncode, json.loads((tmp_path / "out/summary.json").read_text())["status"]) == (0, "finished"), (
+        said
+    )
+    assert "Traceback" not in said

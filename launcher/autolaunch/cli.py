@@ -56,15 +56,14 @@ def _nothing(config: object) -> None:
 
 
 def _print_page(line: CommandLine) -> int:
-    from rich.console import Console
-
     from autolaunch.config_directories import CONF
     from autolaunch.help import print_help, print_info
+    from autolaunch.report.terminal import Terminal
 
     directories: list[Path] = [path for path in (line.config_path or CONF, line.config_dir) if path is not None]
     if line.help:
-        print_help(directories, Console())
+        print_help(directories, Terminal())
     else:
         assert line.info is not None
-        print_info(line.info, directories, Console())
+        print_info(line.info, directories, Terminal())
     return 0

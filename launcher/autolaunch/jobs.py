@@ -17,7 +17,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from rich.console import Console
 
 from autolaunch import __version__, launch
 from autolaunch.check import check
@@ -29,6 +28,7 @@ from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.launch.place import Place, place
 from autolaunch.microbatches import with_batch_parts
 from autolaunch.origin import Origin
+from autolaunch.report.terminal import Terminal
 from autolaunch.resume import resolve_ckpt_path
 from autolaunch.search.leftovers import contained
 from autolaunch.search_config import is_trial
@@ -212,7 +212,7 @@ def _run_sweep(line: CommandLine, config: DictConfig) -> int:
     finally:
         ends = [] if is_trial(config) else read_ends(directory)  # a search tells of its trials itself
         if ends:
-            print_table(ends, directory, Console())
+            print_table(ends, directory, Terminal())
         elif not any(directory.iterdir()):
             directory.rmdir()
     return code or (FAILED if any(end.exit_code for end in ends) else 0)

@@ -29,6 +29,7 @@ from rich.text import Text
 from autolaunch.report.memory import peak_memory_bytes
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.readable import readable_bytes, readable_count
+from autolaunch.report.terminal import Terminal
 
 SECONDS_BETWEEN_LINES = 10.0
 WIDEST_BAR = 100
@@ -44,7 +45,7 @@ class ProgressLine(ProgressBar):
     def __init__(self, metrics: StepMetrics, console: Console | None = None) -> None:
         super().__init__()
         self._metrics = metrics
-        self._console = console or Console()
+        self._console = console or Terminal()
         self._is_bar = self._console.is_interactive and self._console.file.isatty()
         self._enabled = True
         self._shown = ExitStack()

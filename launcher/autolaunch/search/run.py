@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autolaunch.command_line import into_open_group, quoted_mesh
+from autolaunch.report.terminal import Terminal
 from autolaunch.search.outcome import read_outcome
 from autolaunch.search.results import print_results, write_best, write_results
 from autolaunch.search.space import Base, candidate_overrides, predictions_of, read_base, trial_overrides
@@ -51,7 +52,7 @@ def run_search(
     """
     directory = Path(config.hydra.sweep.dir).absolute()
     directory.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    console = Terminal()
     kind = type(launcher).__name__
     started = time.monotonic()
     _check_launcher(launcher)

@@ -29,6 +29,7 @@ from autolaunch.launch.devices import visible_devices
 from autolaunch.launch.place import Place
 from autolaunch.report.readable import readable_seconds
 from autolaunch.report.summary import write_summary
+from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.calibration_runs import Training, trainings
 from autolaunch.this_machine import machine_file, this_machine
 from autolaunch_strategies.planner.calibrate import calibrated, fitted
@@ -139,7 +140,7 @@ def _finish(
         "seconds": time.time() - started,
     }
     write_summary(job.output_dir, summary)
-    _show(after, measured, rows, path, Console(), time.time() - started)
+    _show(after, measured, rows, path, Terminal(), time.time() - started)
     return summary
 
 

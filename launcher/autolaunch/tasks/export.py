@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -24,6 +23,7 @@ from autolaunch.models import build_module
 from autolaunch.models.hf_export import write_transformers_files
 from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch.report.summary import write_summary
+from autolaunch.report.terminal import Terminal
 from autolaunch_strategies.checkpoint_files import WRITING, read_manifest
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.construction import Construction
@@ -37,7 +37,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     started = time.time()
     source = Path(job.config["ckpt_path"])
     target = Path(job.config["export_path"] or job.output_dir / "export").expanduser().absolute()
-    console = Console()
+    console = Terminal()
     config = trained_config(source) or job.config
     exported = export_checkpoint(source, target, config)
     summary = {

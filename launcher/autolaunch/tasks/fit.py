@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
-from rich.console import Console
 
 from autolaunch.data import build_data
 from autolaunch.job import ResolvedJob
@@ -20,6 +19,7 @@ from autolaunch.report.plan_file import write_plan
 from autolaunch.report.progress import ProgressLine
 from autolaunch.report.screen import show_end, show_start
 from autolaunch.report.summary import collect_summary, write_summary
+from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, quiet_lightning
 
 
@@ -69,7 +69,7 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
     summary = collect_summary(trainer, steps, started, task=task, metrics=found, pipeline=screen.pipeline)
     if screen.is_first_rank:
         write_summary(job.output_dir, summary)
-        show_end({**summary, "output_dir": str(job.output_dir)}, Console(), steps.losses)
+        show_end({**summary, "output_dir": str(job.output_dir)}, Terminal(), steps.losses)
     return summary
 
 
@@ -94,7 +94,7 @@ class _Screen(pl.Callback):
             if self.job.choice is not None:
                 account = {"choice": self.job.choice, **account}
             write_plan(self.job.output_dir, self.job.config, account, self.job.choices)
-            show_start(account, self.job.config, Console(), strategy.parameter_count)
+            show_start(account, self.job.config, Terminal(), strategy.parameter_count)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer)

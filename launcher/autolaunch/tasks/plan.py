@@ -6,11 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
 from autolaunch.report.plan_file import write_plan
+from autolaunch.report.terminal import Terminal
 
 if TYPE_CHECKING:
     from autolaunch_strategies.pipeline.schedule import Timeline
@@ -54,7 +53,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     }
     write_summary(job.output_dir, summary)
     if job.choice is None:
-        show_plan(account, config, Console(), parameters, path, schedule, picture)
+        show_plan(account, config, Terminal(), parameters, path, schedule, picture)
     return summary
 
 
@@ -63,9 +62,9 @@ def _show_choice(job: ResolvedJob, choice: dict[str, Any]) -> None:
     from autolaunch.report.choice_screen import show_choice, show_why
 
     path = write_plan(job.output_dir, job.config, {"choice": choice}, job.choices)
-    show_choice(choice, Console(), [path, *write_choice(job.output_dir, choice)])
+    show_choice(choice, Terminal(), [path, *write_choice(job.output_dir, choice)])
     if choice.get("why") is not None:
-        show_why(choice["why"], Console())
+        show_why(choice["why"], Terminal())
 
 
 def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], int, Timeline | None]:
