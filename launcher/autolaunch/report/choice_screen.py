@@ -186,7 +186,8 @@ def _show_front(page: _Page, choice: Mapping[str, Any]) -> None:
 def _ranking(page: _Page, rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], numbered: bool = True) -> Table:
     """Ways to run it as a table; of all but the chosen one, the options that are other than there."""
     unit = TimeUnit.of(chosen.get("seconds", rows[0].get("seconds")))
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim", padding=(0, 1))
+    look: dict[str, Any] = {"show_edge": False, "pad_edge": False, "collapse_padding": True, "padding": (0, 1)}
+    table = Table(box=SIMPLE_HEAD, header_style="dim", **look)
     if numbered:
         table.add_column("", justify="right", no_wrap=True)
     table.add_column("mesh", overflow="fold")
