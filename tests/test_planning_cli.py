@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +23,8 @@ from autolaunch_strategies.config import CP_BACKENDS, ConfigError
 from autolaunch_strategies.planner.candidate import PIPELINES
 
 pytestmark = pytest.mark.timeout(240)
+
+ROOT = Path(__file__).parents[1]
 
 Outcome = tuple[int, str, str]
 
@@ -143,6 +148,45 @@ def test_mesh_auto_chooses_for_this_machine_and_runs(command: Callable[..., Outc
     summary = json.loads(Path("auto/summary.json").read_text(encoding="utf-8"))
     assert (summary["world_size"], summary["steps"]) == (2, 2)
     assert _read(Path("auto/plan.yaml"))["reasons"]["choice"]["hardware"]["name"] == "local"
+
+
+def test_mesh_auto_changes_a_machine_as_typed(command: Callable[..., Outcome]) -> None:
+    words = ("mesh=auto", "launch.devices=2", "cluster.intra.gb_per_s=5", "trainer.max_steps=1", *SMALL)
+    code, _, err = command(*words, "output_dir=auto")
+    assert code == 0, err
+    assert _read(Path("auto/plan.yaml"))["reasons"]["choice"]["hardware"]["name"] == "local"
+
+
+@pytest.mark.parametrize(("nodes", "local_ranks"), [(1, 2), (2, 1)])
+def test_mesh_auto_under_torchrun(nodes: int, local_ranks: int, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = [f"--nnodes={nodes}", "--master-addr=127.0.0.1", f"--master-port={port}", f"--nproc-per-node={local_ranks}"]
+    words = ["-m", "autolaunch", "mesh=auto", *SMALL, "trainer.max_steps=2", "output_dir=auto"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "launcher", ROOT / "strategies")))}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", f"--node-rank={node}", *where, *words],
+            cwd=tmp_path,
+            env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(nodes)
+    ]
+    try:
+        said = [process.communicate(timeout=180)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * nodes, "\n".join(said)
+    summary = json.loads((tmp_path / "auto/summary.json").read_text(encoding="utf-8"))
+    assert (summary["world_size"], summary["steps"]) == (2, 2)
+    hardware = _read(tmp_path / "auto/plan.yaml")["reasons"]["choice"]["hardware"]
+    assert (hardware["nodes"], hardware["devices_per_node"]) == (nodes, local_ranks)
 
 
 def test_nothing_fits_is_one_message(command: Callable[..., Outcome]) -> None:

@@ -59,19 +59,14 @@ def run_jobs(line: CommandLine) -> int:
     here = place()
     if here.kind != "alone":
         return _run_as_rank(line, here)
-    chooses = AUTO in line.overrides
-    if chooses:
-        line = _for_a_cluster(line)
+    line, chooses = _for_a_cluster(line, here)
     composed = compose(line)
     if composed.multirun:
         raise_all(composed.errors)
         raise_all(unresolvable(composed.config, composed.origin))
         _refuse_cluster_of_sweep(composed.config)
         return _run_sweep(line, composed.config)
-    choice = None
-    if chooses or (composed.config.get("cluster") is not None and composed.config.task == "plan"):
-        line, choice = _with_choice(line, composed)
-        composed = compose(line)
+    line, composed, choice = _with_choice(line, composed, chooses)
     directory, overrides = _prepare(line, composed)
     code = enter_hydra(line, [], overrides, lambda config: run_job(config, choice))
     ends = read_ends(directory)
@@ -89,8 +84,13 @@ def _refuse_cluster_of_sweep(config: DictConfig) -> None:
         )
 
 
-def _for_a_cluster(line: CommandLine) -> CommandLine:
-    """`mesh=auto` as the planner reads it: no mesh, and a cluster; this machine if none is named."""
+def _for_a_cluster(line: CommandLine, here: Place) -> tuple[CommandLine, bool]:
+    """(the line as the planner reads it, whether `mesh=auto` was typed): no mesh, and a cluster.
+
+    If none is named, it is this machine, or as many like it as torchrun or srun has started ranks on.
+    """
+    if AUTO not in line.overrides:
+        return line, False
     overrides = [item for item in line.overrides if item != AUTO]
     if line.multirun:
         raise ConfigError(
@@ -101,13 +101,23 @@ def _for_a_cluster(line: CommandLine) -> CommandLine:
         )
     typed = typed_keys(overrides)
     if "cluster" not in typed:
-        devices = typed.get("launch.devices")
+        devices = typed.get("launch.devices") if here.kind == "alone" else str(here.local_world_size)
         overrides.append(f"cluster=local{f'x{devices}' if devices else ''}")
-    return replace(line, overrides=overrides)
+        if here.world_size > here.local_world_size:
+            overrides.append(f"cluster.nodes={here.world_size // here.local_world_size}")
+    return replace(line, overrides=overrides), True
 
 
-def _with_choice(line: CommandLine, composed: Composed) -> tuple[CommandLine, dict[str, Any]]:
-    """The command line with what the planner chose at its end, and the planner's account of it."""
+def _with_choice(
+    line: CommandLine, composed: Composed, chooses: bool
+) -> tuple[CommandLine, Composed, dict[str, Any] | None]:
+    """With what the planner chose at the line's end, and its account of it; None if there was nothing to choose.
+
+    Args:
+        chooses: whether `mesh=auto` was typed; `plan` chooses for every cluster.
+    """
+    if not chooses and (composed.config.get("cluster") is None or composed.config.task != "plan"):
+        return line, composed, None
     from autolaunch.planning import choice_of
 
     raise_all(composed.errors)
@@ -118,8 +128,10 @@ def _with_choice(line: CommandLine, composed: Composed) -> tuple[CommandLine, di
     settled = typed_keys(chosen)  # said twice, Hydra would refuse a group
     kept = [item for item in line.overrides if not typed_keys([item]).keys() & settled.keys()]
     if job.config["task"] != "plan":
-        kept = [item for item in kept if not typed_keys([item]).keys() & {"cluster"}]  # a run has the devices there are
-    return replace(line, overrides=[*kept, *map(quoted_mesh, chosen)]), choice
+        # A run has the devices that there are.
+        kept = [item for item in kept if not any(key.split(".")[0] == "cluster" for key in typed_keys([item]))]
+    line = replace(line, overrides=[*kept, *map(quoted_mesh, chosen)])
+    return line, compose(line), choice
 
 
 def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = None) -> tuple[Path, list[str]]:
@@ -161,7 +173,8 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
     from autolaunch.worker import leave, run_rank
 
     def make_job() -> ResolvedJob:
-        composed = compose(line)
+        chosen_for, chooses = _for_a_cluster(line, here)
+        composed = compose(chosen_for)
         if composed.multirun:
             raise ConfigError(
                 "-m",
@@ -169,15 +182,17 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
                 "a single run here, or the sweep without it",
                 f"autolaunch -m {' '.join(map(unquoted, line.overrides))}",
             )
-        _, overrides = _prepare(line, composed, here.world_size)
+        settled, composed, choice = _with_choice(chosen_for, composed, chooses)
+        _, overrides = _prepare(settled, composed, here.world_size)
         made: list[ResolvedJob] = []
 
         def make(config: DictConfig) -> None:
             hydra = hydra_node()
-            made.append(resolve_job(config, hydra, Path(hydra.runtime.output_dir), here.world_size))
+            resolved_job = resolve_job(config, hydra, Path(hydra.runtime.output_dir), here.world_size)
+            made.append(replace(resolved_job, choice=choice))
             made[0].write()
 
-        code = enter_hydra(line, [], overrides, make)
+        code = enter_hydra(settled, [], overrides, make)
         if not made:
             sys.exit(code)  # Hydra has said why
         return made[0]
