@@ -9,6 +9,7 @@ Nothing is fitted. What was measured differs between sources, and is read from t
 - what counts: the allocator's peak or a sum of parts. What the allocator wastes and what the driver takes beyond it is
   in rows whose notes name nvidia-smi only, and what the allocator wastes in those of tools that print what it reserved;
 - state: bytes of parameters, gradients and optimizer for a parameter where a note gives them, else by precision;
+- streams: `reserved` holds one pool for each stream, each at its own peak (`beside`);
 - stack: Megatron (levels below 3) frees what it has sent or gathered. PyTorch's own (level 3) computes cross entropy in
   fp32 with a kernel for each operation, and its `selective_op` keeps the output of every second matrix product.
 """
@@ -69,7 +70,7 @@ def errors(path: Path = ROWS) -> list[Error]:
             continue
         profile, recipe, hardware, cut_of = case(item)
         candidates = Candidates.of([candidate_of(item)])
-        predicted = peak_memory(profile, recipe, hardware, candidates, cut_of).bytes[0]
+        predicted = peak_memory(profile, recipe, hardware, candidates, cut_of).bytes[0] + beside(item)
         found.append(Error(item, item.memory_gib * unit(item), float(predicted)))
     return found
 
@@ -89,6 +90,27 @@ def case(item: Published):  # type: ignore[no-untyped-def]
         _hardware(item, item.run.hardware),
         functools.partial(_cut, profile, item.row["note"].lower()),
     )
+
+
+def beside(item: Published) -> float:
+    """Bytes that torch's allocator reserves for streams other than the main one, which can't use what those free.
+
+    Of sources that print what was reserved. `fully_shard` allocates on streams of their own what gathers put out (two
+    blocks at a time) and the sharded gradients (`_fsdp_collectives.py`), and a stage of torch's pipelines a gradient
+    that arrives for each microbatch (`stage.py`).
+    """
+    candidate, profile, recipe = candidate_of(item), item.run.profile, item.run.recipe
+    if candidate.level != 3 or not item.source.startswith(RESERVED):
+        return 0.0
+    (kind,) = profile.kinds
+    parameters = kind.parameters / candidate.mp
+    blocks = len(profile.blocks) / candidate.pp
+    gathered = 2 * parameters * recipe.gathered_bytes
+    gradients = blocks * parameters * recipe.gradient_bytes / int(Candidates.of([candidate]).shard[0])
+    if candidate.pp == 1:
+        return gathered + gradients
+    sequences = recipe.batch_size / candidate.dp
+    return gathered + gradients + sequences * kind.output_bytes / candidate.cp / candidate.mp
 
 
 def candidate_of(item: Published) -> Candidate:
@@ -194,7 +216,8 @@ def main() -> None:
             profile, recipe, hardware, cut_of = case(row.row)
             account = memory_account(profile, recipe, hardware, candidate_of(row.row), cut_of)
             fullest = max(range(len(account)), key=lambda rank: account[rank]["total"])
-            pieces = " ".join(f"{name[:5]} {value / 2**30:.1f}" for name, value in account[fullest].items())
+            values = {**account[fullest], "beside": beside(row.row)}
+            pieces = " ".join(f"{name[:6]} {value / 2**30:.1f}" for name, value in values.items())
             print(f"{row.published / 2**30:7.1f} {row.relative:+7.1%} rank {fullest}: {pieces}  {described(row.row)}")
     print("\n".join(report(found)))
 
