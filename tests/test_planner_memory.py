@@ -135,8 +135,8 @@ def test_the_fullest_rank_need_not_be_the_first() -> None:
 
     memory = peak_memory(profile, Recipe(batch_size=8), CPU, Candidates.of([candidate]), uneven)
     assert memory.stage.tolist() == [1]
-    # 3 in flight of 4 blocks, whose outputs wait to be sent on; gradients of the step before and of this one
-    expected = (4 + 4 + 4 + 8) * 4000 + 3 * (4 * 50_000 + 4_000) + 7_000 + 2 * 4_000
+    # 3 in flight of 4 blocks, whose outputs wait to be sent on; gradients of this step alone
+    expected = (4 + 4 + 8) * 4000 + 3 * (4 * 50_000 + 4_000) + 7_000 + 2 * 4_000
     assert memory.bytes[0] == pytest.approx(expected)
     account = memory_account(profile, Recipe(batch_size=8), CPU, candidate, uneven)
     assert [row["total"] == pytest.approx(expected) for row in account] == [False, True, False, False]

@@ -169,9 +169,6 @@ def _put_states(
     per_parameter = recipe.parameter_bytes / shard
     gradient = recipe.gradient_bytes * recipe.trained / shard
     in_pass = np.where(whole, recipe.reduce_bytes * recipe.trained, gradient)
-    # A schedule runs before the gradients of the step before are dropped (`PipelinedSteps`).
-    scheduled = pipelined & ~_all_at_once(c) & (recipe.keeps_gradients and not recipe.gathers_again)
-    in_pass = in_pass + np.where(scheduled, gradient, 0.0)
     one_pass = ~pipelined & (c.microbatches == 1) & (not recipe.gathers_again)
     optimizer = recipe.optimizer_bytes * recipe.trained / shard
     gathered = np.where(sharded, recipe.gathered_bytes, 0.0)
