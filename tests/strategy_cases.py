@@ -424,7 +424,9 @@ def bytes_per_rank() -> Any:
                 self.gradients: list[int] = []
 
             def on_after_backward(self, trainer: Any, module: Any) -> None:
-                grads = [item.grad for item in module.parameters() if item.grad is not None]
+                # Parameters of the module are whole while a step accumulates; those of the optimizer never are.
+                parameters = [item for group in trainer.optimizers[0].param_groups for item in group["params"]]
+                grads = [item.grad for item in parameters if item.grad is not None]
                 # level 1 keeps whole gradients aside while a step accumulates
                 aside = sum(local_bytes(item) for item in accumulated(module))
                 self.gradients.append(aside + sum(local_bytes(item) for item in grads))
@@ -488,6 +490,60 @@ def freed_between_uses() -> Any:
         module = Looks()
         make_trainer(mesh_strategy(level), max_steps=2).fit(module, loader())
         found[level] = [max(module.seen), sum(item.numel() * 4 for item in module.encoder.layers[0].parameters())]
+    return found
+
+
+@case("ranks")
+def gathers_of_a_step() -> Any:
+    """How often a step of three backward passes gathers parameters at levels 1 to 3, beside a step of one pass."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+
+    gather, found = fsdp.foreach_all_gather, {}
+    for level in (1, 2, 3):
+        counts = []
+        for passes in (1, 3):
+            calls: list[int] = []
+
+            def counted(*args: Any, calls: list[int] = calls, **kwargs: Any) -> Any:
+                calls.append(1)
+                return gather(*args, **kwargs)
+
+            fsdp.foreach_all_gather = counted
+            pl.seed_everything(1, verbose=False)
+            module = LanguageModel()
+            try:
+                trainer = make_trainer(mesh_strategy(level), max_steps=2, max_epochs=9, accumulate_grad_batches=passes)
+                trainer.fit(module, loader())
+            finally:
+                fsdp.foreach_all_gather = gather
+            counts.append(len(calls) / 2)
+        found[level] = counts
+    return found
+
+
+@case("ranks")
+def step_without_a_last_backward() -> Any:
+    """Weights by level, with a loop of its own that steps after backward passes all of which only accumulate."""
+
+    class ByHand(LanguageModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            with self.trainer.strategy.block_backward_sync():
+                self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = {}
+    for level in (2, 3):
+        pl.seed_everything(1, verbose=False)
+        module = ByHand()
+        make_trainer(mesh_strategy(level), max_steps=3).fit(module, loader())
+        whole = [item.full_tensor() if isinstance(item, DTensor) else item for item in module.parameters()]
+        found[level] = [item.detach().double().norm().item() for item in whole]
     return found
 
 

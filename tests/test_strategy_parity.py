@@ -153,6 +153,20 @@ def test_whole_parameters_are_freed_after_use_at_level_3(ranks: Results) -> None
         assert freed == block
 
 
+def test_blocks_are_gathered_once_a_step_below_level_3(ranks: Results) -> None:
+    found = ranks.read("gathers_of_a_step")
+    for level in ("1", "2"):
+        once, thrice = found[level]
+        assert once > 3 and thrice == once + 2, "of three blocks and the rest, the rest is gathered for each pass"
+    once, thrice = found["3"]
+    assert thrice == 3 * once
+
+
+def test_what_stays_gathered_is_not_used_after_a_step(ranks: Results) -> None:
+    found = ranks.read("step_without_a_last_backward")
+    assert found["2"] == pytest.approx(found["3"], rel=1e-6)
+
+
 def test_parameter_unused_on_one_rank_stays_the_same_on_both(ranks: Results) -> None:
     assert ranks.read("unused_on_one_rank", 0) == ranks.read("unused_on_one_rank", 1)
 

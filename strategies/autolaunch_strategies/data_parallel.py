@@ -49,6 +49,8 @@ class DataParallelModule:
     reasons: dict[str, str] = field(default_factory=dict)
     average: GradientAverage | None = None
     accumulates: bool = False
+    keeps_gathered: bool = False
+    """Whether parameters may have stayed gathered since a backward pass that only added to the gradients."""
 
     def begin(self) -> None:
         """Start exchanging gradients. Called once, when every parameter has its values."""
@@ -60,12 +62,17 @@ class DataParallelModule:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Within it, backward passes add to the gradients and exchange no more than the level needs to save memory."""
+        """Within it, backward passes add to the gradients and exchange no more than the level needs to save memory.
+
+        Below level 3 what they gathered stays gathered for the next pass, until one outside of it has run.
+        """
         sharded = self.root if isinstance(self.root, FSDPModule) else None
         self.accumulates = True
         if self.average is not None:
             self.average.enabled = False
         if sharded is not None:
+            self.keeps_gathered = self.level < 3
+            sharded.set_reshard_after_backward(not self.keeps_gathered)
             if self.level == 1:
                 sharded.set_requires_gradient_sync(False)
             else:
@@ -77,6 +84,7 @@ class DataParallelModule:
             if self.average is not None:
                 self.average.enabled = True
             if sharded is not None:
+                sharded.set_reshard_after_backward(True)
                 if self.level == 1:
                     sharded.set_requires_gradient_sync(True)
                 else:
@@ -110,6 +118,12 @@ class DataParallelModule:
             if isinstance(module, FSDPModule):
                 end_left_forward(module)  # a stage leaves the forward of its model behind its own part
                 module.reshard()
+
+    def end_step(self) -> None:
+        """Free what still is gathered, as it is where the last backward pass of a step did not take place."""
+        if self.keeps_gathered:
+            self.forget_gathered()
+            self.keeps_gathered = False
 
     def begin_backward(self, loss: torch.Tensor) -> None:
         """Prepare the exchange of gradients if `loss` was not made by the forward of the root."""

@@ -331,7 +331,9 @@ class MeshStrategy(CheckpointStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._grad_norm = None
-        return super().optimizer_step(*args, **kwargs)
+        result = super().optimizer_step(*args, **kwargs)
+        self._applied.data_parallel.end_step()
+        return result
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
