@@ -180,10 +180,11 @@ def test_exchanges_of_cp() -> None:
     keys, queries = 8 * 4096 * 128 * 2 * 2.0, 8 * 4096 * 128 * 8 * 2.0
     backends = [CP_BACKENDS.index(name) for name in ("gather", "ring", "ulysses")]
     hardware = machine(constants={"attention": 1e6})  # attention takes no time that could hide anything
+    # Of two key heads four ranks each need one: ulysses sends each of them twice.
     found = of(profile, PLAIN, hardware, cp=4, backend=backends, ulysses=[1, 1, 4]).parts["cp"]
     around = 3 / 4 * 2 * keys / 1e11
     assert found == pytest.approx(
-        [3 * around, (1 + 1 + 2) * around, 2 * 3 / 4 * 2 * (queries + keys) / 4 / 1e11], rel=1e-3
+        [3 * around, (1 + 1 + 2) * around, 2 * 3 / 4 * 2 * (queries + 2 * keys) / 4 / 1e11], rel=1e-3
     )
 
 
@@ -229,7 +230,7 @@ def test_the_last_backward_hides_the_exchange_of_gradients() -> None:
 def test_each_group_of_parameters_costs_host_time() -> None:
     hardware = machine(constants={"group_s": 1e-3})
     found = of(model(Part("b", 1)), PLAIN, hardware, dp=2, level=[1, 2, 3], microbatches=4).parts["dp"]
-    assert found == pytest.approx([9e-3 * 2, 9e-3 * 5, 9e-3 * 12], rel=1e-3)
+    assert found == pytest.approx([9e-3 * 2, 9e-3 * 5, 9e-3 * 8], rel=1e-3)
 
 
 def test_optimizer() -> None:

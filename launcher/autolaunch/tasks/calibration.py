@@ -39,8 +39,8 @@ from autolaunch_strategies.planner.hardware import Hardware, hardware_to
 from autolaunch_strategies.planner.measure import Bench, Measured, cores, facts
 from autolaunch_strategies.planner.time import step_time
 
-PROBE_SECONDS = 0.25
-TRAINING_SECONDS = 17.0
+PROBE_SECONDS = 0.12
+TRAINING_SECONDS = 13.0
 """No further training is begun after so many seconds of them."""
 LIMIT_SECONDS = 180.0
 """A rank that takes longer hangs: it ends itself, and its log says where it was."""
@@ -67,6 +67,7 @@ def _measure(job: ResolvedJob, place: Place, started: float) -> dict[str, Any]:
     hardware = calibrated(base, measured, f"calibrated with {ranks}")
     observed: list[tuple[Training, float]] = []
     begun = time.monotonic()
+    gc.freeze()  # so that collecting after each training looks at what that has left, and not at all of torch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for training in trainings(place.world_size, place.local_world_size):

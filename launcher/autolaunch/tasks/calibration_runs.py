@@ -26,8 +26,8 @@ from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate
 from autolaunch_strategies.planner.module_profile import profile_module
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 
-STEPS, FEW = 7, 5
-"""Of a training, and of one whose steps take long; the first three are warm-up, the median of the others counts."""
+STEPS, MORE = 8, 11
+"""Of a training, and of one whose steps are short; the first three are warm-up, the median of the others counts."""
 
 GPU_PRECISION, CPU_PRECISION = "bf16-mixed", "32-true"
 """What most people train with there."""
@@ -115,10 +115,10 @@ class Training:
 def trainings(ranks: int, local_ranks: int) -> Iterator[Training]:
     """The trainings for so many ranks, those that say most first."""
     heads = max(4, local_ranks)
-    layers = max(4, local_ranks)
-    small = {"num_layers": layers, "num_heads": heads, "num_kv_heads": heads}
+    small = {"num_layers": 2, "num_heads": heads, "num_kv_heads": heads}
     small |= {"hidden_size": 32 * heads, "intermediate_size": 96 * heads}
     wide = {**small, "hidden_size": 64 * heads, "intermediate_size": 192 * heads}
+    staged = {**small, "num_layers": max(2, local_ranks)}
     n, rest = local_ranks, ranks // local_ranks
 
     def each(name: str, batch: int, model: dict[str, Any] = small, steps: int = STEPS, **values: Any) -> Training:
@@ -126,24 +126,32 @@ def trainings(ranks: int, local_ranks: int) -> Iterator[Training]:
         values = {"dp": rest, "replicate": 1, **values}
         return Training(name, Candidate(**values), batch * values["dp"], model, steps=steps)
 
-    yield each("dp, small batch", 1, dp=ranks)
-    yield each("dp, large batch", 4, dp=ranks)
-    yield each("dp, 4 microbatches", 4, steps=FEW, dp=ranks, microbatches=4)
+    def pipelined(name: str, schedule: str, microbatches: int) -> Training:
+        return each(name, 2 * n, staged, pp=n, pipeline=PIPELINES.index(schedule), microbatches=microbatches)
+
+    pairs = n > 2 and n % 2 == 0  # of ranks: what a small group costs beside a large one
+    yield each("dp, small batch", 1, steps=MORE, dp=ranks)
+    yield each("dp, large batch", 4, steps=MORE, dp=ranks)
+    yield each("dp, 4 microbatches", 4, dp=ranks, microbatches=4)
     if ranks > 1:
         yield each("dp level 3", 2, dp=ranks, level=3)
     if n > 1:
-        yield each("mp", 2, steps=FEW, mp=n)
-        yield each("pp 1f1b", 2 * n, pp=n, pipeline=PIPELINES.index("1f1b"), microbatches=2 * n)
+        yield each("mp", 2, mp=n)
+        if pairs:
+            yield each("mp of 2", 2, dp=ranks // 2, mp=2)
+        yield pipelined("pp 1f1b", "1f1b", 2 * n)
         yield each("cp gather", 4, cp=n)
-        yield each("mp, sequence parallel", 2, steps=FEW, mp=n, sequence_parallel=1)
+        if pairs:
+            yield each("dp level 3 beside mp", 2, dp=ranks // 2, mp=2, level=3)
+        yield each("mp, sequence parallel", 2, mp=n, sequence_parallel=1)
     yield each("dp, wide model", 2, wide, dp=ranks)
     if n > 1:
-        yield each("pp exact", 2 * n, pp=n, pipeline=PIPELINES.index("exact"), microbatches=n)
+        yield pipelined("pp exact", "exact", n)
         yield each("cp ring", 4, cp=n, backend=CP_BACKENDS.index("ring"))
         yield each("cp ulysses", 4, cp=n, backend=CP_BACKENDS.index("ulysses"), ulysses=n)
     if ranks > 1:
         yield each("dp level 1", 2, dp=ranks, level=1)
-        yield each("dp level 3, 2 microbatches", 2, steps=FEW, dp=ranks, level=3, microbatches=2)
+        yield each("dp level 3, 2 microbatches", 2, dp=ranks, level=3, microbatches=2)
     yield each("dp, recomputed", 4, dp=ranks, recompute=FULL)
 
 

@@ -17,8 +17,8 @@ NOISE = 0.05
 """Relative standard deviation of a step time in a run of a few steps."""
 
 FREEDOM = 3.0
-"""Of costs of the host in a calibration: they differ between machines by orders of magnitude, and a training is run for
-each of them."""
+"""Of costs of the host and of latencies in a calibration: they differ between machines by orders of magnitude, and a
+training is run for each of them."""
 
 DTENSOR_CALLS = 10
 """Calls on DTensors for each kernel that a profile counts as divided: views, changes of layout and hooks are calls,
@@ -81,7 +81,7 @@ def _link(curves: Mapping[str, Sequence[Curve]]) -> Link | None:
 def fitted(hardware: Hardware, runs: Sequence[Run]) -> Hardware:
     """The constants changed as far as these trainings on it say; the origin tells how many they were."""
     origin = hardware.origin
-    freedom = {name: FREEDOM for name in TIME_CONSTANTS if name.endswith("_s")}
+    freedom = {name: FREEDOM for name in TIME_CONSTANTS if name.endswith("_s") or name == "latency"}
     after = fit(hardware, runs, noise=NOISE, freedom=freedom)
     trainings = "training" if len(runs) == 1 else "trainings"
     return dataclasses.replace(after, origin=f"{origin} and fitted to {len(runs)} {trainings}") if runs else hardware

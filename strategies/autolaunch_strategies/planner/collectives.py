@@ -59,14 +59,20 @@ def collective_time(hardware: Hardware, kind: str, ranks: Any, stride: Any, size
     curves = hardware.curves.get(kind, ())
     if curves:
         inside = (away <= 1) if kind != "p2p" else (local > 1)
-        seconds = np.where(inside, _measured(curves, np.where(kind == "p2p", 2.0, ranks), size), seconds)
+        measured = _measured(curves, np.where(kind == "p2p", 2.0, ranks), size, constants.latency)
+        seconds = np.where(inside, measured, seconds)
     return np.where(ranks > 1, seconds, 0.0)
 
 
-def _measured(curves: tuple[Curve, ...], ranks: Floats, size: Floats) -> Floats:
-    """Between measured group sizes, and beyond them, the seconds are linear in the logarithm of the ranks."""
+def _measured(curves: tuple[Curve, ...], ranks: Floats, size: Floats, latency: float) -> Floats:
+    """Between measured group sizes, and beyond them, the seconds are linear in the logarithm of the ranks.
+
+    Args:
+        latency: multiple of what the smallest message takes; in training ranks come later to an exchange than in a loop
+            of nothing else, which is how curves are measured.
+    """
     curves = tuple(sorted(curves, key=lambda curve: curve.ranks))
-    table = np.stack([_along(curve, size) for curve in curves])
+    table = np.stack([_along(curve, size) + (latency - 1) * curve.seconds[0] for curve in curves])
     if len(curves) == 1:
         return np.asarray(table[0])
     grid = np.log2([curve.ranks for curve in curves])

@@ -256,7 +256,7 @@ class Bench:
 
     def _collective_probe(self, kind: str) -> Callable[[Measured], None]:
         largest = 64 * 2**20 if self.device.type == "cuda" else 8 * 2**20
-        sizes = [size for size in (4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 64 << 20) if size <= largest]
+        sizes = [size for size in (4 << 10, 256 << 10, 2 << 20, 8 << 20, 64 << 20) if size <= largest]
         shapes = [n for n in sorted({2, self.local_ranks}) if 1 < n <= self.local_ranks and self.local_ranks % n == 0]
 
         def probe(found: Measured) -> None:

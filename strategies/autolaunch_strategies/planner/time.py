@@ -169,7 +169,11 @@ def _cp_times(part: Part, ways: _Ways, element_bytes: float, hardware: Hardware)
     around = collective_time(hardware, "all_gather", outer, ways.mp * inner, held)
     returning = collective_time(hardware, "all_gather", outer, ways.mp * inner, held * 4 / element_bytes)
     scattered = collective_time(hardware, "all_to_all", outer, ways.mp * inner, held)
-    swapped = collective_time(hardware, "all_to_all", inner, ways.mp, 2 * (queries + keys) / ways.cp)
+    # Key heads are repeated until every rank gets as many of them (`ulysses.attention_by_heads`).
+    own = np.maximum(attention.key_heads // ways.mp, 1).astype(np.int64)
+    copies = np.lcm(own, inner.astype(np.int64)) / own
+    swapped = collective_time(hardware, "all_to_all", inner, ways.mp, (queries + 2 * keys * copies) / ways.cp)
+    swapped = swapped + collective_time(hardware, "all_to_all", inner, ways.mp, queries / ways.cp)
     forward = np.where(uses_ring | gathers, around, 0.0) + swapped
     backward = np.where(uses_ring, around + returning, np.where(gathers, around + scattered, 0.0)) + swapped
     hides = np.where(uses_ring, (outer - 1) / outer, np.where(gathers & attention.causal, 1 / outer, 0.0))
@@ -481,14 +485,14 @@ def _dp_time(
         gather = collective("all_gather", shard, c.mp, gathered)
         scatter = collective("reduce_scatter", shard, c.mp, gradients)
         replicas = collective("all_reduce", np.where(sharded, c.replicate, 1), c.mp * shard, gradients / shard)
-        host = groups * constants.group_s
         again = (c.level == 3) & (c.pp == 1)
         gathers = np.where(again, micro, 1.0)
-        scatters = np.where(c.level == 1, 1.0, micro)
+        scatters = np.where((c.level == 1) | (c.pp > 1), 1.0, micro)  # a pipeline exchanges at the end of its step
+        host = groups * constants.group_s
         time = gathers * (exposed(gather, forward) + host)
         # Parameters that were freed are gathered beside the exchange of gradients, under the same backward pass.
         beside = np.where(again, gather, 0.0)
-        time = time + scatters * (exposed(scatter + beside, backward) + host * (1 + again))
+        time = time + scatters * (exposed(scatter + beside, backward) + host)
         time = time + exposed(replicas, backward)
         result = np.where(sharded & (size > 1), time, result)
     return np.where(size > 1, result, 0.0)
