@@ -28,7 +28,8 @@ from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
 from autolaunch_strategies.config import CP_BACKENDS
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate, Candidates
-from autolaunch_strategies.planner.hardware import hardware_from
+from autolaunch_strategies.planner.enumerate import enumerate_candidates
+from autolaunch_strategies.planner.hardware import Hardware, hardware_from
 from autolaunch_strategies.planner.module_profile import profile_module
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.time import step_time
@@ -68,7 +69,7 @@ def _data(level: int, microbatches: int = 1, recompute: int = 0) -> Case:
 
 def _context(backend: str, cp: int = 4, **values: int) -> Case:
     dp, mp = values.get("dp", 1), values.get("mp", 1)
-    ulysses = cp if backend == "ulysses" else 1
+    ulysses = {"ulysses": cp, "usp": cp // 2}.get(backend, 1)
     candidate = Candidate(cp=cp, backend=CP_BACKENDS.index(backend), ulysses=ulysses, **values)
     return Case(f"mesh=dp{dp}xmp{mp}xcp{cp} cp={backend} dp.sharding_level=0", candidate)
 
@@ -99,11 +100,13 @@ CASES = (
     _model(2, dp=2),
     _model(2, sequence_parallel=1, dp=2),
     _model(2, dp=2, level=3),
+    _model(2, dp=2, microbatches=4),
     _pipeline("exact", 4, 4),
     _pipeline("exact", 4, 8),
     _pipeline("exact", 2, 4, dp=2),
     _pipeline("1f1b", 4, 4),
     _pipeline("1f1b", 4, 16),
+    _pipeline("gpipe", 4, 4),
     _pipeline("1f1b", 2, 4, dp=2),
     _pipeline("1f1b", 2, 4, dp=2, level=3),
     _pipeline("zbv_zero_bubble", 2, 4, virtual_stages=2, dp=2),
@@ -111,6 +114,7 @@ CASES = (
     _context("gather"),
     _context("ring"),
     _context("ulysses"),
+    _context("usp"),
     _context("gather", cp=2, dp=2),
     _context("ring", cp=2, dp=2),
     _context("ulysses", cp=2, mp=2),
@@ -121,10 +125,11 @@ def main() -> None:
     arguments = _arguments()
     arguments.work.mkdir(parents=True, exist_ok=True)
     cluster = arguments.cluster or _calibrate(arguments.work, arguments.recalibrate)
-    times = _measure(arguments)
     hardware = hardware_from(yaml.safe_load(cluster.read_text(encoding="utf-8")))
     profile, recipe = _described()
-    cases = [case for case in CASES if case.overrides in times]
+    cases = _candidates(profile, recipe, hardware)
+    times = _measure(arguments, cases)
+    cases = [case for case in cases if case.overrides in times]
     predicted = step_time(profile, recipe, hardware, Candidates.of(case.candidate for case in cases))
     measured = [times[case.overrides] for case in cases]
     _print_table(cases, measured, predicted)
@@ -161,13 +166,30 @@ def _calibrate(work: Path, again: bool) -> Path:
     return directory / "cluster.yaml"
 
 
-def _measure(arguments: argparse.Namespace) -> dict[str, float]:
+def _candidates(profile: ModelProfile, recipe: Recipe, hardware: Hardware) -> list[Case]:
+    """The cases that the planner considers; of the others its reasons are printed."""
+    _, rejections = enumerate_candidates(profile, recipe, hardware)
+    pointless = {rule.name for rule in rejections.rules if rule.lifted_by}  # considered if asked for
+    kept = []
+    for case in CASES:
+        one = case.candidate
+        if one.level == 0:  # all ranks of dp are replicas then
+            case = dataclasses.replace(case, candidate=dataclasses.replace(one, replicate=one.dp))
+        reasons = [reason for name, reason in rejections.of(case.candidate) if name not in pointless]
+        if reasons:
+            print(f"no candidate: {case.overrides}: {'; '.join(reasons)}")
+        else:
+            kept.append(case)
+    return kept
+
+
+def _measure(arguments: argparse.Namespace, cases: list[Case]) -> dict[str, float]:
     """Overrides -> the least of the median step times of the rounds."""
     record = arguments.work / "measured.json"
     known: dict[str, list[float]] = {}
     if record.is_file() and not arguments.remeasure:
         known = json.loads(record.read_text(encoding="utf-8"))
-    for turn, case in itertools.product(range(arguments.rounds), CASES):
+    for turn, case in itertools.product(range(arguments.rounds), cases):
         if arguments.only not in case.overrides or len(known.get(case.overrides, ())) > turn:
             continue
         directory = (arguments.work / "run").absolute()
