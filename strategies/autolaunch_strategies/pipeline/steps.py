@@ -97,8 +97,8 @@ class PipelinedSteps:
             return loss, output
 
         self.data_parallel.forget_gathered()
-        dropped = self._gradients_will_be_dropped()
-        before = {parameter: None if dropped else parameter.grad for parameter in self.module.parameters()}
+        dropped = self._whose_gradients_will_be_dropped()
+        before = {item: None if item in dropped else item.grad for item in self.module.parameters()}
         for parameter in before:
             parameter.grad = None
         scale = 1 / self.module.trainer.accumulate_grad_batches
@@ -115,16 +115,18 @@ class PipelinedSteps:
                 self.objective.compare(trained, lambda: _loss_of(tree_map(plain, step(batch, *args, **kwargs))))
         return _merged(trained.microbatches.rest, trained.loss, trained.samples)
 
-    def _gradients_will_be_dropped(self) -> bool:
-        """Whether lightning sets gradients to zero after this training step, with nobody looking at them before."""
-        trainer = self.module.trainer
+    def _whose_gradients_will_be_dropped(self) -> set[nn.Parameter]:
+        """What lightning sets gradients of to zero after this training step, with nobody looking at them before."""
+        trainer: Any = self.module.trainer
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
-            return False
+            return set()
         hooks = ("optimizer_zero_grad", "on_before_zero_grad")
-        return not any(is_overridden(hook, self.module, parent=pl.LightningModule) for hook in hooks) and not any(
-            is_overridden("on_before_zero_grad", callback, parent=pl.Callback)
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-        )
+        if any(is_overridden(hook, self.module, parent=pl.LightningModule) for hook in hooks):
+            return set()
+        if any(is_overridden("on_before_zero_grad", item, parent=pl.Callback) for item in trainer.callbacks):
+            return set()
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        return {parameter for group in groups for parameter in group["params"]}
 
     # --- validation, test, prediction -------------------------------------------------------------------------------
 
