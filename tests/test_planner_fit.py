@@ -138,6 +138,14 @@ def test_schedules_are_ordered_as_published(rows: list[published.Published]) -> 
     assert np.mean([item.correlation for item in found]) > 0.8
 
 
+def test_constants_of_other_models_choose_well(rows: list[published.Published]) -> None:
+    own = [item for item in of(rows, "vtrain") if item.row["layers"] in ("12", "24")]
+    found = published.held_out_choices(own)
+    assert len(found) == 60
+    first, of_three, _ = np.mean([item.regret for item in found], axis=0)
+    assert first < 0.05 and of_three < 0.01
+
+
 def test_flops_of_published_rows_follow_their_formula(rows: list[published.Published]) -> None:
     """96 B l s h^2 (1 + s / 6h + V / 16lh), the operations with full recomputation (Narayanan et al., 2021)."""
     for item in of(rows, "megatron"):

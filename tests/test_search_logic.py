@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from autolaunch_strategies.planner.candidate import Candidate, Candidates
-from autolaunch_strategies.planner.search import Ask, Limits, Search
+from autolaunch_strategies.planner.profile import Recipe
+from autolaunch_strategies.planner.residuals import features, learned
+from autolaunch_strategies.planner.search import Ask, Belief, Limits, Search
+from autolaunch_strategies.planner.shapes import transformer_profile
 from autolaunch_strategies.planner.trials import (
     CRASH,
     HANG,
@@ -31,7 +34,9 @@ GIB = 2.0**30
 
 
 class Predicted:
-    """Predictions of so many seconds and bytes, without any fitting."""
+    """Predictions of so many seconds and bytes, without constants: runs tell of what is like them."""
+
+    PROFILE, RECIPE = transformer_profile(8, 256, 4, 128, 512), Recipe(64)
 
     def __init__(
         self,
@@ -46,8 +51,15 @@ class Predicted:
         self.spread = np.full(len(rows), spread)
         self.simplicity = np.arange(len(rows), dtype=np.int64)
 
-    def seconds(self, runs: Sequence[tuple[int, float]]) -> np.ndarray:
-        return self._seconds
+    def after(self, runs: Sequence[tuple[int, float]]) -> Belief:
+        columns = features(self.PROFILE, self.RECIPE, 1e14, self.candidates)
+        if not runs:
+            return Belief(self._seconds, np.zeros(len(self._seconds)), np.zeros(0))
+        rows = np.stack(np.broadcast_arrays(*columns, self._seconds)[:-1], axis=1)
+        logs = [float(np.log(seconds / self._seconds[index])) for index, seconds in runs]
+        found = learned(rows[[index for index, _ in runs]].tolist(), logs)
+        likeness = found.likeness(columns).sum(axis=1) * np.ones(len(self._seconds))
+        return Belief(self._seconds * np.exp(found.correction(columns)), likeness, np.asarray(logs))
 
 
 class Machine:

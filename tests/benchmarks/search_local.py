@@ -131,7 +131,7 @@ def candidates(typed: list[str], directory: Path) -> dict[str, list[Any]]:
     _, looked = look(profile, recipe, hardware, wanted_by(typed, job.config))
     found = PlannerPredictions(profile, recipe, hardware, [looked.candidates])
     rows = [found.candidates[index] for index in range(len(found.candidates))]
-    return {"overrides": [overrides(row, profile, recipe) for row in rows], "seconds": list(found.seconds([]))}
+    return {"overrides": [overrides(row, profile, recipe) for row in rows], "seconds": list(found.after([]).seconds)}
 
 
 def run(typed: list[str], words: list[str], directory: Path, steps: int) -> dict[str, Any]:

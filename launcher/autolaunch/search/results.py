@@ -38,7 +38,7 @@ COLUMNS = (
     "fitted_s",
     "directory",
 )
-"""Of results.csv, a row per trial. predicted_s: before the trial; fitted_s: by the constants that all trials gave;
+"""Of results.csv, a row per trial. predicted_s: before the trial; fitted_s: fitted to all trials;
 low_s and high_s: 95 % confidence of the median measured_s."""
 
 _OF_THE_CANDIDATE = ("mesh", "dp", "mp", "pp", "cp", "recompute", "data")

@@ -1,4 +1,7 @@
-"""Constants from observed step times: the usual values, changed as little as the observations allow."""
+"""Constants from observed step times: the usual values, changed as little as the observations allow.
+
+What constants can't explain of the observations is kept beside them (`residuals`), and believed of what is alike.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from autolaunch_strategies.planner.candidate import Candidate, Candidates
 from autolaunch_strategies.planner.constants import TIME_CONSTANTS, Constants
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
+from autolaunch_strategies.planner.residuals import FEATURES, features, learned
 from autolaunch_strategies.planner.time import step_time
 
 Floats = NDArray[np.float64]
@@ -34,7 +38,7 @@ class Run:
     candidate: Candidate
     seconds: float
     hardware: Hardware | None = None
-    """Where it ran, if not on the hardware that is fitted; its constants are not looked at."""
+    """Where it ran, if not on the hardware that is fitted; its constants and residuals are not looked at."""
 
 
 def fit(
@@ -44,10 +48,11 @@ def fit(
     noise: float = NOISE,
     freedom: Mapping[str, float] = MappingProxyType({}),
 ) -> Hardware:
-    """The hardware with constants that predict the runs.
+    """The hardware with constants and residuals that predict the runs.
 
     Least squares in logarithms (Gauss-Newton): errors of predictions over `noise`, and changes of constants over their
-    `sigma`, starting from, and drawn to, the constants of `hardware`. With no runs nothing changes.
+    `sigma`, starting from, and drawn to, the constants of `hardware`; then `residuals.learned` of what they leave, in
+    place of earlier residuals. With no runs nothing changes.
 
     Args:
         names: constants that may change; all that the time depends on if None.
@@ -72,7 +77,7 @@ def fit(
         result = np.zeros(len(runs))
         for group, candidates in zip(groups.values(), columns, strict=True):
             run = runs[group[0]]
-            machine = dataclasses.replace(run.hardware or hardware, constants=constants)
+            machine = dataclasses.replace(run.hardware or hardware, constants=constants, residuals=None)
             result[group] = np.log(step_time(run.profile, run.recipe, machine, candidates).seconds)
         return result
 
@@ -106,9 +111,18 @@ def fit(
         if before - cost(observed - value, logs) < 1e-3 * before:
             break
     values = dict(zip(names, np.exp(logs).tolist(), strict=True))
+    rows = np.zeros((len(runs), len(FEATURES)))
+    for group, candidates in zip(groups.values(), columns, strict=True):
+        run = runs[group[0]]
+        peak = (run.hardware or hardware).peak(run.recipe.compute)
+        for index, column in enumerate(features(run.profile, run.recipe, peak, candidates)):
+            rows[group, index] = column
     plural = "run" if len(runs) == 1 else "runs"
-    return hardware.with_constants(
-        dataclasses.replace(hardware.constants, **values), f"fitted to {len(runs)} {plural} from {hardware.origin}"
+    return dataclasses.replace(
+        hardware,
+        constants=dataclasses.replace(hardware.constants, **values),
+        residuals=learned(rows.tolist(), (observed - value).tolist()),
+        origin=f"fitted to {len(runs)} {plural} from {hardware.origin}",
     )
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.planner.constants import Constants
+from autolaunch_strategies.planner.residuals import Residuals
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
@@ -63,6 +64,9 @@ class Hardware:
     curves: Mapping[str, tuple[Curve, ...]] = field(default_factory=dict)
     """Kind of collective -> what was measured; takes the place of `intra` there."""
     constants: Constants = field(default_factory=Constants)
+    residuals: Residuals | None = None
+    """What the constants leave unexplained of the runs that they were fitted to; known while these runs are, and no
+    part of a file."""
     origin: str = "built in"
     """Where the numbers come from: built in, calibrated, fitted to n runs."""
 
@@ -75,6 +79,10 @@ class Hardware:
     def domain_size(self) -> int:
         """Devices that `intra` joins."""
         return self.domain or self.devices_per_node
+
+    def peak(self, compute: str) -> float:
+        """Matrix products of a type per second; of fp32 where nothing is known of it."""
+        return self.flops.get(compute) or self.flops["fp32"]
 
     def with_constants(self, constants: Constants, origin: str) -> Hardware:
         """The same machines with other constants."""

@@ -13,6 +13,8 @@ from autolaunch_strategies.planner.fit import Run, fit
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.memory import peak_memory
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
+from autolaunch_strategies.planner.residuals import features
+from autolaunch_strategies.planner.search import Belief
 from autolaunch_strategies.planner.time import step_time
 from autolaunch_strategies.planner.uncertainty import spread
 
@@ -47,14 +49,17 @@ class PlannerPredictions:
         self.memory_bytes = np.asarray(memory.bytes[fits], dtype=float)
         self.simplicity = simplicity(self.candidates)
         self.spread = self._spread()
-        self.fitted = hardware
-        """With the constants of the last call of `seconds`."""
 
-    def seconds(self, runs: Sequence[tuple[int, float]]) -> Floats:
-        """Predicted seconds per step of every candidate [n], fitted to runs (index, measured seconds)."""
+    def after(self, runs: Sequence[tuple[int, float]]) -> Belief:
+        """What is believed of every candidate after runs (index, measured seconds)."""
         observed = [Run(self.profile, self.recipe, self.candidates[index], seconds) for index, seconds in runs]
-        self.fitted = fit(self.hardware, observed)
-        return np.asarray(step_time(self.profile, self.recipe, self.fitted, self.candidates).seconds, dtype=float)
+        fitted = fit(self.hardware, observed)
+        seconds = step_time(self.profile, self.recipe, fitted, self.candidates).seconds
+        if fitted.residuals is None:
+            return Belief(seconds, np.zeros(len(seconds)), np.zeros(0))
+        columns = features(self.profile, self.recipe, fitted.peak(self.recipe.compute), self.candidates)
+        likeness = fitted.residuals.likeness(columns).sum(axis=1) + np.zeros(len(seconds))
+        return Belief(seconds, likeness, np.asarray(fitted.residuals.logs))
 
     def _spread(self) -> Floats:
         if not len(self.candidates):

@@ -35,8 +35,20 @@ ALIKE_AT_FIRST = 2
 SAME_END = 3
 """Candidates after which a search gives up that has not measured a single one: it is not their fault."""
 
-_DISTANCE = {"mp": 1.0, "pp": 1.0, "cp": 1.0, "recompute": 0.7, "level": 0.5, "pipeline": 0.5, "backend": 0.5}
-_OTHER_DISTANCE = 0.3
+TELLS = 2.0
+"""How much a run tells of what is wholly like it, beside what is known of it before any run (both as 1 / variance)."""
+
+
+@dataclass(frozen=True)
+class Belief:
+    """What is believed of the candidates of a search after some runs."""
+
+    seconds: Floats
+    """[n] per step."""
+    likeness: Floats
+    """[n]: to the runs, between 0 and 1 for each of them, summed up."""
+    unexplained: Floats
+    """[runs]: logarithm of measured over predicted seconds, by what all candidates have in common (constants)."""
 
 
 class Predictions(Protocol):
@@ -50,8 +62,8 @@ class Predictions(Protocol):
     simplicity: NDArray[np.int64]
     """Smaller is simpler; decides between candidates that are equally fast."""
 
-    def seconds(self, runs: Sequence[tuple[int, float]]) -> Floats:
-        """Predicted seconds per step [n], fitted to runs (index of the candidate, measured seconds)."""
+    def after(self, runs: Sequence[tuple[int, float]]) -> Belief:
+        """Fitted to runs (index of the candidate, measured seconds)."""
         ...
 
 
@@ -260,36 +272,16 @@ class Search:
     # --- what is known -------------------------------------------------------------------------------------------
 
     def _predicted(self) -> tuple[Floats, Floats]:
-        """(seconds, standard deviation of their logarithm) of every candidate [n], after all trials so far.
-
-        The constants are fitted first; what they leave unexplained of a run is believed of its neighbours, too, the
-        less the further they are (a Gaussian process with very few points, in short).
-        """
+        """(seconds, standard deviation of their logarithm) of every candidate [n], after all trials so far."""
         if self._seconds is None or self._sigma is None:
             measured = [(index, item.median) for index in self._runs if (item := self._timing(index))]
-            seconds = np.asarray(self.predictions.seconds(measured), dtype=float)
-            pull, weights, errors = np.zeros(len(seconds)), np.zeros(len(seconds)), [0.0]
-            for index, value in measured:
-                near = np.exp(-self._distance(index))
-                unexplained = math.log(value / seconds[index])
-                pull += near * unexplained
-                weights += near
-                errors.append((unexplained / self.predictions.spread[index]) ** 2)
-            self._seconds = seconds * np.exp(pull / (weights + 0.3))
+            belief = self.predictions.after(measured)
+            self._seconds = belief.seconds
             # Predictions that have been further off than they should are so elsewhere, too.
-            scale = max(1.0, math.sqrt(sum(errors) / max(1, len(measured))))
-            self._sigma = scale * self.predictions.spread / np.sqrt(1 + 4 * weights)
+            expected = self.predictions.spread[[index for index, _ in measured]]
+            scale = max(1.0, math.sqrt(np.sum((belief.unexplained / expected) ** 2) / max(1, len(measured))))
+            self._sigma = scale * self.predictions.spread / np.sqrt(1 + TELLS * belief.likeness)
         return self._seconds, self._sigma
-
-    def _distance(self, index: int) -> Floats:
-        columns = self.predictions.candidates
-        here = columns[index]
-        total = np.zeros(len(columns))
-        for name in ("dp", "replicate", "sequence_parallel", "virtual_stages", "split", "microbatches", "ulysses"):
-            total += _OTHER_DISTANCE * (getattr(columns, name) != getattr(here, name))
-        for name, weight in _DISTANCE.items():
-            total += weight * (getattr(columns, name) != getattr(here, name))
-        return total
 
     def _timing(self, index: int) -> Timing | None:
         """Of its last round in which steps were timed."""

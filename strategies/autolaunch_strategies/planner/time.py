@@ -21,6 +21,7 @@ from autolaunch_strategies.planner.candidate import FULL, PIPELINES, SELECTIVE, 
 from autolaunch_strategies.planner.collectives import collective_time
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.profile import MatMul, ModelProfile, Part, Recipe
+from autolaunch_strategies.planner.residuals import features
 from autolaunch_strategies.planner.stages import cut
 
 Floats = NDArray[np.float64]
@@ -111,7 +112,7 @@ class _Device:
     def __init__(self, recipe: Recipe, hardware: Hardware) -> None:
         constants, kind = hardware.constants, recipe.compute
         flops = hardware.flops
-        peak = flops.get(kind) or flops["fp32"]
+        peak = hardware.peak(kind)
         half = "bf16" if kind in ("fp8", "bf16") else kind
         self.attention_rate = (flops.get(half) or peak) * constants.attention
         self.matmul_rate = peak * constants.matmul * (constants.fp8 if kind == "fp8" else 1.0)
@@ -348,6 +349,9 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
         work = together[:number].sum(axis=0) * micro / c.pp + micro * loss / c.pp + parts["pp"]
         work += parts["optimizer"] + parts["fixed"] + parts["dp"]
         parts, seconds = _share_processors(hardware, c, parts, seconds, work)
+    if hardware.residuals is not None:
+        factor = np.exp(hardware.residuals.correction(features(profile, recipe, hardware.peak(recipe.compute), c)))
+        parts, seconds = {name: part * factor for name, part in parts.items()}, seconds * factor
     return StepTime(seconds, parts)
 
 
