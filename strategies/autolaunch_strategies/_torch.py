@@ -61,6 +61,28 @@ def end_left_forward(module: nn.Module) -> None:
             item._training_state = TrainingState.IDLE
 
 
+def keep_through_nested_forwards(root: nn.Module) -> None:
+    """Let a forward of `root` within its own (`training_step` calls the model as `self(batch)`) free nothing.
+
+    `fully_shard` takes the end of the inner one for the end of both, and the outer one then frees what is kept for the
+    backward pass, so that it has to be gathered again.
+    """
+    assert isinstance(root, FSDPModule)
+    state = root._get_fsdp_state()
+    nested: list[bool] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        nested.append(state._training_state == TrainingState.FORWARD)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if nested.pop():
+            for item in (state, *_parameter_groups(state)):
+                item._training_state = TrainingState.FORWARD
+
+    root.register_forward_pre_hook(begin, prepend=True)
+    root.register_forward_hook(end, always_call=True)
+
+
 def complete_after_backward(root: nn.Module, loss: torch.Tensor) -> None:
     """Let the backward pass of `loss` exchange the gradients of `root`'s own parameters at its end.
 

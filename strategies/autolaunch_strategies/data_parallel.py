@@ -29,6 +29,7 @@ from autolaunch_strategies._torch import (
     end_several_backwards,
     follow_requires_grad,
     initialise_fsdp,
+    keep_through_nested_forwards,
 )
 from autolaunch_strategies.blocks import Blocks
 from autolaunch_strategies.config import DataParallel
@@ -166,6 +167,8 @@ def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: Dat
         fully_shard(block.module, reshard_after_forward=dp.sharding_level == 3 and not pipelined, **options)
         block.module.register_forward_pre_hook(_follow_requires_grad)
     fully_shard(root, reshard_after_forward=False, **options)
+    if dp.sharding_level < 3:  # at level 3 hooks between forward and backward see what is sharded, and its gradients
+        keep_through_nested_forwards(root)
     in_blocks = {module for block in blocks for module in block.module.modules()}
     for module in root.modules():
         if module is not root and module not in in_blocks and next(module.parameters(recurse=False), None) is not None:
@@ -186,6 +189,8 @@ def sharding_reasons(
         use = "gathered for its forward and freed; again for its backward"
     reasons = {block.name: use for block in blocks}
     reasons["everything else"] = "gathered once per step: it is used at the start and at the end of it"
+    if dp.sharding_level == 3 and not pipelined:
+        reasons["everything else"] = "gathered for the forward; again for the backward if training_step calls the model"
     if scalars := _scalars(root):
         reasons[", ".join(scalars)] = "whole on every rank: a scalar can't be sharded"
     return reasons

@@ -49,6 +49,9 @@ FITTED = (
 )  # fmt: skip
 """What calibration changes."""
 
+MEGATRON = ("korthikanti", "zerobubble", "megatron_sc21", "mbridge")
+"""How the sources begin that ran Megatron or what is like it."""
+
 SCHEDULES_IN_NOTES = {
     "zb2p": "zero_bubble_2p",
     "zb-2p": "zero_bubble_2p",
@@ -435,6 +438,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [item for item in read(args.rows) if item.timed and item.source.startswith(args.source)]
     print(f"{'source':28s} {'rows':>5s} {'error':>7s} {'bias':>7s} {'after 5':>8s}")
+    together: list[tuple[np.ndarray, np.ndarray]] = []
     for source in dict.fromkeys(item.source for item in rows):
         own = [item for item in rows if item.source == source]
         predicted = predict(own)
@@ -443,6 +447,8 @@ def main() -> None:
         bias = float(np.exp(np.mean(np.log(predicted / observed))) - 1)
         text = f"{after.mean():8.1%}" if len(after) else f"{'-':>8s}"
         print(f"{source:28s} {len(own):5d} {before.mean():7.1%} {bias:+7.1%} {text}")
+        if source.startswith(MEGATRON):
+            together.append((before, after))
         if args.residuals:
             for item, value, true in zip(own, predicted, observed, strict=True):
                 c = item.run.candidate
@@ -451,6 +457,11 @@ def main() -> None:
                     f"  {item.model:16s} {where:34s} r{c.recompute} {c.pipeline_name:16s} {true:9.3f} {value:9.3f} "
                     f"{value / true - 1:+7.1%}  {(item.row.get('note') or '')[:40]}"
                 )
+    if len(together) > 1:
+        # Every row counts once, however often it was left out of a calibration.
+        before = np.concatenate([item for item, _ in together])
+        after = np.average([item.mean() for _, item in together], weights=[len(item) for item, _ in together])
+        print(f"{'Megatron-class, all rows':28s} {len(before):5d} {before.mean():7.1%} {'':7s} {after:8.1%}")
     if args.no_sweeps:
         return
     print(f"\n{'sweep':28s} {'groups':>6s} {'order':>6s} {'first':>7s} {'of 3':>7s} {'of 5':>7s} {'worst':>7s}")
