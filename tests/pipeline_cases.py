@@ -691,6 +691,37 @@ def micro_hooks(setting: Setting) -> Any:
     return {"everywhere": {"lines": diary.lines, "norms": diary.norms, "metrics": metrics(trainer)}}
 
 
+class LooksBeforeZeroGrad(modules.Classifier):
+    """Keeps gradients that are not zero until it has seen them."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.names = canonical_names(self)
+        self.norms: list[float] = []
+        setattr(self, hook, self._look_and_go_on(getattr(self, hook)))
+
+    def _look_and_go_on(self, hook: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> None:
+            found = gathered(self, self.names, lambda item: item.grad)
+            self.norms.append(norm_of(found) if found else 0.0)
+            hook(*args, **kwargs)
+
+        return run
+
+
+for _hook in ("on_before_zero_grad", "optimizer_zero_grad"):
+
+    @recipe(f"micro-looks-{_hook}", ("two", Setting("1x1x2", scheduled("1f1b"))))
+    def looks(setting: Setting, hook: str = _hook) -> Any:
+        """A module that looks at the gradients of the step before finds them."""
+        pl.seed_everything(1, verbose=False)
+        module = LooksBeforeZeroGrad(hook)
+        trainer = make_trainer(setting, max_epochs=1, accumulate_grad_batches=2)
+        trainer.fit(module, SMALL(setting))
+        assert any(module.norms), "no gradients were left to see"
+        return {"everywhere": {"norms": module.norms, "metrics": metrics(trainer)}}
+
+
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 for _name in ("hf-llama", "skips", "sandwich"):
