@@ -141,9 +141,9 @@ def trainings(ranks: int, local_ranks: int) -> Iterator[Training]:
             yield each("mp of 2", 2, dp=ranks // 2, mp=2)
         yield pipelined("pp 1f1b", "1f1b", 2 * n)
         yield each("cp gather", 4, cp=n)
+        yield each("mp, sequence parallel", 2, mp=n, sequence_parallel=1)
         if pairs:
             yield each("dp level 3 beside mp", 2, dp=ranks // 2, mp=2, level=3)
-        yield each("mp, sequence parallel", 2, mp=n, sequence_parallel=1)
     yield each("dp, wide model", 2, wide, dp=ranks)
     if n > 1:
         yield pipelined("pp exact", "exact", n)
