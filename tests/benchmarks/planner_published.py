@@ -354,7 +354,7 @@ def predict(rows: Sequence[Published], fitted: Hardware | None = None) -> np.nda
         hardware = run.hardware
         assert hardware is not None
         if fitted is not None:
-            hardware = dataclasses.replace(hardware, constants=fitted.constants, residuals=fitted.residuals)
+            hardware = hardware.with_constants(fitted.constants, fitted.origin, fitted.residuals)
         candidates = Candidates.of(rows[index].run.candidate for index in group)
         result[group] = step_time(run.profile, run.recipe, hardware, candidates).seconds
     return result

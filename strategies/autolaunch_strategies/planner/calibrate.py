@@ -90,7 +90,7 @@ def fitted(hardware: Hardware, runs: Sequence[Run]) -> Hardware:
     trainings = "training" if len(runs) == 1 else "trainings"
     if not runs:
         return hardware
-    return dataclasses.replace(after, residuals=None, origin=f"{origin} and fitted to {len(runs)} {trainings}")
+    return hardware.with_constants(after.constants, f"{origin} and fitted to {len(runs)} {trainings}")
 
 
 def constants_text(constants: Constants) -> dict[str, Any]:

@@ -118,11 +118,10 @@ def fit(
         for index, column in enumerate(features(run.profile, run.recipe, peak, candidates)):
             rows[group, index] = column
     plural = "run" if len(runs) == 1 else "runs"
-    return dataclasses.replace(
-        hardware,
-        constants=dataclasses.replace(hardware.constants, **values),
-        residuals=learned(rows.tolist(), (observed - value).tolist()),
-        origin=f"fitted to {len(runs)} {plural} from {hardware.origin}",
+    return hardware.with_constants(
+        dataclasses.replace(hardware.constants, **values),
+        f"fitted to {len(runs)} {plural} from {hardware.origin}",
+        learned(rows.tolist(), (observed - value).tolist()),
     )
 
 

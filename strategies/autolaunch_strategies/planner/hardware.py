@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.planner.constants import Constants
+from autolaunch_strategies.planner.profile import COMPUTE_TYPES
 from autolaunch_strategies.planner.residuals import Residuals
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
@@ -84,15 +85,13 @@ class Hardware:
         """Matrix products of a type per second; of fp32 where nothing is known of it."""
         return self.flops.get(compute) or self.flops["fp32"]
 
-    def with_constants(self, constants: Constants, origin: str) -> Hardware:
-        """The same machines with other constants."""
-        return dataclasses.replace(self, constants=constants, origin=origin)
+    def with_constants(self, constants: Constants, origin: str, residuals: Residuals | None = None) -> Hardware:
+        """The same machines with other constants, and with what these leave unexplained in place of what others did."""
+        return dataclasses.replace(self, constants=constants, residuals=residuals, origin=origin)
 
 
 UNITS = {"memory_gib": 2.0**30, "memory_gb_per_s": 1e9, "peak_tflops": 1e12, "gb_per_s": 1e9, "latency_us": 1e-6}
 """What one of a key's unit is, in bytes, seconds and operations."""
-
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 _KEYS = (
     "name", "device", "nodes", "devices_per_node", "memory_gib", "peak_tflops", "memory_gb_per_s", "intra", "inter",
@@ -247,14 +246,14 @@ def _link_to(link: Link) -> dict[str, float]:
 
 
 def _peaks(values: Mapping[str, Any], where: str) -> dict[str, float]:
-    _known(values, PRECISIONS, where)
+    _known(values, COMPUTE_TYPES, where)
     peaks = {
         name: _positive(value, f"{where}.{name}") * UNITS["peak_tflops"]
         for name, value in values.items()
         if value is not None
     }
     if not peaks:
-        raise ConfigError(where, "must be given", f"TFLOP/s by type: {', '.join(PRECISIONS)}", f"{where}.bf16=...")
+        raise ConfigError(where, "must be given", f"TFLOP/s by type: {', '.join(COMPUTE_TYPES)}", f"{where}.bf16=...")
     return peaks
 
 

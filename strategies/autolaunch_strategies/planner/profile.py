@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+COMPUTE_TYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+"""Of matrix products."""
+
 
 @dataclass(frozen=True)
 class MatMul:
@@ -167,7 +170,7 @@ class Recipe:
     batch_size: int
     """Sequences per optimizer step, over all ranks."""
     compute: str = "fp32"
-    """Type of matrix products: fp32, tf32, bf16, fp16, fp8."""
+    """One of `COMPUTE_TYPES`."""
     parameter_bytes: float = 4
     """Of a parameter at rest."""
     gathered_bytes: float = 4

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from autolaunch_strategies.planner.profile import COMPUTE_TYPES
+
 if TYPE_CHECKING:
     from autolaunch_strategies.planner.candidate import Candidates
     from autolaunch_strategies.planner.profile import ModelProfile, Recipe
@@ -33,7 +35,6 @@ sequence, blocks, the square root of the parameters of a block, and the peak of 
 KINDS = ("level", "sequence_parallel", "pipeline", "split", "recompute", "backend", "compute")
 """In which runs are the same or not: fields of `Candidate`, and the type of matrix products."""
 FEATURES = (*SIZES, *KINDS)
-_COMPUTE = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 LENGTH, AMPLITUDE, NOISE = 4.0, 0.05, 0.03
 """What is usual: doublings of a size, or differences of kind, over which likeness falls to 1/e; standard deviation of
@@ -96,7 +97,7 @@ def features(profile: ModelProfile, recipe: Recipe, peak: float, candidates: Can
         "blocks": blocks,
         "width": math.sqrt(max(inside / blocks, 1.0)),
         "peak_tflops": peak / 1e12,
-        "compute": _COMPUTE.index(recipe.compute),
+        "compute": COMPUTE_TYPES.index(recipe.compute),
     }
     columns = []
     for name in FEATURES:
