@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import platform
@@ -20,6 +21,7 @@ import yaml
 from autolaunch.config_directories import CONF, user_cache
 from autolaunch.launch.devices import visible_devices
 from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.planner.constants import Constants
 
 SHARE_OF_MEMORY = 0.9
 """What the ranks of a CPU may take of the memory of their machine."""
@@ -135,7 +137,9 @@ def _stored(device: str, ranks: int) -> tuple[dict[str, Any], int]:
 
 
 def _directory() -> Path:
-    return user_cache() / "cluster"
+    """One for each set of constants: what another version has fitted means something else."""
+    names = " ".join(item.name for item in dataclasses.fields(Constants))
+    return user_cache() / "cluster" / hashlib.sha256(names.encode()).hexdigest()[:8]
 
 
 def _cores() -> int:

@@ -31,6 +31,7 @@ from autolaunch.launch.end import RunEnd
 from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, failure_file, log_file, show, write_failure
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
 from autolaunch.launch.place import Place, place
+from autolaunch.loading import loading
 from autolaunch.search_config import is_trial
 
 if TYPE_CHECKING:
@@ -80,10 +81,11 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
             _log_records(log if terminal or place.kind != "local" else None, console=terminal or place.kind == "local")
             _see_working_directory()
 
-            import torch.distributed as dist
+            with loading():
+                import torch.distributed as dist
 
-            from autolaunch import tasks
-            from autolaunch.launch import rendezvous
+                from autolaunch import tasks
+                from autolaunch.launch import rendezvous
 
             write_phase(job.logs, place.rank, Phase.IMPORTED)
             if store is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
+from autolaunch.loading import loading
 
 RUNNERS: dict[str, str] = {
     "fit": "autolaunch.tasks.fit:run",
@@ -22,4 +23,7 @@ RUNNERS: dict[str, str] = {
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     """Run the job's task on this rank and return what it reports."""
     module, _, function = RUNNERS.get(job.config["task"], job.config["task"]).partition(":")
-    return getattr(import_module(module), function)(job, place)
+    with loading():
+        runner = getattr(import_module(module), function)
+    result: dict[str, Any] = runner(job, place)
+    return result

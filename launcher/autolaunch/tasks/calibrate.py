@@ -6,6 +6,7 @@ delay them; `autolaunch.tasks.calibration` measures.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ START_SECONDS, COLLECTIVE_SECONDS = 120.0, 60.0
 
 
 def calibration(config: Mapping[str, Any], started_ranks: int | None) -> tuple[dict[str, Any], int]:
-    """(the config of the ranks that measure, how many they are).
+    """(the config of the ranks that measure, with the time when this `begun`; how many they are).
 
     As many as `cluster` has devices here, without `cluster` as this machine has; under torchrun or srun those that were
     started, of several nodes together.
@@ -31,7 +32,7 @@ def calibration(config: Mapping[str, Any], started_ranks: int | None) -> tuple[d
         ConfigError: the cluster is another one than this machine.
     """
     launch = {**config["launch"], "collective_timeout": COLLECTIVE_SECONDS, "start_timeout": START_SECONDS}
-    settled = {**config, "task": MEASURING, "launch": launch}
+    settled = {**config, "task": MEASURING, "launch": launch, "begun": time.time()}
     if started_ranks is not None:
         return settled, started_ranks
     accelerator = config["trainer"]["accelerator"]

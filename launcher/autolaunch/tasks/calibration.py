@@ -40,8 +40,10 @@ from autolaunch_strategies.planner.measure import Bench, Measured, cores, facts
 from autolaunch_strategies.planner.time import step_time
 
 PROBE_SECONDS = 0.12
-TRAINING_SECONDS = 13.0
-"""No further training is begun after so many seconds of them."""
+SECONDS, LAST_SECONDS = 29.0, 2.0
+"""Trainings go on as long as the command is expected to be over after the first, given the second for its end."""
+LEAST_TRAINING_SECONDS = 8.0
+"""Trainings go on at least so long, however long it took to begin (reading torch from a cold disk, say)."""
 LIMIT_SECONDS = 180.0
 """A rank that takes longer hangs: it ends itself, and its log says where it was."""
 
@@ -66,12 +68,12 @@ def _measure(job: ResolvedJob, place: Place, started: float) -> dict[str, Any]:
     ranks = f"{place.world_size} rank{'' if place.world_size == 1 else 's'}"
     hardware = calibrated(base, measured, f"calibrated with {ranks}")
     observed: list[tuple[Training, float]] = []
-    begun = time.monotonic()
+    clock = _Clock(config["begun"] if place.rank == 0 else None, bench)
     gc.freeze()  # so that collecting after each training looks at what that has left, and not at all of torch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for training in trainings(place.world_size, place.local_world_size):
-            if bench.longest(time.monotonic() - begun) > TRAINING_SECONDS:
+            if clock.is_late():
                 break
             seconds: list[float] = []
             reason = bench.contained(partial(_time, training, job, device, seconds))
@@ -84,6 +86,29 @@ def _measure(job: ResolvedJob, place: Place, started: float) -> dict[str, Any]:
     if place.rank == 0:
         result = _finish(job, place, hardware, measured, observed, started)
     return result
+
+
+class _Clock:
+    """Says when trainings have to end; all ranks go by the first one's clock.
+
+    Args:
+        begun: when the command was, on the first rank.
+    """
+
+    def __init__(self, begun: float | None, bench: Bench) -> None:
+        self._begun, self._bench = begun, bench
+        self._first = self._last = self._now()
+        self._longest = 0.0
+
+    def is_late(self) -> bool:
+        """Whether another training, as long as the longest so far, could be one too many; collective."""
+        now = self._now()
+        self._longest, self._last = max(self._longest, now - self._last), now
+        enough = now - self._first >= LEAST_TRAINING_SECONDS
+        return enough and now + self._longest + LAST_SECONDS > SECONDS
+
+    def _now(self) -> float:
+        return self._bench.longest(0.0 if self._begun is None else time.time() - self._begun)
 
 
 def _time(training: Training, job: ResolvedJob, device: torch.device, seconds: list[float]) -> None:

@@ -26,7 +26,7 @@ from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate
 from autolaunch_strategies.planner.module_profile import profile_module
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 
-STEPS, MORE = 8, 11
+STEPS, MORE = 7, 10
 """Of a training, and of one whose steps are short; the first three are warm-up, the median of the others counts."""
 
 GPU_PRECISION, CPU_PRECISION = "bf16-mixed", "32-true"
@@ -141,17 +141,21 @@ def trainings(ranks: int, local_ranks: int) -> Iterator[Training]:
             yield each("mp of 2", 2, dp=ranks // 2, mp=2)
         yield pipelined("pp 1f1b", "1f1b", 2 * n)
         yield each("cp gather", 4, cp=n)
+    if ranks > 1:
+        yield each("dp level 1, wide model", 2, wide, dp=ranks, level=1)
+    if pairs:
+        yield each("cp of 2", 4, dp=ranks // 2, cp=2)
+        yield each("dp level 3 beside mp", 2, dp=ranks // 2, mp=2, level=3)
+    if n > 1:
         yield each("mp, sequence parallel", 2, mp=n, sequence_parallel=1)
-        if pairs:
-            yield each("dp level 3 beside mp", 2, dp=ranks // 2, mp=2, level=3)
     yield each("dp, wide model", 2, wide, dp=ranks)
     if n > 1:
         yield pipelined("pp exact", "exact", n)
         yield each("cp ring", 4, cp=n, backend=CP_BACKENDS.index("ring"))
         yield each("cp ulysses", 4, cp=n, backend=CP_BACKENDS.index("ulysses"), ulysses=n)
     if ranks > 1:
+        yield each("dp level 3, 4 microbatches", 4, dp=ranks, level=3, microbatches=4)
         yield each("dp level 1", 2, dp=ranks, level=1)
-        yield each("dp level 3, 2 microbatches", 2, dp=ranks, level=3, microbatches=2)
     yield each("dp, recomputed", 4, dp=ranks, recompute=FULL)
 
 

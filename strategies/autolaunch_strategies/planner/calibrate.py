@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autolaunch_strategies.planner.constants import TIME_CONSTANTS, Constants
-from autolaunch_strategies.planner.fit import Run, fit
+from autolaunch_strategies.planner.fit import Run, fit_constants
 from autolaunch_strategies.planner.hardware import Curve, Hardware, Link
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ NOISE = 0.05
 FREEDOM = 3.0
 """Of costs of the host and of latencies in a calibration: they differ between machines by orders of magnitude, and a
 training is run for each of them."""
+
+KNOWN = ("group_s", "cp_s")
+"""Costs of the host that are much the same everywhere, and that little tells from waiting for others (`slice_s`)."""
 
 DTENSOR_CALLS = 10
 """Calls on DTensors for each kernel that a profile counts as divided: views, changes of layout and hooks are calls,
@@ -81,16 +84,16 @@ def _link(curves: Mapping[str, Sequence[Curve]]) -> Link | None:
 def fitted(hardware: Hardware, runs: Sequence[Run]) -> Hardware:
     """The constants changed as far as these trainings on it say; the origin tells how many they were.
 
-    What constants leave unexplained is forgotten: of a few steps of models that are alike in nothing but being tiny it
+    What constants leave unexplained is not kept: of a few steps of models that are alike in nothing but being tiny it
     is noise (corrections by it ordered configurations of other models no better in six calibrations).
     """
-    origin = hardware.origin
-    freedom = {name: FREEDOM for name in TIME_CONSTANTS if name.endswith("_s") or name == "latency"}
-    after = fit(hardware, runs, noise=NOISE, freedom=freedom)
-    trainings = "training" if len(runs) == 1 else "trainings"
     if not runs:
         return hardware
-    return hardware.with_constants(after.constants, f"{origin} and fitted to {len(runs)} {trainings}")
+    varied = [name for name in TIME_CONSTANTS if (name.endswith("_s") or name == "latency") and name not in KNOWN]
+    freedom = dict.fromkeys(varied, FREEDOM)
+    constants = fit_constants(hardware, runs, noise=NOISE, freedom=freedom)
+    trainings = "training" if len(runs) == 1 else "trainings"
+    return hardware.with_constants(constants, f"{hardware.origin} and fitted to {len(runs)} {trainings}")
 
 
 def constants_text(constants: Constants) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Constants:
     cp_s: float = _constant(200e-6, 0.6, "Host seconds of one attention call over divided sequences.")
     microbatch_s: float = _constant(300e-6, 0.6, "Seconds that every microbatch costs beyond its work.")
     step_s: float = _constant(5e-3, 0.7, "Seconds that every step costs beyond its microbatches.")
+    slice_s: float = _constant(3e-3, 0.7, "Seconds for which ranks that share a processor run in turn.")
     context_bytes: float = _constant(2.0 * 2**30, 0.4, "Memory of a device that the runtime takes.")
     fragmentation: float = _constant(0.04, 0.5, "Share of the allocated memory that is lost between allocations.")
 

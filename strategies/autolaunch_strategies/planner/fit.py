@@ -48,11 +48,32 @@ def fit(
     noise: float = NOISE,
     freedom: Mapping[str, float] = MappingProxyType({}),
 ) -> Hardware:
-    """The hardware with constants and residuals that predict the runs.
+    """The hardware with constants and residuals that predict the runs: `fit_constants`, then `residuals.learned` of
+    what they leave, in place of earlier residuals. With no runs nothing changes. Arguments: of `fit_constants`.
+    """
+    if not runs:
+        return hardware
+    observations = _Observations(runs, hardware)
+    constants = fit_constants(hardware, runs, names, noise, freedom)
+    plural = "run" if len(runs) == 1 else "runs"
+    return hardware.with_constants(
+        constants,
+        f"fitted to {len(runs)} {plural} from {hardware.origin}",
+        learned(observations.features().tolist(), (observations.logs - observations.predicted(constants)).tolist()),
+    )
+
+
+def fit_constants(
+    hardware: Hardware,
+    runs: Sequence[Run],
+    names: Sequence[str] | None = None,
+    noise: float = NOISE,
+    freedom: Mapping[str, float] = MappingProxyType({}),
+) -> Constants:
+    """The constants that predict the runs, those of `hardware` if there are none.
 
     Least squares in logarithms (Gauss-Newton): errors of predictions over `noise`, and changes of constants over their
-    `sigma`, starting from, and drawn to, the constants of `hardware`; then `residuals.learned` of what they leave, in
-    place of earlier residuals. With no runs nothing changes.
+    `sigma`, starting from, and drawn to, the constants of `hardware`.
 
     Args:
         names: constants that may change; all that the time depends on if None.
@@ -61,32 +82,24 @@ def fit(
     """
     names = tuple(TIME_CONSTANTS if names is None else names)
     if not runs:
-        return hardware
-    groups: dict[tuple[int, int, int], list[int]] = {}
-    for index, run in enumerate(runs):
-        groups.setdefault((id(run.profile), id(run.recipe), id(run.hardware)), []).append(index)
-    columns = [Candidates.of(runs[index].candidate for index in group) for group in groups.values()]
-    observed = np.log([run.seconds for run in runs])
+        return hardware.constants
+    observations = _Observations(runs, hardware)
     prior = np.log([getattr(hardware.constants, name) for name in names])
     sigma = np.array([_metadata(name, "sigma") * freedom.get(name, 1.0) for name in names])
     most = np.log([_metadata(name, "most") for name in names])
 
+    def constants(logs: Floats) -> Constants:
+        return dataclasses.replace(hardware.constants, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
+
     def predicted(logs: Floats) -> Floats:
-        values = dict(zip(names, np.exp(logs).tolist(), strict=True))
-        constants = dataclasses.replace(hardware.constants, **values)
-        result = np.zeros(len(runs))
-        for group, candidates in zip(groups.values(), columns, strict=True):
-            run = runs[group[0]]
-            machine = dataclasses.replace(run.hardware or hardware, constants=constants, residuals=None)
-            result[group] = np.log(step_time(run.profile, run.recipe, machine, candidates).seconds)
-        return result
+        return observations.predicted(constants(logs))
 
     def cost(residual: Floats, logs: Floats) -> float:
         size = np.abs(residual / noise)
         errors = np.where(size < OUTLIER, size**2, OUTLIER * (2 * size - OUTLIER))
         return float(errors.sum() + np.sum(((logs - prior) / sigma) ** 2))
 
-    logs = prior.copy()
+    observed, logs = observations.logs, prior.copy()
     value = predicted(logs)
     for _ in range(_STEPS):
         slopes = np.stack(
@@ -110,19 +123,44 @@ def fit(
         logs, value = moved, trial
         if before - cost(observed - value, logs) < 1e-3 * before:
             break
-    values = dict(zip(names, np.exp(logs).tolist(), strict=True))
-    rows = np.zeros((len(runs), len(FEATURES)))
-    for group, candidates in zip(groups.values(), columns, strict=True):
-        run = runs[group[0]]
-        peak = (run.hardware or hardware).peak(run.recipe.compute)
-        for index, column in enumerate(features(run.profile, run.recipe, peak, candidates)):
-            rows[group, index] = column
-    plural = "run" if len(runs) == 1 else "runs"
-    return hardware.with_constants(
-        dataclasses.replace(hardware.constants, **values),
-        f"fitted to {len(runs)} {plural} from {hardware.origin}",
-        learned(rows.tolist(), (observed - value).tolist()),
-    )
+    return constants(logs)
+
+
+class _Observations:
+    """Runs, those that one call of `step_time` predicts together."""
+
+    def __init__(self, runs: Sequence[Run], hardware: Hardware) -> None:
+        self.logs: Floats = np.log([run.seconds for run in runs])
+        """[runs] of the observed seconds."""
+        indices: dict[tuple[int, Recipe, int], list[int]] = {}
+        for index, run in enumerate(runs):
+            indices.setdefault((id(run.profile), run.recipe, id(run.hardware)), []).append(index)
+        self._groups = [
+            (
+                group,
+                runs[group[0]],
+                runs[group[0]].hardware or hardware,
+                Candidates.of(runs[i].candidate for i in group),
+            )
+            for group in indices.values()
+        ]
+
+    def predicted(self, constants: Constants) -> Floats:
+        """[runs]: logarithms of seconds."""
+        result = np.zeros(len(self.logs))
+        for group, run, hardware, candidates in self._groups:
+            machine = dataclasses.replace(hardware, constants=constants, residuals=None)
+            result[group] = np.log(step_time(run.profile, run.recipe, machine, candidates).seconds)
+        return result
+
+    def features(self) -> Floats:
+        """[runs, features] for `residuals.learned`."""
+        rows = np.zeros((len(self.logs), len(FEATURES)))
+        for group, run, hardware, candidates in self._groups:
+            columns = features(run.profile, run.recipe, hardware.peak(run.recipe.compute), candidates)
+            for index, column in enumerate(columns):
+                rows[group, index] = column
+        return rows
 
 
 def _metadata(name: str, key: str) -> float:

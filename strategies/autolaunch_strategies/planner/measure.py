@@ -83,7 +83,7 @@ class Bench:
         """How many ranks share a core."""
         self.seconds = seconds
         self._together: Any = None
-        """The group in which the ranks of a probe keep step; a new one for each, as a failure leaves it broken."""
+        """The group in which the ranks of a probe keep step; a new one after a failure, which leaves it broken."""
         self._verdicts = dist.new_group(timeout=_duration(VERDICT_SECONDS), backend="gloo") if self.ranks > 1 else None
 
     # --- the probes ----------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Bench:
         """Run a probe; empty, or why it failed on the first rank where it did. Collective: all ranks agree on it."""
         reason = ""
         try:
-            if self.ranks > 1:
+            if self.ranks > 1 and self._together is None:
                 self._together = dist.new_group(timeout=_duration(PROBE_SECONDS), backend="gloo")
             probe()
         except Exception as error:
@@ -126,6 +126,8 @@ class Bench:
             dist.all_gather_object(reasons, reason, group=self._verdicts)
         # Where a rank waited in vain for another one, it is the other one's reason that counts.
         given = [text for text in reasons if text]
+        if given:
+            self._together = None
         return next((text for text in given if not _WAITED.search(text)), given[0] if given else "")
 
     def matmul(self, found: Measured) -> None:
@@ -305,7 +307,7 @@ class Bench:
         return total.item() / self.ranks
 
     def longest(self, seconds: float) -> float:
-        """The largest of all ranks' numbers; collective."""
+        """The largest of all ranks' numbers, none of them negative; collective."""
         if self.ranks == 1:
             return seconds
         value = torch.tensor([seconds], dtype=torch.float64)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,9 @@ HALF_OUTPUT, HALF_INNER, HALF_POSITIONS = 6e5, 150.0, 256.0
 attention reaches half of its best speed; on a device that does `_BALANCE` operations for each byte that it can read,
 on others in proportion."""
 _BALANCE = 156.0
+
+FAIR = 2.0
+"""How many turns a fair scheduler lets ranks that share a processor get apart."""
 
 
 @dataclass(frozen=True)
@@ -237,9 +241,9 @@ def _part_costs(
     kernels = part.kernels * (COMPILED_KERNELS if recipe.compiled else 1.0)
     calls = part.attention.count if part.attention is not None else 0
     exchanged = np.where(ways.mp > 1, part.exchanges * EXCHANGE_KERNELS, 0.0)
-    host = (kernels + exchanged) * constants.kernel_s + np.where(
-        ways.mp > 1, part.divided_kernels * constants.mp_kernel_s, 0.0
-    )
+    # With sequences divided between what mp divides, everything works on DTensors.
+    divided = np.where(ways.sequence_parallel & (part.divided_kernels > 0), part.kernels, part.divided_kernels)
+    host = (kernels + exchanged) * constants.kernel_s + np.where(ways.mp > 1, divided * constants.mp_kernel_s, 0.0)
     host = host + np.where(ways.cp > 1, calls * constants.cp_s, 0.0)
     busy_f = compute_f + attention_f + elementwise_f + mp_f + cp_f
     busy_b = compute_b + attention_b + elementwise_b + mp_b + cp_b
@@ -349,6 +353,9 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
         work = together[:number].sum(axis=0) * micro / c.pp + micro * loss / c.pp + parts["pp"]
         work += parts["optimizer"] + parts["fixed"] + parts["dp"]
         parts, seconds = _share_processors(hardware, c, parts, seconds, work)
+        waiting = _waiting(profile, hardware, c, inside, seconds - parts["bubble"])
+        parts |= {name: parts[name] + wait for name, wait in waiting.items()}
+        seconds = seconds + sum(waiting.values())
     if hardware.residuals is not None:
         factor = np.exp(hardware.residuals.correction(features(profile, recipe, hardware.peak(recipe.compute), c)))
         parts, seconds = {name: part * factor for name, part in parts.items()}, seconds * factor
@@ -466,7 +473,6 @@ def _dp_time(
     """Exposed seconds of exchanging gradients and gathering parameters, with the host's for groups of parameters."""
     constants = hardware.constants
     size = c.dp * c.cp
-    micro = c.microbatches.astype(np.float64)
     forward, backward = phases[0], phases[1] + phases[2]
     shard = c.shard
     gradients = inside.parameters * recipe.trained * recipe.reduce_bytes
@@ -489,17 +495,24 @@ def _dp_time(
         gather = collective("all_gather", shard, c.mp, gathered)
         scatter = collective("reduce_scatter", shard, c.mp, gradients)
         replicas = collective("all_reduce", np.where(sharded, c.replicate, 1), c.mp * shard, gradients / shard)
-        again = (c.level == 3) & (c.pp == 1)
-        gathers = np.where(again, micro, 1.0)
-        scatters = np.where((c.level == 1) | (c.pp > 1), 1.0, micro)  # a pipeline exchanges at the end of its step
+        gathers, again, scatters = _sharded_exchanges(c)
         host = groups * constants.group_s
         time = gathers * (exposed(gather, forward) + host)
         # Parameters that were freed are gathered beside the exchange of gradients, under the same backward pass.
-        beside = np.where(again, gather, 0.0)
+        beside = np.where(again > 0, gather, 0.0)
         time = time + scatters * (exposed(scatter + beside, backward) + host)
         time = time + exposed(replicas, backward)
         result = np.where(sharded & (size > 1), time, result)
     return np.where(size > 1, result, 0.0)
+
+
+def _sharded_exchanges(c: Candidates) -> tuple[Floats, Floats, Floats]:
+    """How often a step gathers a group of sharded parameters before they are used, and again for the backward pass, and
+    how often it exchanges their gradients: [n] each."""
+    micro = c.microbatches.astype(np.float64)
+    again = np.where((c.level == 3) & (c.pp == 1), micro, 0.0)
+    scatters = np.where((c.level == 1) | (c.pp > 1), 1.0, micro)  # a pipeline exchanges at the end of its step
+    return np.maximum(again, 1.0), again, scatters
 
 
 def _optimizer_time(recipe: Recipe, hardware: Hardware, c: Candidates, parameters: Floats) -> Floats:
@@ -524,3 +537,42 @@ def _share_processors(
     waiting = parts["bubble"]
     factor = (longer - waiting) / (seconds - waiting)
     return {name: value if name == "bubble" else value * factor for name, value in parts.items()}, longer
+
+
+def _waiting(
+    profile: ModelProfile, hardware: Hardware, c: Candidates, inside: _Contents, busy: Floats
+) -> dict[str, Floats]:
+    """Seconds that ranks which share processors wait for each other at their exchanges, by part of the step.
+
+    They take turns. Between two exchanges some have had more of them than others, as in a random walk: how far they are
+    apart grows with the square root of the time in between, and all wait for the last one of a group.
+
+    Args:
+        busy: [n] seconds of the step without this.
+    """
+    assert hardware.processors is not None
+    micro = c.microbatches.astype(np.float64)
+    again = np.where(c.recompute >= FULL, 1 / np.maximum(c.recompute, 1), 0.0)
+    passes = micro * (2 + again)
+    members = (profile.before, *profile.kinds, profile.after)
+    exchanges = np.array([part.exchanges for part in members]) @ inside.members
+    calls = np.array([part.attention.count if part.attention is not None else 0 for part in members]) @ inside.members
+    sharded = (inside.blocks + 1) * sum(_sharded_exchanges(c))
+    counts = {
+        "dp": (c.dp * c.cp, np.where(c.level == 0, 1.0, sharded)),
+        "mp": (c.mp, exchanges * passes * np.where(c.sequence_parallel > 0, 2, 1)),
+        "cp": (c.cp, calls * passes),
+    }
+    counts = {name: (ranks, np.where(ranks > 1, number, 0.0)) for name, (ranks, number) in counts.items()}
+    between = busy / np.maximum(sum(number for _, number in counts.values()), 1.0)
+    slice_s = hardware.constants.slice_s
+    apart = 1 / np.sqrt(1 / (slice_s * np.maximum(between, 1e-9)) + 1 / (FAIR * slice_s) ** 2)
+    shares = np.minimum(c.dp * c.mp * c.pp * c.cp, hardware.devices_per_node) > hardware.processors
+    return {name: np.where(shares, number * _last_of(ranks) * apart, 0.0) for name, (ranks, number) in counts.items()}
+
+
+def _last_of(ranks: Ints) -> Floats:
+    """How many standard deviations the last of so many is behind the mean, on average (Blom, 1958)."""
+    known, index = np.unique(ranks, return_inverse=True)
+    behind = [NormalDist().inv_cdf((n - 0.375) / (n + 0.25)) if n > 1 else 0.0 for n in known.tolist()]
+    return np.asarray(np.array(behind)[index])
