@@ -13,10 +13,11 @@ import pytest
 import yaml
 
 from autolaunch import cli
-from autolaunch.tasks import calibrate
+from autolaunch.tasks import calibrate, calibration
 from autolaunch.this_machine import machine_file
 from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.hardware import COLLECTIVES, Hardware, hardware_from
+from autolaunch_strategies.planner.measure import Bench
 
 _FIT = ("before_fit", "after_fit")
 
@@ -69,6 +70,7 @@ def test_what_is_measured_is_a_cluster(run: Calibrate, capsys: pytest.CaptureFix
     assert summary["status"] == "finished" and summary["failed"] == {}
     assert [row["training"] for row in summary["trainings"]] == ["dp, small batch", "dp level 3"]
     assert all(row["seconds"] > 0 for row in summary["trainings"])
+    assert 3 < summary["seconds"] < 30  # with the start of the ranks
     wrong = {key: sum(math.log(row[key] / row["seconds"]) ** 2 for row in summary["trainings"]) for key in _FIT}
     assert wrong["after_fit"] < wrong["before_fit"]
 
@@ -87,6 +89,29 @@ def test_what_is_measured_is_a_cluster(run: Calibrate, capsys: pytest.CaptureFix
     other = yaml.safe_load(capsys.readouterr().out)
     assert other["devices_per_node"] == 4
     assert other["origin"] == f"{hardware.origin}, and not with 4"
+
+
+class _OneRank(Bench):
+    def __init__(self) -> None:
+        self.ranks = 1
+
+
+@pytest.mark.parametrize(
+    ("begun", "each", "trainings"),
+    [
+        (10.0, 1.0, 17),  # begins 10 s after the command; the last one may end after 27 s, two before the limit
+        (10.0, 3.0, 5),  # a sixth would end after 28 s
+        (24.0, 1.0, 8),  # slow to begin: a few seconds of trainings all the same
+        (60.0, 5.0, 2),
+    ],
+)
+def test_trainings_end_in_time(begun: float, each: float, trainings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = begun
+    monkeypatch.setattr(calibration.time, "time", lambda: now)
+    clock, done = calibration._Clock(0.0, _OneRank()), 0
+    while not clock.is_late():
+        now, done = now + each, done + 1
+    assert done == trainings
 
 
 def test_one_failing_probe_leaves_the_rest(run: Calibrate, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,23 @@ def test_what_was_calibrated_here_is_used(compose: Compose) -> None:
     assert compose("cluster=local")["origin"] == "calibrated with 2 ranks"
     this_machine.machine_file("cpu", 2).write_text("no: [yaml")
     assert compose("cluster=local")["origin"] == "calibrated with 4 ranks, and not with 2"
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_what_was_calibrated_for_other_constants_is_not_used(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another version of the planner, in which they mean something else or have other names."""
+    mine = {**yaml.safe_load(MINE), "device": "cpu", "origin": "calibrated with 2 ranks"}
+
+    @dataclasses.dataclass
+    class Others:
+        speed: float = 1.0
+
+    with monkeypatch.context() as context:
+        context.setattr(this_machine, "Constants", Others)
+        file = this_machine.machine_file("cpu", 2)
+        file.parent.mkdir(parents=True)
+        file.write_text(yaml.safe_dump({**mine, "constants": {"speed": 2.0}}))
+    assert compose("cluster=local")["origin"].startswith("guessed from the profile cpu")
 
 
 @pytest.mark.parametrize(

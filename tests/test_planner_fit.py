@@ -11,7 +11,7 @@ import pytest
 
 from autolaunch_strategies.planner.candidate import Candidate, Candidates
 from autolaunch_strategies.planner.constants import TIME_CONSTANTS, Constants
-from autolaunch_strategies.planner.fit import Run, fit
+from autolaunch_strategies.planner.fit import Run, fit, fit_constants
 from autolaunch_strategies.planner.hardware import Hardware, Link
 from autolaunch_strategies.planner.profile import Recipe
 from autolaunch_strategies.planner.shapes import transformer_profile
@@ -75,6 +75,29 @@ def test_several_constants_predict_runs_that_were_not_seen() -> None:
     )
     before, after, true = (step_time(PROFILE, RECIPE, item, others).seconds for item in (HARDWARE, found, truth))
     assert np.abs(after / true - 1).max() < 0.06 < np.abs(before / true - 1).max()
+
+
+def test_constants_alone_are_those_of_the_whole_fit() -> None:
+    runs = observed(changed(matmul=0.6, kernel_s=2e-5))
+    runs[3] = dataclasses.replace(runs[3], seconds=1.3 * runs[3].seconds)
+    found = fit(HARDWARE, runs)
+    assert fit_constants(HARDWARE, runs) == found.constants
+    assert found.residuals is not None and fit_constants(HARDWARE, []) == HARDWARE.constants
+
+
+def test_runs_on_other_hardware_and_of_other_batches_are_fitted_together() -> None:
+    truth = dataclasses.replace(Constants(), matmul=0.6)
+    half = dataclasses.replace(HARDWARE, memory_bytes_per_s=HARDWARE.memory_bytes_per_s / 2)
+    runs = []
+    for machine in (HARDWARE, half):
+        for batch in (RECIPE.batch_size, 2 * RECIPE.batch_size, RECIPE.batch_size):
+            recipe = dataclasses.replace(RECIPE, batch_size=batch)
+            true = dataclasses.replace(machine, constants=truth)
+            seconds = step_time(PROFILE, recipe, true, Candidates.of(ROWS[:2])).seconds
+            runs += [
+                Run(PROFILE, recipe, row, float(value), machine) for row, value in zip(ROWS, seconds, strict=False)
+            ]
+    assert fit_constants(HARDWARE, runs, ["matmul"]).matmul == pytest.approx(0.6, rel=0.02)
 
 
 def test_only_named_constants_change() -> None:

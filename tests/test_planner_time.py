@@ -21,7 +21,7 @@ from autolaunch_strategies.planner.uncertainty import sampled_times, spread
 
 FREE = {
     **dict.fromkeys(("kernel_s", "mp_kernel_s", "hidden_dp", "hidden_mp", "hidden_cp", "hidden_pp"), 1e-30),
-    **dict.fromkeys(("group_s", "action_s", "cp_s", "microbatch_s", "step_s"), 1e-30),
+    **dict.fromkeys(("group_s", "action_s", "cp_s", "microbatch_s", "step_s", "slice_s"), 1e-30),
     **dict.fromkeys(("matmul", "fp8", "attention", "memory", "intra", "inter", "p2p", "latency"), 1.0),
 }
 """Constants with which only data sheets count."""
@@ -110,6 +110,10 @@ def test_kernels_on_divided_tensors_cost_more() -> None:
     block = Part("b", 0, kernels=100, divided_kernels=40)
     found = of(model(block, 1), PLAIN, hardware, mp=[1, 2])
     assert found.parts["kernels"] == pytest.approx([2.5 * 1e-3, 2.5 * 3e-3])
+    whole = of(model(block, 1), PLAIN, hardware, mp=2, sequence_parallel=1)
+    assert whole.parts["kernels"] == pytest.approx([2.5 * 6e-3])  # all of them are DTensors then
+    elsewhere = of(model(Part("b", 0, kernels=100), 1), PLAIN, hardware, mp=2, sequence_parallel=1)
+    assert elsewhere.parts["kernels"] == pytest.approx([2.5 * 1e-3])  # runtimes without DTensors have none
 
 
 def test_on_processors_launching_adds_to_computing() -> None:
@@ -331,6 +335,43 @@ def test_ranks_that_share_processors() -> None:
     pipeline = of(profile, recipe, hardware, pp=4, pipeline=2, microbatches=1).seconds[0]
     free = of(profile, recipe, dataclasses.replace(hardware, processors=None), pp=4, pipeline=2, microbatches=1)
     assert pipeline == pytest.approx(free.seconds[0], rel=0.05)  # one rank at a time: two cores are enough
+
+
+@pytest.mark.parametrize(
+    ("fields", "part", "exchanges", "others", "together"),
+    [
+        ({"dp": 4}, "dp", 1, 0, 4),
+        ({"dp": 4, "level": 1}, "dp", 9 * 2, 0, 4),
+        ({"dp": 4, "level": 2, "microbatches": 2}, "dp", 9 * 3, 0, 4),
+        ({"dp": 4, "level": 3}, "dp", 9 * 3, 0, 4),
+        ({"dp": 4, "level": 3, "microbatches": 2}, "dp", 9 * 6, 0, 4),
+        ({"mp": 4}, "mp", 8 * 2 * 2, 0, 4),
+        ({"mp": 4, "recompute": FULL}, "mp", 8 * 2 * 3, 0, 4),
+        ({"mp": 4, "sequence_parallel": 1, "microbatches": 2}, "mp", 8 * 2 * 2 * 2 * 2, 0, 4),
+        ({"cp": 4, "microbatches": 2}, "cp", 8 * 2 * 2, 1, 4),  # gradients are exchanged over cp, too
+        ({"dp": 2, "mp": 2}, "mp", 8 * 2 * 2, 1, 2),
+        ({"dp": 2, "mp": 2}, "dp", 1, 8 * 2 * 2, 4),
+        ({"dp": 2, "mp": 2, "level": 3}, "dp", 9 * 3, 8 * 2 * 2, 4),
+        ({"dp": 2, "mp": 2, "level": 3}, "mp", 8 * 2 * 2, 9 * 3, 4),  # waits for dp spread over mp
+    ],
+)
+def test_ranks_that_share_processors_wait_at_exchanges(
+    fields: dict[str, int], part: str, exchanges: int, others: int, together: int
+) -> None:
+    """Between exchanges they get apart by the root of turn x time, but by two turns at most; the last one counts."""
+    block = Part("b", 0, attention=Attention(2, 2, 1, 1, causal=True), exchanges=2)
+    last = {2: 0.589, 4: 1.049}[together]
+    for slice_s, step_s in ((1e-3, 1e-6), (1e-6, 10.0)):
+        own = machine(
+            device="cpu", nodes=1, devices_per_node=4, processors=2, constants={"slice_s": slice_s, "step_s": step_s}
+        )
+        none = dataclasses.replace(own, constants=dataclasses.replace(own.constants, slice_s=1e-30))
+        found, without = (of(model(block), PLAIN, hardware, **fields) for hardware in (own, none))
+        waited = (found.parts[part] - without.parts[part])[0]
+        apart = 2e-6 if step_s > 1 else math.sqrt(slice_s * without.seconds[0] / (exchanges + others))
+        assert waited == pytest.approx(last * exchanges * apart, rel=0.02)
+        enough = dataclasses.replace(own, processors=4)
+        assert of(model(block), PLAIN, enough, **fields).parts[part][0] < 1e-3 * waited
 
 
 def test_recomputation_that_keeps_products() -> None:

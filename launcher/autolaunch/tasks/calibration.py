@@ -50,15 +50,14 @@ LIMIT_SECONDS = 180.0
 
 def measure(job: ResolvedJob, place: Place) -> dict[str, Any]:
     """What one rank does; collective. Returns what summary.json holds."""
-    started = time.time()
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     try:
-        return _measure(job, place, started)
+        return _measure(job, place)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _measure(job: ResolvedJob, place: Place, started: float) -> dict[str, Any]:
+def _measure(job: ResolvedJob, place: Place) -> dict[str, Any]:
     config = job.config
     kind, _ = visible_devices(config["trainer"]["accelerator"])
     device = torch.device("cuda", place.local_rank) if kind == "gpu" else torch.device("cpu")
@@ -84,7 +83,7 @@ def _measure(job: ResolvedJob, place: Place, started: float) -> dict[str, Any]:
             gc.collect()
     result: dict[str, Any] = {}
     if place.rank == 0:
-        result = _finish(job, place, hardware, measured, observed, started)
+        result = _finish(job, place, hardware, measured, observed)
     return result
 
 
@@ -133,7 +132,6 @@ def _finish(
     hardware: Hardware,
     measured: Measured,
     observed: list[tuple[Training, float]],
-    started: float,
 ) -> dict[str, Any]:
     """Fit, write and show; on the first rank."""
     runs: list[Run] = []
@@ -163,10 +161,10 @@ def _finish(
         "cluster": str(path),
         "trainings": rows,
         "failed": measured.failed,
-        "seconds": time.time() - started,
+        "seconds": time.time() - job.config["begun"],
     }
     write_summary(job.output_dir, summary)
-    _show(after, measured, rows, path, Terminal(), time.time() - started)
+    _show(after, measured, rows, path, Terminal(), time.time() - job.config["begun"])
     return summary
 
 

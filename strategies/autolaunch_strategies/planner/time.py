@@ -30,7 +30,8 @@ Ints = NDArray[np.int64]
 
 PARTS = ("compute", "attention", "elementwise", "kernels", "mp", "cp", "pp", "bubble", "dp", "optimizer", "fixed")
 """Where a step's time goes. `kernels` is what launching them adds to what devices do; `pp` what sends and the actions
-of a schedule add; `bubble` the wait of a pipeline's busiest rank for the others."""
+of a schedule add; `bubble` the wait of a pipeline's busiest rank for the others. Where ranks share processors, `mp`,
+`cp` and `dp` include the wait for whoever comes last."""
 
 BACKWARD_ATTENTION = 2.5
 """Fused attention computes the scores again: five products for the forward pass's two."""
@@ -557,18 +558,21 @@ def _waiting(
     members = (profile.before, *profile.kinds, profile.after)
     exchanges = np.array([part.exchanges for part in members]) @ inside.members
     calls = np.array([part.attention.count if part.attention is not None else 0 for part in members]) @ inside.members
-    sharded = (inside.blocks + 1) * sum(_sharded_exchanges(c))
+    exchanged = np.where(c.level == 0, 1.0, (inside.blocks + 1) * sum(_sharded_exchanges(c)))
     counts = {
-        "dp": (c.dp * c.cp, np.where(c.level == 0, 1.0, sharded)),
-        "mp": (c.mp, exchanges * passes * np.where(c.sequence_parallel > 0, 2, 1)),
-        "cp": (c.cp, calls * passes),
+        "dp": np.where(c.dp * c.cp > 1, exchanged, 0.0),
+        "mp": np.where(c.mp > 1, exchanges * passes * np.where(c.sequence_parallel > 0, 2, 1), 0.0),
+        "cp": np.where(c.cp > 1, calls * passes, 0.0),
     }
-    counts = {name: (ranks, np.where(ranks > 1, number, 0.0)) for name, (ranks, number) in counts.items()}
-    between = busy / np.maximum(sum(number for _, number in counts.values()), 1.0)
+    # Those who often wait for one group keep another one waiting: they are as far apart as all of them together.
+    often = np.where(counts["dp"] > 1, c.dp * c.cp, np.where(counts["cp"] > 1, c.cp, 1))
+    often = often * np.where(counts["mp"] > 1, c.mp, 1)
+    between = busy / np.maximum(sum(counts.values()), 1.0)
     slice_s = hardware.constants.slice_s
     apart = 1 / np.sqrt(1 / (slice_s * np.maximum(between, 1e-9)) + 1 / (FAIR * slice_s) ** 2)
     shares = np.minimum(c.dp * c.mp * c.pp * c.cp, hardware.devices_per_node) > hardware.processors
-    return {name: np.where(shares, number * _last_of(ranks) * apart, 0.0) for name, (ranks, number) in counts.items()}
+    last = {name: _last_of(np.where(number > 1, often, c.dp * c.cp * c.mp)) for name, number in counts.items()}
+    return {name: np.where(shares, number * last[name] * apart, 0.0) for name, number in counts.items()}
 
 
 def _last_of(ranks: Ints) -> Floats:
