@@ -40,7 +40,7 @@ from autolaunch_strategies.planner.measure import Bench, Measured, cores, facts
 from autolaunch_strategies.planner.time import step_time
 
 PROBE_SECONDS = 0.12
-SECONDS, LAST_SECONDS = 29.0, 2.0
+SECONDS, LAST_SECONDS = 28.5, 2.0
 """Trainings go on as long as the command is expected to be over after the first, given the second for its end."""
 LEAST_TRAINING_SECONDS = 8.0
 """Trainings go on at least so long, however long it took to begin (reading torch from a cold disk, say)."""
