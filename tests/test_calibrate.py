@@ -70,7 +70,7 @@ def test_what_is_measured_is_a_cluster(run: Calibrate, capsys: pytest.CaptureFix
     assert summary["status"] == "finished" and summary["failed"] == {}
     assert [row["training"] for row in summary["trainings"]] == ["dp, small batch", "dp level 3"]
     assert all(row["seconds"] > 0 for row in summary["trainings"])
-    assert 3 < summary["seconds"] < 30  # with the start of the ranks
+    assert summary["seconds"] > sum(row["seconds"] for row in summary["trainings"])
     wrong = {key: sum(math.log(row[key] / row["seconds"]) ** 2 for row in summary["trainings"]) for key in _FIT}
     assert wrong["after_fit"] < wrong["before_fit"]
 
