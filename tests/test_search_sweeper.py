@@ -156,9 +156,9 @@ def test_the_best_runs_as_it_was_typed(command: Callable[..., Outcome], trials: 
     ("typed", "holds"),
     [
         pytest.param(["mesh=2x2"], lambda way: (way.dp, way.mp) == (2, 2), id="mesh"),
-        pytest.param(["mesh=4,2x2"], lambda way: (way.dp, way.mp) in ((4, 1), (2, 2)), id="meshes"),
+        pytest.param(["mesh=dp2xpp2,pp4"], lambda way: (way.dp, way.pp) in ((2, 2), (1, 4)), id="meshes"),
         pytest.param(["cluster=localx4", "mesh.pp=2"], lambda way: way.pp == 2, id="axis"),
-        pytest.param(["mesh=4", "dp=zero1,ddp"], lambda way: way.dp == 4 and way.level in (0, 1), id="levels"),
+        pytest.param(["mesh=4", "dp=zero1,zero2"], lambda way: way.dp == 4 and way.level in (1, 2), id="levels"),
         pytest.param(["mesh=4", "recompute=full"], lambda way: way.recompute == 1, id="recompute"),
     ],
 )
