@@ -2,9 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("tests.support.ranks", "tests.support.commands", "tests.support.messages")
+
+from tests.support import warm  # noqa: E402
+from tests.support.ranks import Group, GroupOf  # noqa: E402
 
 # A shell that starts a command in the background has it ignore Ctrl-C, and so would every process that a test starts
 # to interrupt it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cold", action="store_true", help="start every process anew instead of forking one that has its imports"
+    )
+
+
+_SERVER = pytest.StashKey[object]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or config.getoption("--cold") or not hasattr(os, "pidfd_open"):
+        return  # xdist's workers share the server of the process that started them
+    config.stash[_SERVER] = warm.start_server()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _SERVER in config.stash:
+        process, _ = config.stash[_SERVER]  # type: ignore[misc]
+        process.kill()
+        process.wait()
+        _, _, path = os.environ.pop(warm.SERVER).partition(":")
+        shutil.rmtree(Path(path).parent)
+
+
+@pytest.fixture(scope="module")
+def group_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GroupOf]:
+    """Makes a `Group` of cases for the tests of a file: `group_of(script, name, count, **environment)`."""
+    with contextlib.ExitStack() as groups:
+
+        def make(script: Path, name: str, count: int, **extra: str) -> Group:
+            group = Group(script, tmp_path_factory.mktemp(name) / f"on_{count}", name, count, **extra)
+            groups.callback(group.close)
+            return group
+
+        yield make
+
+
+@pytest.fixture(autouse=True)
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks of runs that a test starts from its own process are forked, too."""
+    if warm.SERVER in os.environ:
+        monkeypatch.setattr("autolaunch.launch.local.start_worker", warm.start_worker)
+    yield

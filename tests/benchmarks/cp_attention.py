@@ -46,7 +46,7 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(options)
         return
-    paths = [str(TESTS.parent / "strategies"), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS.parent / "strategies"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
     command = [sys.executable, *start, __file__, *sys.argv[1:]]
@@ -54,10 +54,9 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    from torch_ring import TorchRing, torch_ring_options
-
     from autolaunch_strategies.context.attention import context_attention
     from autolaunch_strategies.context.layout import Peers
+    from tests.context.torch_ring import TorchRing, torch_ring_options
 
     dist.init_process_group("gloo")
     world, rank, ranks, causal = dist.group.WORLD, dist.get_rank(), dist.get_world_size(), not options.full

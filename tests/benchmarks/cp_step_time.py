@@ -77,7 +77,7 @@ def main() -> None:
 
 def _environment() -> dict[str, str]:
     root = TESTS.parent
-    paths = [str(root / "launcher"), str(root / "strategies"), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    paths = [str(root / "launcher"), str(root / "strategies"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
@@ -213,7 +213,7 @@ class ByHand:
         self.loss: Any = None
 
     def steps(self, count: int) -> None:
-        from torch_ring import torch_ring_options
+        from tests.context.torch_ring import torch_ring_options
 
         for _ in range(count):
             self.optimizer.zero_grad()
@@ -244,7 +244,7 @@ TORCH_ATTENTION = F.scaled_dot_product_attention
 
 
 def _ring(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool) -> Any:
-    from torch_ring import TorchRing
+    from tests.context.torch_ring import TorchRing
 
     return TorchRing.apply(q, k, v, dist.group.WORLD, is_causal)
 

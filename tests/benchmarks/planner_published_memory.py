@@ -27,15 +27,15 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "strategies")]
-
-from planner_published import ROWS, Published, read  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "strategies")]
 
 from autolaunch_strategies.planner.candidate import Candidate, Candidates  # noqa: E402
 from autolaunch_strategies.planner.hardware import Hardware  # noqa: E402
 from autolaunch_strategies.planner.memory import memory_account, peak_memory  # noqa: E402
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe  # noqa: E402
 from autolaunch_strategies.planner.stages import Cut, cut  # noqa: E402
+from tests.benchmarks.planner_published import ROWS, Published, read  # noqa: E402
 
 GOALS = ("korthikanti22_fig1", "zerobubble_table4", "torchtitan_202412")
 GOAL = 0.05

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from planner_cases import llama, machines, recipe
-
-from autolaunch_strategies.planner.choose import make_plan
-from autolaunch_strategies.planner.enumerate import Space
-from autolaunch_strategies.planner.explain import why
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "strategies")]
+from autolaunch_strategies.planner.choose import make_plan  # noqa: E402
+from autolaunch_strategies.planner.enumerate import Space  # noqa: E402
+from autolaunch_strategies.planner.explain import why  # noqa: E402
+from tests.planner.candidates import llama, machines, recipe  # noqa: E402
 
 CASES = (
     ("8b", 8, 128, 8192, None),

@@ -1,0 +1,149 @@
+"""Machines as YAML: every profile loads, numbers keep their units, and what is wrong is told with its key."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import yaml
+
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.planner.constants import Constants
+from autolaunch_strategies.planner.hardware import Curve, Hardware, Link, hardware_from, hardware_to
+from tests import ROOT
+
+PROFILES = ROOT / "conf" / "cluster"
+OWN = sorted(file.stem for file in PROFILES.glob("*.yaml") if "defaults" not in yaml.safe_load(file.read_text()))
+
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "device": "cpu",
+    "memory_gib": 2,
+    "peak_tflops": {"fp32": 0.5},
+    "memory_gb_per_s": 10,
+    "intra": {"gb_per_s": 4, "latency_us": 50},
+}
+
+
+def test_there_are_profiles() -> None:
+    assert OWN == ["a100_40", "a100_80", "b200", "cpu", "gb200", "h100", "h200"]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_profiles_load(name: str) -> None:
+    values = yaml.safe_load((PROFILES / f"{name}.yaml").read_text(encoding="utf-8"))
+    hardware = hardware_from(values)
+    assert hardware.name == name
+    assert hardware.origin == "built in"
+    assert hardware.nodes == 1
+    assert hardware.devices_per_node == (4 if name == "gb200" else 8)
+    assert hardware.domain_size == (72 if name == "gb200" else 8)
+    assert hardware.intra.bytes_per_s > hardware.inter.bytes_per_s
+    assert hardware.intra.latency_s < hardware.inter.latency_s
+
+
+@pytest.mark.parametrize(
+    ("faster", "slower"),
+    [("a100_80", "a100_40"), ("h100", "a100_80"), ("h200", "h100"), ("b200", "h200")],
+)
+def test_newer_devices_have_no_less_of_anything(faster: str, slower: str) -> None:
+    new, old = (
+        hardware_from(yaml.safe_load((PROFILES / f"{name}.yaml").read_text(encoding="utf-8")))
+        for name in (faster, slower)
+    )
+    assert all(new.flops[name] >= value for name, value in old.flops.items())
+    assert new.memory_bytes_per_s > old.memory_bytes_per_s
+    assert new.intra.bytes_per_s >= old.intra.bytes_per_s
+
+
+def test_units() -> None:
+    hardware = hardware_from(
+        {
+            **SMALL,
+            "nodes": 2,
+            "inter": {"gb_per_s": 0.5, "latency_us": 200},
+            "curves": {"all_reduce": [{"ranks": 2, "kib": [4, 1024], "us": [90, 700]}]},
+        }
+    )
+    assert hardware.memory_bytes == 2 * 2**30
+    assert hardware.flops == {"fp32": 0.5e12}
+    assert hardware.memory_bytes_per_s == 10e9
+    assert hardware.intra == Link(4e9, pytest.approx(50e-6))  # type: ignore[arg-type]
+    assert hardware.inter == Link(0.5e9, pytest.approx(200e-6))  # type: ignore[arg-type]
+    (curve,) = hardware.curves["all_reduce"]
+    assert curve.bytes == (4096, 2**20)
+    assert curve.seconds == pytest.approx((90e-6, 700e-6))
+
+
+def test_one_node_needs_no_network_but_two_do() -> None:
+    assert hardware_from(SMALL).inter == hardware_from(SMALL).intra
+    with pytest.raises(ConfigError, match=r"cluster\.inter\.gb_per_s: must be given"):
+        hardware_from({**SMALL, "nodes": 2})
+
+
+def test_round_trip() -> None:
+    hardware = Hardware(
+        name="x",
+        device="cpu",
+        nodes=3,
+        devices_per_node=4,
+        memory_bytes=5.3 * 2**30,
+        flops={"fp32": 0.123456789e12, "bf16": 1e12 / 3},
+        memory_bytes_per_s=1e10 / 7,
+        intra=Link(1e9 / 3, 7e-5 / 3),
+        inter=Link(1e8, 1e-3),
+        domain=12,
+        processors=2,
+        curves={"p2p": (Curve(2, (4096.0, 65536.0), (1e-4 / 3, 2e-3 / 7)),)},
+        constants=dataclasses.replace(Constants(), kernel_s=1e-5 / 3),
+        origin="calibrated with 4 ranks",
+    )
+    written = hardware_to(hardware)
+    assert written["constants"] == {"kernel_s": pytest.approx(1e-5 / 3)}
+    again = hardware_from(yaml.safe_load(yaml.safe_dump(written)))
+    assert hardware_to(again) == written
+    for item in dataclasses.fields(Hardware):
+        before, after = getattr(hardware, item.name), getattr(again, item.name)
+        if isinstance(before, float):
+            assert after == pytest.approx(before, rel=1e-9)
+        elif item.name in ("name", "device", "nodes", "devices_per_node", "domain", "processors", "origin"):
+            assert after == before
+    assert again.flops == pytest.approx(hardware.flops, rel=1e-9)
+    assert again.curves["p2p"][0].seconds == pytest.approx(hardware.curves["p2p"][0].seconds, rel=1e-9)
+    assert again.constants.kernel_s == pytest.approx(hardware.constants.kernel_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_profiles_come_back_as_they_are(name: str) -> None:
+    values = yaml.safe_load((PROFILES / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert hardware_to(hardware_from(values)) == values
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"memory": 3}, "cluster.memory: no such key; did you mean memory_gib?"),
+        ({"memory_gib": None}, "cluster.memory_gib: must be given"),
+        ({"memory_gib": 0}, "cluster.memory_gib=0: out of range"),
+        ({"memory_gib": "much"}, "cluster.memory_gib=much: out of range"),
+        ({"nodes": 0}, "cluster.nodes=0: out of range"),
+        ({"devices_per_node": 1.5}, "cluster.devices_per_node=1.5: out of range"),
+        ({"device": "tpu"}, "cluster.device=tpu: not a kind of device"),
+        ({"peak_tflops": {}}, "cluster.peak_tflops: must be given"),
+        ({"peak_tflops": {"fp64": 1}}, "cluster.peak_tflops.fp64: no such key"),
+        ({"intra": {"gb_per_s": 4}}, "cluster.intra.latency_us: must be given"),
+        ({"intra": {"gb_per_s": -4, "latency_us": 1}}, "cluster.intra.gb_per_s=-4: out of range"),
+        ({"intra": 4}, "cluster.intra=4: is not a mapping"),
+        ({"devices_per_node": 8, "domain": 12}, "cluster.domain=12: is no whole number of nodes of 8 devices"),
+        ({"constants": {"matmull": 0.5}}, "cluster.constants.matmull: no such key; did you mean matmul?"),
+        ({"constants": {"matmul": 0}}, "cluster.constants.matmul=0: out of range"),
+        ({"curves": {"reduce": []}}, "cluster.curves.reduce: no such key; did you mean all_reduce?"),
+        ({"curves": {"p2p": [{"ranks": 2, "kib": [4, 8], "us": [1]}]}}, "cluster.curves.p2p: 2 sizes and 1 times"),
+        ({"curves": {"p2p": [{"ranks": 2, "kib": [8, 4], "us": [1, 2]}]}}, "cluster.curves.p2p: 2 sizes and 2 times"),
+    ],
+)
+def test_what_is_wrong_is_told_by_its_key(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        hardware_from({**SMALL, **changed})
+    assert str(error.value).startswith(message)

@@ -1,0 +1,109 @@
+"""LightningModules that know nothing of cp give on two ranks along it what plain Lightning gives in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from autolaunch_strategies.context.layout import Layout
+from tests.context.cases import GROUPS, RANKS, RECIPES
+from tests.context.modules import LENGTH
+from tests.pipeline.modules import WIDTH
+from tests.support.ranks import Group, GroupOf, differences, problems, went_on
+
+SCRIPT = Path(__file__).with_name("cases.py")
+TOLERANCE = 1e-5
+pytestmark = pytest.mark.timeout(600)
+SAME = [name for name in GROUPS["two"] if name.split("@")[0] in RECIPES and "bf16" not in name]
+BACKENDS = ("gather", "ring", "ulysses")
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints that pass from mesh to mesh."""
+    return tmp_path_factory.mktemp("shelf")
+
+
+@pytest.fixture(scope="module")
+def one(group_of: GroupOf, shelf: Path) -> Group:
+    return group_of(SCRIPT, "one", RANKS["one"], SHELF=str(shelf))
+
+
+@pytest.fixture(scope="module")
+def two(group_of: GroupOf, shelf: Path) -> Group:
+    return group_of(SCRIPT, "two", RANKS["two"], SHELF=str(shelf))
+
+
+@pytest.fixture(scope="module")
+def back(group_of: GroupOf, shelf: Path) -> Group:
+    return group_of(SCRIPT, "back", RANKS["back"], SHELF=str(shelf))
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_two_ranks_equal_one_process(one: Group, two: Group, case: str) -> None:
+    assert problems(one, two, case.split("@")[0], case, TOLERANCE) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_mixed_is_close(one: Group, two: Group, backend: str) -> None:
+    """Sums over parts of a sequence round differently from those over the whole: 8 bits of mantissa."""
+    expected, found = one.read("bf16-mixed")["first"], two.read(f"bf16-mixed@cp2-{backend}")["first"]
+    assert differences(expected["losses"], found["losses"], 1e-2) == []
+    assert differences(one.read("llama")["first"]["losses"], found["losses"], 1e-5) != []
+
+
+@pytest.mark.parametrize("case", [f"dropout-{backend}" for backend in BACKENDS])
+def test_dropout(one: Group, two: Group, case: str) -> None:
+    """Each rank drops on its own part of the sequence, differently, and the same again with the same seed."""
+    parts = [two.read(case, rank) for rank in (0, 1)]
+    for part in parts:
+        assert part["first"] == part["again"]
+        losses, without = part["first"]["losses"], one.read("nanogpt")["first"]["losses"]
+        assert len(losses) == 4 and all(0 < loss < 20 for loss in losses)
+        assert all(abs(loss - other) > 1e-3 for loss, other in zip(losses, without, strict=True))
+        assert part["other"]["losses"] != losses
+        for name in ("recomputed", "selected"):
+            for what in ("losses", "norms"):
+                assert differences(part["first"][what], part[name][what], TOLERANCE, f"{name} {what}") == []
+    assert parts[0]["first"]["losses"] == parts[1]["first"]["losses"], "every rank computes the whole loss"
+    dropped = [part["first"]["dropped"] for part in parts]
+    assert dropped[0] == dropped[1], "hooks see the whole sequence"
+    layout = Layout(LENGTH, 2, 2 if case.endswith("ulysses") else 1)
+    for masks in dropped[0].values():
+        assert len(masks) == 4
+        for mask in masks:
+            whole = torch.tensor(mask).view(4, LENGTH, WIDTH).bool()
+            assert 0.4 < whole.float().mean() < 0.6
+            here, there = (whole[:, layout.positions(rank)] for rank in (0, 1))
+            assert 0.15 < (here & there).float().mean() < 0.35, "the ranks' masks have nothing to do with each other"
+        assert masks[0] != masks[1]
+    assert len(dropped[0]) == 5
+
+
+@pytest.mark.parametrize("backend", ["gather", "ulysses"])
+def test_dropout_of_attention(one: Group, two: Group, backend: str) -> None:
+    found = [two.read(f"dropout-of-attention-{backend}", rank) for rank in (0, 1)]
+    assert found[0]["first"] == found[1]["first"] == found[0]["again"]
+    for name in ("recomputed", "selected"):
+        for what in ("losses", "norms"):
+            assert differences(found[0]["first"][what], found[0][name][what], TOLERANCE, f"{name} {what}") == []
+    losses, without = found[0]["first"]["losses"], one.read("nanogpt")["first"]["losses"]
+    assert all(0 < loss < 20 for loss in losses)
+    assert losses != found[0]["other"]["losses"]
+    assert all(abs(loss - other) > 1e-4 for loss, other in zip(losses, without, strict=True))
+
+
+@pytest.mark.parametrize("case", [name for name in GROUPS["two"] if name.startswith("resume-")])
+def test_a_run_goes_on_with_another_axis(one: Group, two: Group, case: str) -> None:
+    source = case.rpartition("-")[2]
+    (one if source == "1" else two).read_all(f"save-{source}")
+    assert went_on(one.read("uninterrupted"), two, case, TOLERANCE) == []
+
+
+@pytest.mark.parametrize("case", [name for name in GROUPS["back"] if "dp2xcp2" not in name])
+def test_a_run_goes_on_in_one_process(one: Group, two: Group, back: Group, case: str) -> None:
+    two.read_all(f"save-{case.rpartition('-')[2]}")
+    assert went_on(one.read("uninterrupted"), back, case, TOLERANCE) == []

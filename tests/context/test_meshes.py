@@ -1,0 +1,78 @@
+"""cp with dp, mp and pp, and over four ranks: what one process gives, on 4 and 8 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+from tests.context.cases import GROUPS, RANKS, RECIPES
+from tests.support.ranks import Group, GroupOf, differences, problems, went_on
+
+SCRIPT = Path(__file__).with_name("cases.py")
+TOLERANCE = 1e-5
+pytestmark = pytest.mark.timeout(600)
+
+
+def same(group: str) -> list[str]:
+    """The cases of a group that have a counterpart in one process."""
+    return [name for name in GROUPS[group] if name.split("@")[0] in RECIPES and "bf16" not in name]
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints that pass from mesh to mesh."""
+    return tmp_path_factory.mktemp("shelf")
+
+
+@pytest.fixture(scope="module")
+def one(group_of: GroupOf, shelf: Path) -> Group:
+    return group_of(SCRIPT, "one", RANKS["one"], SHELF=str(shelf))
+
+
+@pytest.fixture(scope="module")
+def two(group_of: GroupOf, shelf: Path) -> Group:
+    return group_of(SCRIPT, "two", RANKS["two"], SHELF=str(shelf))
+
+
+@pytest.fixture(scope="module")
+def four(group_of: GroupOf, shelf: Path) -> Group:
+    return group_of(SCRIPT, "four", RANKS["four"], SHELF=str(shelf))
+
+
+@pytest.fixture(scope="module")
+def eight(group_of: GroupOf, shelf: Path) -> Group:
+    return group_of(SCRIPT, "eight", RANKS["eight"], SHELF=str(shelf))
+
+
+@pytest.fixture(scope="module")
+def back(group_of: GroupOf, shelf: Path) -> Group:
+    return group_of(SCRIPT, "back", RANKS["back"], SHELF=str(shelf))
+
+
+@pytest.mark.parametrize("case", same("four"))
+def test_four_ranks_equal_one_process(one: Group, four: Group, case: str) -> None:
+    assert problems(one, four, case.split("@")[0], case, TOLERANCE) == []
+
+
+@pytest.mark.parametrize("case", same("eight"))
+def test_eight_ranks_equal_one_process(one: Group, eight: Group, case: str) -> None:
+    assert problems(one, eight, case.split("@")[0], case, TOLERANCE) == []
+
+
+def test_bf16_mixed_is_close(one: Group, four: Group) -> None:
+    expected, found = one.read("bf16-mixed")["first"], four.read("bf16-mixed@dp2xcp2-ring-level3")["first"]
+    assert differences(expected["losses"], found["losses"], 1e-2) == []
+
+
+@pytest.mark.parametrize("case", [name for name in GROUPS["four"] if name.startswith("resume-")])
+def test_a_run_goes_on_on_dp2xcp2(one: Group, two: Group, four: Group, case: str) -> None:
+    source = case.rpartition("-")[2]
+    {"1": one, "cp2": two, "dp2xcp2": four}[source].read_all(f"save-{source}")
+    assert went_on(one.read("uninterrupted"), four, case, TOLERANCE) == []
+
+
+def test_a_run_goes_on_in_one_process(one: Group, four: Group, back: Group) -> None:
+    four.read_all("save-dp2xcp2")
+    assert went_on(one.read("uninterrupted"), back, "resume-1-from-dp2xcp2", TOLERANCE) == []

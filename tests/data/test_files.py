@@ -1,0 +1,261 @@
+"""Sequences from text, token files and from nothing; the config group `data`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from autolaunch.config import DATA
+from autolaunch.data import build_data, synthetic, text, tokens
+from autolaunch.data.counts import split_counts, window_count
+from autolaunch.data.documents import find_files
+from autolaunch.data.windows import Sequences, TokenFile, Windows
+from tests import ROOT
+
+CONF = ROOT / "conf" / "data"
+
+
+def config(kind: str, **changes: Any) -> dict[str, Any]:
+    defaults = dataclasses.asdict(DATA[kind]())
+    assert not changes.keys() - defaults.keys()
+    return {**defaults, **changes}
+
+
+def everything(sequences: Sequences) -> np.ndarray:
+    return sequences.tokens(np.arange(len(sequences)))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "autolaunch"
+
+
+# --- the config group ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_the_yaml_file_lists_every_key_with_its_default(kind: str) -> None:
+    written = yaml.safe_load((CONF / f"{kind}.yaml").read_text())
+    defaults = {
+        field.name: "???" if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(DATA[kind])
+    }
+    assert written == defaults
+    assert list(written) == list(defaults)
+
+
+# --- windows -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length, windows", [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (13, 3)])
+def test_windows_share_only_their_border(length: int, windows: int) -> None:
+    found = Windows([np.arange(length)], seq_len=4)
+    assert len(found) == window_count(length, 4) == windows
+    assert everything(found).tolist() == [list(range(4 * i, 4 * i + 5)) for i in range(windows)]
+
+
+def test_no_window_crosses_from_one_file_to_the_next() -> None:
+    parts = [np.arange(100, 111), np.arange(200, 203), np.arange(300, 305), np.arange(400, 410)]
+    found = Windows(parts, seq_len=4)
+    assert everything(found)[:, 0].tolist() == [100, 104, 300, 400, 404]
+    shuffled = np.array([4, 2, 0, 3, 1, 2])
+    np.testing.assert_array_equal(found.tokens(shuffled), everything(found)[shuffled])
+
+
+@pytest.mark.parametrize("total, fraction, expected", [(100, 0.05, (95, 5)), (100, 0.29, (71, 29)), (7, 0.0, (7, 0))])
+def test_validation_is_the_last_part(total: int, fraction: float, expected: tuple[int, int]) -> None:
+    assert split_counts(total, fraction) == expected
+
+
+# --- tokens --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "uint32", "int64"])
+def test_token_files_of_every_type_form_one_space(tmp_path: Path, dtype: str) -> None:
+    values = np.arange(50, dtype=dtype)
+    (tmp_path / "b").mkdir()
+    values[:21].tofile(tmp_path / "a.bin")
+    np.save(tmp_path / "b" / "c.npy", values[21:].astype(">i4"))
+    (tmp_path / "notes.txt").write_text("not tokens")
+    training, validation = tokens.open_sequences(
+        config("tokens", path=str(tmp_path), dtype=dtype, seq_len=4, validation_fraction=0.25), 0
+    )
+    rows = np.concatenate([everything(training), everything(validation)])
+    assert rows.dtype == np.int64
+    assert rows[:, 0].tolist() == [0, 4, 8, 12, 16, 21, 25, 29, 33, 37, 41, 45]
+    np.testing.assert_array_equal(rows - rows[:, :1], np.tile(np.arange(5), (12, 1)))
+    assert (len(training), len(validation)) == (9, 3)
+
+
+def test_validation_files_leave_the_training_files_whole(tmp_path: Path) -> None:
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    np.arange(100, 105, dtype=np.uint16).tofile(tmp_path / "valid.bin")
+    paths = {"path": str(tmp_path / "train.bin"), "validation_path": str(tmp_path / "valid.bin")}
+    training, validation = tokens.open_sequences(config("tokens", seq_len=4, **paths), 0)
+    assert everything(training)[:, 0].tolist() == [0, 4]
+    assert everything(validation)[:, 0].tolist() == [100]
+
+
+def test_ten_gigabytes_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "big.bin"
+    path.touch()
+    os.truncate(path, 10 * 2**30)
+    with path.open("r+b") as file:
+        file.seek(2 * (10**9 * 4 + 1))
+        file.write(np.array([7, 8, 9], np.uint16).tobytes())
+    data = build_data(config("tokens", path=str(path), seq_len=8, validation_fraction=0.0), seed=1)
+    data.setup("fit")
+    before = _resident_bytes()
+    loader = data.train_dataloader()
+    batches = iter(loader)
+    for _ in range(5):
+        assert next(batches)["input_ids"].shape == (16, 8)
+    assert len(loader) == (5 * 2**30 - 1) // 8 // 16
+    assert loader.dataset[4 * 10**9 // 8]["input_ids"].tolist() == [0, 7, 8, 9, 0, 0, 0, 0]
+    assert _resident_bytes() - before < 2**28
+
+
+def _resident_bytes() -> int:
+    """Memory that this process holds, of which whatever it read from the file would be a part."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_mapped_file_is_not_copied_into_workers(tmp_path: Path) -> None:
+    np.arange(10**6, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    found = Windows([TokenFile(tmp_path / "a.bin")], seq_len=4)
+    before = found.tokens(np.array([3, 70_000]))
+    copied = pickle.dumps(found)
+    assert len(copied) < 2000
+    np.testing.assert_array_equal(pickle.loads(copied).tokens(np.array([3, 70_000])), before)
+
+
+# --- text ----------------------------------------------------------------------------------------------------------
+
+
+def test_default_text_is_the_help_of_python() -> None:
+    training, validation = text.open_sequences(config("text"), 0)
+    rows = np.concatenate([everything(training), everything(validation)])
+    stream = np.append(rows[:, :-1].reshape(-1), rows[-1, -1])
+    documents = bytes(np.where(stream == 256, 0, stream).astype(np.uint8)).decode(errors="replace").split("\0")
+    from pydoc_data.topics import topics
+
+    assert documents[:-1] == [topics[name] for name in sorted(topics)][: len(documents) - 1]
+    assert len(stream) > 400_000
+    assert len(validation) == round(0.05 * len(rows))
+
+
+def test_bytes_of_several_files_are_separated(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.md").write_text("ö!")
+    (tmp_path / "a.txt").write_text("ab")
+    (tmp_path / "sub" / "c.txt").write_text("c")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".hidden.txt").write_text("no")
+    (tmp_path / "picture.png").write_bytes(b"no")
+    training, _ = text.open_sequences(config("text", path=str(tmp_path), seq_len=7, validation_fraction=0.0), 0)
+    assert everything(training).tolist() == [[97, 98, 256, 0xC3, 0xB6, 33, 256, 99]]
+
+
+def test_paths_may_be_globs_and_lists(tmp_path: Path) -> None:
+    for name in ("b.log", "a.log", "c.txt"):
+        (tmp_path / name).write_text(name)
+    paths = [str(tmp_path / "c.txt"), str(tmp_path / "*.log")]
+    assert [file.name for file in find_files(paths, (".txt",))] == ["c.txt", "a.log", "b.log"]
+
+
+def test_large_text_is_tokenised_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = "".join(f"line {number}\n" for number in range(3000))
+    (tmp_path / "a.txt").write_text(content)
+    wanted = config("text", path=str(tmp_path / "a.txt"), seq_len=16, validation_fraction=0.0)
+    in_memory = everything(text.open_sequences(wanted, 0)[0])
+    assert not cache.exists()
+    monkeypatch.setattr(text, "IN_MEMORY_TOKENS", 1000)
+    monkeypatch.setattr(text, "_PIECE", 500)
+    np.testing.assert_array_equal(everything(text.open_sequences(wanted, 0)[0]), in_memory)
+    (cached,) = cache.iterdir()
+    written = cached.stat().st_mtime_ns
+    np.testing.assert_array_equal(everything(text.open_sequences(wanted, 0)[0]), in_memory)
+    assert [file.stat().st_mtime_ns for file in cache.iterdir()] == [written]
+    (tmp_path / "a.txt").write_text("other" + content[5:])
+    changed = everything(text.open_sequences(wanted, 0)[0])
+    assert bytes(changed[0, :5].astype(np.uint8)) == b"other"
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_an_interrupted_cache_leaves_nothing_behind(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("abc" * 1000)
+    monkeypatch.setattr(text, "IN_MEMORY_TOKENS", 1000)
+
+    def fail(self: text.BytesEncoder, document: bytes) -> np.ndarray:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(text.BytesEncoder, "encode", fail)
+    with pytest.raises(KeyboardInterrupt):
+        text.open_sequences(config("text", path=str(tmp_path / "a.txt")), 0)
+    assert list(cache.iterdir()) == []
+
+
+def test_text_through_a_tokenizer_file(tmp_path: Path, cache: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "the": 1, "cat": 2, "sat": 3, "</s>": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[UNK] $A", special_tokens=[("[UNK]", 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("the cat\nsat")
+    (tmp_path / "b.txt").write_text("dog the cat sat")
+    training, _ = text.open_sequences(
+        config(
+            "text",
+            path=[str(tmp_path / "a.txt"), str(tmp_path / "b.txt")],
+            tokenizer=str(tmp_path / "tokenizer.json"),
+            seq_len=7,
+            validation_fraction=0.0,
+        ),
+        0,
+    )
+    assert everything(training).tolist() == [[1, 2, 3, 4, 0, 1, 2, 3]]
+    (cached,) = cache.iterdir()
+    assert np.load(cached).dtype == np.uint16
+
+
+# --- synthetic -----------------------------------------------------------------------------------------------------
+
+
+def test_synthetic_sequences_depend_on_seed_and_index_only() -> None:
+    wanted = config("synthetic", num_sequences=100, num_validation_sequences=20, vocab_size=50, seq_len=32)
+    training, validation = synthetic.open_sequences(wanted, 7)
+    rows = everything(training)
+    assert rows.shape == (100, 33) and rows.dtype == np.int64
+    assert rows.min() == 0 and rows.max() == 49
+    np.testing.assert_array_equal(training.tokens(np.array([30, 4])), rows[[30, 4]])
+    together = [*map(tuple, rows), *map(tuple, everything(validation))]
+    assert len(set(together)) > 110  # a walk without a jump can occur twice
+    assert not np.array_equal(everything(synthetic.open_sequences(wanted, 8)[0]), rows)
+
+
+def test_synthetic_sequences_have_a_pattern_to_learn() -> None:
+    wanted = config("synthetic", num_sequences=400, vocab_size=64, seq_len=64)
+    training, validation = synthetic.open_sequences(wanted, 0)
+    pairs = Counter(zip(everything(training)[:, :-1].flat, everything(training)[:, 1:].flat, strict=True))
+    follower = {first: max(range(64), key=lambda second: pairs[first, second]) for first in range(64)}
+    assert sorted(follower.values()) == list(range(64))
+    rows = everything(validation)
+    hits = np.mean([follower[first] == second for row in rows for first, second in pairwise(row)])
+    assert abs(hits - (1 - synthetic.JUMP_PROBABILITY)) < 0.02
+    counts = np.bincount(rows.flat, minlength=64) / rows.size
+    assert counts.min() > 0.5 / 64 and counts.max() < 2 / 64

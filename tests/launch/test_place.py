@@ -1,0 +1,271 @@
+"""Who am I: what torchrun and srun say in the environment, and how the job travels between ranks that they started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+from autolaunch.config import Launch
+from autolaunch.job import ResolvedJob
+from autolaunch.launch.devices import visible_devices
+from autolaunch.launch.place import Place, check_master_resolves, place
+from autolaunch_strategies.config import ConfigError
+from tests import ROOT
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"} | {
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "4"} | {
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "n[1-2,7]",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        pytest.param({}, Place(), id="alone"),
+        pytest.param({"RANK": "0"}, Place(), id="a stray variable"),
+        pytest.param(TORCHRUN, Place("torchrun", 3, 4, 1, 2, 1, "10.0.0.1", 29500), id="torchrun"),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+            Place("torchrun", 1, 2, 0, 1, 1, "h", 1),
+            id="one process per machine",
+        ),
+        pytest.param(SLURM, Place("slurm", 4, 5, 0, 1, 2, "n1", 15217), id="srun"),
+        pytest.param(SLURM | {"SLURM_STEP_ID": ""}, Place(), id="sbatch script"),
+        pytest.param(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, Place(), id="srun of one task"),
+        pytest.param(
+            SLURM | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"},
+            Place("slurm", 4, 5, 0, 1, 2, "127.0.0.1", 4000),
+            id="srun with an address",
+        ),
+        pytest.param(SLURM | TORCHRUN, Place("torchrun", 3, 4, 1, 2, 1, "10.0.0.1", 29500), id="torchrun inside srun"),
+    ],
+)
+def test_place(environ: dict[str, str], expected: Place) -> None:
+    assert place(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("gpu-[001-004]", "gpu-001"),
+        ("gpu-[08,11-12],m1", "gpu-08"),
+        ("r[2-3]n[5,7]-ib", "r2n5-ib"),
+        ("m1,gpu[1-2]", "m1"),
+    ],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert place(SLURM | {"SLURM_STEP_NODELIST": nodes}).master_addr == first
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        pytest.param(
+            TORCHRUN | {"RANK": "4"},
+            "RANK=4: this is not a number that a launcher sets\n  allowed: 0 to 3",
+            id="rank beyond the world",
+        ),
+        pytest.param(
+            TORCHRUN | {"WORLD_SIZE": "two"},
+            "WORLD_SIZE=two: this is not a number that a launcher sets\n  allowed: 1 or more",
+            id="not a number",
+        ),
+        pytest.param(
+            TORCHRUN | {"MASTER_PORT": ""},
+            "MASTER_PORT: this variable is missing, though others of the same launcher are set\n  allowed: 1 to 65535",
+            id="no port",
+        ),
+        pytest.param(
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"},
+            "SLURM_STEP_TASKS_PER_NODE=2(x: this is not a list of task counts\n  allowed: such as 4(x2),3",
+            id="tasks per node",
+        ),
+        pytest.param(
+            SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3: the step has 3 nodes\n  allowed: 0 to 2", id="node id"
+        ),
+        pytest.param(
+            SLURM | {"SLURM_STEP_NODELIST": ""},
+            "SLURM_STEP_NODELIST=: this is not a list of hosts\n  allowed: such as n[1-4,7],m2",
+            id="no hosts",
+        ),
+    ],
+)
+def test_senseless_environment(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        place(environ)
+    assert str(error.value) == message
+
+
+def test_master_without_address() -> None:
+    with pytest.raises(ConfigError, match=r"^MASTER_ADDR=no-such-host\.invalid: the host of rank 0 has no address on "):
+        check_master_resolves(Place("torchrun", 1, 2, master_addr="no-such-host.invalid", master_port=1))
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [("", 0), ("-1", 0), ("0,2", 2), ("0,-1,2", 1), ("GPU-8a1f,GPU-77", 2), ("MIG-1", 1)]
+)
+def test_visible_devices(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
+    monkeypatch.setattr("autolaunch.launch.devices.metadata.version", lambda name: "2.13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_devices("gpu") == ("gpu", count)
+    assert visible_devices("auto") == (("gpu", count) if count else ("cpu", None))
+    assert visible_devices("cpu") == ("cpu", None)
+
+
+def test_cpu_build_of_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autolaunch.launch.devices.metadata.version", lambda name: "2.13.0+cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert visible_devices("auto") == ("cpu", None)
+
+
+def test_launch_group_is_the_schema() -> None:
+    from dataclasses import asdict
+
+    assert yaml.safe_load((ROOT / "conf/launch/local.yaml").read_text()) == asdict(Launch())
+
+
+def test_job_survives_the_file(tmp_path: Path) -> None:
+    job = ResolvedJob({"a": [1, 2.5, None], "b": {"c": True}}, tmp_path / "out", 4, ["mesh=4"], "0.1.0")
+    assert ResolvedJob.read(job.write()) == job
+    assert [file.name for file in job.path.parent.iterdir()] == ["job.json"]
+
+
+def test_parent_imports_no_torch() -> None:
+    code = "import sys, autolaunch.launch.local, autolaunch.worker; assert 'torch' not in sys.modules"
+    path = os.pathsep.join(str(ROOT / part) for part in ("launcher", "strategies"))
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, check=True, timeout=60)
+
+
+SCRIPT = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    from autolaunch.job import ResolvedJob
+    from autolaunch.launch import rendezvous
+    from autolaunch.launch.place import place
+    from autolaunch.worker import leave, run_rank
+    from autolaunch_strategies.config import ConfigError
+
+    def make_job():
+        if sys.argv[2] == "refuse":
+            raise ConfigError("mesh=3", "does not fit")
+        config = {
+            "task": "ranks_task:" + sys.argv[2],
+            "trainer": {"accelerator": "cpu"},
+            "launch": {"logs": "rank0", "start_timeout": 60.0, "stop_timeout": 5.0, "collective_timeout": 60.0},
+        }
+        return ResolvedJob(config, Path(sys.argv[1]), where.world_size, [], "0")
+
+    where = place()
+    store = rendezvous.connect(where, 60)
+    try:
+        job = rendezvous.share_job(store, where, make_job)
+    except ConfigError as error:
+        print("told:", error, flush=True)
+        leave(rendezvous.exit_code_of(error))
+    except SystemExit as error:
+        leave(error.code)
+    leave(run_rank(job, where, store))
+""")
+
+TASK = textwrap.dedent("""
+    import os, torch
+    import torch.distributed as dist
+
+    def total(job, place):
+        x = torch.tensor([float(place.rank)])
+        dist.all_reduce(x)
+        (job.output_dir / f"sum_{place.rank}").write_text(
+            f"{x.item()} {os.environ['RANK']} {os.environ['LOCAL_RANK']} {os.environ['TORCHELASTIC_RUN_ID'] != ''}")
+
+    def fail(job, place):
+        dist.barrier()
+        if place.rank == 1:
+            raise ValueError("boom")
+        dist.barrier()
+""")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "ranks.py").write_text(SCRIPT)
+    (tmp_path / "ranks_task.py").write_text(TASK)
+    return tmp_path / "ranks.py"
+
+
+def torchrun(script: Path, ranks: int, what: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([*(str(ROOT / part) for part in ("launcher", "strategies")), str(script.parent)])
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
+    return subprocess.run(
+        [*command, "--rdzv-endpoint=127.0.0.1:0", str(script), str(script.parent / "out"), what],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torchrun(script: Path, ranks: int) -> None:
+    run = torchrun(script, ranks, "total")
+    assert run.returncode == 0, run.stderr
+    for rank in range(ranks):
+        text = (script.parent / "out" / f"sum_{rank}").read_text()
+        assert text == f"{float(sum(range(ranks)))} {rank} {rank} True"
+
+
+@pytest.mark.timeout(150)
+def test_torchrun_refused_job_is_told_once(script: Path) -> None:
+    run = torchrun(script, 2, "refuse")
+    assert run.stdout.splitlines() == ["told: mesh=3: does not fit"]
+    assert "exitcode  : 2" in run.stderr
+    assert 'Traceback (most recent call last):\n  File "' + str(script) not in run.stderr
+
+
+@pytest.mark.timeout(150)
+def test_torchrun_names_the_rank_that_failed(script: Path) -> None:
+    run = torchrun(script, 2, "fail")
+    assert run.returncode == 1
+    assert 'rank 1 of 2 failed: ValueError: boom\nTraceback (most recent call last):\n  File "' in run.stderr
+    assert run.stderr.count("of 2 failed:") == 1
+    root_cause = run.stderr.partition("Root Cause (first observed failure):")[2]
+    assert "rank      : 1 (local_rank: 1)" in root_cause and "ValueError: boom" in root_cause
+
+
+@pytest.mark.timeout(60)
+def test_master_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autolaunch.launch.rendezvous import RankMissing, connect
+
+    where = Place("slurm", 1, 2, master_addr="127.0.0.1", master_port=1)
+    with pytest.raises(RankMissing, match=r"^rank 1 on \S+ got no answer from rank 0 at 127\.0\.0\.1:1 within 1 s$"):
+        connect(where, 1)
+
+
+@pytest.mark.timeout(60)
+def test_rank_that_never_comes_is_named() -> None:
+    import socket
+
+    from autolaunch.launch.rendezvous import RankMissing, connect, share_job
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    where = Place("slurm", 0, 3, master_addr="127.0.0.1", master_port=port)
+    store = connect(where, 5)
+    job = ResolvedJob({}, Path("/nowhere"), 3, [], "0")
+    store.set("job_taken/1", "1")
+    with pytest.raises(RankMissing, match=r"^rank 2 of 3 did not come within 0\.1 s$"):
+        share_job(store, where, lambda: job, timeout=0.1)

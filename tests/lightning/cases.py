@@ -1,0 +1,877 @@
+"""Cases for the tests of MeshStrategy, as a script: `torchrun ... strategy_cases.py <directory> <group>` on N ranks, or
+plain `python` for the one process that the others are compared with. Every rank writes `<case>.<rank>.json` there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from autolaunch_strategies import MeshStrategy
+from tests.lightning.modules import AutoEncoder, Classifier, Gan, LanguageModel, LateLanguageModel
+from tests.support.cases import OUT, RANK, WORLD, serve
+
+Case = Callable[[], Any]
+GROUPS: dict[str, dict[str, Case]] = {}
+
+
+def case(*groups: str, name: str = "") -> Callable[[Case], Case]:
+    """Put a function into groups; it runs on every rank and what it returns is written as JSON."""
+
+    def add(function: Case) -> Case:
+        for group in groups:
+            GROUPS.setdefault(group, {})[name or function.__name__] = function
+        return function
+
+    return add
+
+
+def samples(count: int = 48, pairs: bool = False) -> TensorDataset:
+    """Floats [count, 16] and labels [count]; with `pairs` each sample twice, one for each of two ranks."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count // 2 if pairs else count, 16, generator=generator)
+    y = torch.randint(0, 4, (len(x),), generator=generator)
+    return TensorDataset(*(item.repeat_interleave(2, 0) if pairs else item for item in (x, y)))
+
+
+def loader(global_batch: int = 8, **kwargs: Any) -> DataLoader:
+    """The same samples in the same optimizer step on every number of ranks."""
+    data = samples(**kwargs)
+    sampler = DistributedSampler(data, WORLD, RANK, shuffle=False)
+    return DataLoader(data, batch_size=global_batch // WORLD, sampler=sampler)
+
+
+class Rows(pl.Callback):
+    """Loss, gradient norm before clipping and learning rate of every optimizer step; hooks in order."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if "loss" in (outputs or {}):
+            self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach())))
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        from autolaunch_strategies.gradients import gradient_norm
+
+        self.norms.append(float(gradient_norm(module.parameters())))
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def table(self) -> dict[str, Any]:
+        return {"losses": self.losses, "norms": self.norms, "rates": self.rates}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().clone()
+
+
+def weights(module: nn.Module, buffers: bool = False) -> dict[str, list[float]]:
+    """Whole parameters by name, as numbers."""
+    state = module.state_dict()
+    wanted = dict(module.named_parameters(remove_duplicate=False))
+    return {name: whole(value).flatten().tolist() for name, value in state.items() if buffers or name in wanted}
+
+
+def mesh_strategy(level: int | None = None, **kwargs: Any) -> Any:
+    """MeshStrategy on this run's ranks; Lightning's own choice in the process that is compared with."""
+    if os.environ.get("REFERENCE"):
+        return "auto"
+    dp = kwargs.pop("dp", {"sharding_level": 3 if level is None else level})
+    return MeshStrategy(mesh=str(WORLD), dp=dp, timeout=60, **kwargs)
+
+
+def make_trainer(strategy: Any, *callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
+    options: dict[str, Any] = {
+        "accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0, "log_every_n_steps": 1,
+    }  # fmt: skip
+    return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **{**options, **kwargs})
+
+
+def train(
+    module: pl.LightningModule, strategy: Any, data: Any = None, val: Any = None, **kwargs: Any
+) -> dict[str, Any]:
+    """Fit and return the rows of every step, the metrics and the weights at the end."""
+    rows = Rows()
+    trainer = make_trainer(strategy, rows, **kwargs)
+    trainer.fit(module, loader() if data is None else data, val)
+    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return {**rows.table(), "metrics": metrics, "weights": weights(module)}
+
+
+# --- parity: the same on every mesh -----------------------------------------------------------------------------
+
+
+def parity(
+    name: str, make: Callable[[], pl.LightningModule], strategy: dict[str, Any] | None = None, **kwargs: Any
+) -> None:
+    """A case that must give the same numbers as one process; `data` and `val` are made when it runs."""
+
+    def run() -> Any:
+        pl.seed_everything(1, verbose=False)
+        module = make()
+        made = {key: value() if callable(value) else value for key, value in kwargs.items()}
+        return train(module, mesh_strategy(**(strategy or {})), **made)
+
+    GROUPS.setdefault("parity", {})[name] = run
+
+
+def pairs() -> DataLoader:
+    return loader(pairs=True)
+
+
+class OwnClipping(LanguageModel):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, **kwargs: Any) -> None:
+        if self.global_step % 2:
+            self.clip_gradients(optimizer, 0.01, "value")
+        else:
+            self.clip_gradients(optimizer, 0.3, "norm")
+
+
+class WithAdafactor(LanguageModel):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor((item for item in self.parameters() if item.requires_grad), lr=1e-3)
+
+
+LEVELS = (0, 1, 2, 3)
+for level in LEVELS:
+    parity(f"autoencoder-{level}", AutoEncoder, {"level": level}, val=loader)
+    parity(f"classifier-{level}", Classifier, {"level": level}, data=pairs, val=pairs, max_epochs=2)
+    parity(f"language-{level}", LanguageModel, {"level": level}, val=loader, gradient_clip_val=0.5)
+    parity(
+        f"accumulate-{level}", LanguageModel, {"level": level}, data=lambda: loader(4), val=loader,
+        accumulate_grad_batches=5, val_check_interval=3, gradient_clip_val=0.5,
+    )  # fmt: skip
+    parity(f"gan-{level}", Gan, {"level": level})
+    parity(f"adafactor-{level}", WithAdafactor, {"level": level}, val=loader)
+for level in (0, 3):
+    parity(
+        f"by-value-{level}", LanguageModel, {"level": level}, gradient_clip_val=0.02, gradient_clip_algorithm="value"
+    )
+    parity(f"own-clipping-{level}", OwnClipping, {"level": level})
+    parity(f"double-{level}", LanguageModel, {"level": level}, precision="64-true", gradient_clip_val=0.5)
+    parity(f"bf16-mixed-{level}", LanguageModel, {"level": level}, precision="bf16-mixed", gradient_clip_val=0.5)
+for recompute in ("full", 2, "selective"):
+    parity(f"recompute-{recompute}", LanguageModel, {"level": 3, "recompute": recompute})
+parity("compile", LanguageModel, {"level": 3, "compile": "default"})
+parity("offload-3", LanguageModel, {"dp": {"sharding_level": 3, "cpu_offload": True}}, gradient_clip_val=0.5)
+parity("offload-1", LanguageModel, {"dp": {"sharding_level": 1, "cpu_offload": True}}, gradient_clip_val=0.5)
+
+
+class Diary(pl.Callback):
+    """Every hook in order, with the counters that Lightning shows at that moment."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.grads: list[float] = []
+
+
+def _write_down(hook: str) -> Any:
+    def run(self: Diary, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        self.lines.append(f"{hook} step={trainer.global_step} epoch={trainer.current_epoch}")
+        if hook in ("on_before_zero_grad", "on_before_optimizer_step"):
+            from autolaunch_strategies.gradients import gradient_norm
+
+            self.grads.append(float(gradient_norm(module.parameters())))
+
+    return run
+
+
+for _hook in [item for item in dir(pl.Callback) if item.startswith("on_") and "checkpoint" not in item]:
+    setattr(Diary, _hook, _write_down(_hook))
+
+
+class CountingModel(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return {"loss": super().training_step(batch, batch_idx), "extra": batch_idx}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(sorted(outputs))
+
+
+def hooks(level: int) -> Any:
+    pl.seed_everything(1, verbose=False)
+    module, diary = CountingModel(), Diary()
+    trainer = make_trainer(
+        mesh_strategy(level),
+        diary,
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        val_check_interval=4,
+        num_sanity_val_steps=1,
+    )
+    trainer.fit(module, loader(), loader(count=16))
+    return {"lines": diary.lines, "grads": diary.grads, "calls": module.calls, "outputs": module.seen}
+
+
+case("parity", name="hooks-0")(lambda: hooks(0))
+case("parity", name="hooks-3")(lambda: hooks(3))
+
+
+@case("parity")
+def tasks_after_each_other() -> Any:
+    """fit, validate, test, predict and fit again on one Trainer; then a second Trainer on the same module."""
+    pl.seed_everything(1, verbose=False)
+    module = LanguageModel()
+    trainer = make_trainer(mesh_strategy(3))
+    trainer.fit(module, loader(), loader(count=16))
+    results = [trainer.validate(module, loader(count=16), verbose=False), trainer.test(module, loader(), verbose=False)]
+    predicted = trainer.predict(module, loader())
+    results.append(int(trainer.strategy.reduce(torch.cat(predicted).sum(), reduce_op="sum")))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(), loader(count=16))
+    results.append({key: float(value) for key, value in trainer.callback_metrics.items()})
+    second = make_trainer(mesh_strategy(3))
+    second.fit(module, loader(), loader(count=16))
+    results.append(second.validate(module, loader(count=16), verbose=False))
+    return {"results": results, "weights": weights(module)}
+
+
+class PartsElsewhere(pl.Callback):
+    """Calls parts of the model outside of steps, also between the backward pass and the optimizer step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def _call(self, trainer: Any, module: Any) -> None:
+        tokens = torch.arange(8).view(1, 8)
+        with torch.no_grad():
+            self.values += [float(module(tokens).sum()), float(module.embedding(tokens).sum())]
+            self.values.append(float(module.encoder(torch.ones(1, 8, 12)).abs().sum()))
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self._call(trainer, module)
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self._call(trainer, module)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self._call(trainer, module)
+
+
+def parts_elsewhere(level: int) -> Any:
+    pl.seed_everything(1, verbose=False)
+    module, parts = LanguageModel(), PartsElsewhere()
+    make_trainer(mesh_strategy(level), parts).fit(module, loader())
+    return {"values": parts.values, "weights": weights(module)}
+
+
+for _level in LEVELS:
+    case("parity", name=f"parts-elsewhere-{_level}")(lambda level=_level: parts_elsewhere(level))  # type: ignore[misc]
+
+
+@case("parity")
+def own_sampler_left_alone() -> Any:
+    """One rank along dp keeps the loader's order; more get a DistributedSampler over dp that sees each sample once."""
+    seen: list[float] = []
+
+    class Looks(AutoEncoder):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.extend(batch[0][:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    pl.seed_everything(1, verbose=False)
+    trainer = make_trainer(mesh_strategy(3), use_distributed_sampler=True)
+    trainer.fit(Looks(), DataLoader(samples(), batch_size=8 // WORLD))
+    gathered = trainer.strategy.all_gather(torch.tensor(seen))
+    sampler = trainer.train_dataloader.sampler
+    assert getattr(sampler, "num_replicas", 1) == WORLD
+    return sorted(gathered.flatten().tolist())
+
+
+@case("parity")
+def logged_once() -> Any:
+    import contextlib
+    import io
+
+    from lightning.pytorch.utilities import rank_zero_only
+
+    class Talks(AutoEncoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[Any] = []
+            self.images = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.losses.append(loss.detach())
+            return loss
+
+        @rank_zero_only
+        def _image(self) -> None:
+            self.images += 1
+
+        def on_train_epoch_end(self) -> None:
+            self.print("epoch ends")
+            self._image()
+            gathered = self.all_gather(torch.stack(self.losses)).float()
+            self.log("epoch_loss", gathered.mean())
+            self.losses.clear()
+
+    pl.seed_everything(1, verbose=False)
+    module, said = Talks(), io.StringIO()
+    trainer = make_trainer(mesh_strategy(2), max_epochs=2)
+    with contextlib.redirect_stdout(said):
+        trainer.fit(module, loader())
+    assert module.images == said.getvalue().count("epoch ends") == (2 if RANK == 0 else 0)
+    return float(trainer.callback_metrics["epoch_loss"])
+
+
+@case("parity")
+def early_stopping() -> Any:
+    class Oscillates(AutoEncoder):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            # each rank by itself would stop at another epoch
+            value = [3.0, 2.0, 1.0, 4.0, 4.0, 4.0][self.current_epoch] + (RANK if self.current_epoch == 2 else 0)
+            self.log("val", torch.tensor(value), sync_dist=True)
+
+    pl.seed_everything(1, verbose=False)
+    stop = pl.callbacks.EarlyStopping("val", patience=2)
+    keep = pl.callbacks.ModelCheckpoint(
+        OUT / f"early-{WORLD}", filename="{epoch}-{val:.2f}", monitor="val", save_top_k=2, save_last="link"
+    )
+    trainer = make_trainer(mesh_strategy(3), stop, keep, max_epochs=6, enable_checkpointing=True)
+    trainer.fit(Oscillates(), loader(), loader(count=16))
+    left = sorted(item.name for item in (OUT / f"early-{WORLD}").iterdir())
+    best = Path(keep.best_model_path).name
+    trainer.validate(ckpt_path="best", dataloaders=loader(count=16), verbose=False)
+    assert (OUT / f"early-{WORLD}" / "last.ckpt").is_symlink()
+    return {"epoch": trainer.current_epoch, "left": len(left), "best": best.split("-")[0]}
+
+
+@case("parity")
+def summary_of_example_input() -> Any:
+    class WithExample(AutoEncoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.example_input_array = torch.zeros(2, 16)
+
+    import contextlib
+    import io
+
+    pl.seed_everything(1, verbose=False)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        module = WithExample()
+        make_trainer(mesh_strategy(3), enable_model_summary=True, max_steps=1).fit(module, loader())
+    from lightning.pytorch.utilities.model_summary import ModelSummary
+
+    return ModelSummary(module).total_parameters
+
+
+@case("ranks")
+def refusals() -> Any:
+    messages = []
+    for callback, level in (
+        (pl.callbacks.StochasticWeightAveraging(1e-2), 0),
+        (pl.callbacks.WeightAveraging(), 1),
+    ):
+        try:
+            make_trainer(mesh_strategy(level), callback).fit(AutoEncoder(), loader())
+        except ValueError as error:
+            messages.append(str(error))
+    module = AutoEncoder()
+    make_trainer(mesh_strategy(1), max_steps=1).fit(module, loader())
+    try:
+        make_trainer(mesh_strategy(3), max_steps=1).fit(module, loader())
+    except ValueError as error:
+        messages.append(str(error))
+    return messages
+
+
+@case("ranks")
+def averaged_weights_at_level_0() -> Any:
+    make_trainer(mesh_strategy(0), pl.callbacks.WeightAveraging()).fit(AutoEncoder(), loader())
+    return "trained"
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+@case("ranks")
+def bytes_per_rank() -> Any:
+    """What each level holds between steps, and between the backward passes of one step."""
+    found = {}
+    for level in LEVELS:
+
+        class Weighs(pl.Callback):
+            def __init__(self) -> None:
+                self.gradients: list[int] = []
+
+            def on_after_backward(self, trainer: Any, module: Any) -> None:
+                # Parameters of the module are whole while a step accumulates; those of the optimizer never are.
+                parameters = [item for group in trainer.optimizers[0].param_groups for item in group["params"]]
+                grads = [item.grad for item in parameters if item.grad is not None]
+                # level 1 keeps whole gradients aside while a step accumulates
+                aside = sum(local_bytes(item) for item in accumulated(module))
+                self.gradients.append(aside + sum(local_bytes(item) for item in grads))
+
+        pl.seed_everything(1, verbose=False)
+        module, weighs = LanguageModel(width=64), Weighs()
+        trainer = make_trainer(mesh_strategy(level), weighs, accumulate_grad_batches=2)
+        trainer.fit(module, loader())
+        states = [item for state in trainer.optimizers[0].state.values() for item in state.values()]
+        unused = set(module.unused.parameters())
+        trained = [item for item in module.parameters() if item.requires_grad and item not in unused]
+        found[level] = {
+            "whole": sum(item.numel() * 4 for item in module.parameters()),
+            "whole_trained": sum(item.numel() * 4 for item in trained),
+            "whole_state": 2 * sum(item.numel() * 4 for item in trained),
+            "parameters": sum(local_bytes(item) for item in module.parameters()),
+            "state": sum(local_bytes(item) for item in states if item.dim()),
+            "accumulating": weighs.gradients[0],
+            "complete": weighs.gradients[1],
+        }
+    return found
+
+
+def accumulated(module: nn.Module) -> list[torch.Tensor]:
+    from torch.distributed.fsdp import FSDPModule
+
+    found = []
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            group = part._get_fsdp_state()._fsdp_param_group
+            for item in group.fsdp_params if group is not None else ():
+                whole = getattr(item, "_unsharded_param", None)
+                aside = (getattr(item, "unsharded_accumulated_grad", None), whole.grad if whole is not None else None)
+                found += [gradient for gradient in aside if gradient is not None]
+    return found
+
+
+@case("ranks")
+def freed_between_uses() -> Any:
+    """Bytes of whole parameters of all blocks while the last block runs, at levels 2 and 3."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found = {}
+    for level in (2, 3):
+
+        class Looks(LanguageModel):
+            def on_fit_start(self) -> None:
+                blocks, self.seen = list(self.encoder.layers), []
+
+                def look(part: nn.Module, args: Any) -> None:
+                    self.seen.append(sum(held(block) for block in blocks))
+
+                blocks[-1].linear2.register_forward_pre_hook(look)
+
+        def held(block: nn.Module) -> int:
+            assert isinstance(block, FSDPModule)
+            items = block._get_fsdp_state()._fsdp_param_group.fsdp_params
+            tensors = [item._unsharded_param for item in items if hasattr(item, "_unsharded_param")]
+            return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+        module = Looks()
+        make_trainer(mesh_strategy(level), max_steps=2).fit(module, loader())
+        found[level] = [max(module.seen), sum(item.numel() * 4 for item in module.encoder.layers[0].parameters())]
+    return found
+
+
+@case("ranks")
+def gathers_of_a_step() -> Any:
+    """How often a step of three backward passes gathers parameters at levels 1 to 3, beside a step of one pass."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+
+    gather, found = fsdp.foreach_all_gather, {}
+    for level in (1, 2, 3):
+        counts = []
+        for passes in (1, 3):
+            calls: list[int] = []
+
+            def counted(*args: Any, calls: list[int] = calls, **kwargs: Any) -> Any:
+                calls.append(1)
+                return gather(*args, **kwargs)
+
+            fsdp.foreach_all_gather = counted
+            pl.seed_everything(1, verbose=False)
+            module = LanguageModel()
+            try:
+                trainer = make_trainer(mesh_strategy(level), max_steps=2, max_epochs=9, accumulate_grad_batches=passes)
+                trainer.fit(module, loader())
+            finally:
+                fsdp.foreach_all_gather = gather
+            counts.append(len(calls) / 2)
+        found[level] = counts
+    return found
+
+
+@case("ranks")
+def step_without_a_last_backward() -> Any:
+    """Weights by level, with a loop of its own that steps after backward passes all of which only accumulate."""
+
+    class ByHand(LanguageModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            with self.trainer.strategy.block_backward_sync():
+                self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = {}
+    for level in (2, 3):
+        pl.seed_everything(1, verbose=False)
+        module = ByHand()
+        make_trainer(mesh_strategy(level), max_steps=3).fit(module, loader())
+        whole = [item.full_tensor() if isinstance(item, DTensor) else item for item in module.parameters()]
+        found[level] = [item.detach().double().norm().item() for item in whole]
+    return found
+
+
+@case("ranks")
+def unused_on_one_rank() -> Any:
+    """Level 0: a parameter that only rank 1 uses still gets the same average everywhere."""
+
+    class Branches(AutoEncoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sometimes = nn.Linear(16, 16)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, _ = batch
+            out = self.decoder(self.encoder(x))
+            return nn.functional.mse_loss(self.sometimes(out) if RANK == 1 else out, x)
+
+    pl.seed_everything(1, verbose=False)
+    module = Branches()
+    make_trainer(mesh_strategy(0), max_steps=2).fit(module, loader())
+    return weights(module)
+
+
+@case("ranks")
+def reductions() -> Any:
+    """What the collectives of a strategy mean: over ranks whose data differ."""
+    trainer = make_trainer(mesh_strategy(0), max_steps=1)
+    trainer.fit(AutoEncoder(), loader())
+    strategy, mine = trainer.strategy, torch.tensor(float(RANK + 1))
+    leaf = torch.tensor([float(RANK + 1)], requires_grad=True)
+    (strategy.all_gather(leaf, sync_grads=True).sum() * (RANK + 1)).backward()
+    return {
+        "mean": float(strategy.reduce(mine)),
+        "sum": float(strategy.reduce(mine, reduce_op="sum")),
+        "integers": float(strategy.reduce(torch.tensor(RANK))),
+        "max": float(strategy.reduce(mine, reduce_op=torch.distributed.ReduceOp.MAX)),
+        "all": strategy.reduce_boolean_decision(RANK == 0),
+        "any": strategy.reduce_boolean_decision(RANK == 0, all=False),
+        "gathered": strategy.all_gather(mine).tolist(),
+        "gradient": leaf.grad.tolist() if leaf.grad is not None else None,
+        "broadcast": strategy.broadcast({"rank": RANK}),
+        "dp": [strategy.dp_rank == RANK, strategy.dp_size],
+    }
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Samples with random augmentation in loader workers."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(16), 0
+
+
+@case("ranks")
+def augmentation_differs() -> Any:
+    """Random numbers in loader workers and in the model differ between dp ranks."""
+    drawn: list[float] = []
+
+    class Draws(AutoEncoder):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            drawn.extend([float(batch[0][0, 0]), float(torch.rand(()))])
+            return super().training_step(batch, batch_idx)
+
+    pl.seed_everything(1, workers=True, verbose=False)
+    trainer = make_trainer(mesh_strategy(3), use_distributed_sampler=True)
+    trainer.fit(Draws(), DataLoader(Noisy(), batch_size=4, num_workers=1))
+    os.environ.pop("PL_SEED_WORKERS", None)
+    return drawn
+
+
+@case("ranks")
+def statistics_agree() -> Any:
+    """Running statistics are each rank's own in training, and the first rank's in validation and checkpoints."""
+    seen: list[float] = []
+
+    class Looks(Classifier):
+        def on_train_end(self) -> None:
+            seen.append(float(self.model[1].running_mean.sum()))
+
+        def on_validation_epoch_end(self) -> None:
+            super().on_validation_epoch_end()
+            seen.append(float(self.model[1].running_mean.sum()))
+
+    pl.seed_everything(1, verbose=False)
+    module = Looks()
+    trainer = make_trainer(mesh_strategy(3))
+    trainer.fit(module, loader())
+    trainer.validate(module, loader(), verbose=False)
+    return seen
+
+
+# --- checkpoints: saved on two ranks, resumed on any mesh --------------------------------------------------------
+
+
+class Stateful:
+    """A loader that continues where it stood. Its state may depend on the rank."""
+
+    def __init__(self, by_rank: bool = False) -> None:
+        self.batches = list(loader())
+        self.start, self.position, self.by_rank = 0, 0, by_rank
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        for index in range(start, len(self.batches)):
+            self.position = index + 1
+            yield self.batches[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "rank": RANK if self.by_rank else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["rank"] in (None, RANK), state
+        self.start = self.position = state["position"] % len(self.batches)
+
+
+def shelf() -> Path:
+    """Where the runs on different meshes exchange checkpoints."""
+    return Path(os.environ["CHECKPOINTS"])
+
+
+def save_at(
+    name: str,
+    make: Callable[[], pl.LightningModule],
+    data: Any,
+    weights_only: bool = False,
+    step: int | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Train one epoch and save a checkpoint at its end, or in its middle after `step` steps and go on."""
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == step:
+                trainer.save_checkpoint(shelf() / name)
+
+    pl.seed_everything(1, verbose=False)
+    rows = Rows()
+    trainer = make_trainer(mesh_strategy(kwargs.pop("level", 3), **kwargs.pop("strategy", {})), rows, Saves(), **kwargs)
+    module = make()
+    trainer.fit(module, data)
+    if step is None:
+        trainer.save_checkpoint(shelf() / name, weights_only)
+    return {**rows.table(), "weights": weights(module)}
+
+
+def resume_from(name: str, level: int = 3, data: Any = None, max_epochs: int = 2, make: Any = LanguageModel) -> Any:
+    pl.seed_everything(7, verbose=False)
+    module, rows = make(), Rows()
+    trainer = make_trainer(mesh_strategy(level), rows, max_epochs=max_epochs)
+    trainer.fit(module, loader() if data is None else data, ckpt_path=str(shelf() / name))
+    return {**rows.table(), "step": trainer.global_step, "epoch": trainer.current_epoch, "weights": weights(module)}
+
+
+case("plain", name="uninterrupted")(lambda: train_whole(Stateful()))
+case("plain", name="plain-file")(lambda: save_at("plain.ckpt", LanguageModel, loader()))
+
+
+def train_whole(data: Any, **kwargs: Any) -> dict[str, Any]:
+    pl.seed_everything(1, verbose=False)
+    module = LanguageModel(**kwargs)
+    return train(module, mesh_strategy(3), data, max_epochs=2)
+
+
+for _level in LEVELS:
+    case("save", name=f"save-{_level}")(  # type: ignore[misc]
+        lambda level=_level: save_at(f"epoch-{level}.ckpt", LanguageModel, loader(), level=level)
+    )
+    case("resume", "resume4", name=f"resume-level-{_level}")(  # type: ignore[misc]
+        lambda level=_level: resume_from("epoch-3.ckpt", level)
+    )
+    case("resume", name=f"resume-from-level-{_level}")(  # type: ignore[misc]
+        lambda level=_level: resume_from(f"epoch-{level}.ckpt", 3 - level)
+    )
+case("save", name="save-mid")(lambda: save_at("mid.ckpt", LanguageModel, Stateful(), step=8, max_epochs=2))
+case("save", name="save-ranked")(
+    lambda: save_at("ranked.ckpt", LanguageModel, Stateful(by_rank=True), step=8, max_epochs=2)
+)
+case("save", name="save-weights")(lambda: save_at("weights.ckpt", LanguageModel, loader(), weights_only=True))
+case("save", name="save-encoder")(lambda: save_at("encoder.ckpt", AutoEncoder, loader()))
+case("resume", "resume4", name="resume-mid")(lambda: resume_from("mid.ckpt", data=Stateful()))
+case("resume", "resume4", name="resume-plain")(lambda: resume_from("plain.ckpt"))
+case("resume", name="resume-ranked")(lambda: resume_from("ranked.ckpt", data=Stateful(by_rank=True)))
+case("resume4", name="resume-ranked-elsewhere")(lambda: resume_from("ranked.ckpt", data=Stateful(by_rank=True)))
+case("resume", name="resume-weights")(lambda: resume_from("weights.ckpt"))
+case("resume", name="resume-wider")(lambda: resume_from("epoch-3.ckpt", make=lambda: LanguageModel(width=16)))
+case("resume", name="resume-other-model")(lambda: resume_from("epoch-3.ckpt", make=AutoEncoder))
+
+
+@case("save")
+def dropout_goes_on() -> Any:
+    """Resumed in the middle of an epoch on the same mesh, dropout draws what it would have drawn."""
+    whole_run = train_whole(Stateful(), dropout=0.3)
+    save_at("dropout.ckpt", lambda: LanguageModel(dropout=0.3), Stateful(), step=8, max_epochs=2)
+    rest = resume_from("dropout.ckpt", data=Stateful(), make=lambda: LanguageModel(dropout=0.3))
+    return {"whole": whole_run["losses"][8:], "resumed": rest["losses"]}
+
+
+@case("save")
+def in_the_background() -> Any:
+    """Asynchronous checkpoints change nothing; the last one is whole once fit is over, and after SIGTERM."""
+    import signal
+
+    from autolaunch_strategies.checkpoint_files import problem_with
+
+    def run(directory: str, stop: bool = False, **strategy: Any) -> Any:
+        class Terminates(pl.Callback):
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                if stop and RANK == 0 and trainer.global_step == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        keep = pl.callbacks.ModelCheckpoint(
+            shelf() / directory, filename="{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max"
+        )
+        pl.seed_everything(1, verbose=False)
+        module = LanguageModel()
+        trainer = make_trainer(mesh_strategy(3, **strategy), keep, Terminates(), enable_checkpointing=True)
+        try:
+            trainer.fit(module, loader())
+        except SystemExit as stopped:
+            return type(stopped).__name__, sorted(item.name for item in (shelf() / directory).iterdir())
+        torch.distributed.barrier()
+        left = {item.name: problem_with(item) for item in sorted((shelf() / directory).iterdir())}
+        return weights(module), left
+
+    background, left = run("background", asynchronous_checkpoints=True)
+    foreground, _ = run("foreground")
+    torch.distributed.barrier()
+    stopped = run("stopped", stop=True, asynchronous_checkpoints=True)
+    torch.distributed.barrier()
+    last = problem_with(shelf() / "stopped" / stopped[1][-1])
+    return {"equal": background == foreground, "left": left, "stopped": stopped, "last": last}
+
+
+class WithConfig(AutoEncoder):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters({"config": config})
+
+
+@case("save")
+def metadata_of_any_type() -> Any:
+    from omegaconf import OmegaConf
+
+    def load(name: str, make: Any, **strategy: Any) -> str:
+        try:
+            make_trainer(mesh_strategy(3, **strategy)).validate(
+                make(), loader(), ckpt_path=str(shelf() / name), verbose=False
+            )
+        except Exception as error:
+            return type(error).__name__
+        return "loaded"
+
+    config = OmegaConf.create({"width": 3})
+    save_at("config.ckpt", lambda: WithConfig(config), loader())
+    return {
+        "trusted": load("config.ckpt", lambda: WithConfig(config)),
+        "not trusted": load("config.ckpt", lambda: WithConfig(config), trust_checkpoints=False),
+        "plain": load("encoder.ckpt", AutoEncoder, trust_checkpoints=False),
+    }
+
+
+@case("save")
+def parts_left_out() -> Any:
+    """`strict_loading = False` lets a module keep frozen parts out of its checkpoints."""
+
+    class LeavesOut(AutoEncoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strict_loading = False
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            state = super().state_dict(*args, **kwargs)
+            return {name: value for name, value in state.items() if not name.startswith("decoder")}
+
+    class Newer(AutoEncoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strict_loading = False
+            self.added = nn.Linear(2, 2)
+
+    save_at("part.ckpt", LeavesOut, loader())
+    found = []
+    for make in (LeavesOut, Newer):
+        resume_from("part.ckpt", make=make) if make is LeavesOut else None
+        make_trainer(mesh_strategy(3)).validate(make(), loader(), ckpt_path=str(shelf() / "part.ckpt"), verbose=False)
+        found.append("loaded")
+    return found
+
+
+# --- four ranks ----------------------------------------------------------------------------------------------------
+
+HYBRID: dict[str, Any] = {"sharding_level": 3, "replicate": 2, "shard": 2}
+
+
+def four(name: str, make: Callable[[], pl.LightningModule], strategy: dict[str, Any], **kwargs: Any) -> None:
+    parity(name, make, strategy, **kwargs)
+    GROUPS.setdefault("four", {})[name] = GROUPS["parity"][name]
+
+
+four("hybrid-3", LanguageModel, {"dp": HYBRID}, val=loader, gradient_clip_val=0.5)
+four(
+    "hybrid-accumulate-1", LanguageModel, {"dp": {**HYBRID, "sharding_level": 1}}, data=lambda: loader(4),
+    accumulate_grad_batches=5, gradient_clip_val=0.5,
+)  # fmt: skip
+four(
+    "hybrid-accumulate-2", LanguageModel, {"dp": {**HYBRID, "sharding_level": 2}}, data=lambda: loader(4),
+    accumulate_grad_batches=5, gradient_clip_val=0.5,
+)  # fmt: skip
+four("four-3", Gan, {"level": 3})
+
+
+def initial(make: Callable[[], pl.LightningModule], level: int, seed: int = 3) -> dict[str, list[float]]:
+    class Looks(pl.Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            self.weights = weights(module, buffers=True)
+
+    pl.seed_everything(seed, verbose=False)
+    looks = Looks()
+    make_trainer(MeshStrategy(mesh=str(WORLD), dp=level, timeout=60), looks, max_steps=1).fit(make(), loader())
+    return looks.weights
+
+
+@case("parity", "four", "alone")
+def initial_weights() -> Any:
+    """A model built in configure_model starts with the same weights on every mesh and at every level."""
+    found = [initial(LateLanguageModel, level) for level in (0, 3)]
+    assert found[0] == found[1]
+    assert found[0] != initial(LateLanguageModel, 3, seed=4)
+    return found[0]
+
+
+if __name__ == "__main__":
+    serve(GROUPS)

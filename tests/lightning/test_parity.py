@@ -1,0 +1,185 @@
+"""Unmodified LightningModules through MeshStrategy give on 2 and 4 ranks what plain Lightning gives in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import Group, GroupOf, differences
+
+SCRIPT = Path(__file__).with_name("cases.py")
+LEVELS = (0, 1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def one(group_of: GroupOf) -> Group:
+    return group_of(SCRIPT, "parity", 1, REFERENCE="1")
+
+
+@pytest.fixture(scope="module")
+def two(group_of: GroupOf) -> Group:
+    return group_of(SCRIPT, "parity", 2)
+
+
+@pytest.fixture(scope="module")
+def four(group_of: GroupOf) -> Group:
+    return group_of(SCRIPT, "four", 4)
+
+
+@pytest.fixture(scope="module")
+def ranks(group_of: GroupOf) -> Group:
+    return group_of(SCRIPT, "ranks", 2)
+
+
+def check(expected: Group, found: Group, case: str, world: int, tolerance: float = 1e-5) -> None:
+    for rank in range(world):
+        assert (
+            differences(without_weights(expected.read(case)), without_weights(found.read(case, rank)), tolerance) == []
+        )
+        # The optimizer divides tiny gradients by their own size: rounding shows more in weights than in losses.
+        assert differences(weights(expected.read(case)), weights(found.read(case, rank)), max(tolerance, 3e-4)) == []
+
+
+def weights(result: Any) -> Any:
+    return result.get("weights") if isinstance(result, dict) else None
+
+
+def without_weights(result: Any) -> Any:
+    return {key: value for key, value in result.items() if key != "weights"} if isinstance(result, dict) else result
+
+
+SAME = [
+    *(
+        f"{model}-{level}"
+        for model in (
+            "autoencoder",
+            "classifier",
+            "language",
+            "accumulate",
+            "gan",
+            "adafactor",
+            "parts-elsewhere",
+        )
+        for level in LEVELS
+    ),
+    *(f"{case}-{level}" for case in ("by-value", "own-clipping", "double", "hooks") for level in (0, 3)),
+    *("recompute-full", "recompute-2", "recompute-selective", "compile", "offload-1", "offload-3"),
+    *("tasks_after_each_other", "own_sampler_left_alone", "logged_once", "early_stopping"),
+]
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_two_ranks_equal_one_process(one: Group, two: Group, case: str) -> None:
+    check(one, two, case, 2)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_bf16_mixed_is_close(one: Group, two: Group, level: int) -> None:
+    """bf16 products round differently for other sizes of batch: 8 bits of mantissa."""
+    check_losses = [result.read(f"bf16-mixed-{level}")["losses"] for result in (one, two)]
+    assert differences(*check_losses, 1e-2) == []
+    assert differences(one.read(f"language-{level}")["losses"], check_losses[1], 1e-6) != []
+
+
+@pytest.mark.parametrize("case", ["hybrid-3", "hybrid-accumulate-1", "hybrid-accumulate-2", "four-3"])
+def test_four_ranks_equal_one_process(one: Group, four: Group, case: str) -> None:
+    check(one, four, case, 4)
+
+
+def test_initial_weights_do_not_depend_on_the_mesh(two: Group, four: Group, group_of: GroupOf) -> None:
+    alone = group_of(SCRIPT, "alone", 1).read("initial_weights")
+    assert alone == two.read("initial_weights") == two.read("initial_weights", 1) == four.read("initial_weights", 3)
+
+
+def test_hooks_counters_and_outputs_are_those_of_one_process(one: Group, two: Group) -> None:
+    expected = one.read("hooks-3")
+    assert expected["calls"] == 12, "6 batches an epoch, each through the step once"
+    assert expected["outputs"] == [["extra", "loss"]] * 12
+    assert [two.read("hooks-3", rank)["lines"] for rank in (0, 1)] == [expected["lines"]] * 2
+
+
+def test_model_with_example_input_array(one: Group, two: Group) -> None:
+    assert one.read("summary_of_example_input") == two.read("summary_of_example_input", 1) == 379
+
+
+def test_refusals_come_before_the_first_step(ranks: Group) -> None:
+    assert ranks.read("refusals", 0) == ranks.read("refusals", 1)
+    assert ranks.read("refusals") == [
+        "StochasticWeightAveraging: it averages whole weights; here each rank may hold a part\n"
+        "  allowed: averaging the weights of saved checkpoints",
+        "WeightAveraging: it averages whole weights; here each rank holds a part\n"
+        "  allowed: sharding level 0, or averaging the weights of saved checkpoints\n"
+        "  write:   dp.sharding_level=0",
+        "mesh=2: this module was parallelised before, for mesh=2 with other options\n"
+        "  allowed: a MeshStrategy with the same options, or a new module that loads a checkpoint",
+    ]
+    assert ranks.read("averaged_weights_at_level_0") == "trained"
+
+
+@pytest.mark.parametrize(
+    ("level", "sharded"),
+    [
+        pytest.param(0, set(), id="0"),
+        pytest.param(1, {"parameters", "state", "complete"}, id="1"),
+        pytest.param(2, {"parameters", "state", "accumulating", "complete"}, id="2"),
+        pytest.param(3, {"parameters", "state", "accumulating", "complete"}, id="3"),
+    ],
+)
+def test_bytes_per_rank(ranks: Group, level: int, sharded: set[str]) -> None:
+    for rank in (0, 1):
+        found = ranks.read("bytes_per_rank", rank)[str(level)]
+        padding = 64  # rows that do not divide, and the one scalar
+        wholes = {
+            "parameters": "whole",
+            "state": "whole_state",
+            "accumulating": "whole_trained",
+            "complete": "whole_trained",
+        }
+        for what, whole in wholes.items():
+            limit = found[whole] // 2 if what in sharded else found[whole]
+            assert limit - padding <= found[what] <= limit + padding, what
+
+
+def test_whole_parameters_are_freed_after_use_at_level_3(ranks: Group) -> None:
+    for rank in (0, 1):
+        found = ranks.read("freed_between_uses", rank)
+        (kept, block), (freed, _) = found["2"], found["3"]
+        assert kept == 3 * block
+        assert freed == block
+
+
+def test_blocks_are_gathered_once_a_step_below_level_3(ranks: Group) -> None:
+    found = ranks.read("gathers_of_a_step")
+    for level in ("1", "2"):
+        assert found[level] == [4, 4], "three blocks and the rest"
+    assert found["3"] == [8, 3 * 8], "each for its forward and for its backward"
+
+
+def test_what_stays_gathered_is_not_used_after_a_step(ranks: Group) -> None:
+    found = ranks.read("step_without_a_last_backward")
+    assert found["2"] == pytest.approx(found["3"], rel=1e-6)
+
+
+def test_parameter_unused_on_one_rank_stays_the_same_on_both(ranks: Group) -> None:
+    assert ranks.read("unused_on_one_rank", 0) == ranks.read("unused_on_one_rank", 1)
+
+
+def test_collectives_are_over_the_ranks_whose_data_differ(ranks: Group) -> None:
+    assert ranks.read("reductions", 0) == ranks.read("reductions", 1)
+    assert ranks.read("reductions") == {
+        "mean": 1.5, "sum": 3.0, "integers": 0.5, "max": 2.0, "all": False, "any": True, "gathered": [1.0, 2.0],
+        "gradient": [3.0], "broadcast": {"rank": 0}, "dp": [True, 2],
+    }  # fmt: skip
+
+
+def test_ranks_draw_different_random_numbers(ranks: Group) -> None:
+    drawn = ranks.read("augmentation_differs", 0) + ranks.read("augmentation_differs", 1)
+    assert len(set(drawn)) == len(drawn) == 8
+
+
+def test_statistics_are_the_first_ranks_wherever_they_count(ranks: Group) -> None:
+    (training_0, validation_0), (training_1, validation_1) = (ranks.read("statistics_agree", rank) for rank in (0, 1))
+    assert training_0 != training_1
+    assert validation_0 == validation_1 == training_0

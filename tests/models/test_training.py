@@ -1,0 +1,366 @@
+"""The LightningModules, the losses, the optimizer and the schedules; `model=custom` and `module=`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from autolaunch.config import MODELS, Job, Optimizer, Scheduler
+from autolaunch.models import build_model, build_module
+from autolaunch.models.facts import ModelFacts, model_facts
+from autolaunch.models.language_model import LanguageModel, SupervisedModule, build_loss
+from autolaunch.models.optimizer import build_optimizer, learning_rate_factor
+from autolaunch_strategies.config import ConfigError
+from tests import ROOT
+
+CONF = ROOT / "conf" / "model"
+
+
+def job(**keys: Any) -> dict[str, Any]:
+    base = dataclasses.asdict(Job())
+    base["scheduler"]["name"] = "constant"
+    return {**base, **keys}
+
+
+def trainer(path: Path, **keys: Any) -> Trainer:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(accelerator="cpu", devices=1, default_root_dir=path, **quiet, **keys)
+
+
+# --- modules -----------------------------------------------------------------------------------------------------
+
+
+def test_language_model_trains_validates_and_predicts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    small = {"name": "llama", "num_layers": 1, "hidden_size": 32, "intermediate_size": 64}
+    module = build_module(job(model=small, optimizer={**vars(Optimizer(lr=1e-2))}))
+    assert isinstance(module, LanguageModel)
+    ids = (torch.arange(17) * 5 % 32)[None].repeat(8, 1)
+    batches = DataLoader([{"input_ids": ids[0, :-1], "labels": ids[0, 1:]}] * 160, batch_size=8)
+    fit = trainer(tmp_path, max_epochs=1)
+    fit.fit(module, batches, batches)
+    assert fit.callback_metrics["val_loss"] < 1.0 < 3.0 < F.cross_entropy(torch.zeros(1, 320), torch.tensor([0]))
+    assert fit.callback_metrics["loss"].ndim == 0
+    assert fit.test(module, batches, verbose=False)[0]["test_loss"] == pytest.approx(
+        fit.callback_metrics["test_loss"].item()
+    )
+    predictions = fit.predict(module, batches)
+    assert predictions[0].shape == (8, 16) and predictions[0].dtype == torch.int64
+
+
+def test_labels_of_minus_100_do_not_count() -> None:
+    class Fixed(nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return F.one_hot(input_ids, 5).to(torch.bfloat16)
+
+    module = LanguageModel(Fixed(), {}, {}, 1)
+    batch = {"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[-100, 2, 4]])}
+    logits = F.one_hot(torch.tensor([2, 3]), 5).float()
+    assert module._loss(batch).dtype == torch.float32
+    torch.testing.assert_close(module._loss(batch), F.cross_entropy(logits, torch.tensor([2, 4])))
+
+
+def test_language_model_of_transformers_gives_the_same_loss_as_transformers() -> None:
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+    }
+    module = build_module(
+        job(model={"name": "hf", "config": {**config, "num_attention_heads": 2, "num_key_value_heads": 1}})
+    )
+    ids = torch.randint(0, 64, (2, 9))
+    assert isinstance(module, LanguageModel)
+    ours = module._loss({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
+    torch.testing.assert_close(ours, module.model(ids, labels=ids).loss)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 4)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        out = self.linear(a + b)
+        return out if labels is None else {"loss": F.cross_entropy(out, labels)}
+
+
+A, B, LABELS = torch.ones(6, 3), torch.arange(18.0).view(6, 3), torch.arange(6) % 4
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "expected"),
+    [
+        pytest.param("cross_entropy", (A, B, LABELS), lambda out: F.cross_entropy(out, LABELS), id="tuple"),
+        pytest.param(
+            "cross_entropy", {"a": A, "b": B, "y": LABELS}, lambda out: F.cross_entropy(out, LABELS), id="dict-y"
+        ),
+        pytest.param(
+            "output", {"a": A, "b": B, "labels": LABELS}, lambda out: F.cross_entropy(out, LABELS), id="output"
+        ),
+        pytest.param("output", (A, B, LABELS), lambda out: F.cross_entropy(out, LABELS), id="output-tuple"),
+        pytest.param(
+            "mse",
+            {"a": A, "b": B, "target": B[:, :1].repeat(1, 4)},
+            lambda out: ((out - B[:, :1]) ** 2).mean(),
+            id="mse",
+        ),
+        pytest.param(
+            {"_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1},
+            (A, B, LABELS),
+            lambda out: F.cross_entropy(out, LABELS, label_smoothing=0.1),
+            id="class",
+        ),
+        pytest.param(
+            {"_target_": "torch.nn.functional.cross_entropy", "_partial_": True, "reduction": "sum"},
+            (A, B, LABELS),
+            lambda out: F.cross_entropy(out, LABELS, reduction="sum"),
+            id="function",
+        ),
+    ],
+)
+def test_losses_and_batches(loss: Any, batch: Any, expected: Any) -> None:
+    torch.manual_seed(0)
+    model = TwoInputs()
+    module = SupervisedModule(model, loss, {}, {}, 1)
+    torch.testing.assert_close(module._step(batch), expected(model.linear(A + B)))
+
+
+def test_cross_entropy_of_sequences_flattens() -> None:
+    scores, target = torch.randn(2, 3, 5), torch.tensor([[0, 1, -100], [4, 2, 2]])
+    torch.testing.assert_close(
+        build_loss("cross_entropy")(scores, target), F.cross_entropy(scores.view(6, 5), target.view(6))
+    )
+
+
+def test_custom_model_trains(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = {"name": "custom", "_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1, "loss": "mse"}
+    module = build_module(job(model=model, optimizer=vars(Optimizer(lr=0.1, weight_decay=0.0))))
+    assert isinstance(module, SupervisedModule) and isinstance(module.model, nn.Linear)
+    x = torch.randn(64, 3)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
+    fit = trainer(tmp_path, max_epochs=40)
+    fit.fit(module, loader, loader)
+    assert fit.callback_metrics["val_loss"] < 1e-2
+    assert fit.predict(module, DataLoader(TensorDataset(x), batch_size=64))[0].shape == (64, 1)
+
+
+class UsersModule(LightningModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+
+def test_module_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "users_project", sys.modules[__name__])
+    module = build_module(job(module={"_target_": "users_project.UsersModule", "width": 7}, model=None))
+    assert isinstance(module, UsersModule) and module.width == 7
+
+
+# --- optimizer and schedule --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cfg", "kind", "values"),
+    [
+        pytest.param(vars(Optimizer()), torch.optim.AdamW, {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}, id="adamw"),
+        pytest.param(vars(Optimizer("adam", lr=1.0, eps=0.5)), torch.optim.Adam, {"lr": 1.0, "eps": 0.5}, id="adam"),
+        pytest.param(vars(Optimizer("sgd", momentum=0.9)), torch.optim.SGD, {"momentum": 0.9}, id="sgd"),
+        pytest.param(
+            {**vars(Optimizer("custom", "torch.optim.Adagrad", lr=0.5)), "lr_decay": 0.25},
+            torch.optim.Adagrad,
+            {"lr": 0.5, "lr_decay": 0.25},
+            id="custom",
+        ),
+    ],
+)
+def test_optimizers_decay_matrices_only(cfg: dict, kind: type, values: dict) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(5, 4))
+    model[2].weight.requires_grad_(False)
+    optimizer = build_optimizer(model.parameters(), cfg)
+    assert type(optimizer) is kind
+    decayed, rest = optimizer.param_groups
+    assert {key: decayed[key] for key in values} == values
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    assert [id(p) for p in decayed["params"]] == [id(model[0].weight)]
+    assert [id(p) for p in rest["params"]] == [id(model[0].bias), id(model[1].weight), id(model[1].bias)]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "total", "expected"),
+    [
+        pytest.param(Scheduler("constant"), -1, [1, 1, 1], id="constant"),
+        pytest.param(Scheduler("constant", warmup_steps=3), -1, [0.25, 0.5, 0.75, 1, 1], id="warm-up"),
+        pytest.param(Scheduler("linear"), 4, [1, 0.75, 0.5, 0.25, 0, 0], id="linear"),
+        pytest.param(Scheduler("linear", 1, 0.2, 5), 100, [0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2], id="linear-own-end"),
+        pytest.param(Scheduler("cosine"), 4, [1, 0.853553, 0.5, 0.146447, 0, 0], id="cosine"),
+        pytest.param(Scheduler("cosine", 2, 0.5), 4, [1 / 3, 2 / 3, 1, 0.75, 0.5], id="cosine-minimum"),
+    ],
+)
+def test_schedules(scheduler: Scheduler, total: int, expected: list[float]) -> None:
+    factor = learning_rate_factor(vars(scheduler), total)
+    assert [factor(step) for step in range(len(expected))] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_rate_changes_with_every_optimizer_step(tmp_path: Path) -> None:
+    rates = []
+
+    class Seen(SupervisedModule):
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    module = Seen(nn.Linear(2, 1), "mse", vars(Optimizer("sgd", lr=1.0)), vars(Scheduler("linear")), 4)
+    data = DataLoader(TensorDataset(torch.ones(16, 2), torch.ones(16, 1)), batch_size=2)
+    trainer(tmp_path, max_steps=4, accumulate_grad_batches=2).fit(module, data)
+    assert rates == [1.0, 0.75, 0.5, 0.25]
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param(
+            lambda: build_loss("mae"),
+            "model.loss=mae: no such loss\n"
+            "  allowed: cross_entropy, mse, output, or {_target_: ...}\n"
+            "  write:   model.loss=cross_entropy",
+            id="loss",
+        ),
+        pytest.param(
+            lambda: build_loss({"_target_": "torch.nn.L2Loss"}),
+            "model.loss._target_=torch.nn.L2Loss: torch.nn has no L2Loss; did you mean torch.nn.L1Loss?",
+            id="loss-target",
+        ),
+        pytest.param(
+            lambda: build_model({"name": "custom", "_target_": "fractions.Fraction"}),
+            "model._target_=fractions.Fraction: it returns a Fraction\n"
+            "  allowed: a torch.nn.Module class, or a function that returns a module",
+            id="not-a-module",
+        ),
+        pytest.param(
+            lambda: build_model({"name": "bert"}),
+            "model.name=bert: no such model\n"
+            "  allowed: llama, hf, or any model with _target_\n"
+            "  write:   model=custom model._target_=...",
+            id="model-name",
+        ),
+        pytest.param(
+            lambda: build_module(job(module={"width": 3})),
+            "module: it does not say which LightningModule\n"
+            "  allowed: the import path of a LightningModule class, and its arguments\n"
+            "  write:   module._target_=my_project.MyModule",
+            id="module-without-target",
+        ),
+        pytest.param(
+            lambda: build_module(job(module={"_target_": "torch.nn.Identity"})),
+            "module._target_=torch.nn.Identity: it returns a Identity\n  allowed: a LightningModule",
+            id="module-not-lightning",
+        ),
+        pytest.param(
+            lambda: build_optimizer([], {"name": "lion", "lr": 1.0}),
+            "optimizer.name=lion: no such optimizer\n  allowed: adamw, adam, sgd, custom with _target_",
+            id="optimizer",
+        ),
+        pytest.param(
+            lambda: build_optimizer([], vars(Optimizer("custom"))),
+            "optimizer=custom: it does not say which optimizer\n"
+            "  allowed: the import path of a torch.optim.Optimizer class\n"
+            "  write:   optimizer._target_=torch.optim.Adagrad",
+            id="optimizer-without-target",
+        ),
+        pytest.param(
+            lambda: build_optimizer([], vars(Optimizer("custom", "torch.optim.AdamWW"))),
+            "optimizer._target_=torch.optim.AdamWW: torch.optim has no AdamWW; did you mean torch.optim.AdamW?",
+            id="optimizer-target",
+        ),
+        pytest.param(
+            lambda: learning_rate_factor({"name": "step"}, 10),
+            "scheduler.name=step: no such schedule\n  allowed: constant, cosine, linear",
+            id="schedule",
+        ),
+        pytest.param(
+            lambda: learning_rate_factor(vars(Scheduler("cosine")), -1),
+            "scheduler=cosine with trainer.max_steps=-1: the rate falls until the last step, and there is none\n"
+            "  allowed: scheduler=constant, or a step at which the decay ends\n"
+            "  write:   scheduler.total_steps=10000",
+            id="schedule-without-end",
+        ),
+        pytest.param(
+            lambda: learning_rate_factor(vars(Scheduler("linear", warmup_steps=50)), 50),
+            "scheduler.warmup_steps=50: the rate would still rise when the schedule ends, at step 50\n"
+            "  allowed: 0 to 49\n"
+            "  write:   scheduler.warmup_steps=5",
+            id="warm-up-too-long",
+        ),
+        pytest.param(
+            lambda: SupervisedModule(nn.Identity(), "mse", {}, {}, 1)._step({"x": A}),
+            "data: a batch with the keys x has no target\n  allowed: one of labels, label, targets, target, y",
+            id="batch-without-target",
+        ),
+        pytest.param(
+            lambda: SupervisedModule(nn.Identity(), "mse", {}, {}, 1)._step([A]),
+            "data: a batch that is one tensor has no target\n  allowed: (input, target), or a dict",
+            id="batch-of-one-tensor",
+        ),
+    ],
+)
+def test_what_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        call()
+
+
+def test_mse_does_not_broadcast() -> None:
+    with pytest.raises(ValueError, match=re.escape("model.loss=mse: output [6, 1] and target [6] differ in shape")):
+        build_loss("mse")(torch.zeros(6, 1), torch.zeros(6))
+
+
+# --- configs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_config_group_lists_the_schema(name: str) -> None:
+    written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    schema = {}
+    for field in dataclasses.fields(MODELS[name]):
+        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        schema[field.name] = "???" if made is dataclasses.MISSING else made
+    assert written == schema
+
+
+def test_facts_of_a_model_of_ones_own_are_unknown() -> None:
+    assert model_facts({"name": "mine", "_target_": "my.Net", "num_layers": 3}) == ModelFacts("mine")
+
+
+def test_facts_import_no_torch() -> None:
+    code = (
+        "import sys; from autolaunch.models.facts import model_facts; model_facts({'name': 'llama'}); "
+        "model_facts({'name': 'hf', 'config': {'model_type': 'llama'}}); "
+        "print([name for name in ('torch', 'transformers', 'lightning', 'hydra') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
+    assert done.stdout.strip() == "[]"

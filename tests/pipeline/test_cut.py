@@ -1,0 +1,823 @@
+"""Any model can be cut: all stages in one process give the output and the gradients of the whole model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.pipeline.cut import whole_model
+from autolaunch_strategies.pipeline.structure import Structure
+from tests.pipeline.chain import Chain, flat, weighted_sum
+
+WIDTH, TOKENS = 8, 16
+
+
+# --- models that know nothing of stages -----------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc2(self.fc1(x).tanh())
+
+
+class Stack(nn.Module):
+    """A model of `depth` blocks between an embedding and a head; subclasses call them in their own way."""
+
+    kind: type[nn.Module] = Block
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(self.kind() for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class MaskedBlock(Block):
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, shift: tuple[torch.Tensor, float]) -> Any:
+        scores = (x @ x.mT).masked_fill(~mask, -1e9)
+        return super().forward(scores.softmax(-1) @ x + shift[0] * shift[1]), None, {"scores": scores, "kind": "masked"}
+
+
+class Masked(Stack):
+    """Blocks that take keywords and return tuples, dicts and None; a mask and positions are made between them."""
+
+    kind = MaskedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(32, WIDTH))
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        x, scores = self.embed(ids), []
+        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        causal = causal if mask is None else causal & mask[:, None, :].bool()
+        for number, layer in enumerate(self.layers):
+            x, nothing, extra = layer(x, mask=causal, shift=(self.table[: ids.shape[1]], number / 4))
+            assert nothing is None and extra["kind"] == "masked"
+            scores.append(extra["scores"])
+        return {"logits": self.head(self.norm(x)), "scores": (scores[0], scores[-1])}
+
+
+class UNet(nn.Module):
+    """Skips that cross every cut, and a block in the middle that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Sequential(nn.Conv2d(3 if i == 0 else 4, 4, 3, padding=1)) for i in range(3))
+        self.middle = Block()
+        self.up = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 4, 3, padding=1)) for _ in range(3))
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        skips, x = [], images
+        for down in self.down:
+            x = F.gelu(down(x))
+            skips.append(x)
+        x = self.middle(x)
+        for up in self.up:
+            x = F.gelu(up(torch.cat([x, skips.pop()], 1)))
+        return self.last(x)
+
+
+class Repeating(Stack):
+    """Every block is called twice, as the layers of a recurrent model are."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class InPlace(Stack):
+    """Glue that changes what a block returned, and what it returned is needed later."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, kept = self.embed(ids), []
+        for layer in self.layers:
+            x = layer(x)
+            kept.append(x)
+            x += 0.5
+            x[:, 0] *= 2
+            x = F.relu(x, inplace=True)
+        return self.head(self.norm(x + kept[0] + kept[1]))
+
+
+class InPlaceBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x *= 0.5
+        return super().forward(x)
+
+
+class ChangesItsInput(Stack):
+    """Blocks that write into what they are given."""
+
+    kind = InPlaceBlock
+
+
+class Patches(nn.Module):
+    """Frames that use parameters directly: a class token, positions, a head whose weight is that of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Module()
+        self.trunk.embed = nn.Embedding(TOKENS, WIDTH)
+        self.trunk.positions = nn.Parameter(torch.randn(1, 32, WIDTH))
+        self.first = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.trunk.embed(ids)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
+        x = x + self.trunk.positions[:, : x.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(x * self.scale, self.trunk.embed.weight)
+
+
+class TiedBlocks(Stack):
+    """A head that shares the embedding's weight, and two blocks of which one has a matrix of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+        self.layers[3].fc1.weight = self.layers[0].fc1.weight
+
+
+class OutOfOrder(nn.Module):
+    """What is defined first runs last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.norm = nn.Linear(WIDTH, TOKENS), nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleDict({name: Block() for name in ("d", "b", "c", "a")})
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for name in sorted(self.layers):
+            x = self.layers[name](x)
+        return self.head(self.norm(x))
+
+
+class TorchEncoder(nn.Module):
+    def __init__(self, nested: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, nn.LayerNorm(WIDTH), enable_nested_tensor=nested)
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, ids: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+        return self.head(self.encoder(self.embed(ids), src_key_padding_mask=padding))
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        def block(inputs: int, outputs: int) -> nn.Module:
+            norm, act = nn.GroupNorm(1, outputs), nn.ReLU(inplace=True)
+            return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), norm, act)
+
+        parts = OrderedDict(first=block(3, 4), second=block(4, 4), third=block(4, 8), fourth=block(8, 8))
+        ends = OrderedDict(pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(8, 5))
+        super().__init__(parts | ends)
+
+
+class Structured(Stack):
+    """Blocks with outputs in a class of `transformers`."""
+
+    class kind(Block):
+        def forward(self, x: torch.Tensor) -> Any:
+            from transformers.modeling_outputs import BaseModelOutput
+
+            return BaseModelOutput(last_hidden_state=super().forward(x), hidden_states=(x, x.detach()))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        for layer in self.layers:
+            output = layer(x)
+            x = output.last_hidden_state + 0.1 * output["hidden_states"][0] + output[1][1]
+        return self.head(self.norm(x))
+
+
+class BatchSecond(Stack):
+    """Sequences first inside of the model: what crosses the cuts has the batch as its second dim."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).transpose(0, 1).contiguous()
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Flattened(Stack):
+    """What crosses the cuts has lost the batch: [batch * length, width]."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).flatten(0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)).view(*ids.shape, -1)
+
+
+class Frozen(Stack):
+    """An embedding that is not trained: nothing flows back to it, and integers cross the cuts, too."""
+
+    class kind(Block):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
+            return super().forward(pair[0]), pair[1] + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        pair = self.embed(ids), ids
+        for layer in self.layers:
+            pair = layer(pair)
+        return self.head(self.norm(pair[0])) * pair[1].unsqueeze(-1)
+
+
+def ids(batch: int = 6, length: int = 5) -> torch.Tensor:
+    return torch.randint(0, TOKENS, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def images(batch: int = 4) -> torch.Tensor:
+    return torch.randn(batch, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def built(model: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(2)
+    made = model().double()
+    if isinstance(made, UNet | Convolutions):
+        made.img_size = 8
+    return made
+
+
+def hf(kind: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{kind}Config")(vocab_size=TOKENS, use_cache=False, **sizes)
+        ending = "LMHeadModel" if kind == "GPT2" else "ForConditionalGeneration" if kind == "T5" else "ForCausalLM"
+        return getattr(transformers, f"{kind}{ending}")(config)
+
+    return make
+
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 12, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 16, "pad_token_id": 0,
+}  # fmt: skip
+GPT2 = {
+    "n_embd": WIDTH,
+    "n_layer": 4,
+    "n_head": 2,
+    "n_positions": 16,
+    "resid_pdrop": 0,
+    "embd_pdrop": 0,
+    "attn_pdrop": 0,
+}
+T5 = {
+    "d_model": WIDTH, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def text(square: bool = False) -> dict[str, torch.Tensor]:
+    """Inputs with padding, which an in-model loss leaves out: the mean over microbatches is not that of the batch."""
+    tokens = ids(6, 6 if square else 5)
+    mask = torch.ones_like(tokens)
+    mask[1, 3:] = mask[4, 2:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+def translation() -> dict[str, torch.Tensor]:
+    return {"input_ids": ids(), "attention_mask": text()["attention_mask"], "labels": ids(6, 4)}
+
+
+CASES = {
+    "llama": (hf("Llama", **LLAMA, tie_word_embeddings=True), (), text()),
+    "llama with batch == length": (hf("Llama", **LLAMA), (), text(square=True)),
+    "gpt2": (hf("GPT2", **GPT2), (), text()),
+    "t5": (hf("T5", **T5), (), translation()),
+    "stack": (Stack, (ids(),), {}),
+    "keywords, tuples and masks": (Masked, (ids(),), {"mask": ids() % 5 > 0}),
+    "batch == length": (Masked, (ids(5, 5),), {"mask": ids(5, 5) % 4 > 0}),
+    "skips": (UNet, (images(),), {}),
+    "called twice": (Repeating, (ids(),), {}),
+    "glue in place": (InPlace, (ids(),), {}),
+    "input in place": (ChangesItsInput, (ids(),), {}),
+    "parameters in frames": (Patches, (ids(),), {}),
+    "tied": (TiedBlocks, (ids(),), {}),
+    "out of order": (OutOfOrder, (ids(),), {}),
+    "encoder of torch": (TorchEncoder, (ids(),), {}),
+    "encoder of torch with padding": (TorchEncoder, (ids(), ids() % 5 == 4), {}),
+    "convolutions": (Convolutions, (images(),), {}),
+    "structured outputs": (Structured, (ids(),), {}),
+    "batch second": (BatchSecond, (ids(),), {}),
+    "flattened": (Flattened, (ids(),), {}),
+    "frozen and integers": (Frozen, (ids(),), {}),
+}
+
+
+def compare(model: nn.Module, chain: Chain, args: Any, kwargs: Any) -> None:
+    plain = copy.deepcopy(model)
+    expected = plain(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    loss = (lambda output: output.loss) if "labels" in kwargs else weighted_sum
+    loss(expected).backward()
+    found = chain.step(args, kwargs, loss)
+    assert type(found) is type(expected)
+    torch.testing.assert_close(flat(found), flat(expected), rtol=1e-9, atol=1e-12)
+    gradients = {name: item.grad for name, item in plain.named_parameters() if item.grad is not None}
+    assert chain.gradients().keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        # Some code of transformers computes in float32 whatever the model is in.
+        torch.testing.assert_close(chain.gradients()[name], gradient, rtol=1e-6, atol=1e-8, msg=f"{name}: {{}}".format)
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches"), [pytest.param(2, 1, id="whole"), pytest.param(3, 4, id="microbatches")]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_output_and_gradients_are_those_of_the_whole_model(case: str, stages: int, microbatches: int) -> None:
+    make, args, kwargs = CASES[case]
+    model = built(make)
+    chain = Chain(model, stages, microbatches=microbatches, split_spec="layers" if case == "tied" else None)
+    compare(model, chain, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "first"),
+    [
+        pytest.param("layers", ["embed", "layers.0", "layers.1"], id="prefix"),
+        pytest.param({"layers.1.fc1": "END"}, ["embed", "layers.0", "layers.1.fc1"], id="within a block"),
+        pytest.param({"layers.2.fc2": "BEGINNING"}, ["embed", "layers.0", "layers.1", "layers.2.fc1"], id="beginning"),
+        pytest.param({"embed": "END"}, ["embed"], id="behind the embedding"),
+        pytest.param({"norm": "END"}, ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "norm"], id="norm"),
+    ],
+)
+def test_cuts_anywhere(spec: Any, first: list[str]) -> None:
+    model = built(Stack)
+    chain = Chain(model, 2, microbatches=2, split_spec=spec)
+    homes = chain.cutting.unit_stages()
+    assert [unit for unit in chain.cutting.units if homes[unit] == [0]] == first
+    compare(model, chain, (ids(),), {})
+
+
+def test_every_stage_holds_what_it_runs() -> None:
+    chain = Chain(built(Patches), 3)
+    held = [{name for name in names if "layers" not in name} for names in chain.held()]
+    assert held[0] == {"trunk.embed.weight", "trunk.positions", "first"}
+    # The glue in front of the first block is done anew behind it: there its result is dead, its parameters are not.
+    assert held[2] == {"trunk.embed.weight", "scale", "unused", "trunk.positions", "first"}
+    assert [sorted({name.split(".")[1] for name in names if "layers" in name}) for names in chain.held()] == [
+        ["0", "1"],
+        ["2"],
+        ["3"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "holders"),
+    [
+        pytest.param(hf("Llama", **LLAMA, tie_word_embeddings=True), {"model.embed_tokens.weight": (0, 2)}, id="llama"),
+        pytest.param(hf("GPT2", **GPT2), {"transformer.wte.weight": (0, 2)}, id="gpt2"),
+        pytest.param(TiedBlocks, {"embed.weight": (0, 2), "layers.0.fc1.weight": (0, 2)}, id="blocks"),
+        pytest.param(Stack, {}, id="nothing"),
+    ],
+)
+def test_what_stages_share(make: Callable[[], nn.Module], holders: dict[str, tuple[int, ...]]) -> None:
+    cutting = Chain(built(make), 3, split_spec="layers" if make is TiedBlocks else None).cutting
+    assert {name: stages for name, stages in cutting.holders.items() if len(stages) > 1} == holders
+
+
+def test_an_embedding_is_held_by_the_first_stage_and_a_head_by_the_last() -> None:
+    embedding, *between, last = Chain(built(hf("Llama", **LLAMA, tie_word_embeddings=False)), 4).held()
+    names = [{name for name in held if ".layers." not in name} for held in (embedding, *between, last)]
+    assert names == [{"model.embed_tokens.weight"}, set(), set(), {"model.norm.weight", "lm_head.weight"}]
+
+
+@pytest.mark.parametrize("make", [Stack, Patches, TiedBlocks, Masked, hf("GPT2", **GPT2)])
+def test_names_are_the_original_ones(make: Callable[[], nn.Module]) -> None:
+    model = built(make)
+    chain = Chain(model, 3, split_spec="transformer.h" if hasattr(model, "transformer") else "layers")
+    keys: set[str] = set()
+    for root in chain.roots:
+        state = root.state_dict()
+        keys |= set(state)
+        for name, value in state.items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=0, atol=0)
+    assert keys == set(model.state_dict())
+    for pipeline in chain.pipelines:
+        before = [name for name, _ in pipeline.root.named_parameters()]
+        with whole_model(pipeline.held) as whole:
+            shown = dict(whole.named_parameters())
+            assert list(shown) == [name for name, _ in model.named_parameters()]
+            assert {name for name, item in shown.items() if not item.is_meta} == set(before)
+            assert [item.shape for item in shown.values()] == [item.shape for item in model.parameters()]
+        assert [name for name, _ in pipeline.root.named_parameters()] == before
+
+
+def test_a_part_of_another_stage_can_not_be_called() -> None:
+    chain = Chain(built(Stack), 2)
+    message = "pp: layers.3 is held by stage 1 and can't run here; call the whole model"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        chain.roots[0].layers[3](torch.zeros(1, WIDTH))
+
+
+def test_a_value_that_did_not_travel_is_not_a_number() -> None:
+    """Were liveness wrong, the result would not be a little wrong."""
+    chain = Chain(built(UNet), 2)
+    for pipeline in chain.pipelines:
+        honest = pipeline.structures.of
+
+        def forgetful(*args: Any, honest: Any = honest, **kwargs: Any) -> tuple[Structure, Any]:
+            structure, key = honest(*args, **kwargs)
+            carry, *rest = structure.carries
+            return dataclasses.replace(structure, carries=(carry[1:], *rest)), key
+
+        pipeline.structures.of = forgetful  # type: ignore[method-assign]
+    assert chain.step((images(),)).isnan().any()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_encoder_of_torch_without_gradients(training: bool, nested: bool) -> None:
+    """In evaluation it takes another way, on which the values of padding may be others."""
+    model = built(partial(TorchEncoder, nested)).train(training)
+    padding = ids() % 5 == 4
+    padding[:, 0] = False
+    with torch.no_grad():
+        expected = model(ids(), padding)
+    found = Chain(model, 3, microbatches=3).step((ids(), padding))
+    kept = ~padding if nested else slice(None)
+    torch.testing.assert_close(found[kept], expected[kept])
+
+
+# --- what can't be cut, and is told so ------------------------------------------------------------------------------
+
+
+class Keeping(Stack):
+    """A block keeps a tensor that the head reads."""
+
+    class kind(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept = self.fc1(x)
+            return super().forward(x)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + self.layers[0].kept.mean(-1, keepdim=True)
+
+
+class WritesIntoASkip(InPlace):
+    """A block writes into what is needed behind another cut: what it wrote is nothing that it returns."""
+
+    kind = InPlaceBlock
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = first = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + first)
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    count: int
+
+
+class InAClass(Stack):
+    """Blocks that hand tensors on in a class that nothing is known of."""
+
+    class kind(Block):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Pair(super().forward(x), 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x).x
+        return self.head(x)
+
+
+class Balanced(Stack):
+    """Blocks that also return one number of the whole batch."""
+
+    class kind(Block):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), self.fc1(x).square().mean()
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x, total = self.embed(ids), torch.zeros((), dtype=torch.float64)
+        for layer in self.layers:
+            x, part = layer(x)
+            total = total + part
+        return self.head(x), total
+
+
+class Positional(Stack):
+    """A batch of one size only."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if len(ids) not in (2, 6):  # the example inputs are a batch of two
+            raise ValueError("always six samples")
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def message(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
+    return str(error.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("make", "lines"),
+    [
+        pytest.param(
+            Keeping,
+            [
+                "pp: the output of the model needs a tensor that layers.0 keeps and does not return, so it can't be "
+                "sent to another stage",
+                "  allowed: a model in which layers.0 returns it, or layers.0 in pp.global_spec",
+                "  write:   pp.global_spec=layers.0",
+            ],
+            id="a tensor that is kept",
+        ),
+        pytest.param(
+            WritesIntoASkip,
+            [
+                "pp: head needs a tensor that layers.0 keeps and does not return, so it can't be sent to another stage",
+                "  allowed: a model in which layers.0 returns it, or layers.0 in pp.global_spec",
+                "  write:   pp.global_spec=layers.0",
+            ],
+            id="a tensor that is written into",
+        ),
+        pytest.param(
+            InAClass,
+            [
+                "pp: layers.1 needs a tensor that layers.0 keeps and does not return, so it can't be sent to another "
+                "stage",
+                "  allowed: a model in which layers.0 returns it, or layers.0 in pp.global_spec",
+                "  write:   pp.global_spec=layers.0",
+            ],
+            id="an output of an unknown class",
+        ),
+    ],
+)
+def test_what_does_not_travel_is_refused(make: Callable[[], nn.Module], lines: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        Chain(built(make), 2)
+    assert message(error) == lines
+
+
+def test_a_number_of_the_whole_batch_is_refused_unless_it_is_one_microbatch() -> None:
+    model = built(Balanced)
+    with pytest.raises(ConfigError) as error:
+        Chain(model, 2, microbatches=2).step((ids(),))
+    assert message(error) == [
+        "pp.microbatches: layers.0 returns a tensor of shape () for a batch of 7: it says something of the whole "
+        "batch, and can't be put together from microbatches",
+        "  allowed: one microbatch; or pp.loss=microbatch, where the loss is the mean over microbatches",
+        "  write:   pp.microbatches=1",
+    ]
+    compare(model, Chain(model, 2, microbatches=1), (ids(),), {})
+
+
+def test_a_batch_of_one_size_only_is_refused_unless_it_is_one_microbatch() -> None:
+    model = built(Positional)
+    with pytest.raises(ConfigError) as error:
+        Chain(model, 2, microbatches=2).step((ids(),))
+    assert message(error) == [
+        "pp.microbatches: the model is called with tensors of shapes (6, 5), and it does not run with another number "
+        "than 6 as their first dim (always six samples), so they can't be cut into microbatches along it",
+        "  allowed: a model that takes the batch as the first dim, or one microbatch",
+        "  write:   pp.microbatches=1",
+    ]
+    compare(model, Chain(model, 2, microbatches=1), (ids(),), {})
+
+
+def test_a_model_that_runs_on_nothing_that_is_known_is_refused_with_what_was_tried() -> None:
+    class Picky(Stack):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            raise ValueError("exactly 12 tokens, please" * (ids.shape[1] != 12))
+
+    with pytest.raises(ConfigError) as error:
+        Chain(built(Picky), 2)
+    assert message(error) == [
+        "pp: the order in which the parts of Picky run is not known: its forward does not run on any inputs that were "
+        "tried",
+        "    token ids for embed: exactly 12 tokens, please",
+        "    features for layers.0.fc1: exactly 12 tokens, please",
+        "    features for layers.0.fc1: exactly 12 tokens, please",
+        "  allowed: `example_input_array` as an attribute of Picky: inputs with which its forward runs",
+    ]
+
+
+def test_a_call_in_another_order_is_refused() -> None:
+    class Undecided(Stack):
+        def forward(self, ids: torch.Tensor, backwards: bool = False) -> torch.Tensor:
+            x = self.embed(ids)
+            for layer in reversed(self.layers) if backwards else self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    chain = Chain(built(Undecided), 2)
+    with pytest.raises(ConfigError) as error:
+        chain.step((ids(),), {"backwards": True})
+    assert message(error) == [
+        "pp: this call of the model runs layers.1 in another order than the one that was recorded for the cut",
+        "  allowed: a model whose parts run in one order",
+    ]
+
+
+def test_a_call_that_leaves_blocks_out_runs() -> None:
+    class Early(Stack):
+        def forward(self, ids: torch.Tensor, skip: int = -1) -> torch.Tensor:
+            x = self.embed(ids)
+            for number, layer in enumerate(self.layers):
+                x = x if number == skip else layer(x)
+            return self.head(x)
+
+    model = built(Early)
+    chain = Chain(model, 2, microbatches=2)
+    compare(model, chain, (ids(),), {"skip": 1})
+    compare(model, Chain(model, 2, microbatches=2), (ids(),), {})
+
+
+# --- what hooks are shown -------------------------------------------------------------------------------------------
+
+
+class Shows(Stack):
+    """The output takes what hooks collected: of blocks, and of a layer inside of each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[torch.Tensor] = []
+        for layer in self.layers:
+            layer.fc1.register_forward_hook(self._collect)
+            layer.register_forward_hook(self._collect_with_input, with_kwargs=True)
+
+    def _collect(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.collected.append(output)
+
+    def _collect_with_input(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.collected.append(args[0])
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        self.collected.clear()
+        logits = super().forward(ids)
+        assert len(self.collected) == 8
+        return logits, self.collected[0], self.collected[2].mean(-1), self.collected[5]
+
+
+def test_what_hooks_collect_inside_of_blocks_travels() -> None:
+    model = built(Shows)
+    compare(model, Chain(model, 3, microbatches=3), (ids(),), {})
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_hidden_states_and_attention_weights_of_transformers(microbatches: int) -> None:
+    model = built(hf("Llama", **LLAMA, attn_implementation="eager"))
+    wanted = {"output_hidden_states": True, "output_attentions": True}
+    compare(model, Chain(model, 3, microbatches=microbatches), (), {**text(), **wanted})
+
+
+class Caching(Stack):
+    """A mask that is made once and kept, as people do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: torch.Tensor | None = None
+        self.lengths: list[int] = []
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(ids.shape[1])
+        if self.mask is None or len(self.mask) < ids.shape[1]:
+            self.mask = torch.linspace(0, 1, ids.shape[1], dtype=torch.float64)
+        x = self.embed(ids) * self.mask[: ids.shape[1], None]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_recorded_model_is_left_as_it_was() -> None:
+    model = built(Caching)
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    chain = Chain(model, 2, microbatches=2)
+    assert model.mask is None and model.lengths == []
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+    compare(model, chain, (ids(),), {})
+
+
+class LooksAtValues(Stack):
+    """Glue that asks for a value if it is given a mask, and a unit that does not see the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1, WIDTH)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        shift = self.table(torch.zeros(1, dtype=torch.long))
+        x = self.embed(ids)
+        if mask is not None and mask.sum() > 0:
+            x = x * mask.unsqueeze(-1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + shift)
+
+
+def test_a_call_that_looks_at_values_runs_as_the_recorded_one(caplog: pytest.LogCaptureFixture) -> None:
+    model = built(LooksAtValues)
+    compare(model, Chain(model, 2, microbatches=3), (ids(), ids() % 5 > 0), {})
+    assert {record.getMessage() for record in caplog.records} == {
+        "pp: this call can't be recorded (aten._local_scalar_dense.default); it is taken to run as the first one"
+    }
+
+
+class EveryWhere(Stack):
+    """A module with parameters that runs between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = self.between(layer(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("spec", [None, "between", ["between", "norm"]])
+def test_a_module_that_runs_on_every_stage(spec: Any) -> None:
+    model = built(EveryWhere)
+    chain = Chain(model, 3, microbatches=2, global_spec=spec)
+    assert chain.cutting.holders["between.weight"] == (0, 1, 2)
+    assert ("between" in chain.cutting.units) == (spec is None)
+    compare(model, chain, (ids(),), {})
+
+
+def test_a_module_for_every_stage_that_is_not_there() -> None:
+    with pytest.raises(ConfigError) as error:
+        Chain(built(EveryWhere), 2, global_spec="betwen")
+    assert message(error) == [
+        "pp.global_spec=betwen: no module of the model is called so; did you mean between?",
+        "  allowed: names of modules, as a string or a list",
+    ]
+
+
+class Masking(Stack):
+    """Random numbers for the input of the first block; `later` are needed again behind the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later = False
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        kept = torch.rand(ids.shape) < 0.5
+        first = self.dropout(x * kept.unsqueeze(-1))
+        x = first
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + first) * kept.unsqueeze(-1) if self.later else self.head(x)
+
+
+def test_random_numbers_that_several_stages_need_are_refused() -> None:
+    model = built(Masking)
+    assert not Chain(model, 2, microbatches=2).step((ids(),)).isnan().any()
+    model.later = True
+    with pytest.raises(ConfigError) as error:
+        Chain(model, 2, microbatches=2).step((ids(),))
+    assert message(error) == [
+        "pp: random numbers that are drawn between the parts of the model reach both layers.0 and head, which run at "
+        "different times, on different stages; each would draw its own",
+        "  allowed: random numbers that are drawn within one part of the model, or given to it",
+    ]

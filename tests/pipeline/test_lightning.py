@@ -1,0 +1,138 @@
+"""LightningModules that know nothing of pp give on two stages what plain Lightning gives in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+from tests.pipeline.cases import ENDS, GROUPS, RECIPES, REFUSED
+from tests.support.ranks import SOURCES, Group, GroupOf, differences, problems, start
+
+pytestmark = pytest.mark.timeout(600)
+SCRIPT = Path(__file__).with_name("cases.py")
+TOLERANCE = 1e-5
+SAME = [name for name in GROUPS["two"] if name.split("@")[0] in RECIPES and name != "bf16-mixed"]
+
+
+@pytest.fixture(scope="module")
+def one(group_of: GroupOf) -> Group:
+    return group_of(SCRIPT, "one", 1)
+
+
+@pytest.fixture(scope="module")
+def two(group_of: GroupOf) -> Group:
+    return group_of(SCRIPT, "two", 2)
+
+
+@pytest.fixture(scope="module")
+def refused(group_of: GroupOf) -> Group:
+    return group_of(SCRIPT, "refused", 2)
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_two_stages_equal_one_process(one: Group, two: Group, case: str) -> None:
+    assert problems(one, two, case.split("@")[0], case, TOLERANCE) == []
+
+
+def test_bf16_mixed_is_close(one: Group, two: Group) -> None:
+    """Products of microbatches round differently from those of the whole batch: 8 bits of mantissa."""
+    expected, found = (result.read("bf16-mixed")["first"]["losses"] for result in (one, two))
+    assert differences(expected, found, 1e-2) == []
+    assert differences(one.read("llama")["first"]["losses"], found, 1e-5) != []
+
+
+def test_dropout_trains(two: Group) -> None:
+    losses = two.read("dropout")["losses"]
+    assert len(losses) == 4 and all(0 < loss < 10 for loss in losses)
+
+
+def test_each_stage_holds_its_own_parameters(two: Group) -> None:
+    """The last stage is on rank 0, where what follows the call runs."""
+    last, first = (two.read("stages", rank)["llama"] for rank in (0, 1))
+    assert {name.rsplit(".", 2)[0] for name in first["names"] if "layers" not in name} == {"model.model"}
+    assert "model.model.embed_tokens.weight" in first["names"]
+    assert {"model.model.norm.weight", "model.lm_head.weight"} <= set(last["names"])
+    for held, blocks in ((first["names"], {"0", "1"}), (last["names"], {"2", "3"})):
+        assert {name.split(".")[3] for name in held if ".layers." in name} == blocks
+    tied = [two.read("stages", rank)["hf-llama"] for rank in (0, 1)]
+    assert [sum("embed" in name or "lm_head" in name for name in part["names"]) for part in tied] == [1, 1]
+    for part in (last, first, *tied):
+        assert part["strange"] == []
+        assert part["counted"] and part["share"] < 0.7
+
+
+OTHER_LOSS = "microbatches is {}: training would minimise something else than on one device\n  allowed: pp.loss=exact"
+MESSAGES = {
+    "manual-optimization": "pp with ManualOptimization: it optimizes by hand (automatic_optimization=False)",
+    "own-backward": "pp with OwnBackward: it overrides `backward`",
+    "averaging": "StochasticWeightAveraging: it averages whole weights",
+    "second-order": "pp with LBFGS: its step needs products over all parameters",
+    "too-few-blocks": "pp.split_spec=model.blocks: ",
+    "two-calls": "pp: the step calls self.model more than once",
+    "penalty": "pp: the loss uses model.blocks.2.norm.weight outside of the call of the model",
+    "masked-mean": OTHER_LOSS.format("3.9895"),
+    "hf-masked-mean": OTHER_LOSS.format("3.7572"),
+    "in-batch-contrastive": OTHER_LOSS.format("0.790386"),
+    "calls-forward": "can't run here; call the whole model",
+    "never-calls": "pp: the step never calls self.model(...)",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_before_anything_is_trained(refused: Group, case: str) -> None:
+    last, first = (refused.read(case, rank) for rank in (0, 1))
+    assert (last["type"], last["steps"], first["steps"]) == ("ConfigError", 0, 0)
+    assert MESSAGES[case] in last["message"]
+    assert first["message"].endswith(last["message"])
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_what_one_rank_refuses_ends_the_run(refused: Group, case: str) -> None:
+    with pytest.raises(AssertionError) as raised:
+        refused.read_all(case)
+    assert MESSAGES[case] in str(raised.value)
+
+
+FAILS = """
+import os
+import lightning as L
+import torch
+from torch import nn
+
+
+class Fails(L.LightningModule):
+    def __init__(self, block):
+        super().__init__()
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.model[block].register_forward_pre_hook(self.fail)
+
+    def fail(self, *_):
+        if self.trainer.global_step == 2:
+            raise ValueError("this block fails on purpose")
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(batch["input_ids"][:, :8].float() / 100).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+
+
+@pytest.mark.parametrize(("block", "rank"), [pytest.param(0, 1, id="first-stage"), pytest.param(3, 0, id="last-stage")])
+def test_a_failure_on_one_stage_ends_the_run_with_its_traceback(tmp_path: Path, block: int, rank: int) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    command = [sys.executable, "-m", "autolaunch", "mesh=1x1x2", "pp=exact", "module._target_=fails.Fails"]
+    command += [f"module.block={block}", "data=synthetic", "data.seq_len=8", "data.batch_size=8", "trainer.max_steps=6"]
+    command += ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", f"output_dir={tmp_path / 'run'}"]
+    done = start(command, timeout=60, PYTHONPATH=os.pathsep.join([*SOURCES, str(tmp_path)]))
+    assert done.returncode == 1, done.stdout[-4000:]
+    assert "ValueError: this block fails on purpose" in done.stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert f"rank {rank}" in done.stdout

@@ -1,0 +1,91 @@
+"""pp with dp and mp, every schedule, and checkpoints that go on elsewhere: what one process gives, on 4 and 8 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+from tests.pipeline.cases import GROUPS, RECIPES
+from tests.support.ranks import Group, GroupOf, problems, went_on
+
+pytestmark = pytest.mark.timeout(600)
+SCRIPT = Path(__file__).with_name("cases.py")
+TOLERANCE = 1e-5
+
+
+def same(group: str) -> list[str]:
+    """The cases of a group that have a counterpart in one process."""
+    return [name for name in GROUPS[group] if name.split("@")[0] in RECIPES]
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints that pass from mesh to mesh."""
+    return tmp_path_factory.mktemp("shelf")
+
+
+@pytest.fixture(scope="module")
+def one(group_of: GroupOf, shelf: Path) -> Group:
+    return group_of(SCRIPT, "one", 1, SHELF=str(shelf))
+
+
+@pytest.fixture(scope="module")
+def four(group_of: GroupOf, shelf: Path) -> Group:
+    return group_of(SCRIPT, "four", 4, SHELF=str(shelf))
+
+
+@pytest.fixture(scope="module")
+def eight(group_of: GroupOf, shelf: Path) -> Group:
+    return group_of(SCRIPT, "eight", 8, SHELF=str(shelf))
+
+
+@pytest.fixture(scope="module")
+def back(group_of: GroupOf, shelf: Path) -> Group:
+    return group_of(SCRIPT, "one-resumes", 1, SHELF=str(shelf))
+
+
+@pytest.mark.parametrize("case", same("four"))
+def test_four_ranks_equal_one_process(one: Group, four: Group, case: str) -> None:
+    assert problems(one, four, case.split("@")[0], case, TOLERANCE) == []
+
+
+@pytest.mark.parametrize("case", same("eight"))
+def test_eight_ranks_equal_one_process(one: Group, eight: Group, case: str) -> None:
+    assert problems(one, eight, case.split("@")[0], case, TOLERANCE) == []
+
+
+def test_replicas_draw_masks_of_their_own(four: Group) -> None:
+    """Dropout's; the data are the same on both."""
+    seen = {four.read("masks", rank)["place"]: four.read("masks", rank)["seen"] for rank in (0, 1)}
+    assert seen[0] and seen[1] and set(seen[0]).isdisjoint(seen[1])
+
+
+@pytest.fixture
+def saved(one: Group, four: Group, eight: Group) -> Callable[[str, str], None]:
+    """Makes the checkpoint of a model that a mesh of 1, 4 or 8 ranks writes."""
+    return lambda model, source: {"1": one, "4": four, "8": eight}[source].read_all(f"save-{model}") and None
+
+
+@pytest.mark.parametrize("source", ["1", "8"])
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_a_run_goes_on_on_2x2x2(one: Group, eight: Group, saved: Any, model: str, source: str) -> None:
+    saved(model, source)
+    case = f"resume-{model}-from-{source}"
+    assert went_on(one.read(f"uninterrupted-{model}"), eight, case, TOLERANCE) == []
+
+
+@pytest.mark.parametrize("case", [name for name in GROUPS["four"] if name.startswith("resume-")])
+def test_a_run_goes_on_with_other_stages(one: Group, four: Group, saved: Any, case: str) -> None:
+    saved("tied", "4")
+    assert went_on(one.read("uninterrupted-tied"), four, case, TOLERANCE) == []
+
+
+@pytest.mark.parametrize("case", GROUPS["one-resumes"])
+def test_a_run_goes_on_in_one_process(one: Group, back: Group, saved: Any, case: str) -> None:
+    _, model, _, source = case.split("-")
+    saved(model, source)
+    assert went_on(one.read(f"uninterrupted-{model}"), back, case, TOLERANCE) == []

@@ -1,0 +1,382 @@
+"""The planner's memory: against hand calculation, real schedules, real runs at tiny scale, and publications."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from autolaunch_strategies.config import PipelineParallel
+from autolaunch_strategies.pipeline.schedule import Kind, build_schedule, check_schedule
+from autolaunch_strategies.planner.candidate import PIPELINES, Candidate, Candidates
+from autolaunch_strategies.planner.constants import Constants
+from autolaunch_strategies.planner.hardware import Hardware, Link
+from autolaunch_strategies.planner.memory import PIECES, in_flight, memory_account, peak_memory
+from autolaunch_strategies.planner.profile import ModelProfile, Part, Recipe
+from autolaunch_strategies.planner.stages import Cut
+from tests import ROOT
+from tests.benchmarks import planner_published_memory as published
+from tests.planner import memory_cases as real
+
+BARE = dataclasses.replace(Constants(), context_bytes=0.0, fragmentation=0.0)
+CPU = Hardware("cpu", "cpu", 1, 4, 16e9, {"fp32": 1e11}, 1e10, Link(1e9, 1e-4), Link(1e9, 1e-4), constants=BARE)
+
+BLOCK = Part(
+    "block", 1000, 800, saved_bytes=50_000, divided_saved_bytes=30_000, selective_bytes=20_000,
+    divided_selective_bytes=10_000, output_bytes=4_000, peak_bytes=7_000, divided_peak_bytes=5_000,
+)  # fmt: skip
+BEFORE = Part("before", 3000, 3000, saved_bytes=800, output_bytes=4_000)
+AFTER = Part("after", 2000, 2000, saved_bytes=9_000, divided_saved_bytes=6_000)
+LOSS = 24_000
+
+
+def model(blocks: int = 8, **changes: object) -> ModelProfile:
+    names = tuple(f"blocks.{index}" for index in range(blocks))
+    profile = ModelProfile("toy", 16, BEFORE, (BLOCK,), (0,) * blocks, names, AFTER, LOSS, LOSS)
+    return dataclasses.replace(profile, **changes)  # type: ignore[arg-type]
+
+
+def pipelined(name: str, **fields: int) -> Candidate:
+    return Candidate(pipeline=PIPELINES.index(name), **fields)
+
+
+def total(candidate: Candidate, profile: ModelProfile | None = None, batch: int = 8, **recipe: float) -> float:
+    memory = peak_memory(
+        profile or model(), Recipe(batch_size=batch, **recipe), CPU, Candidates.of([candidate])  # type: ignore[arg-type]
+    )  # fmt: skip
+    return float(memory.bytes[0])
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+WHOLE = 8 * 1000 + 3000 + 2000
+KEPT = 8 * 50_000 + 800 + 9_000  # of one sequence
+
+
+@pytest.mark.parametrize(
+    ("candidate", "expected"),
+    [
+        # The loss, with the gradients of the step before: 4 + 4 + 8 bytes for each parameter.
+        pytest.param(Candidate(), 16 * WHOLE + 8 * (KEPT + LOSS), id="one"),
+        pytest.param(Candidate(microbatches=4), 16 * WHOLE + 2 * (KEPT + LOSS), id="accumulating"),
+        pytest.param(
+            Candidate(mp=2),
+            16 * (8 * 600 + 2500) + 8 * (8 * 35_000 + 800 + 6_000 + LOSS / 2),
+            id="mp",
+        ),
+        pytest.param(
+            Candidate(mp=2, sequence_parallel=1),
+            16 * (8 * 600 + 2500) + 8 * (8 * 25_000 + 800 + 6_000 + LOSS / 2),
+            id="sp",
+        ),
+        pytest.param(Candidate(cp=2), 16 * WHOLE + 4 * (KEPT + LOSS), id="cp"),
+        # Sharded state, all parameters gathered, and the buffer in which the largest block came.
+        pytest.param(Candidate(dp=2, level=1), (8 + 4) * WHOLE + 4000 + 4 * (KEPT + LOSS), id="level 1"),
+        pytest.param(
+            Candidate(dp=2, level=1, microbatches=4),
+            (2 + 4 + 4 + 4) * WHOLE + 4000 + KEPT + LOSS,
+            id="level 1, accumulating",
+        ),
+        # Of parameters only those that are in no block stay gathered.
+        pytest.param(Candidate(dp=2, level=3, microbatches=4), 8 * WHOLE + 4 * 5000 + 4000 + KEPT + LOSS, id="level 3"),
+        # Inputs of all blocks and one block whole, in which two blocks are gathered and gradients exist twice.
+        pytest.param(
+            Candidate(dp=2, level=3, microbatches=4, recompute=1),
+            8 * WHOLE + 4 * 5000 + 8 * 4_000 + 800 + 46_000 + 7_000 + 4 * 4000,
+            id="level 3, full",
+        ),
+        pytest.param(Candidate(recompute=1, microbatches=8), 16 * WHOLE + 8 * 4_000 + 800 + 46_000 + 7_000, id="full"),
+        pytest.param(
+            Candidate(recompute=-1, microbatches=8), 16 * WHOLE + 8 * 20_000 + 800 + 30_000 + 7_000, id="selective"
+        ),
+        # Blocks 0, 2, 4 and 6 are recomputed; when 6 is, 7 is done.
+        pytest.param(
+            Candidate(recompute=2, microbatches=8),
+            16 * WHOLE + 4 * 4_000 + 800 + max(4 * 50_000 + 9_000 + LOSS, 3 * 50_000 + 46_000 + 7_000),
+            id="every second",
+        ),
+        pytest.param(
+            Candidate(recompute=7, microbatches=8),
+            16 * WHOLE + 2 * 4_000 + 800 + 6 * 50_000 + 46_000 + 7_000,
+            id="every seventh",
+        ),
+    ],
+)
+def test_hand_calculation(candidate: Candidate, expected: float) -> None:
+    assert total(candidate) == pytest.approx(expected)
+
+
+def test_exchange_of_whole_gradients_may_be_the_peak() -> None:
+    """At level 0 all buckets exist at the end of the backward pass, a second copy of the gradients."""
+    small = model(1, kinds=(dataclasses.replace(BLOCK, parameters=10**6),))
+    assert total(Candidate(dp=2), small, batch=2) == pytest.approx((16 + 4) * (10**6 + 5000))
+
+
+def test_state_of_trained_parameters_only() -> None:
+    assert total(Candidate(microbatches=8), trained=0.25) == pytest.approx((4 + 12 * 0.25) * WHOLE + KEPT + LOSS)
+
+
+def test_the_fullest_rank_need_not_be_the_first() -> None:
+    """With a block less on both ends, as many publications have it, the second rank is the fullest."""
+    profile = model(14, loss_bytes=0.0, divided_loss_bytes=0.0, before=Part("before", 0), after=Part("after", 0))
+    candidate = pipelined("1f1b", pp=4, microbatches=8)
+    sizes = np.array([[3], [4], [4], [3]])
+
+    def uneven(*_: object) -> Cut:
+        return Cut(sizes, np.arange(4))
+
+    memory = peak_memory(profile, Recipe(batch_size=8), CPU, Candidates.of([candidate]), uneven)
+    assert memory.stage.tolist() == [1]
+    # 3 in flight of 4 blocks, whose outputs wait to be sent on; gradients of this step alone
+    expected = (4 + 4 + 8) * 4000 + 3 * (4 * 50_000 + 4_000) + 7_000 + 2 * 4_000
+    assert memory.bytes[0] == pytest.approx(expected)
+    account = memory_account(profile, Recipe(batch_size=8), CPU, candidate, uneven)
+    assert [row["total"] == pytest.approx(expected) for row in account] == [False, True, False, False]
+
+
+def test_loss_of_the_whole_batch() -> None:
+    """`exact` computes it at once; schedules see microbatches."""
+    large = model(loss_bytes=1e7, divided_loss_bytes=1e7)
+    exact, gpipe = (total(pipelined(name, pp=2, microbatches=4), large) for name in ("exact", "gpipe"))
+    assert exact - gpipe == pytest.approx(6e7)  # 8 sequences against 2
+
+
+def test_tied_weights_are_on_both_ends() -> None:
+    tied = model(shared_parameters=3000)
+    recipe = Recipe(batch_size=8)
+    apart, together = (
+        memory_account(profile, recipe, CPU, pipelined("1f1b", pp=2, microbatches=4)) for profile in (model(), tied)
+    )
+    assert [after["parameters"] - before["parameters"] for before, after in zip(apart, together, strict=True)] == [
+        0,
+        4 * 3000,
+    ]
+    assert total(Candidate(), tied) == total(Candidate())
+    v_shaped = pipelined("zbv_zero_bubble", pp=2, virtual_stages=2, microbatches=4)
+    assert total(v_shaped, tied) == total(v_shaped)  # one rank has both ends
+
+
+def test_hybrid_sharding_and_cp_divide_the_state() -> None:
+    account = [
+        memory_account(model(), Recipe(batch_size=8), CPU, candidate)[0]["optimizer"]
+        for candidate in (
+            Candidate(dp=8, level=2),
+            Candidate(dp=8, level=2, replicate=2),
+            Candidate(dp=4, cp=2, level=2, replicate=4),
+            Candidate(dp=8, level=0, replicate=8),
+        )
+    ]
+    assert account == pytest.approx([WHOLE, 2 * WHOLE, 4 * WHOLE, 8 * WHOLE])
+
+
+def test_context_and_fragmentation() -> None:
+    hardware = CPU.with_constants(dataclasses.replace(BARE, context_bytes=1e6, fragmentation=0.1), "test")
+    found = peak_memory(model(), Recipe(batch_size=8), hardware, Candidates.of([Candidate()]))
+    assert found.bytes[0] == pytest.approx(1.1 * total(Candidate()) + 1e6)
+    assert found.limit == 16e9
+
+
+def test_gradients_of_the_step_before() -> None:
+    """Under Lightning they live until the backward pass begins; other loops drop them before the forward pass."""
+    assert total(Candidate()) - total(Candidate(), keeps_gradients=False) == pytest.approx(4 * WHOLE)
+
+
+def test_copies_of_weights_in_a_narrower_type() -> None:
+    """Autocast keeps a copy of each weight it has used, for the backward pass, too."""
+    assert total(Candidate(), cast_bytes=2) - total(Candidate()) == pytest.approx(2 * (8 * 1000 + 2000))
+
+
+# --- many at once -----------------------------------------------------------------------------------------------------
+
+
+def many(count: int = 3000) -> Candidates:
+    random = np.random.default_rng(1)
+    pp = 2 ** random.integers(0, 4, count)
+    pipeline = np.where(pp > 1, random.integers(1, len(PIPELINES), count), 0)
+    name = np.asarray(PIPELINES)[pipeline]
+    two = np.isin(name, ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"))
+    return Candidates(
+        dp=2 ** random.integers(0, 3, count), mp=2 ** random.integers(0, 3, count), pp=pp,
+        cp=2 ** random.integers(0, 2, count), level=random.integers(0, 4, count),
+        sequence_parallel=random.integers(0, 2, count), pipeline=pipeline, virtual_stages=np.where(two, 2, 1),
+        split=random.integers(0, 2, count) * (pp > 1), microbatches=2 ** random.integers(3, 6, count),
+        recompute=random.choice([0, -1, 1, 2, 3], count), backend=random.integers(0, 3, count),
+    )  # fmt: skip
+
+
+def test_many_as_each_by_itself_and_as_the_account() -> None:
+    kinds = (BLOCK, dataclasses.replace(BLOCK, name="other", parameters=1500, saved_bytes=90_000, peak_bytes=20_000))
+    blocks = (0, 1, 1, 0, 0, 1, 0, 0) * 2
+    profile = dataclasses.replace(model(16), kinds=kinds, blocks=blocks)
+    recipe, candidates = Recipe(batch_size=256, cast_bytes=2), many()
+    found = peak_memory(profile, recipe, CPU, candidates)
+    for index in range(0, len(candidates), 29):
+        one = peak_memory(profile, recipe, CPU, Candidates.of([candidates[index]]))
+        assert one.bytes[0] == pytest.approx(found.bytes[index], rel=1e-12)
+        account = memory_account(profile, recipe, CPU, candidates[index])
+        totals = [row["total"] for row in account]
+        assert max(totals) == pytest.approx(found.bytes[index], rel=1e-12)
+        assert totals[found.stage[index]] == pytest.approx(max(totals), rel=1e-12)
+        assert all(sum(row[name] for name in PIECES) == pytest.approx(row["total"]) for row in account)
+        assert all(row[name] >= 0 for row in account for name in PIECES)
+
+
+def test_no_candidates() -> None:
+    assert len(peak_memory(model(), Recipe(batch_size=8), CPU, many(10).select(np.zeros(10, bool))).bytes) == 0
+
+
+# --- microbatches in flight -------------------------------------------------------------------------------------------
+
+
+def states(name: str, ranks: int, microbatches: int, virtual_stages: int, rank: int) -> np.ndarray:
+    """[moments, in flight and waiting for gradients of weights, by stage of the rank] of the table that runs."""
+    schedule = build_schedule(name, ranks, microbatches, virtual_stages)
+    place = {stage: index for index, stage in enumerate(schedule.stages_of(rank))}
+    now, seen = np.zeros(2 * len(place), dtype=int), set()
+    for action in schedule.actions[rank]:
+        index = place[action.stage]
+        if action.kind is Kind.F:
+            now[index] += 1
+        elif action.kind in (Kind.B, Kind.I):
+            now[index] -= 1
+            now[index + len(place)] += action.kind is Kind.I
+        else:
+            now[index + len(place)] -= 1
+        seen.add(tuple(now.tolist()))
+    return np.array(sorted(seen))
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual_stages"),
+    [
+        ("gpipe", 1), ("1f1b", 1), ("looped_bfs", 2), ("looped_bfs", 3), ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", 3), ("interleaved_zero_bubble", 2), ("interleaved_zero_bubble", 3),
+        ("zbv_zero_bubble", 2), ("dualpipev", 2),
+    ],
+)  # fmt: skip
+def test_microbatches_in_flight_are_those_of_the_schedule(name: str, virtual_stages: int) -> None:
+    random, looked_at = np.random.default_rng(2), 0
+    for ranks in (2, 3, 4, 8):
+        for microbatches in (1, 2, 3, 4, 6, 8, 12, 16, 17):
+            wanted = PipelineParallel(name, "microbatch", name, microbatches, virtual_stages)
+            if check_schedule(wanted, ranks, microbatches):
+                continue
+            flying, waiting = in_flight(name, ranks, virtual_stages, microbatches)
+            if name in ("gpipe", "looped_bfs"):
+                flying = flying * microbatches
+            for rank in range(ranks):
+                table = states(name, ranks, microbatches, virtual_stages, rank)
+                ours = np.concatenate([flying[rank], waiting[rank]], axis=1)
+                # Bytes of the stages, and what of them waits: less than is kept; with recomputation far more, and then
+                # which stage it waits in is not told exactly.
+                for waits in (0.0, 0.9, 12.0):
+                    stages = random.uniform(0.7, 1.3, virtual_stages) if waits < 1 else np.ones(virtual_stages)
+                    sizes = np.concatenate([stages, waits * stages])
+                    least, found = (table @ sizes).max(), (ours @ sizes).max()
+                    if name == "zbv_zero_bubble":  # an upper bound, close with two microbatches for each rank
+                        assert found >= least * (1 - 1e-9)
+                        assert found <= least * 1.10 or ranks < microbatches < 2 * ranks
+                    else:
+                        assert found == pytest.approx(least, rel=1e-9), (ranks, microbatches, rank, waits)
+                    looked_at += 1
+    assert looked_at > 50
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, int]]]:
+    """Case -> by pipe rank what its ranks took at most."""
+    root = ROOT
+    directory = tmp_path_factory.mktemp("memory")
+    paths = [str(root / "launcher"), str(root / "strategies"), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+    }
+    for ranks in sorted({real.ranks_of(fields) for fields in real.CASES.values()}):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = subprocess.run(
+            [*command, real.__file__, str(directory)], env=environment, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, list[dict[str, int]]] = {}
+    for name, fields in real.CASES.items():
+        for rank in range(fields.get("pp", 1)):
+            files = [json.loads(file.read_text()) for file in directory.glob(f"{name}.{rank}.*.json")]
+            assert files, (name, rank)
+            found.setdefault(name, []).append({key: max(file[key] for file in files) for key in files[0]})
+    return found
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    """Of the model that the real runs train."""
+    from autolaunch_strategies.planner.module_profile import profile_module
+
+    return profile_module(real.module(), real.POSITIONS, device_type="cpu")
+
+
+def predicted(name: str, profile: ModelProfile) -> list[dict[str, float]]:
+    return memory_account(profile, Recipe(batch_size=real.BATCH), CPU, real.candidate(real.CASES[name]))
+
+
+@pytest.mark.parametrize("name", list(real.CASES))
+def test_bytes_of_real_runs(name: str, measured: dict[str, list[dict[str, int]]], profile: ModelProfile) -> None:
+    """State to the byte (shards may be padded), and what malloc gives out at most.
+
+    That includes what Python needs for itself, some 0.3 MiB of 8 to 60.
+    """
+    fields = real.CASES[name]
+    for truth, ours in zip(measured[name], predicted(name, profile), strict=True):
+        assert ours["optimizer"] == pytest.approx(truth["optimizer"], rel=0.002)
+        if not fields.get("level"):
+            assert ours["parameters"] == pytest.approx(truth["parameters"], rel=0.001)
+        assert ours["gradients"] >= truth["gradients"] * 0.998
+        assert -0.12 <= ours["total"] / truth["peak"] - 1 <= 0.10, (truth, ours)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, f in real.CASES.items() if not f.get("recompute") and not f.get("level")]
+)
+def test_activations_kept_in_real_runs(
+    name: str, measured: dict[str, list[dict[str, int]]], profile: ModelProfile
+) -> None:
+    if name == "interleaved_zb":
+        pytest.skip("what waits for gradients of weights is not held by autograd")
+    for truth, ours in zip(measured[name], predicted(name, profile), strict=True):
+        assert ours["activations"] == pytest.approx(truth["saved"], rel=0.08)
+
+
+# --- publications -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[published.Error]]:
+    found: dict[str, list[published.Error]] = {}
+    for row in published.errors():
+        found.setdefault(row.row.source, []).append(row)
+    return found
+
+
+@pytest.mark.parametrize(("source", "most", "rows"), [("korthikanti22_fig1", 0.05, 8), ("zerobubble_table4", 0.03, 48)])
+def test_published_memory(source: str, most: float, rows: int, errors: dict[str, list[published.Error]]) -> None:
+    assert len(errors[source]) == rows
+    assert np.mean([abs(row.relative) for row in errors[source]]) <= most
+
+
+def test_published_memory_of_torchtitan(errors: dict[str, list[published.Error]]) -> None:
+    """Rows whose microbatches are stated. The others, of 405B over pp, are predicted too low, for no known reason."""
+    found = errors["torchtitan_202412"]
+    stated = [row for row in found if row.row.row["mbs"]]
+    assert (len(stated), len(found)) == (12, 18)
+    assert np.mean([abs(row.relative) for row in stated]) <= 0.05
+    assert np.mean([abs(row.relative) for row in found]) <= 0.08

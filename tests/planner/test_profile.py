@@ -1,0 +1,458 @@
+"""Profiles of modules: against closed formulas, and against what real passes keep, on one process and on two.
+
+Run by torchrun it measures what ranks of mp keep: `torchrun ... test_planner_profile.py <out>`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from autolaunch.models.language_model import LanguageModel
+from autolaunch.models.llama import Llama
+from autolaunch.models.llama_config import llama_config
+from autolaunch_strategies.config import ConfigError, ModelParallel
+from autolaunch_strategies.plan.choose import plan_for
+from autolaunch_strategies.planner.module_profile import default_loss, profile_module
+from autolaunch_strategies.planner.profile import MatMul, ModelProfile
+from autolaunch_strategies.planner.profile_cache import cached_profile, fingerprint
+from autolaunch_strategies.planner.recipe import recipe_of
+from tests import ROOT
+
+PLANS = yaml.safe_load((ROOT / "conf" / "model" / "llama.yaml").read_text())["mp_plans"]
+POSITIONS, VOCABULARY = 32, 96
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64,
+    "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def transformer(kind: str, **values: Any) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    config = AutoConfig.for_model(kind, **values)
+    config.use_cache = False  # as in training by this engine
+    return (AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM).from_config(config)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)
+        )  # fmt: skip
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.second(torch.relu(self.norm(self.first(x)))))
+
+
+class Images(nn.Module):
+    image_size = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(*(Residual(8) for _ in range(3)))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Mixed(nn.Module):
+    """Blocks of one class that differ: every second one is wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16)) for width in (32, 64, 32, 64)
+        )
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: Llama(llama_config({"size": "debug"})),
+    "gpt2": lambda: transformer(
+        "gpt2", n_embd=32, n_layer=3, n_head=4, vocab_size=VOCABULARY, n_positions=64, bos_token_id=0, eos_token_id=1
+    ),
+    "bert": lambda: transformer("bert", **SIZES),
+    "mixtral": lambda: transformer(
+        "mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **SIZES
+    ),
+    "gemma2": lambda: transformer("gemma2", num_key_value_heads=2, head_dim=8, sliding_window=8, **SIZES),
+    "qwen3": lambda: transformer("qwen3", num_key_value_heads=2, head_dim=8, **SIZES),
+    "phi3": lambda: transformer("phi3", num_key_value_heads=2, **SIZES),
+    "perceptron": Perceptron,
+    "images": Images,
+    "mixed": Mixed,
+}
+
+
+def batch_for(name: str, batch: int) -> torch.Tensor:
+    torch.manual_seed(1)
+    if name == "images":
+        return torch.randn(batch, 3, 16, 16)
+    if name == "perceptron":
+        return torch.randn(batch, POSITIONS, 16)
+    return torch.randint(0, VOCABULARY, (1, POSITIONS)).expand(batch, -1).contiguous()
+
+
+def profile_of(name: str, model: nn.Module, **arguments: Any) -> ModelProfile:
+    plan = PLANS["tensor_parallel"] if name == "llama" else None
+    return profile_module(model, POSITIONS, own_plan=plan, **{"device_type": "cpu", **arguments})
+
+
+def kept(model: nn.Module, inputs: torch.Tensor, local: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """Bytes that autograd saves in a real pass with the loss, parameters and buffers apart, each memory once."""
+    own = {local(item).untyped_storage().data_ptr() for item in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = local(tensor).untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = default_loss(model(inputs))
+        assert loss is not None
+        return sum(saved.values())
+
+
+def parts(profile: ModelProfile) -> list[Any]:
+    return [profile.before, *(profile.kinds[kind] for kind in profile.blocks), profile.after]
+
+
+# --- one process --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_what_is_kept(name: str) -> None:
+    model = MODELS[name]()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    profile = profile_of(name, model)
+    assert profile.parameters == sum(item.numel() for item in model.parameters())
+    assert profile.refused.keys() <= {"mp", "cp"}
+    inputs = {batch: batch_for(name, batch) for batch in (2, 3)}
+    real = kept(model, inputs[3], lambda item: item) - kept(model, inputs[2], lambda item: item)
+    assert sum(part.saved_bytes for part in parts(profile)) == real
+    if name != "images":  # batch norm counts the measured passes
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("size", ["debug", "8b", "70b", "405b"])
+def test_flops_of_llama_follow_the_formula(size: str) -> None:
+    config = llama_config({"size": size})
+    with torch.device("meta"):
+        model = Llama(config)
+    positions = 64 if size == "debug" else 4096
+    begin, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    profile = profile_module(model, positions, own_plan=PLANS["tensor_parallel"], precision="bf16-true")
+    seconds = time.process_time() - begin
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    width, head = config.hidden_size, config.head_dim
+    layer = 2 * width * head * (config.num_heads + config.num_kv_heads) + 3 * width * config.intermediate_size
+    scores = 2 * positions**2 * head * config.num_heads  # causal: half of two products
+    expected = config.num_layers * (2 * positions * layer + scores) + 2 * positions * width * config.vocab_size
+    assert profile.flops == expected
+    assert profile.parameters == sum(item.numel() for item in model.parameters())
+    assert len(profile.kinds) == 1 and profile.blocks == (0,) * config.num_layers
+    assert profile.block_names[:2] == ("model.layers.0", "model.layers.1")
+    assert {config.num_heads, config.num_kv_heads, config.intermediate_size} <= set(profile.mp_sizes)
+    assert profile.refused == {} and profile.heads == config.num_heads
+    assert seconds < 20, "of a few seconds, with room for a busy machine"
+    assert grown < 200 * 1024, "KiB"
+
+
+def test_what_mp_divides_in_llama() -> None:
+    config = llama_config({"size": "8b"})
+    with torch.device("meta"):
+        model = LanguageModel(Llama(config), {}, {}, 1)
+    profile = profile_module(model, 8192, own_plan=PLANS["tensor_parallel"], precision="bf16-true")
+    (block,) = profile.kinds
+    assert profile.block_names[0] == "model.layers.0"
+    assert block.matmuls[0] == MatMul(8192, 4096, 4096, 1, "columns")
+    assert block.parameters - block.divided_parameters == 2 * 4096
+    assert (block.exchanges, block.exchange_bytes) == (2, 8192 * 4096 * 2)
+    # Of one token in bf16: rotated queries and keys, values, what attention returns, its fp32 sums; gate, what SiLU
+    # makes of it, up, and their product.
+    attention = 2 * (4096 + 1024 + 1024 + 4096) + 4 * 32
+    assert block.divided_saved_bytes == 8192 * (attention + 4 * 2 * 14336)
+    # Inputs of q, k, v and of gate, up.
+    assert block.gathered_saved_bytes == 8192 * 2 * 2 * 4096
+    # Two norms each: the fp32 input, one number per row, the normalised bf16, the scaled bf16.
+    assert block.saved_bytes - block.divided_saved_bytes == 8192 * 2 * (4 * 4096 + 4 + 2 * 2 * 4096)
+    outputs = 2 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096) + 2 * 4096 + 4 * 32
+    assert block.selective_bytes == 8192 * (outputs + 2 * 4096)
+    assert profile.after.divided_parameters == 4096 * 128256
+    # Log-probabilities in fp32 are kept; their gradient and that of the scores come to it.
+    logits = 8192 * 128256
+    assert profile.after.divided_saved_bytes == 4 * logits
+    assert profile.loss_bytes == pytest.approx(8 * logits, rel=0.02)
+    assert profile.divided_loss_bytes == pytest.approx(8 * logits, rel=0.02)
+
+
+def test_kinds_of_blocks_and_tied_weights() -> None:
+    profile = profile_of("mixed", Mixed())
+    assert profile.blocks == (0, 1, 0, 1)
+    assert [item.parameters for item in profile.kinds] == [2 * 16 * 32 + 48, 2 * 16 * 64 + 80]
+    assert profile.shared_parameters == VOCABULARY * 16 == profile.before.parameters
+    assert profile.after.parameters == 0
+    assert "scaled_dot_product_attention" in profile.refused["cp"]
+
+
+def test_experts_count_as_often_as_tokens_go_to_them() -> None:
+    block = profile_of("mixtral", MODELS["mixtral"]()).kinds[0]
+    experts = [item for item in block.matmuls if item.columns in (128, 32) and item.count > 1]
+    assert sum(item.flops for item in experts) == 2 * POSITIONS * 2 * (32 * 128 + 64 * 32)
+
+
+def test_experts_that_ask_for_values_count_by_their_share() -> None:
+    class Experts(nn.Module):
+        num_experts, top_k = 4, 1
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.parts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+            for number, part in enumerate(self.parts):
+                rows = (chosen == number).nonzero(as_tuple=True)
+                if len(rows[0]):
+                    out[rows] = part(x[rows])
+            return out
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), Experts()) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    profile = profile_module(Model(), 8)
+    assert profile.parameters == sum(item.numel() for item in Model().parameters())
+    assert profile.kinds[0].flops == 2 * 8 * 16 * (4 + 4 * 16) / 4
+
+
+def test_convolutions_count_as_products() -> None:
+    profile = profile_of("images", Images())
+    assert profile.kinds[0].matmuls == (MatMul(256, 72, 8, 2, kept=False),)
+    assert profile.positions == 1
+    assert "nothing in Images can be divided" in profile.refused["mp"]
+
+
+def test_a_model_without_blocks_is_one_part() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    profile = profile_module(model)
+    assert profile.kinds == () and profile.before.parameters == 8 * 8 + 8 + 3 * 8 + 3
+    assert {"mp", "pp", "cp"} == profile.refused.keys()
+
+
+@pytest.mark.parametrize(("precision", "fused"), [("bf16-true", True), ("bf16-mixed", True), ("32-true", False)])
+def test_kernels_of_cuda(precision: str, fused: bool) -> None:
+    """CUDA has no one kernel for fp32 with shared key heads: scores [heads, s, s] are kept then."""
+    model = MODELS["llama"]()
+    block = profile_of("llama", model, device_type="cuda", precision=precision).kinds[0]
+    assert (block.attention is not None) == fused
+    scores = 4 * 4 * POSITIONS**2
+    others = profile_of("llama", model, precision=precision, device_type="cpu").kinds[0]
+    assert (block.saved_bytes - others.saved_bytes >= scores) == (not fused)
+
+
+def test_mixed_precision_keeps_narrow_activations_and_no_weights() -> None:
+    model = MODELS["qwen3"]()
+    full, mixed = (
+        profile_of("qwen3", model, device_type="cuda", precision=precision) for precision in ("32-true", "bf16-mixed")
+    )
+    assert mixed.parameters == full.parameters
+    assert sum(part.saved_bytes for part in parts(mixed)) < sum(part.saved_bytes for part in parts(full))
+
+
+def test_sequences_cost_the_same_each() -> None:
+    model = MODELS["llama"]()
+    one, other = (profile_module(model, positions, device_type="cpu").kinds[0] for positions in (32, 64))
+    assert other.saved_bytes == 2 * one.saved_bytes
+    assert other.moved_bytes == 2 * one.moved_bytes
+    assert other.attention.flops == 4 * one.attention.flops
+    assert other.kernels == one.kernels
+
+
+def test_the_same_again_and_as_text() -> None:
+    first, second = (profile_of("gemma2", MODELS["gemma2"]()) for _ in range(2))
+    assert first.to_json() == second.to_json()
+    assert ModelProfile.from_json(first.to_json()) == first
+
+
+def test_inputs_that_nobody_knows() -> None:
+    class Strange(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            return self.layer(batch["weather"])
+
+    with pytest.raises(ConfigError, match="example_input_array"):
+        profile_module(Strange())
+    model = Strange()
+    model.example_input_array = ({"weather": torch.zeros(2, 4)},)
+    assert profile_module(model).before.matmuls == (MatMul(1, 4, 4, 1),)
+    with pytest.raises(ConfigError, match="precision=17-true"):
+        profile_module(Strange(), precision="17-true")
+
+
+def test_a_loss_of_ones_own() -> None:
+    model = Perceptron()
+    wide = profile_module(model, POSITIONS, loss=lambda scores: scores.double().exp().square().sum())
+    assert wide.loss_bytes > profile_module(model, POSITIONS).loss_bytes
+    assert wide.kinds == profile_module(model, POSITIONS).kinds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, {"compute": "fp32", "parameter_bytes": 4, "cast_bytes": 0, "optimizer_bytes": 8}),
+        ({"precision": "bf16-mixed"}, {"compute": "bf16", "parameter_bytes": 4, "cast_bytes": 2, "reduce_bytes": 4}),
+        (
+            {"precision": "bf16-true", "optimizer": "sgd"},
+            {"compute": "bf16", "gathered_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 0},
+        ),
+        (
+            {"dp": {"param_dtype": "bf16", "reduce_dtype": "fp32"}},
+            {"compute": "bf16", "parameter_bytes": 4, "gathered_bytes": 2, "gradient_bytes": 4, "reduce_bytes": 4},
+        ),
+        ({"dp": {"param_dtype": "bf16"}, "precision": "bf16-mixed"}, {"cast_bytes": 0, "reduce_bytes": 2}),
+        ({"optimizer": "torch.optim.SGD", "momentum": 0.9}, {"optimizer_bytes": 4}),
+    ],
+)
+def test_recipes(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
+    recipe = recipe_of(64, **arguments)
+    assert {key: getattr(recipe, key) for key in expected} == expected
+    assert recipe.batch_size == 64
+
+
+def test_profiles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cached_profile(Perceptron(), 8, directory=tmp_path)
+    (file,) = tmp_path.iterdir()
+    made: list[int] = []
+    module = sys.modules["autolaunch_strategies.planner.module_profile"]
+    monkeypatch.setattr(module, "profile_module", lambda *_, **__: made.append(1) or first)
+    assert cached_profile(Perceptron(), 8, directory=tmp_path) == first and not made
+    file.write_text(file.read_text()[:40])
+    assert cached_profile(Perceptron(), 8, directory=tmp_path) == first and made == [1]
+    assert cached_profile(Perceptron(), 8, directory=tmp_path) == first and made == [1], "it was mended"
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_fingerprints_tell_models_apart() -> None:
+    wide = Perceptron()
+    wide.head = nn.Linear(16, 6)
+    dropping = Perceptron()
+    dropping.layers[0].append(nn.Dropout(0.1))
+    frozen = Perceptron()
+    frozen.head.requires_grad_(False)
+    found = [fingerprint(model, {"positions": 8}) for model in (Perceptron(), wide, dropping, frozen)]
+    found.append(fingerprint(Perceptron(), {"positions": 16}))
+    assert len(set(found)) == 5
+    assert fingerprint(Perceptron(), {"positions": 8}) == found[0]
+
+
+# --- two processes ------------------------------------------------------------------------------------------------
+
+DIVIDED = [("llama", False), ("llama", True), ("gpt2", False), ("qwen3", False), ("perceptron", False)]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    from tests.support.ranks import start, torchrun
+
+    out = tmp_path_factory.mktemp("profile") / "kept.json"
+    done = start(torchrun(2, __file__, str(out)))
+    assert done.returncode == 0, done.stdout[-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(("name", "by_sequence"), DIVIDED)
+def test_what_a_rank_of_mp_keeps(measured: dict[str, int], name: str, by_sequence: bool) -> None:
+    profile = profile_of(name, MODELS[name]())
+    whole = sum(part.saved_bytes for part in parts(profile))
+    divided = sum(part.divided_saved_bytes for part in parts(profile))
+    gathered = sum(part.gathered_saved_bytes for part in parts(profile)) if by_sequence else 0
+    rest = whole - divided - gathered
+    expected = divided / 2 + gathered + (rest / 2 if by_sequence else rest)
+    assert expected == pytest.approx(measured[f"{name} {by_sequence}"], rel=0.05)
+
+
+def measure(out: str) -> None:
+    """What this rank keeps per sequence, of two along mp."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    from autolaunch_strategies import ProcessMesh, parallelize
+
+    def local(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    found = {}
+    for name, by_sequence in DIVIDED:
+        torch.manual_seed(0)
+        model = MODELS[name]()
+        own = PLANS["seq_parallel" if by_sequence else "tensor_parallel"] if name == "llama" else None
+        rules = plan_for(model, ModelParallel(sequence_parallel=by_sequence), own, 2)
+        plan = {rule.pattern: [style.to_yaml() for style in rule.styles] for rule in rules if rule.styles}
+        parallelize(model, None, ProcessMesh([[0, 1]], ["dp", "mp"]), {"mp_config": {"parallelize_plan": plan}})
+        kept(model, batch_for(name, 2), local)  # what a first pass makes once
+        sizes = [kept(model, batch_for(name, batch), local) for batch in (2, 3)]
+        found[f"{name} {by_sequence}"] = sizes[1] - sizes[0]
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1])

@@ -1,0 +1,253 @@
+"""Pictures of a planner's choice, and the page that holds them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from autolaunch.report.choice_html import write_choice
+from autolaunch.report.choice_pictures import memory_svg, pareto_svg, time_svg
+from autolaunch.report.choice_words import MEMORY, PARTS
+from tests.report.choice_cases import CHOICES, GIB, STRANGE, huge, nothing_fits, one_device, strange, usual
+
+SVG = "{http://www.w3.org/2000/svg}"
+PICTURES = {"time": time_svg, "memory": memory_svg, "pareto": pareto_svg}
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
+
+
+def bars(root: ElementTree.Element) -> list[ElementTree.Element]:
+    return [shape for shape in root.iter(f"{SVG}rect") if about(shape)]
+
+
+def about(shape: ElementTree.Element) -> str:
+    return shape.findtext(f"{SVG}title", "")
+
+
+def number(shape: ElementTree.Element, key: str) -> float:
+    return float(shape.get(key, "nan"))
+
+
+def box(text: ElementTree.Element) -> tuple[float, float, float, float]:
+    """Where words are, by a usual width of letters."""
+    words = "".join(text.itertext())
+    size = float(text.get("font-size", 13))
+    wide, x, y = 0.53 * size * len(words), number(text, "x"), number(text, "y")
+    left = x - {"end": wide, "middle": wide / 2}.get(text.get("text-anchor", ""), 0.0)
+    return left, y - size, left + wide, y
+
+
+@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("case", CHOICES)
+def test_pictures_are_whole(name: str, case: str) -> None:
+    text = PICTURES[name](CHOICES[case]())
+    if not text:
+        assert (name, case) in {("memory", "nothing-fits"), ("pareto", "nothing-fits"), ("pareto", "one-device")}
+        return
+    root = ElementTree.fromstring(text)
+    width, height = number(root, "width"), number(root, "height")
+    assert root.get("viewBox") == f"0 0 {width:.0f} {height:.0f}"
+    assert text.count("http") == 1  # the namespace
+    assert "nan" not in text and "inf" not in text.replace("information", "")
+    for shape in root.iter(f"{SVG}rect"):
+        assert number(shape, "x") >= 0 or shape.get("x") is None
+        assert number(shape, "width") > 0
+        if shape.get("x"):
+            assert number(shape, "x") + number(shape, "width") <= width + 0.01
+            assert number(shape, "y") + number(shape, "height") <= height
+    for words in root.iter(f"{SVG}text"):
+        left, top, right, bottom = box(words)
+        assert left >= 0 and top >= 0 and right <= width and bottom <= height, "".join(words.itertext())
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_same_choice_gives_the_same_bytes(name: str) -> None:
+    assert PICTURES[name](usual()) == PICTURES[name](usual())
+
+
+def test_bars_are_as_long_as_their_times() -> None:
+    choice = usual()
+    root = ElementTree.fromstring(time_svg(choice))
+    rows = {y: list(row) for y, row in itertools.groupby(bars(root), key=lambda bar: number(bar, "y"))}
+    assert len(rows) == 6
+    drawn = [choice["chosen"], *choice["alternatives"]][:6]
+    scale = 520 / drawn[5]["seconds"]
+    for row, way in zip(rows.values(), drawn, strict=True):
+        known = [(name, seconds) for name in PARTS if (seconds := way["parts"][name])]
+        for bar, (name, seconds) in zip(row, known, strict=True):
+            assert about(bar).startswith(PARTS[name].words + ": ")
+            assert bar.get("fill") == PARTS[name].colour
+            assert number(bar, "width") == pytest.approx(seconds * scale, abs=1.01)
+        for one, other in itertools.pairwise(row):
+            assert number(one, "x") + number(one, "width") <= number(other, "x") + 0.01
+    words = texts(root)
+    assert "4.21 s · chosen" in words and "4.90 s · +16.4%" in words
+    assert "dp64xmp8xcp2hsdp, 8 replicas, ring" in words
+
+
+def test_what_takes_many_times_as_long_is_not_drawn() -> None:
+    choice = usual()
+    choice["alternatives"][-1] |= {"seconds": 900.0, "slower_by": 212.8}
+    assert "900" not in time_svg(choice)
+
+
+def test_times_of_a_tiny_step_have_their_unit() -> None:
+    words = texts(ElementTree.fromstring(time_svg(one_device())))
+    assert "104 us · chosen" in words and "time of a step, us" in words and "100" in words
+
+
+def test_memory_is_drawn_against_the_limit() -> None:
+    choice = usual()
+    root = ElementTree.fromstring(memory_svg(choice))
+    limit = next(path for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray"))
+    at = float(limit.get("d", "").removeprefix("M").split()[0])
+    rows = [list(row) for _, row in itertools.groupby(bars(root), key=lambda bar: number(bar, "y"))]
+    assert len(rows) == 8
+    for row, stage in zip(rows, choice["chosen"]["stages"], strict=True):
+        left, right = number(row[0], "x"), number(row[-1], "x") + number(row[-1], "width")
+        assert (right - left) / (at - left) == pytest.approx(stage["total"] / (74 * GIB), abs=0.01)
+    assert "limit 74.0 GiB" in texts(root)
+    assert [words for words in texts(root) if words in {look.words for look in MEMORY.values()}][-6:] == [
+        look.words for look in MEMORY.values()
+    ]
+
+
+def test_memory_of_64_stages_shows_each_of_them() -> None:
+    words = texts(ElementTree.fromstring(memory_svg(huge())))
+    assert {"0", "31", "63"} <= set(words)
+    assert "76.3 GiB · 103%" in words
+
+
+def test_names_in_the_plot_never_lie_over_each_other() -> None:
+    for case in ("usual", "huge", "strange"):
+        root = ElementTree.fromstring(pareto_svg(CHOICES[case]()))
+        boxes = [box(text) for text in root.iter(f"{SVG}text") if "xpp" in "".join(text.itertext())]
+        assert 2 <= len(boxes) <= 9
+        for one, other in itertools.combinations(boxes, 2):
+            apart = one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] + 2 or other[3] <= one[1] + 2
+            assert apart, case
+
+
+def test_the_plot_shows_every_way() -> None:
+    choice = usual()
+    root = ElementTree.fromstring(pareto_svg(choice))
+    points = [shape for shape in root.iter(f"{SVG}circle") if about(shape)]
+    assert len(points) == len(choice["pareto"]) + len(choice["alternatives"]) + 1
+    front = sorted(points[len(choice["alternatives"]) : -1], key=lambda point: number(point, "cx"))
+    assert [number(point, "cy") for point in front] == sorted(number(point, "cy") for point in front)  # less memory
+    assert about(points[-1]).startswith("dp16xmp8xpp8, zero1, ") and about(points[-1]).endswith(": 4.21 s, 56.3 GiB")
+    assert "chosen: dp16xmp8xpp8" in texts(root)
+
+
+def test_times_that_are_far_apart_are_shown_by_their_logarithm() -> None:
+    choice = usual()
+    choice["pareto"][-1]["seconds"] = 421.0
+    root = ElementTree.fromstring(pareto_svg(choice))
+    assert {"5", "10", "20", "50", "100", "200", "500"} <= set(texts(root))
+    points = {
+        about(shape): number(shape, "cx")
+        for shape in root.iter(f"{SVG}circle")
+        if shape.find(f"{SVG}title") is not None
+    }
+    first, last = min(points.values()), max(points.values())
+    whole = math.log(421.0 * 1.2 / (4.18 / 1.2))
+    assert (last - first) / (534 - 82) == pytest.approx(math.log(421.0 / 4.18) / whole, abs=0.01)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+EMPTY = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in order, and keeps words by tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.words: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not any(key in ("src", "href") or key.startswith("on") for key, _ in attrs)
+        self.seen.append(tag)
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and data.strip():
+            self.words.setdefault(self.open[-1], []).append(data.strip())
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_the_page_is_well_formed_and_needs_nothing_else(case: str, tmp_path: Path) -> None:
+    paths = write_choice(tmp_path, CHOICES[case]())
+    text = paths[-1].read_text(encoding="utf-8")
+    assert paths[-1].name == "plan.html" and text.startswith("<!DOCTYPE html>")
+    page = Page(text)
+    assert "script" not in page.seen and "link" not in page.seen and "img" not in page.seen
+    assert "url(" not in text and "@import" not in text
+    assert page.seen.count("svg") == len(paths) - 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in paths)
+
+
+def test_what_the_page_says(tmp_path: Path) -> None:
+    *pictures, path = write_choice(tmp_path / "new", usual())
+    assert [picture.name for picture in pictures] == ["time.svg", "memory.svg", "pareto.svg"]
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.words["h1"] == ["Plan for llama 70b"]
+    assert "dp 16 × mp 8 × pp 8 · 1,024 ranks" in page.words["dd"]
+    assert page.words["pre"] == ["autolaunch +plan=plan.yaml"]
+    assert page.words["code"][0].startswith("mesh=16x8x8 dp=zero1 ")
+    assert len(page.words["li"]) == 3
+    assert {"4.21 s", "+16.4%", "71.9 GiB", "tight", "27,120", "heads % mp"} <= set(page.words["td"])
+    assert any(note.startswith("MFU: flops of matrix products") for note in page.words["p"])
+
+
+def test_strange_names_are_words_and_not_tags(tmp_path: Path) -> None:
+    *pictures, path = write_choice(tmp_path, strange())
+    text = path.read_text(encoding="utf-8")
+    assert "<script" not in text
+    page = Page(text)
+    assert page.words["h1"] == [f"Plan for {STRANGE}"]
+    assert STRANGE in page.words["td"] and STRANGE in page.words["li"]
+    for picture in pictures:
+        ElementTree.parse(picture)
+    assert any(STRANGE in words for words in texts(ElementTree.parse(pictures[0]).getroot()))
+
+
+def test_signs_that_xml_forbids_are_replaced(tmp_path: Path) -> None:
+    choice = usual()
+    choice["alternatives"][0]["mesh"] = choice["model"]["name"] = "a\x00b\x1bc"
+    *pictures, path = write_choice(tmp_path, choice)
+    assert any("a\ufffdb\ufffdc" in words for words in texts(ElementTree.parse(pictures[0]).getroot()))
+    assert "\x00" not in path.read_text(encoding="utf-8")
+
+
+def test_the_same_choice_gives_the_same_files(tmp_path: Path) -> None:
+    first = [path.read_bytes() for path in write_choice(tmp_path / "a", usual())]
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "plan.html").write_text("old")
+    assert [path.read_bytes() for path in write_choice(tmp_path / "b", usual())] == first
+
+
+def test_pictures_of_an_earlier_choice_do_not_remain(tmp_path: Path) -> None:
+    write_choice(tmp_path, usual())
+    assert [path.name for path in write_choice(tmp_path, nothing_fits())] == ["time.svg", "plan.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "time.svg"]

@@ -1,0 +1,548 @@
+"""Pipeline schedules: complete tables, transfers that cannot block each other, rules, files, and idle time."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autolaunch_strategies.config import SCHEDULES, ConfigError, PipelineParallel
+from autolaunch_strategies.pipeline.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    build_schedule,
+    check_schedule,
+    default_virtual_stages,
+    fitting_microbatches,
+    timeline,
+    with_transfers,
+)
+from tests import ROOT
+
+MICROBATCHES = {
+    "interleaved_1f1b": {1: (1, 5), 2: (1, 3, 8), 4: (3, 10, 16)},
+    "interleaved_zero_bubble": {1: (1, 5), 2: (1, 3, 8), 4: (3, 10, 16)},
+    "1f1b": {1: (1, 5), 2: (2, 3, 8), 4: (4, 5, 16)},
+    "dualpipev": {1: (2, 5), 2: (4, 5, 8), 4: (8, 9, 16)},
+}
+ANY = {1: (1, 5), 2: (1, 3, 8), 4: (1, 5, 16)}
+TABLES = [
+    pytest.param(name, ranks, microbatches, virtual, id=f"{name}-{ranks}x{microbatches}-v{virtual}")
+    for name in SCHEDULES
+    for ranks, counts in MICROBATCHES.get(name, ANY).items()
+    for microbatches in counts
+    for virtual in ((2, 3) if name.startswith(("interleaved", "looped")) else (default_virtual_stages(name),))
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "virtual"), TABLES)
+def test_each_stage_works_once_on_each_microbatch(name: str, ranks: int, microbatches: int, virtual: int) -> None:
+    schedule = build_schedule(name, ranks, microbatches, virtual)
+    assert (schedule.stages, schedule.virtual_stages, len(schedule.actions)) == (ranks * virtual, virtual, ranks)
+    for rank, actions in enumerate(schedule.actions):
+        assert {action.stage for action in actions} == set(schedule.stages_of(rank))
+        assert len(schedule.stages_of(rank)) == virtual
+        done: dict[tuple[int, int], str] = {}
+        for action in actions:
+            place = (action.stage, action.microbatch)
+            done[place] = done.get(place, "") + action.kind
+        assert set(done) == {(s, m) for s in schedule.stages_of(rank) for m in range(microbatches)}
+        assert set(done.values()) <= {"FB", "FIW"}
+
+
+def test_placement() -> None:
+    assert build_schedule("1f1b", 4, 8).rank_of_stage == (0, 1, 2, 3)
+    assert build_schedule("interleaved_1f1b", 2, 4, 3).rank_of_stage == (0, 1, 0, 1, 0, 1)
+    v = build_schedule("zbv_zero_bubble", 4, 8)
+    assert v.rank_of_stage == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert (v.v_shaped, v.stages_of(1)) == (True, (1, 6))
+    assert not build_schedule("interleaved_1f1b", 4, 8).v_shaped
+
+
+def test_order_of_gpipe_and_1f1b() -> None:
+    rows = [" ".join(map(str, row)) for row in build_schedule("gpipe", 2, 3).actions]
+    assert rows == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
+    rows = [" ".join(map(str, row)) for row in build_schedule("1f1b", 3, 4).actions]
+    assert rows == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ]
+
+
+# --- transfers ---------------------------------------------------------------------------------------------------
+
+
+def message(action: Action) -> Action:
+    """What a RECV takes is what the SEND of the neighbouring stage sent."""
+    if action.kind == Kind.RECV_F:
+        return Action(Kind.SEND_F, action.stage - 1, action.microbatch)
+    if action.kind == Kind.RECV_B:
+        return Action(Kind.SEND_B, action.stage + 1, action.microbatch)
+    return action
+
+
+def peer(action: Action, schedule: Schedule) -> int:
+    down = action.kind in (Kind.SEND_F, Kind.RECV_B)
+    return schedule.rank_of_stage[action.stage + (1 if down else -1)]
+
+
+def replay(schedule: Schedule, rows: tuple[tuple[Action, ...], ...]) -> None:
+    """Carry out `rows` with sends that never wait and receives that always do; fail if anything is missing."""
+    sent: dict[tuple[int, int], deque[Action]] = {}
+    have: list[set[Action]] = [set() for _ in rows]
+    at = [0] * len(rows)
+    last = schedule.stages - 1
+    progress = True
+    while progress:
+        progress = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                s, m = action.stage, action.microbatch
+                if action.kind in (Kind.SEND_F, Kind.SEND_B):
+                    made = {Kind.SEND_F: "F", Kind.SEND_B: "BI"}[action.kind]
+                    assert any(Action(Kind(kind), s, m) in have[rank] for kind in made), action
+                    sent.setdefault((rank, peer(action, schedule)), deque()).append(action)
+                elif action.kind in (Kind.RECV_F, Kind.RECV_B):
+                    queue = sent.get((peer(action, schedule), rank))
+                    if not queue:
+                        break
+                    assert queue.popleft() == message(action)
+                elif action.kind == Kind.F:
+                    assert s == 0 or {Action(Kind.RECV_F, s, m), Action(Kind.F, s - 1, m)} & have[rank], action
+                elif action.kind == Kind.W:
+                    assert Action(Kind.I, s, m) in have[rank], action
+                else:
+                    gradient = {Action(kind, s + 1, m) for kind in (Kind.B, Kind.I)} | {Action(Kind.RECV_B, s, m)}
+                    assert Action(Kind.F, s, m) in have[rank], action
+                    assert s == last or gradient & have[rank], action
+                have[rank].add(action)
+                at[rank] += 1
+                progress = True
+    assert at == [len(row) for row in rows], "a receive waits for ever"
+    assert not any(sent.values()), "sent and never received"
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "virtual"), TABLES)
+def test_transfers(name: str, ranks: int, microbatches: int, virtual: int) -> None:
+    schedule = build_schedule(name, ranks, microbatches, virtual)
+    rows = with_transfers(schedule)
+    computing = tuple(tuple(action for action in row if len(action.kind) == 1) for row in rows)
+    assert computing == schedule.actions
+    for here in range(ranks):
+        for there in range(here):
+            mutual = [
+                [message(a) for a in rows[one] if len(a.kind) > 1 and peer(a, schedule) == other]
+                for one, other in ((here, there), (there, here))
+            ]
+            assert mutual[0] == mutual[1]
+    crossings = sum(a != b for a, b in zip(schedule.rank_of_stage, schedule.rank_of_stage[1:], strict=False))
+    assert sum(len(action.kind) > 1 for row in rows for action in row) == 2 * 2 * crossings * microbatches
+    replay(schedule, rows)
+
+
+def test_a_transfer_stands_where_it_happens() -> None:
+    rows = [" ".join(map(str, row)) for row in with_transfers(build_schedule("1f1b", 2, 2))]
+    assert rows == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+    ]
+
+
+def test_a_table_that_cannot_run_has_no_transfers() -> None:
+    F, B = Kind.F, Kind.B
+    rows = ((Action(F, 0, 0), Action(B, 0, 0)), (Action(B, 1, 0), Action(F, 1, 0)))
+    with pytest.raises(ConfigError) as error:
+        with_transfers(Schedule("own", 2, 1, 1, (0, 1), rows))
+    assert str(error.value) == "pp.schedule=own: 0B0 on pipe rank 0 waits for 1B0, which never comes"
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_torch_wrote(tmp_path: Path) -> None:
+    from torch.distributed.pipelining import ScheduleDualPipeV
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+    stages: Any = [SimpleNamespace(num_stages=4, group_size=2, group_rank=0, submod=None) for _ in range(2)]
+    file = tmp_path / "mine.csv"
+    PipelineScheduleMulti._dump_csv(ScheduleDualPipeV(stages, 6), file)
+    assert "OVERLAP_F_B" in file.read_text()
+    read, built = build_schedule(str(file), 2), build_schedule("dualpipev", 2, 6)
+    assert read == Schedule(str(file), 2, 2, 6, built.rank_of_stage, built.actions)
+    assert read.v_shaped
+    pp = PipelineParallel("custom", "microbatch", str(file))
+    assert check_schedule(pp, 2, None) == []
+    assert [fitting_microbatches(str(file), 2, None, None, batch) for batch in (5, 6, 13)] == [0, 6, 6]
+
+
+GOOD = "0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(
+            GOOD.replace("1B0", "1X0"),
+            "pp.schedule=my.csv, row 2, column 3: 1X0: not a step of a schedule\n"
+            "  allowed: stage, F, B, I or W, and microbatch: 0F0, 1B3; an empty cell is idle time",
+            id="unknown cell",
+        ),
+        pytest.param(
+            GOOD.replace("1B0", "1RECV_B0"),
+            "pp.schedule=my.csv, row 2, column 3: 1RECV_B0: not a step of a schedule\n"
+            "  allowed: stage, F, B, I or W, and microbatch: 0F0, 1B3; an empty cell is idle time",
+            id="a transfer",
+        ),
+        pytest.param(
+            GOOD + "2F0,2F1,2B0,2B1",
+            "pp.schedule=my.csv: the file has 3 rows, but the mesh has 2 ranks along pp\n"
+            "  allowed: one row per rank of pp",
+            id="too many rows",
+        ),
+        pytest.param(
+            "",
+            "pp.schedule=my.csv: the file has 0 rows, but the mesh has 2 ranks along pp\n"
+            "  allowed: one row per rank of pp",
+            id="empty",
+        ),
+        pytest.param(
+            GOOD.replace("0B1", "1B1"),
+            "pp.schedule=my.csv, row 2, column 2: 1F0: stage 1 is already in row 1\n"
+            "  allowed: each stage in one row only",
+            id="a stage on two ranks",
+        ),
+        pytest.param(
+            GOOD.replace("1F", "2F").replace("1B", "2B"),
+            "pp.schedule=my.csv: there is a stage 2, but no stage 1",
+            id="a stage left out",
+        ),
+        pytest.param(
+            "0F0,1F0,1B0,0B0\n2F0,2B0",
+            "pp.schedule=my.csv: row 2 has 1 stage, row 1 has 2\n  allowed: as many stages in each row",
+            id="uneven stages",
+        ),
+        pytest.param(
+            "0F0,0B0\n\n",
+            "pp.schedule=my.csv: the file has 1 row, but the mesh has 2 ranks along pp\n"
+            "  allowed: one row per rank of pp",
+            id="an empty row",
+        ),
+        pytest.param(
+            GOOD.replace("0F1", "0F0"),
+            "pp.schedule=my.csv, row 1, column 2: 0F0: is there a second time\n  allowed: every step once",
+            id="twice",
+        ),
+        pytest.param(
+            GOOD.replace("0B1", "0W0"),
+            "pp.schedule=my.csv, row 1, column 6: 0W0: is there beside 0B0\n"
+            "  allowed: either one B, or one I and one W, for each microbatch at each stage",
+            id="B and W",
+        ),
+        pytest.param(
+            GOOD.replace("1F1,1B1", "1B1,1F1"),
+            "pp.schedule=my.csv, row 2, column 4: 1B1: comes before 1F1\n"
+            "  allowed: F first, then B or I, and W after I",
+            id="backward first",
+        ),
+        pytest.param(
+            GOOD.replace("1B1", "1W1"),
+            "pp.schedule=my.csv, row 2, column 5: 1W1: comes before 1I1\n"
+            "  allowed: F first, then B or I, and W after I",
+            id="weights first",
+        ),
+        pytest.param(
+            GOOD.replace("1B1", "1I1"),
+            "pp.schedule=my.csv, row 2: 1W1 is missing\n  allowed: all of microbatches 0 to 1 at each stage of the row",
+            id="no weights",
+        ),
+        pytest.param(
+            GOOD.replace(",1B1", ""),
+            "pp.schedule=my.csv, row 2: 1B1 (or 1I1 and 1W1) is missing\n"
+            "  allowed: all of microbatches 0 to 1 at each stage of the row",
+            id="no backward",
+        ),
+        pytest.param(
+            GOOD.replace("0F1", "0F7").replace("0B1", "0B7"),
+            "pp.schedule=my.csv, row 1: 0F1 is missing\n  allowed: all of microbatches 0 to 7 at each stage of the row",
+            id="a microbatch left out",
+        ),
+        pytest.param(
+            "0F0,0B0,0F1,0B1\n1F0,1F1,1I1,1W1,1I0,1W0\n",
+            "pp.schedule=my.csv, row 1, column 2: 0B0: waits for 1I0, and the row with that waits as well: "
+            "no rank can go on\n  allowed: an order in which everything comes after what it needs",
+            id="deadlock",
+        ),
+    ],
+)
+def test_a_wrong_file(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.csv").write_text(text)
+    errors = check_schedule(PipelineParallel("own", "microbatch", "my.csv"), 2, None)
+    assert [str(error) for error in errors] == [message]
+
+
+@pytest.mark.parametrize(
+    ("changes", "microbatches", "message"),
+    [
+        pytest.param({}, 2, None, id="the same number"),
+        pytest.param({"virtual_stages": 1}, None, None, id="the same stages"),
+        pytest.param(
+            {},
+            4,
+            "pp.microbatches=4 with pp.schedule=my.csv: the file has 2 microbatches\n"
+            "  allowed: pp.microbatches=2, or null for what the file has\n  write:   pp.microbatches=null",
+            id="other microbatches",
+        ),
+        pytest.param(
+            {"virtual_stages": 2},
+            None,
+            "pp.virtual_stages=2 with pp.schedule=my.csv: the file has 1 stage per rank\n"
+            "  allowed: pp.virtual_stages=1, or null for what the file has\n  write:   pp.virtual_stages=null",
+            id="other stages",
+        ),
+        pytest.param(
+            {"schedule": "no.csv"},
+            None,
+            "pp.schedule=no.csv: no such file\n  allowed: the path of a CSV file, or gpipe, 1f1b, looped_bfs, "
+            "interleaved_1f1b, interleaved_zero_bubble, zbv_zero_bubble, dualpipev",
+            id="no file",
+        ),
+    ],
+)
+def test_numbers_of_a_file(
+    changes: dict[str, Any],
+    microbatches: int | None,
+    message: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.csv").write_text(GOOD)
+    pp = PipelineParallel(**{"name": "own", "loss": "microbatch", "schedule": "my.csv"} | changes)
+    assert [str(error) for error in check_schedule(pp, 2, microbatches)] == [message] * (message is not None)
+
+
+def test_a_file_of_every_table_is_the_table(tmp_path: Path) -> None:
+    for name in SCHEDULES:
+        built = build_schedule(name, 2, 4)
+        file = tmp_path / f"{name}.csv"
+        with file.open("w", newline="") as out:
+            csv.writer(out).writerows(built.actions)
+        assert build_schedule(str(file), 2, 4) == Schedule(
+            str(file), 2, built.virtual_stages, 4, built.rank_of_stage, built.actions
+        )
+
+
+# --- rules -------------------------------------------------------------------------------------------------------
+
+NAMES = "gpipe, 1f1b, looped_bfs, interleaved_1f1b, interleaved_zero_bubble, zbv_zero_bubble, dualpipev"
+
+
+@pytest.mark.parametrize(
+    ("pp", "ranks", "microbatches", "messages"),
+    [
+        pytest.param({"loss": "exact", "schedule": "gpipe"}, 4, 1, [], id="exact"),
+        pytest.param({"schedule": "dualpipev"}, 4, None, [], id="chosen"),
+        pytest.param({"schedule": "interleaved_1f1b", "virtual_stages": 3}, 4, 10, [], id="equal rounds"),
+        pytest.param(
+            {"schedule": "1f1"},
+            4,
+            None,
+            [
+                f"pp.schedule=1f1: no such schedule; did you mean 1f1b?\n"
+                f"  allowed: {NAMES}, or the path of a CSV file\n  write:   pp.schedule=1f1b"
+            ],
+            id="typo",
+        ),
+        pytest.param(
+            {"schedule": "qqq"},
+            4,
+            None,
+            [f"pp.schedule=qqq: no such schedule\n  allowed: {NAMES}, or the path of a CSV file"],
+            id="unknown",
+        ),
+        pytest.param(
+            {"loss": "exact", "schedule": "1f1b"},
+            4,
+            2,
+            [
+                "pp.loss=exact with pp.schedule=1f1b: exact works with gpipe alone: the loss of the whole batch comes "
+                "after all forwards and before all backwards\n"
+                "  allowed: pp.schedule=gpipe; or pp.loss=microbatch, if the loss is a mean over samples\n"
+                "  write:   pp.loss=microbatch"
+            ],
+            id="exact with another schedule",
+        ),
+        pytest.param(
+            {"loss": "exact", "virtual_stages": 2},
+            4,
+            None,
+            [
+                "pp.loss=exact with pp.virtual_stages=2: the loss of the whole batch needs gpipe, which has one stage "
+                "per rank\n  allowed: pp.virtual_stages=1; or pp.loss=microbatch with another schedule, if the loss "
+                "is a mean over samples\n  write:   pp.virtual_stages=1"
+            ],
+            id="exact with virtual stages",
+        ),
+        pytest.param(
+            {"schedule": "1f1b", "virtual_stages": 2},
+            4,
+            3,
+            [
+                "pp.virtual_stages=2 with pp.schedule=1f1b: 1f1b has exactly 1 stage per rank\n"
+                "  allowed: pp.virtual_stages=1\n  write:   pp.virtual_stages=1",
+                "pp.microbatches=3 with pp.schedule=1f1b: 1f1b needs at least as many microbatches as there are "
+                "stages, 4\n  allowed: pp.microbatches of 4 or more\n  write:   pp.microbatches=4",
+            ],
+            id="two at once",
+        ),
+        pytest.param(
+            {"schedule": "zbv_zero_bubble", "virtual_stages": 4},
+            4,
+            1,
+            [
+                "pp.virtual_stages=4 with pp.schedule=zbv_zero_bubble: zbv_zero_bubble has exactly 2 stages per rank\n"
+                "  allowed: pp.virtual_stages=2\n  write:   pp.virtual_stages=2"
+            ],
+            id="zbv",
+        ),
+        pytest.param(
+            {"schedule": "looped_bfs", "virtual_stages": 1},
+            4,
+            1,
+            [
+                "pp.virtual_stages=1 with pp.schedule=looped_bfs: looped_bfs has at least 2 stages per rank\n"
+                "  allowed: pp.virtual_stages of 2 or more\n  write:   pp.virtual_stages=2"
+            ],
+            id="looped",
+        ),
+        pytest.param(
+            {"schedule": "interleaved_zero_bubble"},
+            4,
+            11,
+            [
+                "pp.microbatches=11 with pp.schedule=interleaved_zero_bubble: interleaved_zero_bubble works in equal "
+                "rounds of 4 microbatches or more, and 11 cannot be divided into 2 such rounds\n"
+                "  allowed: 1 to 7, multiples of 4, and others that make equal rounds; the nearest are 10 and 12\n"
+                "  write:   pp.microbatches=12"
+            ],
+            id="rounds",
+        ),
+        pytest.param(
+            {"schedule": "dualpipev"},
+            4,
+            7,
+            [
+                "pp.microbatches=7 with pp.schedule=dualpipev: dualpipev needs at least as many microbatches as there "
+                "are stages, 8\n  allowed: pp.microbatches of 8 or more\n  write:   pp.microbatches=8"
+            ],
+            id="dualpipev",
+        ),
+    ],
+)
+def test_rules(pp: dict[str, Any], ranks: int, microbatches: int | None, messages: list[str]) -> None:
+    found = check_schedule(PipelineParallel(**{"loss": "microbatch"} | pp), ranks, microbatches)
+    assert [str(error) for error in found] == messages
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("gpipe", "1f1b")])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_rules_are_those_of_torch(name: str, ranks: int) -> None:
+    from autolaunch_strategies._torch import pipeline_order
+
+    def torch_accepts(microbatches: int) -> bool:
+        try:
+            return bool(pipeline_order(name, ranks, microbatches, 2))
+        except ValueError:
+            return False
+
+    pp = PipelineParallel(name, "microbatch", name)
+    ours = [not check_schedule(pp, ranks, microbatches) for microbatches in range(1, 14)]
+    assert ours == [torch_accepts(microbatches) for microbatches in range(1, 14)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "wanted", "batch", "cut"),
+    [
+        pytest.param("gpipe", 2, None, 32, 8, id="four per rank"),
+        pytest.param("gpipe", 2, None, 5, 5, id="one sample each"),
+        pytest.param("gpipe", 2, 4, 6, 3, id="equal parts"),
+        pytest.param("gpipe", 2, 4, 7, 4, id="no equal parts"),
+        pytest.param("gpipe", 4, 8, 9, 8, id="equal parts would be too few"),
+        pytest.param("gpipe", 4, 2, 6, 2, id="fewer than ranks were asked for"),
+        pytest.param("gpipe", 4, None, 1, 1, id="one sample"),
+        pytest.param("1f1b", 4, None, 3, 0, id="1f1b with too few"),
+        pytest.param("1f1b", 4, 8, 12, 6, id="1f1b"),
+        pytest.param("dualpipev", 2, 8, 3, 0, id="dualpipev with too few"),
+        pytest.param("dualpipev", 2, 8, 6, 6, id="dualpipev"),
+        pytest.param("interleaved_1f1b", 4, 16, 11, 10, id="equal rounds in unequal parts"),
+        pytest.param("interleaved_1f1b", 4, 16, 14, 7, id="equal rounds in equal parts"),
+        pytest.param("interleaved_zero_bubble", 2, 8, 3, 3, id="one round"),
+        pytest.param("zbv_zero_bubble", 2, None, 64, 8, id="zbv"),
+    ],
+)
+def test_how_a_batch_is_cut(name: str, ranks: int, wanted: int | None, batch: int, cut: int) -> None:
+    assert fitting_microbatches(name, ranks, None, wanted, batch) == cut
+
+
+def test_a_schedule_that_is_refused_is_not_built() -> None:
+    with pytest.raises(ConfigError, match="dualpipev needs at least as many microbatches"):
+        build_schedule("dualpipev", 2, 3)
+
+
+def test_rules_need_no_torch() -> None:
+    code = (
+        "import sys; from autolaunch_strategies.pipeline.schedule import *; "
+        "from autolaunch_strategies.config import PipelineParallel; "
+        "check_schedule(PipelineParallel(loss='microbatch', schedule='dualpipev'), 2, 4); "
+        "timeline(build_schedule('1f1b', 2, 4)); assert 'torch' not in sys.modules"
+    )
+    roots = [str(ROOT / "strategies")]
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(roots)})
+
+
+# --- time --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("microbatches", [8, 24])
+def test_idle_time_of_known_schedules(ranks: int, microbatches: int) -> None:
+    def idle(name: str, virtual: int | None = None) -> float:
+        return timeline(build_schedule(name, ranks, microbatches, virtual)).idle_share
+
+    p, m = ranks, microbatches
+    assert idle("gpipe") == idle("1f1b") == pytest.approx((p - 1) / (m + p - 1))  # Huang 2019, Narayanan 2021
+    for virtual in (2, 3):
+        assert idle("interleaved_1f1b", virtual) == pytest.approx((p - 1) / (virtual * m + p - 1))  # Narayanan 2021
+        assert idle("looped_bfs", virtual) == pytest.approx((p - 1) / (virtual * m + p - 1))  # Lamy-Poirier 2022
+    if m >= 2 * p:  # F, I and W take equal time: half a forward is lost per further rank
+        assert idle("zbv_zero_bubble") == pytest.approx((p - 1) / 2 / (3 * m + (p - 1) / 2))  # Qi 2024
+
+
+def test_durations() -> None:
+    bars = timeline(build_schedule("1f1b", 2, 2), forward=1, backward=3, transfer=0.5).bars
+    times = {f"{bar.rank}:{bar.action}": (bar.start, bar.end) for bar in bars}
+    assert times == {
+        "0:0F0": (0, 1),
+        "0:0F1": (1, 2),
+        "1:1F0": (1.5, 2.5),
+        "1:1B0": (2.5, 5.5),
+        "1:1F1": (5.5, 6.5),
+        "0:0B0": (6, 9),
+        "1:1B1": (6.5, 9.5),
+        "0:0B1": (10, 13),
+    }
+    line = timeline(build_schedule("zbv_zero_bubble", 2, 4), forward=2, backward=4, input_share=0.25)
+    assert {(bar.action.kind, bar.end - bar.start) for bar in line.bars} == {(Kind.F, 1), (Kind.I, 0.5), (Kind.W, 1.5)}
+    assert line.length == max(bar.end for bar in line.bars)
+    assert line.idle_share == pytest.approx(1 - 2 * 4 * 6 / (2 * line.length))
+    assert sum(line.idle_shares) / 2 == pytest.approx(line.idle_share)

@@ -1,0 +1,55 @@
+"""The end of a script of cases: runs on this rank those that are asked for, and writes down what each returned."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+OUT = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
+"""Where ranks write, in a script of cases."""
+
+Case = Callable[[], Any]
+
+
+def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False) -> NoReturn:
+    """Be `<script> <directory> <group>`: for each line of the standard input run the case of that name.
+
+    Writes `<case>.<rank>.json` to the directory, with the result or the error, and the seconds it took.
+
+    Args:
+        groups: name of a group -> name of a case -> its function.
+        tensors: whether results are written by torch.save instead of as JSON.
+    """
+    import torch
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        name = line.rstrip("\n")
+        torch.manual_seed(1)
+        started = time.perf_counter()
+        try:
+            result: dict[str, Any] = {"result": groups[sys.argv[2]][name]()}
+        except BaseException as error:
+            result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        result["seconds"] = time.perf_counter() - started
+        part = OUT / f".{name}.{RANK}"
+        if tensors:
+            torch.save(result, part)
+        else:
+            part.write_text(json.dumps(result))
+        part.replace(OUT / f"{name}.{RANK}.json")
+        if "error" in result:  # others may wait for this rank, or not: nobody knows where they stand
+            print(f"{name} on rank {RANK}:\n{result['traceback']}", flush=True)
+            os._exit(1)
+    os._exit(0)  # gloo's threads may outlive the interpreter's end

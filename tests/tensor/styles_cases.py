@@ -1,0 +1,238 @@
+"""Cases for the tests of styles: exact layouts of parameters and activations. `torchrun ... styles_cases.py <out>`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from autolaunch_strategies import (
+    ColWiseParallel,
+    PrepareLayerInput,
+    PrepareLayerOutput,
+    ProcessMesh,
+    RowWiseParallel,
+    SequenceParallelBegin,
+    SequenceParallelDisable,
+    SequenceParallelEnable,
+    SequenceParallelEnd,
+    parallelize,
+)
+from tests.support.cases import serve
+
+MESH = ProcessMesh([[0, 1]], ["dp", "mp"])
+CASES: dict[str, Callable[[], Any]] = {}
+
+
+def case(function: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+class Holder(nn.Module):
+    """A model around one layer, which rules call `layer`."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.own = layer, nn.Parameter(torch.ones(2))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
+
+
+def planned(layer: nn.Module, styles: Any, key: str = "layer") -> Holder:
+    model = Holder(layer)
+    parallelize(model, None, MESH, {"mp_config": {"parallelize_plan": styles if key == "" else {key: styles}}})
+    return model
+
+
+def layout(tensor: Any) -> str:
+    """What a tensor is and what this rank holds of it: `S0 [2, 8]`, `R [4]`, `P [2, 4]`, or `plain [4, 4]`."""
+    if not isinstance(tensor, DTensor):
+        return f"plain {list(tensor.shape)}"
+    placement = tensor.placements[0]
+    kind = f"S{placement.dim}" if placement.is_shard() else "R" if placement.is_replicate() else "P"
+    return f"{kind} {list(tensor.to_local().shape)}"
+
+
+class Raw(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.shift
+
+
+class Lora(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 6)
+        self.lora_A, self.lora_B = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 6))
+        self.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x @ self.lora_A @ self.lora_B
+
+
+def equal_to_one_process(layer: Callable[[], nn.Module], styles: Any, x: torch.Tensor, key: str = "layer") -> Any:
+    """Layouts of parameters, their gradients and the output; values are compared with one process."""
+    torch.manual_seed(0)
+    alone = layer()
+    torch.manual_seed(0)
+    model = planned(layer(), styles, key)
+    out, expected = model(x), alone(x)
+    whole = out.full_tensor() if isinstance(out, DTensor) else out
+    torch.testing.assert_close(whole, expected)
+    (out * 2).sum().backward()
+    (expected * 2).sum().backward()
+    found = {"out": layout(out)}
+    for (name, parameter), other in zip(model.layer.named_parameters(), alone.parameters(), strict=True):
+        found[name] = layout(parameter)
+        assert parameter.requires_grad == other.requires_grad
+        if other.grad is not None:
+            gradient = parameter.grad
+            assert layout(gradient) == layout(parameter), name
+            torch.testing.assert_close(
+                gradient.full_tensor() if isinstance(gradient, DTensor) else gradient, other.grad
+            )
+    return found
+
+
+@case
+def placements() -> dict[str, Any]:
+    x, tokens = torch.randn(2, 3, 4), torch.tensor([[0, 1, 5], [2, 3, 4]])
+    column, row = ColWiseParallel(), RowWiseParallel()
+
+    def both(first: Any, second: Any) -> dict[str, Any]:
+        return {"layer.0": first, "layer.1": second}
+
+    run = equal_to_one_process
+    return {
+        "column linear": run(lambda: nn.Linear(4, 6), column, x),
+        "column linear 2-D": run(lambda: nn.Linear(4, 6), column, x[0]),
+        "column embedding": run(lambda: nn.Embedding(6, 4), column, tokens),
+        "column conv1d": run(lambda: Conv1D(6, 4), column, x),
+        "row linear": run(lambda: nn.Linear(4, 6), row, x),
+        "row linear of a whole input": run(lambda: nn.Linear(4, 6), RowWiseParallel(is_input_parallel=False), x),
+        "row embedding": run(lambda: nn.Embedding(6, 4), row, tokens),
+        "row conv1d": run(lambda: Conv1D(6, 4), row, x),
+        "gathered 2-D": run(lambda: nn.Linear(4, 6), {"ColWiseParallel": {"gather_output": True}}, x[0]),
+        "gathered 3-D": run(lambda: nn.Linear(4, 6), ColWiseParallel(gather_output=True), x),
+        "gathered 4-D": run(lambda: nn.Linear(4, 6), ColWiseParallel(gather_output=True), x[None]),
+        "uneven": run(lambda: nn.Linear(4, 5), ColWiseParallel(gather_output=True), x),
+        "column then row": run(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), both(column, row), x, key=""),
+        "raw weight": run(Raw, column, x, key="layer.weight"),
+        "raw weight of rows": run(Raw, ColWiseParallel(shard_dim=0), x, key="layer.weight"),
+        "raw both": run(Raw, {"layer.weight": column, "layer.shift": column}, x, key=""),
+        "lora B": run(Lora, column, x, key="layer.lora_B"),
+        "lora A": run(Lora, row, x, key="layer.lora_A"),
+        "first writer wins": run(lambda: nn.Linear(4, 6), [column, RowWiseParallel()], x),
+        "first key wins": run(lambda: nn.Linear(4, 6), {"layer": row, "lay.*": row}, x, key=""),
+        "only the named parameter": run(lambda: nn.Linear(4, 6), column, x, key="layer.weight"),
+    }
+
+
+class Seen(nn.Module):
+    """Passes on what it gets and remembers its layout."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.got = layout(x)
+        self.shape = list(x.shape)
+        return x * scale
+
+
+class Pair(nn.Module):
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden, mask
+
+
+@case
+def sequence() -> dict[str, Any]:
+    x, found = torch.randn(2, 6, 4), {}
+    for length in (6, 5):
+        for turn in (True, False):
+            start = planned(Seen(), SequenceParallelBegin(need_transpose=turn))
+            begun = start(x[:, :length])
+            end = planned(Seen(), SequenceParallelEnd(need_transpose=turn))
+            out = end(begun)
+            assert torch.equal(out, x[:, :length])
+            disable = planned(Seen(), SequenceParallelDisable(need_transpose=turn))
+            again = disable(begun)
+            found[f"{length} {turn}"] = {
+                "begin": layout(begun), "global": list(begun.shape), "end": layout(out),
+                "inside disable": disable.layer.got, "after disable": layout(again),
+            }  # fmt: skip
+            assert torch.equal(again.full_tensor(), begun.full_tensor())
+    enable = planned(Seen(), SequenceParallelEnable())
+    out = enable(x)
+    assert torch.equal(out, x)
+    found["enable"] = [enable.layer.got, enable.layer.shape, layout(out)]
+    keyword = planned(Seen(), SequenceParallelEnd(False))
+    found["keyword"] = layout(keyword(scale=2.0, x=planned(Seen(), SequenceParallelBegin(False))(x)))
+    pair = planned(Pair(), SequenceParallelBegin(False))
+    hidden, mask = pair(mask=torch.ones(2, 6), hidden=x)
+    found["tuple"] = [layout(hidden), layout(mask)]
+    return found
+
+
+@case
+def hooks() -> dict[str, Any]:
+    sizes = []
+
+    def double(process_mesh: Any) -> Any:
+        sizes.append(process_mesh.size())
+        return lambda module, inputs: (inputs[0] * 2,)
+
+    def add_one(process_mesh: Any) -> Any:
+        return lambda module, inputs, output: output + 1
+
+    model = planned(Seen(), [PrepareLayerInput(double), PrepareLayerOutput(add_one), PrepareLayerOutput(double_output)])
+    return {"sizes": sizes, "out": model(torch.ones(2)).tolist()}
+
+
+def double_output(process_mesh: Any) -> Any:
+    return lambda module, inputs, output: output * 2
+
+
+@case
+def head_with_tied_weight() -> dict[str, str]:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(tokens))
+
+    found = {}
+    for name, plan in {
+        "both": {"embed": RowWiseParallel(), "head": ColWiseParallel()},
+        "embed": {"embed": ColWiseParallel()},
+        "head": {"head": ColWiseParallel()},
+    }.items():
+        torch.manual_seed(0)
+        alone = Tied()
+        torch.manual_seed(0)
+        model = Tied()
+        parallelize(model, None, MESH, {"mp_config": {"parallelize_plan": plan}})
+        assert model.head.weight is model.embed.weight
+        tokens = torch.tensor([[0, 1, 5], [2, 3, 4]])
+        for item in (alone, model):
+            F.cross_entropy(item(tokens).flatten(0, 1), tokens.flatten()).backward()
+        torch.testing.assert_close(model.embed.weight.grad.full_tensor(), alone.embed.weight.grad)
+        found[name] = layout(model.embed.weight)
+    return found
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    serve({"all": CASES})

@@ -1,0 +1,131 @@
+"""Cases of the zoo with `mp=auto`: each trains a model for three steps.
+
+The group `none` is one plain process that has nothing of ours but the initial weights; the others are meshes.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autolaunch_strategies.apply import apply_parallelism
+from autolaunch_strategies.config import parallel_config, parse_mesh
+from autolaunch_strategies.construction import Construction
+from autolaunch_strategies.gradients import gradient_norm, scale_gradients
+from autolaunch_strategies.materialise import materialise
+from autolaunch_strategies.mesh import RankMesh
+from autolaunch_strategies.views import plain
+from tests.support.cases import serve
+from tests.support.zoo_models import NAMES, batch, loss, make
+
+STEPS = 3
+
+
+class Warnings(logging.Handler):
+    """What the engine warned about."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def built(name: str) -> tuple[nn.Module, Construction]:
+    construction = Construction(seed=3)
+    with construction.recording():
+        model = make(name)
+    return model, construction
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train_plain(name: str) -> dict[str, Any]:
+    model, construction = built(name)
+    construction.remember(model)
+    materialise(model, torch.device("cpu"), construction)
+    steps, generator = optimizer(model), torch.Generator().manual_seed(0)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        steps.zero_grad()
+        value = loss(name, model, batch(name, generator))
+        value.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        steps.step()
+        losses.append(float(value))
+    return {"losses": losses, "norms": norms, "weights": {key: whole(p) for key, p in model.named_parameters()}}
+
+
+def train_parallel(name: str, mesh: str, sequence_parallel: bool, said: Warnings) -> dict[str, Any]:
+    config = parallel_config(parse_mesh(mesh), 3, {"sequence_parallel": sequence_parallel})
+    ranks = RankMesh.build(config.mesh, *config.dp.split(config.mesh.dp), "cpu")
+    model, construction = built(name)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    applied = apply_parallelism(model, config, ranks, torch.device("cpu"), construction)
+    held = sum(whole_part(parameter) for parameter in model.parameters())
+    steps, generator = optimizer(model), torch.Generator().manual_seed(0)
+    losses, norms, dp = [], [], config.mesh.dp
+    for _ in range(STEPS):
+        data = {key: value.chunk(dp)[ranks.coordinate["dp"]] for key, value in batch(name, generator).items()}
+        steps.zero_grad()
+        with applied.model_parallel.running():
+            value = plain(loss(name, model, data))
+            value.backward()
+        applied.data_parallel.finish_backward()
+        norm = gradient_norm(model.parameters())
+        scale_gradients(model.parameters(), norm, 0.5)
+        steps.step()
+        mean = value.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+        norms.append(float(norm))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {key: whole(parameter) for key, parameter in model.named_parameters()},
+        "held": held * dp / count,
+        "rules": applied.account["mp"],
+        "warnings": list(said.said),
+    }
+
+
+def whole_part(parameter: torch.Tensor) -> int:
+    """How many numbers of a parameter this rank holds."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+
+
+def parallel(name: str, mesh: str, sequence_parallel: bool) -> dict[str, Any]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    said = Warnings()
+    logger = logging.getLogger("autolaunch_strategies")
+    logger.addHandler(said)
+    try:
+        return train_parallel(name, mesh, sequence_parallel, said)
+    finally:
+        logger.removeHandler(said)
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "none": {name: partial(train_plain, name) for name in NAMES},
+    **{
+        mesh: {f"{name}-{way}": partial(parallel, name, mesh, way == "sp") for name in NAMES for way in ("tp", "sp")}
+        for mesh in ("1x2", "2x2")
+    },
+}
+
+if __name__ == "__main__":
+    serve(GROUPS, tensors=True)
