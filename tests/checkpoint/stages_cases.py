@@ -1,6 +1,7 @@
-"""Cases for the tests of checkpoints over stages, as a script: `torchrun ... pipeline_checkpoint_cases.py <directory>
-<group>`. A stage is made here by taking parameters out of a module, so that nothing is asked of the engine but to
-write and load what a rank holds. Every rank writes `<case>.<rank>.json` into the directory.
+"""Cases for the tests of checkpoints over stages.
+
+A stage is made here by taking parameters out of a module, so that nothing is asked of the engine but to write and load
+what a rank holds.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from autolaunch_strategies.process_group import leave_process_group
 from tests import ROOT
 from tests.lightning.modules import AutoEncoder, LanguageModel
 from tests.support.ranks import Group, GroupOf, differences, environment, start
+from tests.support.tiers import tiered
 
 CASES = ROOT / "tests" / "lightning" / "cases.py"
 
@@ -63,12 +64,15 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, group_of: GroupOf) -> Shelf:
 
 @pytest.mark.parametrize(
     ("ranks", "case"),
-    [
-        *((ranks, f"resume-level-{level}") for ranks in (1, 2, 4) for level in range(4)),
-        *((ranks, f"resume-from-level-{level}") for ranks in (1, 2) for level in range(4)),
-        *((ranks, case) for ranks in (1, 2, 4) for case in ("resume-plain", "resume-mid")),
-        (2, "resume-ranked"),
-    ],
+    tiered(
+        [
+            *((ranks, f"resume-level-{level}") for ranks in (1, 2, 4) for level in range(4)),
+            *((ranks, f"resume-from-level-{level}") for ranks in (1, 2) for level in range(4)),
+            *((ranks, case) for ranks in (1, 2, 4) for case in ("resume-plain", "resume-mid")),
+            (2, "resume-ranked"),
+        ],
+        lambda item: item[0] == 2 or item in ((1, "resume-level-3"), (4, "resume-level-1"), (4, "resume-mid")),
+    ),
 )
 def test_resumed_run_goes_on_as_if_nothing_had_been(shelf: Shelf, ranks: int, case: str) -> None:
     whole = shelf.plain.read("uninterrupted")

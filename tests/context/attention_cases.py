@@ -1,4 +1,4 @@
-"""Cases for the tests of context-parallel attention. `torchrun ... context_attention_cases.py <out>`.
+"""Cases for the tests of context-parallel attention.
 
 Each compares what the ranks computed on their parts, put back in order, with torch's attention on one process.
 """

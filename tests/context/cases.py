@@ -1,11 +1,12 @@
-"""Cases for the tests of cp under Lightning, as a script: `torchrun ... context_cases.py <directory> <group> [case]`.
+"""Cases for the tests of cp under Lightning.
 
-The group `one` is what the others are compared with: plain Lightning in one process. Every rank writes
-`<case>.<rank>.json`: what all ranks must know (`everywhere`) and what only rank 0 must (`first`).
+The group `one` is what the others are compared with: plain Lightning in one process. A case returns what all ranks must
+know (`everywhere`) and what only rank 0 must (`first`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from tests.context import modules as modules
 from tests.context.modules import LENGTH, Encoder, MultiHead, SequenceFirst, Tokens, Transformers, ViT, hf
 from tests.pipeline.cases import PLAIN, Items, Rows, Setting, batches, canonical_names, fit, make_trainer, shelf, table
 from tests.pipeline.modules import VOCABULARY
-from tests.support.cases import serve
+from tests.support.cases import no_compiler, serve
 
 Case = Callable[[], Any]
 GROUPS: dict[str, dict[str, Case]] = {"one": {}, "two": {}, "four": {}, "eight": {}, "refused": {}, "back": {}}
@@ -88,7 +89,13 @@ def recipe(name: str, *runs: Run) -> Callable[[Any], Any]:
 
 def training(name: str, make: Callable[[], pl.LightningModule], data: Any, *runs: Run, **kwargs: Any) -> None:
     """A case that trains for four steps."""
-    recipe(name, *runs)(lambda setting: fit(setting, make, data, **kwargs))
+    inside = kwargs.pop("inside", contextlib.nullcontext)
+
+    def run(setting: Setting) -> Any:
+        with inside():
+            return fit(setting, make, data, **kwargs)
+
+    recipe(name, *runs)(run)
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -311,6 +318,9 @@ training(
 )  # fmt: skip
 training("recompute-selective", modules.built_in, LABELLED, *everywhere(recompute="selective"), **CLIP)
 training("compiled", modules.built_in, LABELLED, on("cp2", "gather", compile=True), max_steps=2, **CLIP)
+training(
+    "captured", modules.built_in, LABELLED, on("cp2", "gather", compile=True), max_steps=2, inside=no_compiler, **CLIP
+)
 training(
     "bf16-mixed", modules.built_in, LABELLED, *everywhere(), on("dp2xcp2", "ring", label="level3", dp=3),
     precision="bf16-mixed", **CLIP,

@@ -13,12 +13,22 @@ from tests.context.cases import GROUPS, RANKS, RECIPES
 from tests.context.modules import LENGTH
 from tests.pipeline.modules import WIDTH
 from tests.support.ranks import Group, GroupOf, differences, problems, went_on
+from tests.support.tiers import in_turn, tiered
 
 SCRIPT = Path(__file__).with_name("cases.py")
 TOLERANCE = 1e-5
 pytestmark = pytest.mark.timeout(600)
 SAME = [name for name in GROUPS["two"] if name.split("@")[0] in RECIPES and "bf16" not in name]
 BACKENDS = ("gather", "ring", "ulysses")
+LONG = {"compiled", "as-many-samples-as-positions", "hf-generates", "hf-bart", "tasks", "hf-llama-reenters"}
+_TURNS = in_turn(list(dict.fromkeys(name.split("@")[0] for name in SAME)), BACKENDS)
+
+
+def everyday(case: str) -> bool:
+    """Every model meets one backend, and every backend a third of the models."""
+    model, _, run = case.partition("@")
+    alone = sum(name.startswith(f"{model}@") for name in SAME) == 1
+    return model not in LONG and (alone or any(backend in run for name, backend in _TURNS if name == model))
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +52,12 @@ def back(group_of: GroupOf, shelf: Path) -> Group:
     return group_of(SCRIPT, "back", RANKS["back"], SHELF=str(shelf))
 
 
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize("case", tiered(SAME, everyday))
 def test_two_ranks_equal_one_process(one: Group, two: Group, case: str) -> None:
     assert problems(one, two, case.split("@")[0], case, TOLERANCE) == []
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", tiered(BACKENDS, ["ring"]))
 def test_bf16_mixed_is_close(one: Group, two: Group, backend: str) -> None:
     """Sums over parts of a sequence round differently from those over the whole: 8 bits of mantissa."""
     expected, found = one.read("bf16-mixed")["first"], two.read(f"bf16-mixed@cp2-{backend}")["first"]
@@ -55,7 +65,7 @@ def test_bf16_mixed_is_close(one: Group, two: Group, backend: str) -> None:
     assert differences(one.read("llama")["first"]["losses"], found["losses"], 1e-5) != []
 
 
-@pytest.mark.parametrize("case", [f"dropout-{backend}" for backend in BACKENDS])
+@pytest.mark.parametrize("case", tiered([f"dropout-{backend}" for backend in BACKENDS], ["dropout-ring"]))
 def test_dropout(one: Group, two: Group, case: str) -> None:
     """Each rank drops on its own part of the sequence, differently, and the same again with the same seed."""
     parts = [two.read(case, rank) for rank in (0, 1)]
@@ -83,7 +93,7 @@ def test_dropout(one: Group, two: Group, case: str) -> None:
     assert len(dropped[0]) == 5
 
 
-@pytest.mark.parametrize("backend", ["gather", "ulysses"])
+@pytest.mark.parametrize("backend", tiered(["gather", "ulysses"], ["ulysses"]))
 def test_dropout_of_attention(one: Group, two: Group, backend: str) -> None:
     found = [two.read(f"dropout-of-attention-{backend}", rank) for rank in (0, 1)]
     assert found[0]["first"] == found[1]["first"] == found[0]["again"]
@@ -96,7 +106,12 @@ def test_dropout_of_attention(one: Group, two: Group, backend: str) -> None:
     assert all(abs(loss - other) > 1e-4 for loss, other in zip(losses, without, strict=True))
 
 
-@pytest.mark.parametrize("case", [name for name in GROUPS["two"] if name.startswith("resume-")])
+@pytest.mark.parametrize(
+    "case",
+    tiered(
+        [name for name in GROUPS["two"] if name.startswith("resume-")], ["resume-cp2-from-1", "resume-dp2-from-cp2"]
+    ),
+)
 def test_a_run_goes_on_with_another_axis(one: Group, two: Group, case: str) -> None:
     source = case.rpartition("-")[2]
     (one if source == "1" else two).read_all(f"save-{source}")

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 from tests.context.cases import GROUPS, RANKS, RECIPES
 from tests.support.ranks import Group, GroupOf, differences, problems, went_on
+from tests.support.tiers import tiered
 
 SCRIPT = Path(__file__).with_name("cases.py")
 TOLERANCE = 1e-5
@@ -18,6 +19,15 @@ pytestmark = pytest.mark.timeout(600)
 def same(group: str) -> list[str]:
     """The cases of a group that have a counterpart in one process."""
     return [name for name in GROUPS[group] if name.split("@")[0] in RECIPES and "bf16" not in name]
+
+
+FOUR = {
+    "llama@cp4-ring", "llama@dp2xcp2-ring-level3", "llama@dp2xcp2-ulysses-level2", "llama@mp2xcp2-ulysses-tp",
+    "llama@mp2xcp2-gather-sp", "llama@pp2xcp2-ring-exact", "llama-even@pp2xcp2-gather-1f1b", "nanogpt@cp4-usp",
+    "hf-gpt2@dp2xcp2-ulysses-level1", "own-step-linear@dp2xcp2-ring-level3", "llama-length-9@cp4-usp",
+    "frozen@dp2xcp2-gather-level3",
+}  # fmt: skip
+"""What runs every day: every other axis, every level and every backend, each at least once."""
 
 
 @pytest.fixture(scope="module")
@@ -51,28 +61,32 @@ def back(group_of: GroupOf, shelf: Path) -> Group:
     return group_of(SCRIPT, "back", RANKS["back"], SHELF=str(shelf))
 
 
-@pytest.mark.parametrize("case", same("four"))
+@pytest.mark.parametrize("case", tiered(same("four"), FOUR))
 def test_four_ranks_equal_one_process(one: Group, four: Group, case: str) -> None:
     assert problems(one, four, case.split("@")[0], case, TOLERANCE) == []
 
 
-@pytest.mark.parametrize("case", same("eight"))
+@pytest.mark.parametrize("case", tiered(same("eight"), ["llama@1x2x2x2-ring-exact"]))
 def test_eight_ranks_equal_one_process(one: Group, eight: Group, case: str) -> None:
     assert problems(one, eight, case.split("@")[0], case, TOLERANCE) == []
 
 
+@pytest.mark.full
 def test_bf16_mixed_is_close(one: Group, four: Group) -> None:
     expected, found = one.read("bf16-mixed")["first"], four.read("bf16-mixed@dp2xcp2-ring-level3")["first"]
     assert differences(expected["losses"], found["losses"], 1e-2) == []
 
 
-@pytest.mark.parametrize("case", [name for name in GROUPS["four"] if name.startswith("resume-")])
+@pytest.mark.parametrize(
+    "case", tiered([name for name in GROUPS["four"] if name.startswith("resume-")], ["resume-dp2xcp2-from-cp2"])
+)
 def test_a_run_goes_on_on_dp2xcp2(one: Group, two: Group, four: Group, case: str) -> None:
     source = case.rpartition("-")[2]
     {"1": one, "cp2": two, "dp2xcp2": four}[source].read_all(f"save-{source}")
     assert went_on(one.read("uninterrupted"), four, case, TOLERANCE) == []
 
 
+@pytest.mark.full
 def test_a_run_goes_on_in_one_process(one: Group, four: Group, back: Group) -> None:
     four.read_all("save-dp2xcp2")
     assert went_on(one.read("uninterrupted"), back, "resume-1-from-dp2xcp2", TOLERANCE) == []

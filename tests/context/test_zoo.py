@@ -13,7 +13,10 @@ import torch
 
 pytest.importorskip("transformers")
 from tests.context.zoo_cases import MESHES
+from tests.pipeline.zoo_cases import MORE
 from tests.support.ranks import Group, GroupOf
+from tests.support.tiers import of_the_day, tiered
+from tests.support.zoo_models import NAMES
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
 _ALONE = (
@@ -34,12 +37,15 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 """Families whose sequences can't be divided: which block is named, and what is said of it."""
 
-CASES = [
-    pytest.param(name, case, id=f"{name}-{case}")
-    for name, (*_, cases) in MESHES.items()
-    for case in cases
-    if case.split(":")[0] not in REFUSED
-]
+EVERYDAY = {
+    *(f"{family}:gather" for family in of_the_day((*NAMES, *MORE), "cp")), "mixtral:ulysses", "bart:ring",
+    "vision_transformer:ring+pad",
+}  # fmt: skip
+
+CASES = tiered(
+    [(name, case) for name, (_, cases) in MESHES.items() for case in cases if case.split(":")[0] not in REFUSED],
+    lambda item: item[1] in EVERYDAY,
+)
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -64,7 +70,7 @@ def test_loss_and_gradients_are_those_of_one_process(on: Callable[[str], Group],
             torch.testing.assert_close(gradient, gradients[key], rtol=1e-5, atol=atol, msg=f"{key}: {{}}".format)
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", tiered(REFUSED, ["gemma2", "bloom", "mamba"]))
 def test_what_can_not_be_divided_is_told_so(on: Callable[[str], Group], family: str) -> None:
     for rank in on("cp2").read_all(f"{family}:gather"):
         told = rank["refused"]

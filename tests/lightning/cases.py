@@ -1,9 +1,8 @@
-"""Cases for the tests of MeshStrategy, as a script: `torchrun ... strategy_cases.py <directory> <group>` on N ranks, or
-plain `python` for the one process that the others are compared with. Every rank writes `<case>.<rank>.json` there.
-"""
+"""Cases for the tests of MeshStrategy; with REFERENCE set they are plain Lightning, with which the others are compared."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from autolaunch_strategies import MeshStrategy
 from tests.lightning.modules import AutoEncoder, Classifier, Gan, LanguageModel, LateLanguageModel
-from tests.support.cases import OUT, RANK, WORLD, serve
+from tests.support.cases import OUT, RANK, WORLD, no_compiler, serve
 
 Case = Callable[[], Any]
 GROUPS: dict[str, dict[str, Case]] = {}
@@ -122,8 +121,10 @@ def parity(
         pl.seed_everything(1, verbose=False)
         module = make()
         made = {key: value() if callable(value) else value for key, value in kwargs.items()}
-        return train(module, mesh_strategy(**(strategy or {})), **made)
+        with inside():
+            return train(module, mesh_strategy(**(strategy or {})), **made)
 
+    inside = kwargs.pop("inside", contextlib.nullcontext)
     GROUPS.setdefault("parity", {})[name] = run
 
 
@@ -165,6 +166,7 @@ for level in (0, 3):
 for recompute in ("full", 2, "selective"):
     parity(f"recompute-{recompute}", LanguageModel, {"level": 3, "recompute": recompute})
 parity("compile", LanguageModel, {"level": 3, "compile": "default"})
+parity("compile-captured", LanguageModel, {"level": 3, "compile": True}, inside=no_compiler)
 parity("offload-3", LanguageModel, {"dp": {"sharding_level": 3, "cpu_offload": True}}, gradient_clip_val=0.5)
 parity("offload-1", LanguageModel, {"dp": {"sharding_level": 1, "cpu_offload": True}}, gradient_clip_val=0.5)
 

@@ -1,5 +1,4 @@
-"""Cases for the tests of StageRelay, as a script: `torchrun ... pipeline_relay_cases.py <directory> <group>` on 2 or 4
-ranks, or plain `python` for the one process that they are compared with. Every rank writes `<case>.<rank>.json` there.
+"""Cases for the tests of StageRelay, on 2 or 4 ranks, and on one process with which they are compared.
 
 A stand-in strategy plays two stages: both ranks of a pair have the whole model, but the one that isn't the last stage
 leaves the step where it calls the model.

@@ -1,7 +1,6 @@
-"""Cases for the tests of `parallelize` and of the styles: `torchrun ... parallelize_cases.py <directory> <group>`.
+"""Cases for the tests of `parallelize` and of the styles.
 
-Every case trains the same thing on one process (this one, plain) and on the mesh, and compares. Every rank writes
-`<case>.<rank>.json` there.
+Every case trains the same thing on one process (this one, plain) and on the mesh, and compares.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Cases for the tests of `parallelize` with an axis cp: `torchrun ... parallelize_cp_cases.py <directory> <group>`.
+"""Cases for the tests of `parallelize` with an axis cp.
 
-Every case trains the same thing on one process (this one, plain) and on the mesh, and compares. Every rank writes
-`<case>.<rank>.json` there. The first case that raises ends its start, since the ranks may stand at different places.
+Every case trains the same thing on one process (this one, plain) and on the mesh, and compares.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Cases for the tests of `parallelize` with a pipeline: `torchrun ... parallelize_pp_cases.py <directory> <group>`.
+"""Cases for the tests of `parallelize` with a pipeline.
 
-Every case trains the same thing on one process (this one, plain) and on the mesh, and compares. Every rank writes
-`<case>.<rank>.json` there. The first case that raises ends its start, since the ranks may stand at different places.
+Every case trains the same thing on one process (this one, plain) and on the mesh, and compares.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Cases for the tests of `to_distributed`: `torchrun ... to_distributed_cases.py <directory> <group>`.
+"""Cases for the tests of `to_distributed`.
 
 Every case trains the same thing on one process (this one, plain) and through `to_distributed`, and compares losses and
-every weight. Every rank writes `<case>.<rank>.json` there.
+every weight.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from autolaunch_strategies.distributed_loader import Share, check_loader, cut_ba
 from autolaunch_strategies.example_batch import example_of
 from tests import ROOT
 from tests.support.ranks import Group, GroupOf, start, torchrun
+from tests.support.tiers import tiered
 
 SCRIPT = Path(__file__).with_name("cases.py")
 EXAMPLE = ROOT / "examples" / "to_distributed.py"
@@ -72,7 +73,13 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("model", "group"), [(model, group) for model, where in MODELS.items() for group in where])
+@pytest.mark.parametrize(
+    ("model", "group"),
+    tiered(
+        [(model, group) for model, where in MODELS.items() for group in where],
+        lambda item: item[1] in ("one", "two") or item == ("batch_of_4_heads_of_6", "three"),
+    ),
+)
 def test_what_the_planner_chooses_trains_as_one_process(groups: Any, model: str, group: str) -> None:
     found = [groups(group).read(model, rank) for rank in range(RANKS[group])]
     assert all(one == found[0] for one in found)
@@ -88,19 +95,26 @@ def test_what_the_planner_chooses_trains_as_one_process(groups: Any, model: str,
     assert "because" in found[0]["told"]
 
 
-@pytest.mark.parametrize("case", OF_TWO)
+LONG = {
+    "variant_2_level0", "variant_1x2_level3", "gpt2_of_transformers_2", "gqa_llama_1x2_recomputed",
+    "tail_of_6_level0", "tail_of_5_level3", "tail_of_transformers", "sgd_momentum",
+}  # fmt: skip
+"""What is left when every model has met a mesh and every level a batch that does not divide."""
+
+
+@pytest.mark.parametrize("case", tiered(OF_TWO, lambda case: case not in LONG))
 def test_on_two_processes(groups: Any, case: str) -> None:
     for rank in range(2):
         groups("two").read(case, rank)
 
 
-@pytest.mark.parametrize("case", [*TAILS, "tail_below_ranks", "loaders"])
+@pytest.mark.parametrize("case", tiered([*TAILS, "tail_below_ranks", "loaders"], ["tail_below_ranks"]))
 def test_on_three_processes(groups: Any, case: str) -> None:
     for rank in range(3):
         groups("three").read(case, rank)
 
 
-@pytest.mark.parametrize("case", OF_FOUR)
+@pytest.mark.parametrize("case", tiered(OF_FOUR, ["two_nodes", "sequences_2x2_level3", "staged", "divided_sequences"]))
 def test_on_four_processes(groups: Any, case: str) -> None:
     for rank in range(4):
         found = groups("four").read(case, rank)
@@ -108,7 +122,7 @@ def test_on_four_processes(groups: Any, case: str) -> None:
             assert found["sequence"]
 
 
-@pytest.mark.parametrize("group", ["one", "two", "four", "eight"])
+@pytest.mark.parametrize("group", tiered(["one", "two", "four", "eight"], ["one", "two"]))
 def test_example(groups: Any, group: str) -> None:
     found = [groups(group).read("example", rank) for rank in range(RANKS[group])]
     assert all(one["losses"] == found[0]["losses"] for one in found)
@@ -119,15 +133,18 @@ def test_example(groups: Any, group: str) -> None:
 
 @pytest.mark.parametrize(
     ("group", "case", "sequence"),
-    [
-        ("two", "example_1x2", True),
-        ("two", "example_1x2_without_sequences", False),
-        ("four", "example_2x2", True),
-        ("four", "example_1x4", True),
-        ("four", "example_two_nodes", True),
-        ("eight", "example_4x2", True),
-        ("eight", "example_1x8", True),
-    ],
+    tiered(
+        [
+            ("two", "example_1x2", True),
+            ("two", "example_1x2_without_sequences", False),
+            ("four", "example_2x2", True),
+            ("four", "example_1x4", True),
+            ("four", "example_two_nodes", True),
+            ("eight", "example_4x2", True),
+            ("eight", "example_1x8", True),
+        ],
+        [("two", "example_1x2", True)],
+    ),
 )
 def test_example_on_a_mesh(groups: Any, group: str, case: str, sequence: bool) -> None:
     for rank in range(RANKS[group]):

@@ -1,7 +1,7 @@
-"""Cases for the tests of pp under Lightning, as a script: `torchrun ... pipeline_cases.py <directory> <group> [case]`.
+"""Cases for the tests of pp under Lightning.
 
-The group `one` is what the others are compared with: plain Lightning in one process. Every rank writes
-`<case>.<rank>.json`: what all ranks must know (`everywhere`) and what only rank 0 must (`first`).
+The group `one` is what the others are compared with: plain Lightning in one process. A case returns what all ranks must
+know (`everywhere`) and what only rank 0 must (`first`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autolaunch_strategies.config import parse_mesh
 from autolaunch_strategies.mesh import coordinates
 from tests.pipeline import modules as modules
 from tests.pipeline.modules import VOCABULARY, WIDTH
-from tests.support.cases import OUT, RANK, WORLD, serve
+from tests.support.cases import OUT, RANK, WORLD, no_compiler, serve
 
 Case = Callable[[], Any]
 GROUPS: dict[str, dict[str, Case]] = {}
@@ -270,10 +270,11 @@ PP2 = ("two", Setting("1x1x2"))
 
 def training(name: str, make: Callable[[], pl.LightningModule], data: Data, **kwargs: Any) -> None:
     """A case that trains: on two stages with the options `on` of the strategy, and in one process."""
-    on = kwargs.pop("on", {})
+    on, inside = kwargs.pop("on", {}), kwargs.pop("inside", contextlib.nullcontext)
 
     def run(setting: Setting) -> Any:
-        return fit(setting, make, data, **kwargs)
+        with inside():
+            return fit(setting, make, data, **kwargs)
 
     recipe(name, ("two", Setting("1x1x2", on)))(run)
 
@@ -351,6 +352,7 @@ training("two-validation-loaders", hf("llama"), TEXTS, val=lambda setting: [TEXT
 training("recompute-full", hf("llama", use_cache=False), TEXTS, gradient_clip_val=0.5, on={"recompute": "full"})
 training("recompute-selective", modules.OwnLlama, EVEN_TEXTS, on={"recompute": "selective"})
 training("compile", modules.OwnLlama, EVEN_TEXTS, on={"compile": "default"}, max_steps=2)
+training("compile-captured", modules.OwnLlama, EVEN_TEXTS, on={"compile": True}, max_steps=2, inside=no_compiler)
 training("bf16-mixed", modules.OwnLlama, EVEN_TEXTS, precision="bf16-mixed", gradient_clip_val=0.5)
 training("diffusion", modules.Diffusion, VECTORS)
 training("balanced", modules.OwnLlama, EVEN_TEXTS, on={"pp": {"split": "balanced"}})
@@ -615,9 +617,52 @@ for _name, _function in ENDS.items():
     add("refused", _name, _function)
 
 
+class WatchesDropout(pl.Callback):
+    """Which share of their inputs this rank's dropouts dropped, in each call while training."""
+
+    def __init__(self) -> None:
+        self.shares: dict[str, list[float]] = {}
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        for name, part in module.named_modules():
+            if isinstance(part, nn.Dropout):
+                part.register_forward_hook(self._write_down(name))
+
+    def _write_down(self, name: str) -> Any:
+        def look(part: nn.Module, args: Any, output: torch.Tensor) -> None:
+            if part.training:
+                self.shares.setdefault(name, []).append(float((output == 0).float().mean()))
+
+        return look
+
+
 def dropout() -> Any:
-    """Finite losses, and the model that trains with dropout is evaluated without."""
-    return {"losses": fit(Setting("1x1x2"), modules.Noisy, VECTORS, VECTORS)["first"]["losses"]}
+    """Training without dropout, with it twice from one seed and once from another.
+
+    `evaluated` is the loss of validation after training, `expected` that of the same weights in a model that has no
+    dropout.
+    """
+    setting, found = Setting("1x1x2"), {}
+    for name, make, seed in (
+        ("without", modules.Classifier, 1), ("first", modules.Noisy, 1), ("again", modules.Noisy, 1),
+        ("other", modules.Noisy, 2),
+    ):  # fmt: skip
+        pl.seed_everything(1, verbose=False)
+        module, watch = make(), WatchesDropout()
+        rows = Rows(canonical_names(module))
+        trainer = make_trainer(setting, rows, watch)
+        pl.seed_everything(seed, verbose=False)
+        trainer.fit(module, VECTORS(setting), VECTORS(setting))
+        weights = gathered(module, rows.names)
+        whole = modules.Classifier().eval()
+        whole.load_state_dict(weights)
+        with torch.no_grad():
+            losses = [float(nn.functional.cross_entropy(whole(x), y)) for x, y in VECTORS(setting)]
+        found[name] = {
+            "losses": rows.losses, "norms": rows.norms, "weights": numbers(weights), "shares": watch.shares,
+            "evaluated": metrics(trainer)["val_loss"], "expected": sum(losses) / len(losses),
+        }  # fmt: skip
+    return found
 
 
 add("two", "dropout", dropout)
@@ -655,10 +700,11 @@ def scheduled(schedule: str, **options: Any) -> dict[str, Any]:
 ONE_STAGE = ("gpipe", "1f1b")
 SEVERAL = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 training("llama-8", lambda: modules.OwnLlama(layers=8), EVEN_TEXTS, gradient_clip_val=0.5)
+training("llama-4", modules.OwnLlama, EVEN_TEXTS, gradient_clip_val=0.5)
 for _schedule in (*ONE_STAGE, *SEVERAL):
     _size = {"microbatches": 8} if _schedule == "dualpipev" else {}
-    for _ranks, _group in ((2, "two"), (4, "four")):
-        again("llama-8", f"{_schedule}-pp{_ranks}", _group, f"1x1x{_ranks}", **scheduled(_schedule, **_size))
+    for _model, _ranks, _group in (("llama-4", 2, "two"), ("llama-8", 4, "four")):
+        again(_model, f"{_schedule}-pp{_ranks}", _group, f"1x1x{_ranks}", **scheduled(_schedule, **_size))
 for _name, _options in {
     "classifier-accumulate": {"accumulate_grad_batches": 3, "val_check_interval": 2, "gradient_clip_val": 0.1},
     "classifier-odd": {},

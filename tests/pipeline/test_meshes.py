@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 from tests.pipeline.cases import GROUPS, RECIPES
 from tests.support.ranks import Group, GroupOf, problems, went_on
+from tests.support.tiers import tiered
 
 pytestmark = pytest.mark.timeout(600)
 SCRIPT = Path(__file__).with_name("cases.py")
@@ -20,6 +21,14 @@ TOLERANCE = 1e-5
 def same(group: str) -> list[str]:
     """The cases of a group that have a counterpart in one process."""
     return [name for name in GROUPS[group] if name.split("@")[0] in RECIPES]
+
+
+FOUR = {
+    "llama-8@gpipe-pp4", "llama-8@looped_bfs-pp4", "hf-llama@pp4", "sandwich@dp2pp2-3", "accumulate-tied@dp2pp2-1",
+    "accumulate-3@dp2pp2-2", "llama-8@dp2pp2-3-1f1b", "short-tied@mp2pp2-tensor_parallel",
+    "short-own@mp2pp2-seq_parallel",
+}  # fmt: skip
+"""What runs every day: every axis beside stages, every level, and the schedules that two stages leave out."""
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +57,12 @@ def back(group_of: GroupOf, shelf: Path) -> Group:
     return group_of(SCRIPT, "one-resumes", 1, SHELF=str(shelf))
 
 
-@pytest.mark.parametrize("case", same("four"))
+@pytest.mark.parametrize("case", tiered(same("four"), FOUR))
 def test_four_ranks_equal_one_process(one: Group, four: Group, case: str) -> None:
     assert problems(one, four, case.split("@")[0], case, TOLERANCE) == []
 
 
-@pytest.mark.parametrize("case", same("eight"))
+@pytest.mark.parametrize("case", tiered(same("eight"), ["short-tied@2x2x2", "short-own@2x2x2-1f1b"]))
 def test_eight_ranks_equal_one_process(one: Group, eight: Group, case: str) -> None:
     assert problems(one, eight, case.split("@")[0], case, TOLERANCE) == []
 
@@ -70,21 +79,24 @@ def saved(one: Group, four: Group, eight: Group) -> Callable[[str, str], None]:
     return lambda model, source: {"1": one, "4": four, "8": eight}[source].read_all(f"save-{model}") and None
 
 
-@pytest.mark.parametrize("source", ["1", "8"])
-@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize(
+    ("model", "source"), tiered([("tied", "1"), ("tied", "8"), ("untied", "1"), ("untied", "8")], [("tied", "1")])
+)
 def test_a_run_goes_on_on_2x2x2(one: Group, eight: Group, saved: Any, model: str, source: str) -> None:
     saved(model, source)
     case = f"resume-{model}-from-{source}"
     assert went_on(one.read(f"uninterrupted-{model}"), eight, case, TOLERANCE) == []
 
 
-@pytest.mark.parametrize("case", [name for name in GROUPS["four"] if name.startswith("resume-")])
+@pytest.mark.parametrize(
+    "case", tiered([name for name in GROUPS["four"] if name.startswith("resume-")], ["resume-tied-on-dp2pp2"])
+)
 def test_a_run_goes_on_with_other_stages(one: Group, four: Group, saved: Any, case: str) -> None:
     saved("tied", "4")
     assert went_on(one.read("uninterrupted-tied"), four, case, TOLERANCE) == []
 
 
-@pytest.mark.parametrize("case", GROUPS["one-resumes"])
+@pytest.mark.parametrize("case", tiered(GROUPS["one-resumes"], ["resume-tied-from-4"]))
 def test_a_run_goes_on_in_one_process(one: Group, back: Group, saved: Any, case: str) -> None:
     _, model, _, source = case.split("-")
     saved(model, source)

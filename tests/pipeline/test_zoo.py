@@ -10,8 +10,10 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from tests.pipeline.zoo_cases import MESHES
+from tests.pipeline.zoo_cases import MESHES, MORE
 from tests.support.ranks import Group, GroupOf
+from tests.support.tiers import of_the_day, tiered
+from tests.support.zoo_models import NAMES
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
 REFUSED = {
@@ -23,12 +25,15 @@ REFUSED = {
 }
 """Families that can't be cut, and what they are told. Albert is one block that is called many times."""
 
-CASES = [
-    pytest.param(name, case, id=f"{name}-{case}")
-    for name, (*_, cases) in MESHES.items()
-    for case in cases
-    if case.split(":")[0] not in REFUSED
-]
+EVERYDAY = {
+    *(f"{family}:exact" for family in of_the_day((*NAMES, *MORE), "pp")), "gpt2_4:zbv_zero_bubble",
+    "qwen3_moe_router_logits:exact",
+}  # fmt: skip
+
+CASES = tiered(
+    [(name, case) for name, (*_, cases) in MESHES.items() for case in cases if case.split(":")[0] not in REFUSED],
+    lambda item: item[1] in EVERYDAY and (item[0] == "pp2") != (item[1] == "gemma2:exact"),
+)
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -1,8 +1,8 @@
-"""What runs really take, for the tests of the planner's memory: `torchrun ... planner_memory_cases.py <directory>`.
+"""What runs really take, for the tests of the planner's memory: `torchrun ... memory_cases.py <directory>`.
 
-Every case of `planner_memory_cases.CASES` with as many ranks as there are trains a small Llama for three steps. Each
-rank writes `<case>.<pipe rank>.<rank>.json`: bytes of parameters, gradients and optimizer state, the most
-that autograd keeps at once, and the most that is allocated at once.
+Every case of `CASES` with as many ranks as there are trains a small Llama for three steps. Each rank writes
+`<case>.<pipe rank>.<rank>.json`: bytes of parameters, gradients and optimizer state, the most that autograd keeps at
+once, and the most that is allocated at once.
 """
 
 from __future__ import annotations

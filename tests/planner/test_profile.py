@@ -1,6 +1,6 @@
 """Profiles of modules: against closed formulas, and against what real passes keep, on one process and on two.
 
-Run by torchrun it measures what ranks of mp keep: `torchrun ... test_planner_profile.py <out>`.
+As a script, on two ranks, it measures what ranks of mp keep.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases for the tests of sequence shards: `torchrun ... sequence_shard_cases.py <out>`.
+"""Cases for the tests of sequence shards.
 
 Every function runs on whole tensors and on shards: values are the same, the mean over ranks of the gradients is the
 gradient, and what should stay a shard does, without a gather.

@@ -120,10 +120,8 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | No
 def _preload() -> None:
     gc.disable()
     for name in PRELOADED:
-        try:
+        with contextlib.suppress(ImportError):  # this version has none, or it is not installed
             importlib.import_module(name)
-        except ImportError:
-            pass  # this version has none, or it is not installed: whoever needs it imports it
     for package in ("autolaunch", "autolaunch_strategies"):
         package_directory = Path(importlib.import_module(package).__file__ or "").parent
         for file in sorted(package_directory.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Cases for the tests of styles: exact layouts of parameters and activations. `torchrun ... styles_cases.py <out>`."""
+"""Cases for the tests of styles: exact layouts of parameters and activations."""
 
 from __future__ import annotations
 

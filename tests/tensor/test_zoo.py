@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 from tests.support.ranks import Group, GroupOf
+from tests.support.tiers import in_turn, of_the_day, tiered
 from tests.support.zoo_models import NAMES
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
@@ -23,19 +24,26 @@ HELD = {"mixtral": 0.9, "qwen3_moe": 0.66, "encoder": 0.74, "vision_transformer"
 
 pytestmark = pytest.mark.timeout(300)
 
+CASES = tiered(
+    [(name, way) for name in NAMES for way in ("tp", "sp")],
+    lambda case: case[0] in of_the_day(NAMES, "mp") and case in in_turn(NAMES, ("tp", "tp", "tp", "sp", "sp", "sp")),
+)
+
 
 @pytest.fixture(scope="module")
 def one_process(group_of: GroupOf) -> Group:
     return group_of(SCRIPT, "none", 1)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(("1x2", 2), id="1x2"), pytest.param(("2x2", 4), id="2x2")])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(("1x2", 2), id="1x2"), pytest.param(("2x2", 4), id="2x2", marks=pytest.mark.full)],
+)
 def parallel(request: pytest.FixtureRequest, group_of: GroupOf) -> Group:
     return group_of(SCRIPT, *request.param)
 
 
-@pytest.mark.parametrize("way", ["tp", "sp"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_equals_one_process(one_process: Group, parallel: Group, name: str, way: str) -> None:
     expected, found = one_process.read(name), parallel.read_all(f"{name}-{way}")[0]
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
@@ -46,8 +54,7 @@ def test_equals_one_process(one_process: Group, parallel: Group, name: str, way:
         torch.testing.assert_close(found["weights"][key], weight, rtol=1e-4, atol=1e-6, msg=where)
 
 
-@pytest.mark.parametrize("way", ["tp", "sp"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_is_divided_as_far_as_it_can_be(parallel: Group, name: str, way: str) -> None:
     found = parallel.read(f"{name}-{way}")
     assert found["held"] < HELD.get(name, 0.55)
