@@ -13,10 +13,9 @@ import torch
 
 pytest.importorskip("transformers")
 from tests.context.zoo_cases import MESHES
-from tests.pipeline.zoo_cases import MORE
 from tests.support.ranks import Group, GroupOf
 from tests.support.tiers import of_the_day, tiered
-from tests.support.zoo_models import NAMES
+from tests.support.zoo import MORE, NAMES
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
 _ALONE = (

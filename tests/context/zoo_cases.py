@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autolaunch_strategies import MeshStrategy
-from tests.pipeline.zoo_cases import MORE, Data, batch, gradients, made, step_of, told_or
+from tests.pipeline.zoo_cases import told_or
 from tests.support.cases import serve
-from tests.support.zoo_models import NAMES
+from tests.support.zoo import MORE, NAMES, Data, batch_of, gradients, made, step_of
 
 
 class Once(pl.LightningModule):
@@ -46,7 +46,7 @@ def unpadded(data: Data) -> Data:
 
 def run(name: str, mesh: str, backend: str) -> dict[str, Any]:
     backend, _, padded = backend.partition("+")
-    data = batch(name) if backend == "gather" else unpadded(batch(name))
+    data = batch_of(name) if backend == "gather" else unpadded(batch_of(name))
     alone = made(name)
     loss = step_of(name, alone)(data)
     loss.backward()

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from tests.pipeline.zoo_cases import MESHES, MORE
+from tests.pipeline.zoo_cases import MESHES
 from tests.support.ranks import Group, GroupOf
 from tests.support.tiers import of_the_day, tiered
-from tests.support.zoo_models import NAMES
+from tests.support.zoo import MORE, NAMES
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
 REFUSED = {

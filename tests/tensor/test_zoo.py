@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 from tests.support.ranks import Group, GroupOf
 from tests.support.tiers import in_turn, of_the_day, tiered
-from tests.support.zoo_models import NAMES
+from tests.support.zoo import NAMES
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
 NO_SEQUENCE_PARALLEL = {

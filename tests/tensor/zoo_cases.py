@@ -22,7 +22,7 @@ from autolaunch_strategies.materialise import materialise
 from autolaunch_strategies.mesh import RankMesh
 from autolaunch_strategies.views import plain
 from tests.support.cases import serve
-from tests.support.zoo_models import NAMES, batch, loss, make
+from tests.support.zoo import NAMES, batch, loss, make
 
 STEPS = 3
 
