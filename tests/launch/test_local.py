@@ -10,11 +10,12 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from autolaunch.launch import RunEnd
 from autolaunch.launch.failure import Exit, describe, first_failure, is_peer_lost, write_failure
 from autolaunch_strategies.config import ConfigError
 from tests import ROOT
+from tests.support import warm
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -134,13 +136,13 @@ DRIVER = textwrap.dedent("""
 """)
 
 
-def marked(marker: str) -> list[int]:
-    """The processes that run with the marker in their environment."""
+def working_in(directory: Path) -> list[int]:
+    """The processes whose working directory is this one, or below it: all of a run, its loaders included."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
-                if marker.encode() in (entry / "environ").read_bytes():
+                if (entry / "cwd").readlink().is_relative_to(directory):
                     found.append(int(entry.name))
     return found
 
@@ -159,12 +161,11 @@ class Launcher:
 
     def __init__(self, directory: Path) -> None:
         self.out = directory / "out"
-        self.marker = f"launch-test-{uuid.uuid4()}"
         self.directory = directory
         (directory / "launch_tasks.py").write_text(TASKS)
         (directory / "driver.py").write_text(DRIVER)
         path = os.pathsep.join([str(ROOT / "launcher"), str(ROOT / "strategies"), str(directory)])
-        self.env = os.environ | {"PYTHONPATH": path, "LAUNCH_TEST": self.marker, "OMP_NUM_THREADS": "1"}
+        self.env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def command(self, task: str, ranks: int, *, isolated: bool = False, **launch: object) -> list[str]:
         settings = {"logs": "rank0", "start_timeout": 60.0, "stop_timeout": 5.0, "collective_timeout": 60.0} | launch
@@ -176,14 +177,26 @@ class Launcher:
         job = ResolvedJob(config, self.out, ranks, [], "0").write()
         return [sys.executable, str(self.directory / "driver.py"), str(job), *(["isolated"] if isolated else [])]
 
-    def run(self, task: str, ranks: int, **launch: object) -> subprocess.CompletedProcess[str]:
+    def run(self, task: str, ranks: int, *, cold: bool = False, **launch: object) -> subprocess.CompletedProcess[str]:
+        """Run a task to its end, by processes that are warm where they can be."""
         command = self.command(task, ranks, **launch)  # type: ignore[arg-type]
-        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=150)
+        start: Any = warm.Process if warm.SERVER in os.environ and not cold else subprocess.Popen
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            process = start(command, env=self.env, cwd=self.directory, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+            try:
+                code = process.wait(150)
+            finally:
+                process.kill()
+            texts = []
+            for stream in (out, err):
+                stream.seek(0)
+                texts.append(stream.read().decode())
+        return subprocess.CompletedProcess(command, code, *texts)
 
     def start(self, task: str, ranks: int, **launch: object) -> subprocess.Popen[bytes]:
         command = self.command(task, ranks, **launch)  # type: ignore[arg-type]
         # A process group of its own, so that a signal meant for it reaches no one else.
-        process = subprocess.Popen(command, env=self.env, start_new_session=True)
+        process = subprocess.Popen(command, env=self.env, cwd=self.directory, start_new_session=True)
         assert wait_until((self.out / "loading").exists), "the task did not begin"
         return process
 
@@ -198,7 +211,8 @@ class Launcher:
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     launcher = Launcher(tmp_path)
     yield launcher
-    left = marked(launcher.marker)
+    wait_until(lambda: not working_in(tmp_path), 3)
+    left = working_in(tmp_path)
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -206,7 +220,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 
 def test_rank_that_failed_first_is_named(launcher: Launcher) -> None:
-    for _ in range(5):
+    for _ in range(3):
         assert launcher.run("boom", 4).returncode == 1
         message = re.sub(r"\n\d more ranks? failed after it$", "", launcher.end().message)
         assert message == (
@@ -259,7 +273,7 @@ def test_hung_start_says_who_and_where(launcher: Launcher) -> None:
         "if os.environ['RANK'] == '1':\n    print('waiting', flush=True)\n    time.sleep(600)\n"
         f"sys.path.remove({str(launcher.directory)!r})\ndel sys.modules['torch']\nimport torch\n"
     )
-    assert launcher.run("say", 2, start_timeout=6.0).returncode == 1
+    assert launcher.run("say", 2, cold=True, start_timeout=6.0).returncode == 1
     end = launcher.end()
     assert end.status == "timed_out"
     assert end.message.startswith(
@@ -281,7 +295,7 @@ def test_signal_ends_everything(launcher: Launcher, task: str, ranks: int, signu
     os.killpg(process.pid, signum)
     assert process.wait(15) == code
     assert launcher.end().status == "interrupted"
-    assert not marked(launcher.marker)
+    assert not working_in(launcher.directory)
 
 
 def test_second_ctrl_c_does_not_wait(launcher: Launcher) -> None:
@@ -295,10 +309,10 @@ def test_second_ctrl_c_does_not_wait(launcher: Launcher) -> None:
 
 def test_kill_of_the_parent_leaves_no_orphan(launcher: Launcher) -> None:
     process = launcher.start("load", 2)
-    assert wait_until(lambda: len(marked(launcher.marker)) >= 5), "a parent, two ranks and a loader each"
+    assert wait_until(lambda: len(working_in(launcher.directory)) >= 5), "a parent, two ranks and a loader each"
     process.kill()
     process.wait()
-    assert wait_until(lambda: not marked(launcher.marker), 15), "ranks or their loaders outlive the parent"
+    assert wait_until(lambda: not working_in(launcher.directory), 15), "ranks or their loaders outlive the parent"
 
 
 def test_user_code_in_the_working_directory(launcher: Launcher) -> None:
@@ -333,7 +347,9 @@ def test_logs_of_all_ranks(launcher: Launcher) -> None:
 
 def test_rank_0_keeps_the_terminal(launcher: Launcher) -> None:
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(launcher.command("say", 2), env=launcher.env, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen(
+        launcher.command("say", 2), env=launcher.env, cwd=launcher.directory, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     text = b""
     with contextlib.suppress(OSError):  # what a terminal says when nobody has it open any more
@@ -350,7 +366,7 @@ def test_single_rank(launcher: Launcher, isolated: bool) -> None:
         command = launcher.command("say", 1, isolated=True)
     else:
         command = launcher.command("alone", 1)
-    process = subprocess.Popen(command, env=launcher.env)
+    process = subprocess.Popen(command, env=launcher.env, cwd=launcher.directory)
     assert process.wait() == 0
     assert isolated or (launcher.out / "pid").read_text() == str(process.pid)
     assert (launcher.out / "logs" / "phase_0").exists() == isolated
