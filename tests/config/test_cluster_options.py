@@ -12,6 +12,7 @@ import yaml
 
 from autolaunch import cli, this_machine
 from autolaunch_strategies.planner.hardware import hardware_from
+from tests.support.messages import Told, assert_only_told, assert_told
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -69,39 +70,37 @@ def test_single_numbers_can_be_replaced(compose: Compose) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "message"),
+    ("cluster", "told"),
     [
         (
             "h100x12",
-            "cluster=h100x12: 12 devices are no whole number of nodes of 8\n"
-            "  allowed: up to 8, or a multiple of it\n"
-            "  write:   cluster=h100x16\n",
+            Told("cluster=h100x12", "12 devices", "nodes of 8", allowed=("up to 8",), write="cluster=h100x16"),
         ),
         (
             "h100x17",
-            "cluster=h100x17: 17 devices are no whole number of nodes of 8\n"
-            "  allowed: up to 8, or a multiple of it\n"
-            "  write:   cluster=h100x16\n",
+            Told("cluster=h100x17", "17 devices", "nodes of 8", allowed=("up to 8",), write="cluster=h100x16"),
         ),
         (
             "gb200x6",
-            "cluster=gb200x6: 6 devices are no whole number of nodes of 4\n"
-            "  allowed: up to 4, or a multiple of it\n"
-            "  write:   cluster=gb200x8\n",
+            Told("cluster=gb200x6", "6 devices", "nodes of 4", allowed=("up to 4",), write="cluster=gb200x8"),
         ),
-        ("h100x0", "cluster=h100x0: no number of devices\n  allowed: 1 or more\n  write:   cluster=h100x8\n"),
-        ("h100x08", "cluster=h100x08: no number of devices\n  allowed: 1 or more\n  write:   cluster=h100x8\n"),
+        ("h100x0", Told("cluster=h100x0", "no number", allowed="1 or more", write="cluster=h100x8")),
+        ("h100x08", Told("cluster=h100x08", "no number", allowed="1 or more", write="cluster=h100x8")),
         (
             "h1000x8",
-            "cluster=h1000x8: cluster has no option 'h1000x8'; did you mean h100?\n"
-            "  allowed: a100, a100_40, a100_80, b200, cpu, gb200, h100, h100x1024, h200, local, localx4\n"
-            "  write:   cluster=h100\n",
+            Told(
+                "cluster=h1000x8",
+                "h100",
+                allowed="a100, a100_40, a100_80, b200, cpu, gb200, h100, h100x1024, h200, local, localx4",
+                write="cluster=h100",
+            ),
         ),
     ],
+    ids=lambda value: getattr(value, "key", None),
 )
-def test_what_is_refused(cluster: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(cluster: str, told: Told, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--cfg", "job", f"cluster={cluster}"]) == 2
-    assert capsys.readouterr().err == message
+    assert_only_told(capsys.readouterr().err, told)
 
 
 MINE = """
@@ -138,13 +137,13 @@ def test_a_profile_of_ones_own_has_sizes_too(
     values = compose("--config-dir", "own", "cluster=slowerx18")
     assert (values["name"], values["nodes"], values["memory_gb_per_s"]) == ("slower", 3, 600)
     assert cli.run(["--config-dir", "own", "--cfg", "job", "cluster=slowerx8"]) == 2
-    assert "8 devices are no whole number of nodes of 6" in capsys.readouterr().err
+    assert_told(capsys.readouterr().err, "cluster=slowerx8", "8 devices", "nodes of 6", write="cluster=slowerx6")
 
 
 def test_a_file_without_keys_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     assert cli.run(["--cfg", "job", "cluster=list.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("cluster=list.yaml: holds no keys")
+    assert_told(capsys.readouterr().err, "cluster=list.yaml", "no keys")
 
 
 @pytest.fixture
@@ -223,5 +222,5 @@ def test_this_machine_with_gpus(
     assert values["origin"].startswith(f"guessed from the profile {profile};")
     assert compose("cluster=localx2")["devices_per_node"] == 2
     assert cli.run(["--cfg", "job", "cluster=localx8"]) == 2
-    told = capsys.readouterr().err
-    assert told == "cluster=localx8: this machine shows 4 GPUs\n  allowed: up to 4\n  write:   cluster=localx4\n"
+    told = Told("cluster=localx8", "4 GPUs", allowed="up to 4", write="cluster=localx4")
+    assert_only_told(capsys.readouterr().err, told)

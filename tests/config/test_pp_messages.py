@@ -13,9 +13,9 @@ from autolaunch.command_line import parse
 from autolaunch.compose import compose
 from autolaunch.jobs import resolve_job
 from autolaunch_strategies.config import PP_NAMES, SCHEDULES, PipelineParallel, parallel_config
+from tests.support.messages import Told, assert_only_told
 
 ALL = "gpipe, 1f1b, looped_bfs, interleaved_1f1b, interleaved_zero_bubble, zbv_zero_bubble, dualpipev"
-SPLIT_ALLOWED = "a prefix of numbered blocks, a list of names and prefixes, {name or pattern: BEGINNING | END}, or null"
 
 FILES = {
     "good.csv": "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n",
@@ -26,168 +26,214 @@ FILES = {
 WRONG = [
     pytest.param(
         ["mesh=2x2x2", "pp=none"],
-        "mesh=2x2x2 with pp=none: the mesh has 2 ranks along pp, but pp=none uses only one\n"
-        f"  allowed: pp=exact, or a schedule for losses that are means over samples: pp={ALL}\n"
-        "  write:   pp=exact",
+        Told(
+            "mesh=2x2x2 with pp=none",
+            "2 ranks along pp",
+            allowed=("pp=exact", f"pp={ALL}"),
+            write="pp=exact",
+        ),
         id="none",
     ),
     pytest.param(
         ["mesh=1x1x2", "pp=1f1"],
-        "pp=1f1: pp has no option '1f1'; did you mean 1f1b?\n"
-        "  allowed: 1f1b, dualpipev, exact, gpipe, interleaved_1f1b, interleaved_zero_bubble, looped_bfs, none, "
-        "zbv_zero_bubble\n"
-        "  write:   pp=1f1b",
+        Told(
+            "pp=1f1",
+            "1f1b",
+            allowed="1f1b, dualpipev, exact, gpipe, interleaved_1f1b, interleaved_zero_bubble, looped_bfs, "
+            "none, zbv_zero_bubble",
+            write="pp=1f1b",
+        ),
         id="option",
     ),
     pytest.param(
         ["mesh=1x1x2", "pp=1f1b", "pp.loss=exact"],
-        "pp.loss=exact with pp.schedule=1f1b: exact works with gpipe alone: the loss of the whole batch comes after "
-        "all forwards and before all backwards\n"
-        "  allowed: pp.schedule=gpipe; or pp.loss=microbatch, if the loss is a mean over samples\n"
-        "  write:   pp.loss=microbatch",
+        Told(
+            "pp.loss=exact with pp.schedule=1f1b",
+            "exact",
+            "gpipe",
+            allowed=("pp.schedule=gpipe", "pp.loss=microbatch"),
+            write="pp.loss=microbatch",
+        ),
         id="exact-with-another-schedule",
     ),
     pytest.param(
         ["pp=1f1b", "pp.schedule=1f2b"],
-        f"pp.schedule=1f2b: no such schedule; did you mean 1f1b?\n"
-        f"  allowed: {ALL}, or the path of a CSV file\n"
-        "  write:   pp.schedule=1f1b",
+        Told("pp.schedule=1f2b", "1f1b", allowed=(ALL, "CSV file"), write="pp.schedule=1f1b"),
         id="schedule-that-no-mesh-has",
     ),
     pytest.param(
         ["mesh=1x1x2", "pp.loss=micro_batch", "pp.split=fair", "pp.microbatches=0"],
-        "pp.loss=micro_batch: not one of the choices\n"
-        "  allowed: exact, microbatch\n"
-        "  write:   pp.loss=microbatch\n"
-        "pp.microbatches=0: out of range\n"
-        "  allowed: 1 or more\n"
-        "pp.split=fair: not one of the choices\n"
-        "  allowed: even, balanced",
+        [
+            Told("pp.loss=micro_batch", "choices", allowed="exact, microbatch", write="pp.loss=microbatch"),
+            Told("pp.microbatches=0", "out of range", allowed="1 or more"),
+            Told("pp.split=fair", "choices", allowed="even, balanced"),
+        ],
         id="values",
     ),
     pytest.param(
         ["mesh=1x1x2", "pp.microbatch=4"],
-        "pp.microbatch=4: no such key; did you mean pp.microbatches?\n  write:   pp.microbatches=4",
+        Told("pp.microbatch=4", "pp.microbatches", write="pp.microbatches=4"),
         id="key",
     ),
     pytest.param(
         ["mesh=1x1x8"],
-        "mesh=1x1x8 with model=llama: 4 layers cannot fill 8 pipeline stages\n"
-        "  allowed: pp of size 4 or less, or more layers",
+        Told("mesh=1x1x8 with model=llama", "4 layers", "8 pipeline stages", allowed=("pp of size 4 or less",)),
         id="layers",
     ),
     pytest.param(
         ["mesh=1x1x4", "pp=interleaved_1f1b"],
-        "mesh=1x1x4 with model=llama and pp=interleaved_1f1b: 4 layers cannot fill 4 x 2 pipeline stages\n"
-        "  allowed: pp of size 2 or less, or more layers",
+        Told(
+            "mesh=1x1x4 with model=llama and pp=interleaved_1f1b",
+            "4 layers",
+            "4 x 2 pipeline stages",
+            allowed=("pp of size 2 or less",),
+        ),
         id="layers-of-virtual-stages",
     ),
     pytest.param(
         ["mesh=1x1x2", "pp=looped_bfs", "pp.virtual_stages=5"],
-        "mesh=1x1x2 with model=llama and pp=looped_bfs: 4 layers cannot fill 2 x 5 pipeline stages\n"
-        "  allowed: a schedule with one stage per rank",
+        Told("mesh=1x1x2 with model=llama and pp=looped_bfs", "4 layers", "2 x 5 pipeline stages"),
         id="layers-of-many-virtual-stages",
     ),
     pytest.param(
         ["mesh=1x1x2", "pp=1f1b", "pp.virtual_stages=2"],
-        "pp.virtual_stages=2 with pp.schedule=1f1b: 1f1b has exactly 1 stage per rank\n"
-        "  allowed: pp.virtual_stages=1\n"
-        "  write:   pp.virtual_stages=1",
+        Told(
+            "pp.virtual_stages=2 with pp.schedule=1f1b",
+            "1f1b",
+            "exactly 1 stage",
+            allowed="pp.virtual_stages=1",
+            write="pp.virtual_stages=1",
+        ),
         id="virtual-stages",
     ),
     pytest.param(
         ["mesh=1x1x4", "pp=1f1b", "pp.microbatches=2"],
-        "pp.microbatches=2 with pp.schedule=1f1b: 1f1b needs at least as many microbatches as there are stages, 4\n"
-        "  allowed: pp.microbatches of 4 or more\n"
-        "  write:   pp.microbatches=4",
+        Told(
+            "pp.microbatches=2 with pp.schedule=1f1b",
+            "1f1b",
+            "stages",
+            "4",
+            allowed="pp.microbatches of 4 or more",
+            write="pp.microbatches=4",
+        ),
         id="microbatches-of-a-schedule",
     ),
     pytest.param(
         ["mesh=1x1x4", "pp=1f1b", "data.microbatches=2"],
-        "data.microbatches=2 with pp.schedule=1f1b: 1f1b needs at least as many microbatches as there are stages, 4\n"
-        "  allowed: data.microbatches of 4 or more\n"
-        "  write:   data.microbatches=4",
+        Told(
+            "data.microbatches=2 with pp.schedule=1f1b",
+            "1f1b",
+            "stages",
+            "4",
+            allowed="data.microbatches of 4 or more",
+            write="data.microbatches=4",
+        ),
         id="microbatches-of-a-schedule-by-the-other-key",
     ),
     pytest.param(
         ["mesh=2x1x2", "pp.microbatches=3"],
-        "pp.microbatches=3: a rank's batch of 8 sequences cannot be cut into 3 equal microbatches "
-        "(data.batch_size=16 over 2 data parallel ranks)\n"
-        "  allowed: pp.microbatches of 1, 2, 4, 8\n"
-        "  write:   pp.microbatches=2",
+        Told(
+            "pp.microbatches=3",
+            "8 sequences",
+            "3 equal microbatches",
+            "data.batch_size=16",
+            "2 data parallel ranks",
+            allowed="pp.microbatches of 1, 2, 4, 8",
+            write="pp.microbatches=2",
+        ),
         id="microbatches-of-a-batch",
     ),
     pytest.param(
         ["mesh=1x1x2", "data.microbatches=3"],
-        "data.microbatches=3: a rank's batch of 16 sequences cannot be cut into 3 equal microbatches "
-        "(data.batch_size=16 over 1 data parallel rank)\n"
-        "  allowed: data.microbatches of 1, 2, 4, 8, 16\n"
-        "  write:   data.microbatches=2",
+        Told(
+            "data.microbatches=3",
+            "16 sequences",
+            "3 equal microbatches",
+            "data.batch_size=16",
+            "1 data parallel rank",
+            allowed="data.microbatches of 1, 2, 4, 8, 16",
+            write="data.microbatches=2",
+        ),
         id="microbatches-of-a-batch-by-the-other-key",
     ),
     pytest.param(
         ["mesh=2x1x2", "pp=1f1b", "pp.microbatches=8", "data.microbatches=4"],
-        "pp.microbatches=8: a rank's batch of 2 sequences cannot be cut into 8 equal microbatches "
-        "(data.batch_size=16 over 2 data parallel ranks in 4 accumulated batches)\n"
-        "  allowed: pp.microbatches of 2\n"
-        "  write:   pp.microbatches=2",
+        Told(
+            "pp.microbatches=8",
+            "2 sequences",
+            "8 equal microbatches",
+            "data.batch_size=16",
+            "2 data parallel ranks",
+            "4 accumulated batches",
+            allowed="pp.microbatches of 2",
+            write="pp.microbatches=2",
+        ),
         id="microbatches-of-an-accumulated-batch",
     ),
     pytest.param(
         ["mesh=2x1x2", "pp.microbatches=2", "data.microbatches=3"],
-        "data.batch_size=16: 16 sequences cannot be shared evenly by 2 data parallel ranks in 3 microbatches\n"
-        "  allowed: multiples of 2 x 3 = 6\n"
-        "  write:   data.batch_size=12 or data.batch_size=18",
+        Told(
+            "data.batch_size=16",
+            "16 sequences",
+            "2 data parallel ranks",
+            "3 microbatches",
+            allowed="multiples of 2 x 3 = 6",
+            write="data.batch_size=12 or data.batch_size=18",
+        ),
         id="accumulation-beside-microbatches",
     ),
     pytest.param(
         ["mesh=2x1x4", "pp=1f1b", "data.batch_size=6"],
-        "data.batch_size=6 with pp.schedule=1f1b: 1f1b needs at least 4 microbatches on 4 ranks of pp, but a rank's "
-        "batch has 3 sequences (data.batch_size=6 over 2 data parallel ranks)\n"
-        "  allowed: data.batch_size of 8 or more, or pp.schedule=gpipe\n"
-        "  write:   data.batch_size=8",
+        Told(
+            "data.batch_size=6 with pp.schedule=1f1b",
+            "1f1b",
+            "4 microbatches",
+            "4 ranks of pp",
+            "3 sequences",
+            "data.batch_size=6",
+            "2 data parallel ranks",
+            allowed="data.batch_size of 8 or more, or pp.schedule=gpipe",
+            write="data.batch_size=8",
+        ),
         id="batch-too-small",
     ),
     pytest.param(
         ["mesh=1x1x2", "pp=1f1b", "pp.schedule=absent.csv"],
-        f"pp.schedule=absent.csv: no such file\n  allowed: the path of a CSV file, or {ALL}",
+        Told("pp.schedule=absent.csv", "no such file", allowed=(ALL,)),
         id="file",
     ),
     pytest.param(
         ["mesh=1x1x2", "pp=1f1b", "pp.schedule=three.csv"],
-        "pp.schedule=three.csv: the file has 3 rows, but the mesh has 2 ranks along pp\n"
-        "  allowed: one row per rank of pp",
+        Told("pp.schedule=three.csv", "3 rows", "2 ranks along pp"),
         id="file-for-another-mesh",
     ),
     pytest.param(
         ["mesh=1x1x2", "pp=1f1b", "pp.schedule=bad.csv"],
-        "pp.schedule=bad.csv, row 1, column 2: 0X0: not a step of a schedule\n"
-        "  allowed: stage, F, B, I or W, and microbatch: 0F0, 1B3; an empty cell is idle time",
+        Told("pp.schedule=bad.csv, row 1, column 2: 0X0", "not a step", allowed=("F, B, I or W", "0F0")),
         id="file-with-a-mistake",
     ),
     pytest.param(
         ["mesh=1x1x2", "pp.split_spec={model.layers.1: MIDDLE}"],
-        "pp.split_spec={model.layers.1: MIDDLE}: MIDDLE is no split point\n"
-        "  allowed: BEGINNING (before it), END (behind it)",
+        Told("pp.split_spec={model.layers.1: MIDDLE}", "MIDDLE", allowed=("BEGINNING", "END")),
         id="split-point",
     ),
     pytest.param(
         ["mesh=1x1x2", "pp.split_spec=4"],
-        f"pp.split_spec=4: does not say where to cut\n  allowed: {SPLIT_ALLOWED}",
+        Told("pp.split_spec=4", "where to cut", allowed=("BEGINNING", "END", "null")),
         id="split-by-number",
     ),
     pytest.param(
         ["+pp.split_spec.model.layers.1=END"],
-        "pp.split_spec.model.layers.1: dots in a key of the command line make groups of keys, not a name of a module\n"
-        "  allowed: names in braces\n"
-        "  write:   'pp.split_spec={model.layers.1: END}'",
+        Told("pp.split_spec.model.layers.1", "dots", "name of a module", write="'pp.split_spec={model.layers.1: END}'"),
         id="split-with-dots",
     ),
     pytest.param(
         ["pp.split_spec={model.layers.[0-1]: END}"],
-        "pp.split_spec={model.layers.[0-1]: END}: Hydra cannot read this value\n"
-        "  allowed: a backslash before each bracket in the name of a key\n"
-        "  write:   'pp.split_spec={model.layers.\\[0-1\\]: END}'",
+        Told(
+            "pp.split_spec={model.layers.[0-1]: END}",
+            "cannot read",
+            write="'pp.split_spec={model.layers.\\[0-1\\]: END}'",
+        ),
         id="split-by-a-pattern-in-brackets",
     ),
 ]
@@ -204,12 +250,12 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("argv", "message"), WRONG)
+@pytest.mark.parametrize(("argv", "told"), WRONG)
 def test_one_message_and_nothing_else(
-    argv: list[str], message: str, workplace: Path, capfd: pytest.CaptureFixture[str]
+    argv: list[str], told: Told | list[Told], workplace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = cli.run(argv)
-    assert capfd.readouterr().err == message + "\n"
+    assert_only_told(capfd.readouterr().err, told)
     assert code == 2
     assert sorted(path.name for path in workplace.iterdir()) == sorted(FILES)
 

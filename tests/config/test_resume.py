@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autolaunch.resume import resolve_ckpt_path
 from autolaunch_strategies.checkpoint_files import MANIFEST, complete_checkpoints, problem_with, write_manifest
 from autolaunch_strategies.config import ConfigError
+from tests.support.messages import Told, assert_only_told, assert_told
 
 
 def checkpoint(directory: Path, step: int) -> Path:
@@ -26,10 +29,10 @@ def resolve(ckpt_path: str | None, output_dir: Path, task: str = "fit") -> str |
     return resolve_ckpt_path({"ckpt_path": ckpt_path, "task": task, "name": "run"}, output_dir)
 
 
-def message(ckpt_path: str, output_dir: Path, task: str = "fit") -> str:
+def refusal(ckpt_path: str, output_dir: Path, task: str = "fit") -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         resolve(ckpt_path, output_dir, task)
-    return str(caught.value)
+    return caught.value
 
 
 def test_last_is_the_furthest_trained(tmp_path: Path) -> None:
@@ -53,11 +56,14 @@ def test_another_directory_beside_is_not_an_earlier_run(tmp_path: Path) -> None:
 
 def test_last_starts_from_scratch_only_for_fit(tmp_path: Path) -> None:
     assert resolve("last", tmp_path) is None
-    assert message("last", tmp_path, "validate") == (
-        f"ckpt_path=last: there is no checkpoint in {tmp_path}/checkpoints\n"
-        "  allowed: the path of a checkpoint, or the output_dir of the run that wrote one\n"
-        "  write:   autolaunch validate ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>"
+    told = Told(
+        "ckpt_path=last",
+        "no checkpoint",
+        f"{tmp_path}/checkpoints",
+        allowed=("output_dir",),
+        write="autolaunch validate ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
     )
+    assert_only_told(refusal("last", tmp_path, "validate"), told)
 
 
 def test_what_a_killed_run_was_writing_is_passed_over(tmp_path: Path) -> None:
@@ -68,32 +74,31 @@ def test_what_a_killed_run_was_writing_is_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ckpt_path", ["last", "explicit"])
 @pytest.mark.parametrize(
-    ("damage", "problem"),
+    ("damage", "facts"),
     [
-        (lambda p: (p / "__0_0.distcp").write_bytes(b"x" * 99), "is damaged: __0_0.distcp has 99 bytes instead of 100"),
-        (lambda p: (p / "__0_0.distcp").unlink(), "is damaged: __0_0.distcp is missing"),
-        (lambda p: (p / MANIFEST).unlink(), f"is not a complete checkpoint: it has no readable {MANIFEST}"),
-        (lambda p: (p / MANIFEST).write_text('{"fi'), f"is not a complete checkpoint: it has no readable {MANIFEST}"),
+        (lambda p: (p / "__0_0.distcp").write_bytes(b"x" * 99), ["damaged", "__0_0.distcp", "99 bytes", "100"]),
+        (lambda p: (p / "__0_0.distcp").unlink(), ["damaged", "__0_0.distcp", "missing"]),
+        (lambda p: (p / MANIFEST).unlink(), ["not a complete checkpoint", f"no readable {MANIFEST}"]),
+        (lambda p: (p / MANIFEST).write_text('{"fi'), ["not a complete checkpoint", f"no readable {MANIFEST}"]),
     ],
     ids=["short", "missing", "no-manifest", "broken-manifest"],
 )
-def test_a_damaged_checkpoint_offers_the_previous_one(tmp_path: Path, ckpt_path: str, damage, problem: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_damaged_checkpoint_offers_the_previous_one(
+    tmp_path: Path, ckpt_path: str, damage: Callable[[Path], Any], facts: list[str]
+) -> None:
     good, bad = checkpoint(tmp_path / "checkpoints", 5), checkpoint(tmp_path / "checkpoints", 10)
     damage(bad)
     os.utime(bad, (10, 10))
     asked = str(bad) if ckpt_path == "explicit" else "last"
-    assert message(asked, tmp_path) == (
-        f"ckpt_path={asked}: {bad} {problem}\n  allowed: a complete checkpoint\n  write:   ckpt_path={good}"
-    )
+    told = Told(f"ckpt_path={asked}", str(bad), *facts, allowed="a complete checkpoint", write=f"ckpt_path={good}")
+    assert_only_told(refusal(asked, tmp_path), told)
 
 
 def test_a_damaged_checkpoint_without_another(tmp_path: Path) -> None:
     bad = checkpoint(tmp_path / "checkpoints", 10)
     (bad / "meta.pt").unlink()
-    assert message(str(bad), tmp_path) == (
-        f"ckpt_path={bad}: {bad} is damaged: meta.pt is missing\n"
-        f"  allowed: a complete checkpoint; there is none in {bad.parent}"
-    )
+    told = Told(f"ckpt_path={bad}", str(bad), "damaged", "meta.pt is missing", allowed=(f"none in {bad.parent}",))
+    assert_only_told(refusal(str(bad), tmp_path), told)
 
 
 def test_absent_and_empty_paths(tmp_path: Path) -> None:
@@ -101,7 +106,7 @@ def test_absent_and_empty_paths(tmp_path: Path) -> None:
     empty.touch()
     assert problem_with(absent) == "does not exist"
     assert problem_with(empty) == "is an empty file"
-    assert message(str(absent), tmp_path).startswith(f"ckpt_path={absent}: {absent} does not exist")
+    assert_told(refusal(str(absent), tmp_path), f"ckpt_path={absent}", str(absent), "does not exist")
 
 
 def test_complete_checkpoints_are_sorted_by_step_and_skip_links(tmp_path: Path) -> None:

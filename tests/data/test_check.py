@@ -1,4 +1,4 @@
-"""What is said about wrong data before any process starts: whole messages."""
+"""What is said about wrong data before any process starts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import pytest
 
 from autolaunch.config import DATA
 from autolaunch.data.check import check_data, tokenizer_vocabulary
+from autolaunch_strategies.config import ConfigErrors
+from tests.support.messages import Told, assert_only_told
 
 MODEL = SimpleNamespace(vocab_size=512, max_seq_len=1024)
 
@@ -45,9 +47,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (Path("model") / "tokenizer.json").write_text("{}")
 
 
-def messages(kind: str, dp: int = 1, **changes: Any) -> str:
+def told_of(kind: str, dp: int = 1, **changes: Any) -> ConfigErrors:
+    """All that is said about a config of data."""
     config = {**dataclasses.asdict(DATA[kind]()), **changes}
-    return "\n".join(str(error) for error in check_data(config, dp, MODEL))
+    return ConfigErrors(check_data(config, dp, MODEL))
 
 
 GOOD = [
@@ -64,233 +67,256 @@ GOOD = [
 @pytest.mark.parametrize("kind, changes", GOOD)
 def test_nothing_is_said_about_good_data(kind: str, changes: dict[str, Any]) -> None:
     extra = {"batch_size": 2} if "path" in changes and "batch_size" not in changes else {}
-    assert messages(kind, **extra, **changes) == ""
+    assert told_of(kind, **extra, **changes).errors == []
 
 
 BAD = [
     pytest.param(
         "text",
         {"batch_size": 10, "microbatches": 2, "dp": 4},
-        "data.batch_size=10: 10 sequences cannot be shared evenly by 4 data parallel ranks in 2 microbatches\n"
-        "  allowed: multiples of 4 x 2 = 8\n"
-        "  write:   data.batch_size=8 or data.batch_size=16",
+        Told(
+            "data.batch_size=10",
+            "10 sequences",
+            "4 data parallel ranks",
+            "2 microbatches",
+            allowed="multiples of 4 x 2 = 8",
+            write="data.batch_size=8 or data.batch_size=16",
+        ),
         id="batch does not divide",
     ),
     pytest.param(
         "text",
         {"batch_size": 3, "dp": 4},
-        "data.batch_size=3: 3 sequences cannot be shared evenly by 4 data parallel ranks in 1 microbatches\n"
-        "  allowed: multiples of 4 x 1 = 4\n"
-        "  write:   data.batch_size=4",
+        Told(
+            "data.batch_size=3",
+            "3 sequences",
+            "4 data parallel ranks",
+            "1 microbatches",
+            allowed="multiples of 4 x 1 = 4",
+            write="data.batch_size=4",
+        ),
         id="batch smaller than the ranks",
     ),
     pytest.param(
         "synthetic",
         {"seq_len": 2048},
-        "data.seq_len=2048: the model takes sequences of at most 1024 tokens\n"
-        "  allowed: 1 to 1024\n"
-        "  write:   data.seq_len=1024",
+        Told("data.seq_len=2048", "at most 1024 tokens", allowed="1 to 1024", write="data.seq_len=1024"),
         id="sequence too long",
     ),
     pytest.param(
         "synthetic",
         {"vocab_size": 1000},
-        "data.vocab_size=1000: token ids up to 999, but the model knows only 512\n"
-        "  allowed: a model with a vocabulary of 1000 or more\n"
-        "  write:   model.vocab_size=1000",
+        Told("data.vocab_size=1000", "up to 999", "only 512", allowed=("1000",), write="model.vocab_size=1000"),
         id="synthetic vocabulary",
     ),
     pytest.param(
         "synthetic",
         {"num_sequences": 8},
-        "data.num_sequences=8: 8 training sequences of 256 tokens, fewer than one batch of 16\n"
-        "  allowed: more data, or a smaller data.batch_size or data.seq_len",
+        Told(
+            "data.num_sequences=8",
+            "8 training sequences",
+            "256 tokens",
+            "one batch of 16",
+            allowed=("data.batch_size", "data.seq_len"),
+        ),
         id="synthetic too few",
     ),
     pytest.param(
         "synthetic",
         {"num_validation_sequences": 7, "microbatches": 2},
-        "data.num_validation_sequences=7: 7 validation sequences of 256 tokens, fewer than one batch of 8 "
-        "(data.batch_size=16 / data.microbatches=2)\n"
-        "  allowed: more validation data\n"
-        "  write:   data.num_validation_sequences=8, or 0 for no validation",
+        Told(
+            "data.num_validation_sequences=7",
+            "7 validation sequences",
+            "256 tokens",
+            "one batch of 8",
+            "data.batch_size=16",
+            "data.microbatches=2",
+            write="data.num_validation_sequences=8, or 0 for no validation",
+        ),
         id="synthetic too few for validation",
     ),
     pytest.param(
         "text",
         {"path": "godo.txt"},
-        "data.path=godo.txt: no such file or directory\n  write:   data.path=good.txt",
+        Told("data.path=godo.txt", "no such file", write="data.path=good.txt"),
         id="absent file",
     ),
-    pytest.param("text", {"path": "a/b.txt"}, "data.path=a/b.txt: no such file or directory", id="absent directory"),
+    pytest.param("text", {"path": "a/b.txt"}, Told("data.path=a/b.txt", "no such file"), id="absent directory"),
     pytest.param(
-        "text", {"path": "~no_such_user/a"}, "data.path=~no_such_user/a: no such file or directory", id="absent user"
+        "text", {"path": "~no_such_user/a"}, Told("data.path=~no_such_user/a", "no such file"), id="absent user"
     ),
-    pytest.param("text", {"path": "*.rst"}, "data.path=*.rst: no file with anything in it matches", id="empty glob"),
-    pytest.param("text", {"path": "empty.txt"}, "data.path=empty.txt: the file is empty", id="empty file"),
+    pytest.param("text", {"path": "*.rst"}, Told("data.path=*.rst", "no file"), id="empty glob"),
+    pytest.param("text", {"path": "empty.txt"}, Told("data.path=empty.txt", "empty"), id="empty file"),
     pytest.param(
         "text",
         {"path": "folder"},
-        "data.path=folder: no file with anything in it ends in .txt, .text, .md, .markdown, .rst, .tex "
-        "in this directory",
+        Told("data.path=folder", ".txt, .text, .md, .markdown, .rst, .tex"),
         id="directory without text",
     ),
     pytest.param(
         "text",
         {"path": []},
-        "data.path=[]: the list is empty\n  allowed: a file, a directory, a glob, or a list of them",
+        Told("data.path=[]", "empty"),
         id="empty list",
     ),
     pytest.param(
         "text",
         {"path": 3},
-        "data.path=3: not a path\n  allowed: a file, a directory, a glob, or a list of them",
+        Told("data.path=3", "not a path"),
         id="a number as path",
     ),
     pytest.param(
         "text",
         {"path": "short.txt", "validation_fraction": 0.0},
-        "data.path=short.txt: 3 training sequences of 256 tokens, fewer than one batch of 16\n"
-        "  allowed: more data, or a smaller data.batch_size or data.seq_len",
+        Told(
+            "data.path=short.txt",
+            "3 training sequences",
+            "256 tokens",
+            "one batch of 16",
+            allowed=("data.batch_size", "data.seq_len"),
+        ),
         id="too little text",
     ),
     pytest.param(
         "text",
         {"path": "good.txt"},
-        "data.path=good.txt: 4 validation sequences of 256 tokens, fewer than one batch of 16\n"
-        "  allowed: a larger data.validation_fraction, more data, or a smaller data.batch_size or data.seq_len\n"
-        "  write:   data.validation_fraction=0.22, or data.validation_fraction=0 for no validation",
+        Told(
+            "data.path=good.txt",
+            "4 validation sequences",
+            "256 tokens",
+            "one batch of 16",
+            allowed=("data.validation_fraction", "data.batch_size", "data.seq_len"),
+            write="data.validation_fraction=0.22, or data.validation_fraction=0 for no validation",
+        ),
         id="too little text for validation",
     ),
     pytest.param(
         "text",
         {"tokenizer": "absent.json"},
-        "data.tokenizer=absent.json: no such file\n  allowed: bytes, or the path of a tokenizer.json",
+        Told("data.tokenizer=absent.json", "no such file", allowed=("bytes", "tokenizer.json")),
         id="absent tokenizer",
     ),
     pytest.param(
         "text",
         {"tokenizer": "model"},
-        "data.tokenizer=model: a directory\n"
-        "  allowed: bytes, or the path of a tokenizer.json\n"
-        "  write:   data.tokenizer=model/tokenizer.json",
+        Told(
+            "data.tokenizer=model",
+            "directory",
+            allowed=("bytes", "tokenizer.json"),
+            write="data.tokenizer=model/tokenizer.json",
+        ),
         id="directory of a tokenizer",
     ),
     pytest.param(
         "text",
         {"tokenizer": "broken.json"},
-        "data.tokenizer=broken.json: not a tokenizer of the library `tokenizers`\n"
-        "  allowed: bytes, or the path of a tokenizer.json",
+        Told("data.tokenizer=broken.json", "tokenizers", allowed=("bytes", "tokenizer.json")),
         id="broken tokenizer",
     ),
     pytest.param(
         "text",
         {"tokenizer": "tokenizer.json"},
-        "data.tokenizer=tokenizer.json: token ids up to 599, but the model knows only 512\n"
-        "  allowed: a model with a vocabulary of 600 or more\n"
-        "  write:   model.vocab_size=600",
+        Told("data.tokenizer=tokenizer.json", "up to 599", "only 512", allowed=("600",), write="model.vocab_size=600"),
         id="tokenizer vocabulary",
     ),
     pytest.param(
         "tokens",
         {},
-        "data=tokens: no file is given\n"
-        "  allowed: data.path: a .bin or .npy file, a directory, a glob, or a list of them\n"
-        "  write:   data.path=tokens.bin",
+        Told("data=tokens", "no file is given", allowed=("data.path", ".bin", ".npy"), write="data.path=tokens.bin"),
         id="no token file",
     ),
     pytest.param(
         "tokens",
         {"path": "odd.bin"},
-        "data.path=odd.bin: 3 bytes are no whole number of uint16 tokens\n"
-        "  allowed: a multiple of 2 bytes, or another data.dtype",
+        Told("data.path=odd.bin", "3 bytes", "uint16 tokens", allowed=("2", "data.dtype")),
         id="bin of another type",
     ),
     pytest.param(
         "tokens",
         {"path": "tokens.dat"},
-        "data.path=tokens.dat: a file that ends in .dat\n  allowed: files that end in .bin or .npy",
+        Told("data.path=tokens.dat", ".dat", allowed=(".bin", ".npy")),
         id="neither bin nor npy",
     ),
     pytest.param(
         "tokens",
         {"path": "float.npy"},
-        "data.path=float.npy: not a .npy file of tokens (an array of float64 with shape (100,))\n"
-        "  allowed: one dimension of integers, as numpy.save writes",
+        Told("data.path=float.npy", "float64", "(100,)", allowed=("numpy.save",)),
         id="npy of floats",
     ),
     pytest.param(
         "tokens",
         {"path": "matrix.npy"},
-        "data.path=matrix.npy: not a .npy file of tokens (an array of int32 with shape (10, 10))\n"
-        "  allowed: one dimension of integers, as numpy.save writes",
+        Told("data.path=matrix.npy", "int32", "(10, 10)", allowed=("numpy.save",)),
         id="npy of two dimensions",
     ),
     pytest.param(
         "tokens",
         {"path": "cut.npy"},
-        "data.path=cut.npy: not a .npy file of tokens (cut off: 20000 tokens announced, 250 there)\n"
-        "  allowed: one dimension of integers, as numpy.save writes",
+        Told("data.path=cut.npy", "20000 tokens", "250 there", allowed=("numpy.save",)),
         id="npy cut off",
     ),
     pytest.param(
         "tokens",
         {"path": "good.bin", "validation_path": "absent.bin"},
-        "data.validation_path=absent.bin: no such file or directory",
+        Told("data.validation_path=absent.bin", "no such file"),
         id="absent validation file",
     ),
     pytest.param(
         "tokens",
         {"path": "good.bin", "validation_path": "good.npy", "batch_size": 80},
-        "data.path=good.bin: 78 training sequences of 256 tokens, fewer than one batch of 80\n"
-        "  allowed: more data, or a smaller data.batch_size or data.seq_len\n"
-        "data.path=good.bin: 78 validation sequences of 256 tokens, fewer than one batch of 80\n"
-        "  allowed: more validation data",
+        [
+            Told(
+                "data.path=good.bin",
+                "78 training sequences",
+                "256 tokens",
+                "one batch of 80",
+                allowed=("data.batch_size", "data.seq_len"),
+            ),
+            Told("data.path=good.bin", "78 validation sequences", "256 tokens", "one batch of 80"),
+        ],
         id="too few tokens",
     ),
     pytest.param(
         "tokens",
         {"path": "large.bin", "batch_size": 2},
-        "data.path=large.bin: it holds the token 600, but the model knows only 512\n"
-        "  allowed: the dtype and the vocabulary that the file was written with",
+        Told("data.path=large.bin", "token 600", "only 512"),
         id="token outside of the vocabulary",
     ),
 ]
 
 
-@pytest.mark.parametrize("kind, changes, expected", BAD)
-def test_bad_data_is_explained(kind: str, changes: dict[str, Any], expected: str) -> None:
-    assert messages(kind, **changes) == expected
+@pytest.mark.parametrize("kind, changes, told", BAD)
+def test_bad_data_is_explained(kind: str, changes: dict[str, Any], told: Told | list[Told]) -> None:
+    assert_only_told(told_of(kind, **changes), told)
 
 
 def test_a_broken_npy_file_is_named() -> None:
-    assert messages("tokens", path="broken.npy").startswith(
-        "data.path=broken.npy: not a .npy file of tokens (the magic string is not correct"
-    )
+    told = Told("data.path=broken.npy", ".npy", "magic string", allowed=("numpy.save",))
+    assert_only_told(told_of("tokens", path="broken.npy"), told)
 
 
 def test_bytes_need_257_ids() -> None:
     (error,) = check_data(dataclasses.asdict(DATA["text"]()), 1, SimpleNamespace(vocab_size=256, max_seq_len=None))
-    assert str(error) == (
-        "data.tokenizer=bytes: token ids up to 256, but the model knows only 256\n"
-        "  allowed: a model with a vocabulary of 257 or more\n"
-        "  write:   model.vocab_size=257"
-    )
+    told = Told("data.tokenizer=bytes", "up to 256", "only 256", allowed=("257",), write="model.vocab_size=257")
+    assert_only_told(error, told)
 
 
 def test_an_unreadable_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real: Callable[..., bool] = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "good.txt" and real(path, mode))
-    assert messages("text", path="good.txt") == "data.path=good.txt: the file cannot be read by this user"
+    assert_only_told(told_of("text", path="good.txt"), Told("data.path=good.txt", "cannot be read"))
 
 
 def test_tokenizers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert messages("text", tokenizer="tokenizer.json") == (
-        "data.tokenizer=tokenizer.json: a tokenizer file needs the library `tokenizers`, which is not installed\n"
-        "  allowed: bytes, or a tokenizer.json with `tokenizers` installed\n"
-        "  write:   pip install 'autolaunch[hf]'"
+    told = Told(
+        "data.tokenizer=tokenizer.json",
+        "`tokenizers`",
+        "not installed",
+        write="pip install 'autolaunch[hf]'",
+        allowed=("bytes", "tokenizer.json"),
     )
+    assert_only_told(told_of("text", tokenizer="tokenizer.json"), told)
 
 
 @pytest.mark.parametrize(

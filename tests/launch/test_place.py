@@ -17,6 +17,7 @@ from autolaunch.launch.devices import visible_devices
 from autolaunch.launch.place import Place, check_master_resolves, place
 from autolaunch_strategies.config import ConfigError
 from tests import ROOT
+from tests.support.messages import Told, assert_only_told, assert_told
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"} | {
     "MASTER_ADDR": "10.0.0.1",
@@ -72,47 +73,47 @@ def test_first_host(nodes: str, first: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    ("environ", "told"),
     [
         pytest.param(
             TORCHRUN | {"RANK": "4"},
-            "RANK=4: this is not a number that a launcher sets\n  allowed: 0 to 3",
+            Told("RANK=4", "not a number", allowed="0 to 3"),
             id="rank beyond the world",
         ),
         pytest.param(
             TORCHRUN | {"WORLD_SIZE": "two"},
-            "WORLD_SIZE=two: this is not a number that a launcher sets\n  allowed: 1 or more",
+            Told("WORLD_SIZE=two", "not a number", allowed="1 or more"),
             id="not a number",
         ),
         pytest.param(
             TORCHRUN | {"MASTER_PORT": ""},
-            "MASTER_PORT: this variable is missing, though others of the same launcher are set\n  allowed: 1 to 65535",
+            Told("MASTER_PORT", "missing", allowed="1 to 65535"),
             id="no port",
         ),
         pytest.param(
             SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"},
-            "SLURM_STEP_TASKS_PER_NODE=2(x: this is not a list of task counts\n  allowed: such as 4(x2),3",
+            Told("SLURM_STEP_TASKS_PER_NODE=2(x", "list of task counts", allowed="such as 4(x2),3"),
             id="tasks per node",
         ),
-        pytest.param(
-            SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3: the step has 3 nodes\n  allowed: 0 to 2", id="node id"
-        ),
+        pytest.param(SLURM | {"SLURM_NODEID": "3"}, Told("SLURM_NODEID=3", "3 nodes", allowed="0 to 2"), id="node id"),
         pytest.param(
             SLURM | {"SLURM_STEP_NODELIST": ""},
-            "SLURM_STEP_NODELIST=: this is not a list of hosts\n  allowed: such as n[1-4,7],m2",
+            Told("SLURM_STEP_NODELIST=", "list of hosts", allowed="such as n[1-4,7],m2"),
             id="no hosts",
         ),
     ],
 )
-def test_senseless_environment(environ: dict[str, str], message: str) -> None:
+def test_senseless_environment(environ: dict[str, str], told: Told) -> None:
     with pytest.raises(ConfigError) as error:
         place(environ)
-    assert str(error.value) == message
+    assert_only_told(error.value, told)
 
 
 def test_master_without_address() -> None:
-    with pytest.raises(ConfigError, match=r"^MASTER_ADDR=no-such-host\.invalid: the host of rank 0 has no address on "):
+    with pytest.raises(ConfigError) as error:
         check_master_resolves(Place("torchrun", 1, 2, master_addr="no-such-host.invalid", master_port=1))
+    write = "export MASTER_ADDR=<address of the node of rank 0>"
+    assert_told(error.value, "MASTER_ADDR=no-such-host.invalid", "rank 0", "no address", write=write)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_master_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     from autolaunch.launch.rendezvous import RankMissing, connect
 
     where = Place("slurm", 1, 2, master_addr="127.0.0.1", master_port=1)
-    with pytest.raises(RankMissing, match=r"^rank 1 on \S+ got no answer from rank 0 at 127\.0\.0\.1:1 within 1 s$"):
+    with pytest.raises(RankMissing, match=r"^rank 1 .*rank 0 .*127\.0\.0\.1:1 .*1 s$"):
         connect(where, 1)
 
 
@@ -267,5 +268,5 @@ def test_rank_that_never_comes_is_named() -> None:
     store = connect(where, 5)
     job = ResolvedJob({}, Path("/nowhere"), 3, [], "0")
     store.set("job_taken/1", "1")
-    with pytest.raises(RankMissing, match=r"^rank 2 of 3 did not come within 0\.1 s$"):
+    with pytest.raises(RankMissing, match=r"^rank 2 of 3 .*0\.1 s$"):
         share_job(store, where, lambda: job, timeout=0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from autolaunch.instantiate import build
 from autolaunch_strategies.config import ConfigError
+from tests.support.messages import Told, assert_only_told
 
 USERS_MODULE = """
 class Net:
@@ -80,83 +80,82 @@ def test_the_users_own_failure_comes_through() -> None:
 
 
 @pytest.mark.parametrize(
-    ("node", "message"),
+    ("node", "told"),
     [
         pytest.param(
             {"_target_": "nowhere.Net"},
-            "model._target_=nowhere.Net: no module named nowhere can be imported\n"
-            "  allowed: a module in the working directory, on PYTHONPATH, or installed",
+            Told("model._target_=nowhere.Net", "no module named nowhere"),
             id="no-module",
         ),
         pytest.param(
             {"_target_": "users_models.Nett"},
-            "model._target_=users_models.Nett: users_models has no Nett; did you mean users_models.Net?",
+            Told("model._target_=users_models.Nett", "users_models.Net"),
             id="no-attribute",
         ),
         pytest.param(
             {"_target_": "users_broken.Net"},
-            "model._target_=users_broken.Net: importing users_broken failed: ModuleNotFoundError: No module named "
-            "'a_package_that_is_not_there'",
+            Told(
+                "model._target_=users_broken.Net",
+                "users_broken",
+                "ModuleNotFoundError: No module named 'a_package_that_is_not_there'",
+            ),
             id="missing-dependency",
         ),
         pytest.param(
             {"_target_": "users_raises.Net"},
-            "model._target_=users_raises.Net: importing users_raises failed: OSError: no licence",
+            Told("model._target_=users_raises.Net", "users_raises", "OSError: no licence"),
             id="import-raises",
         ),
         pytest.param(
             {"_target_": "Net"},
-            "model._target_=Net: not an import path\n  allowed: module.Name, e.g. torch.nn.Linear",
+            Told("model._target_=Net", "not an import path", allowed=("module.Name",)),
             id="no-dot",
         ),
         pytest.param(
             {"_target_": None},
-            "model._target_=None: not an import path\n  allowed: module.Name, e.g. torch.nn.Linear",
+            Told("model._target_=None", "not an import path", allowed=("module.Name",)),
             id="not-text",
         ),
         pytest.param(
             {"_target_": "users_models.constant"},
-            "model._target_=users_models.constant: a int cannot be called\n  allowed: a class or a function",
+            Told("model._target_=users_models.constant", "int", "called"),
             id="not-callable",
         ),
         pytest.param(
             {"_target_": "users_models.Net", "widht": 3},
-            "model.widht: users_models.Net takes no argument widht; did you mean width?\n"
-            "  allowed: width, depth, act, params",
+            Told("model.widht", "width", allowed="width, depth, act, params"),
             id="unknown-argument",
         ),
         pytest.param(
             {"_target_": "users_models.Net", "depth": 3},
-            "model._target_=users_models.Net: users_models.Net also needs width\n  write:   model.width=...",
+            Told("model._target_=users_models.Net", "users_models.Net", "width", write="model.width=..."),
             id="missing-argument",
         ),
         pytest.param(
             {"_target_": "users_models.Net", "width": 1, "act": {"_target_": "users_models.Net", "dept": 1}},
-            "model.act.dept: users_models.Net takes no argument dept; did you mean depth?\n"
-            "  allowed: width, depth, act, params",
+            Told("model.act.dept", "depth", allowed="width, depth, act, params"),
             id="nested-unknown-argument",
         ),
         pytest.param(
             {"_target_": "users_models.Net", "width": [{"_target_": "users_models.Mlp"}]},
-            "model.width.0._target_=users_models.Mlp: users_models has no Mlp",
+            Told("model.width.0._target_=users_models.Mlp", "users_models"),
             id="nested-in-list",
         ),
     ],
 )
-def test_what_cannot_be_built(node: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+def test_what_cannot_be_built(node: dict, told: Told) -> None:
+    with pytest.raises(ConfigError) as caught:
         build(node, "model")
+    assert_only_told(caught.value, told)
 
 
 def test_what_hydra_refuses() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^model\._target_=subprocess\.run: Hydra refuses it: Target 'subprocess\.run' "
-    ):
+    with pytest.raises(ConfigError) as caught:
         build({"_target_": "subprocess.run", "_args_": ["true"]}, "model")
+    assert_only_told(caught.value, Told("model._target_=subprocess.run", "Hydra", "'subprocess.run'"))
 
 
 def test_without_a_place_the_message_names_the_target() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^_target_=users_models\.Net: users_models\.Net also needs width\n  write:   width: \.\.\.$"
-    ):
+    with pytest.raises(ConfigError) as caught:
         build({"_target_": "users_models.Net"})
+    assert_only_told(caught.value, Told("_target_=users_models.Net", "users_models.Net", "width", write="width: ..."))

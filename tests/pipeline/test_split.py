@@ -16,6 +16,7 @@ from autolaunch_strategies.pipeline.split import (
     choose_cuts,
     even_sizes,
 )
+from tests.support.messages import Told, assert_only_told, assert_told
 
 BLOCKS = [f"model.layers.{index}" for index in range(12)]
 # As it runs: the rotary tables after the embedding, the norm and the head after the blocks; containers never run.
@@ -127,8 +128,9 @@ def test_blocks_that_are_never_called_are_no_places_by_default():
 def test_both_ways_to_name_a_place_cut_a_container_that_runs():
     """In `groups` of blocks that run as modules of their own, the end of one is the beginning of the next."""
     executed = ["a", "a.0", "a.1", "b", "b.0", "b.1"]
-    with pytest.raises(ConfigError, match=r"behind a\.1 and before b\.0 are the same place"):
+    with pytest.raises(ConfigError) as raised:
         choose_cuts({"a.1": "END", "b.0": "BEGINNING"}, executed, executed, [], 3, "even", {})
+    assert_told(raised.value, "pp.split_spec={a.1: END, b.0: BEGINNING}", "behind a.1", "before b.0", "same place")
     for spec in ({"a": "END"}, {"a.1": "END"}, {"b": "BEGINNING"}, {"b.0": "BEGINNING"}):
         assert len(choose_cuts(spec, executed, executed, [], 2, "even", {})) == 1
 
@@ -196,159 +198,190 @@ def test_candidate_names(spec, prefix, expected):
     assert sorted(candidate_names(spec, MODULES, BLOCKS, prefix=prefix)) == sorted(expected)
 
 
-ALLOWED = "a prefix of numbered blocks, a list of names and prefixes, {name or pattern: BEGINNING | END}, or null"
-
-
 @pytest.mark.parametrize(
-    ("spec", "stages", "message"),
+    ("spec", "stages", "told"),
     [
         pytest.param(
             "model.layer",
             2,
-            "pp.split_spec=model.layer: no module is called model.layer\n"
-            "  allowed: the repeated blocks model.layers.0 to model.layers.11; names like model.layers, "
-            "model.layers.*, model.layers.*.mlp\n"
-            "  write:   pp.split_spec=model.layers",
+            Told(
+                "pp.split_spec=model.layer",
+                "no module",
+                "model.layer",
+                allowed=("model.layers.0 to model.layers.11", "model.layers, model.layers.*, model.layers.*.mlp"),
+                write="pp.split_spec=model.layers",
+            ),
             id="no match",
         ),
         pytest.param(
             ["model.layers", "head"],
             2,
-            "pp.split_spec=[model.layers,head]: no module is called head\n"
-            "  allowed: the repeated blocks model.layers.0 to model.layers.11; names like lm_head\n"
-            "  write:   pp.split_spec=model.layers",
+            Told(
+                "pp.split_spec=[model.layers,head]",
+                "no module",
+                "head",
+                allowed=("model.layers.0 to model.layers.11", "lm_head"),
+                write="pp.split_spec=model.layers",
+            ),
             id="no match in a list",
         ),
         pytest.param(
             {"layers.*": "END"},
             2,
-            "pp.split_spec={layers.*: END}: no module is called layers.*\n"
-            "  allowed: the repeated blocks model.layers.0 to model.layers.11; names like model.layers.*, "
-            "model.layers.*.mlp, model.layers",
+            Told(
+                "pp.split_spec={layers.*: END}",
+                "no module",
+                "layers.*",
+                allowed=("model.layers.0 to model.layers.11", "model.layers.*, model.layers.*.mlp, model.layers"),
+            ),
             id="no match in a mapping",
         ),
         pytest.param(
             "model.layers.",
             2,
-            "pp.split_spec=model.layers.: no module is called model.layers.\n"
-            "  allowed: the repeated blocks model.layers.0 to model.layers.11; names like model.layers.*, "
-            "model.layers, model.layers.*.mlp\n"
-            "  write:   pp.split_spec=model.layers",
+            Told(
+                "pp.split_spec=model.layers.",
+                "no module",
+                "model.layers.",
+                allowed=("model.layers.0 to model.layers.11", "model.layers.*, model.layers, model.layers.*.mlp"),
+                write="pp.split_spec=model.layers",
+            ),
             id="a prefix is no regular expression",
         ),
         pytest.param(
             "model.layers",
             13,
-            "pp.split_spec=model.layers: 12 places to end a stage, model.layers.0 to model.layers.11, but 13 stages\n"
-            "  allowed: at most 12 stages (pp x virtual stages), or more names in pp.split_spec",
+            Told(
+                "pp.split_spec=model.layers",
+                "12 places",
+                "model.layers.0 to model.layers.11",
+                "13 stages",
+                allowed=("at most 12 stages",),
+            ),
             id="too few blocks",
         ),
         pytest.param(
             "model.norm",
             2,
-            "pp.split_spec=model.norm: 1 place to end a stage, model.norm, but 2 stages\n"
-            "  allowed: at most 1 stage (pp x virtual stages), or more names in pp.split_spec",
+            Told("pp.split_spec=model.norm", "1 place", "model.norm", "2 stages", allowed=("at most 1 stage",)),
             id="one block",
         ),
         pytest.param(
             {"model.layers.1": "END", "model.layers.2": "END"},
             2,
-            "pp.split_spec={model.layers.1: END, model.layers.2: END}: 2 cuts, behind model.layers.1, "
-            "behind model.layers.2, but 2 stages\n"
-            "  allowed: 1 cut: one less than pp x virtual stages",
+            Told(
+                "pp.split_spec={model.layers.1: END, model.layers.2: END}",
+                "2 cuts",
+                "behind model.layers.1, behind model.layers.2",
+                "2 stages",
+                allowed=("1 cut",),
+            ),
             id="too many in a mapping",
         ),
         pytest.param(
             {"model.layers.1": "END"},
             4,
-            "pp.split_spec={model.layers.1: END}: 1 cut, behind model.layers.1, but 4 stages\n"
-            "  allowed: 3 cuts: one less than pp x virtual stages",
+            Told(
+                "pp.split_spec={model.layers.1: END}", "1 cut", "behind model.layers.1", "4 stages", allowed=("3 cuts",)
+            ),
             id="too few in a mapping",
         ),
         pytest.param(
             {"model.layers.1": "MIDDLE"},
             2,
-            "pp.split_spec={model.layers.1: MIDDLE}: MIDDLE is no split point\n"
-            "  allowed: BEGINNING (before it), END (behind it)",
+            Told("pp.split_spec={model.layers.1: MIDDLE}", "MIDDLE", allowed=("BEGINNING", "END")),
             id="a word that is none",
         ),
         pytest.param(
             {"model.(": "END"},
             2,
-            "pp.split_spec={model.(: END}: model.( is not a pattern: missing ), unterminated subpattern at position 7\n"
-            "  allowed: names, *, or a regular expression",
+            Told(
+                "pp.split_spec={model.(: END}",
+                "model.(",
+                "missing ), unterminated subpattern at position 7",
+                allowed=("*", "regular expression"),
+            ),
             id="not a pattern",
         ),
         pytest.param(
             {"lm_head": "END"},
             2,
-            "pp.split_spec={lm_head: END}: nothing runs after lm_head, so a stage would be empty\n"
-            "  allowed: a name of a module that does not run last",
+            Told("pp.split_spec={lm_head: END}", "nothing runs after lm_head"),
             id="END of the last",
         ),
         pytest.param(
             {"model.embed_tokens": "BEGINNING"},
             2,
-            "pp.split_spec={model.embed_tokens: BEGINNING}: nothing runs before model.embed_tokens, "
-            "so a stage would be empty\n"
-            "  allowed: a name of a module that does not run first",
+            Told("pp.split_spec={model.embed_tokens: BEGINNING}", "nothing runs before model.embed_tokens"),
             id="BEGINNING of the first",
         ),
         pytest.param(
             {"model.layers.1": "END", "model.layers.2": "BEGINNING"},
             3,
-            "pp.split_spec={model.layers.1: END, model.layers.2: BEGINNING}: behind model.layers.1 and "
-            "before model.layers.2 are the same place\n"
-            "  allowed: each place once; END is behind",
+            Told(
+                "pp.split_spec={model.layers.1: END, model.layers.2: BEGINNING}",
+                "behind model.layers.1",
+                "before model.layers.2",
+                "same place",
+            ),
             id="one place twice",
         ),
         pytest.param(
             ["unused", "lm_head"],
             2,
-            "pp.split_spec=[unused,lm_head]: unused is never called in the forward pass, "
-            "so there is no place next to it\n"
-            "  allowed: the repeated blocks model.layers.0 to model.layers.11",
+            Told(
+                "pp.split_spec=[unused,lm_head]",
+                "unused",
+                "never called",
+                allowed=("model.layers.0 to model.layers.11",),
+            ),
             id="never called",
         ),
         pytest.param(
             {"model.layers": "END"},
             2,
-            "pp.split_spec={model.layers: END}: model.layers is never called in the forward pass, "
-            "so there is no place next to it\n"
-            "  allowed: the repeated blocks model.layers.0 to model.layers.11; names like model.layers.*, "
-            "model.layers.*.mlp, model.layers.*.attn",
+            Told(
+                "pp.split_spec={model.layers: END}",
+                "model.layers",
+                "never called",
+                allowed=(
+                    "model.layers.0 to model.layers.11",
+                    "model.layers.*, model.layers.*.mlp, model.layers.*.attn",
+                ),
+            ),
             id="a list of blocks",
         ),
-        pytest.param(3, 2, f"pp.split_spec=3: does not say where to cut\n  allowed: {ALLOWED}", id="a number"),
+        pytest.param(
+            3, 2, Told("pp.split_spec=3", "where to cut", allowed=("BEGINNING", "END", "null")), id="a number"
+        ),
         pytest.param(
             ["model.layers", 4],
             2,
-            f"pp.split_spec=[model.layers,4]: does not say where to cut\n  allowed: {ALLOWED}",
+            Told("pp.split_spec=[model.layers,4]", "where to cut", allowed=("BEGINNING", "END", "null")),
             id="a number in a list",
         ),
         pytest.param(
             [],
             2,
-            f"pp.split_spec=[]: names no module\n  allowed: {ALLOWED}\n  write:   pp.split_spec=null",
+            Told("pp.split_spec=[]", "no module", allowed=("BEGINNING", "END", "null"), write="pp.split_spec=null"),
             id="an empty list",
         ),
         pytest.param(
             {},
             2,
-            f"pp.split_spec={{}}: names no module\n  allowed: {ALLOWED}\n  write:   pp.split_spec=null",
+            Told("pp.split_spec={}", "no module", allowed=("BEGINNING", "END", "null"), write="pp.split_spec=null"),
             id="an empty mapping",
         ),
     ],
 )
-def test_a_wrong_spec_says_what_may_be_named(spec, stages, message):
+def test_a_wrong_spec_says_what_may_be_named(spec, stages, told):
     with pytest.raises(ConfigError) as raised:
         cuts(spec, stages)
-    assert str(raised.value) == message
+    assert_only_told(raised.value, told)
 
 
 def test_without_blocks_the_cuts_must_be_named():
     with pytest.raises(ConfigError) as raised:
         choose_cuts(None, ["a", "b"], ["a", "b"], [], 2, "even", {})
-    assert str(raised.value) == (
-        f"pp.split_spec=null: the model shows no repeated blocks to cut between\n  allowed: {ALLOWED}"
-    )
+    told = Told("pp.split_spec=null", "no repeated blocks", allowed=("BEGINNING", "END", "null"))
+    assert_only_told(raised.value, told)
