@@ -28,6 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+SLOW = [
+    "pipeline/test_lightning.py", "context/test_lightning.py", "pipeline/test_meshes.py", "context/test_meshes.py",
+    "tensor/test_zoo.py", "pipeline/test_zoo.py", "context/test_zoo.py", "paddle/test_to_distributed.py",
+]  # fmt: skip
+"""Files that take longest, longest first."""
+
 _SERVER = pytest.StashKey[object]()
 
 
@@ -40,10 +46,40 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _SERVER in config.stash:
         process, _ = config.stash[_SERVER]  # type: ignore[misc]
-        process.kill()
+        process.terminate()
         process.wait()
         _, _, path = os.environ.pop(warm.SERVER).partition(":")
         shutil.rmtree(Path(path).parent)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A plain `pytest` leaves out what is marked `full`; `-m full` means all tests."""
+    expression = config.getoption("markexpr").strip()
+    if expression == "full":
+        for item in items:
+            item.add_marker(pytest.mark.full)
+    elif not expression:
+        chosen = [item for item in items if item.get_closest_marker("full") is None]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full") is not None])
+        items[:] = chosen
+    items.sort(key=_starts_late)
+
+
+def _starts_late(item: pytest.Item) -> int:
+    """Files that take long come first, so that no worker is left alone with one at the end."""
+    folder, file = item.path.parent.name, item.path.name
+    return SLOW.index(f"{folder}/{file}") if f"{folder}/{file}" in SLOW else len(SLOW)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what this machine could not test: a green end must not hide it."""
+    skipped = terminalreporter.getreports("skipped")
+    for marker in ("slurm", "gpu"):
+        left_out = [report for report in skipped if marker in report.keywords]
+        if left_out:
+            reason = left_out[0].longrepr[2].removeprefix("Skipped: ")
+            terminalreporter.write_line(f"{len(left_out)} {marker} tests did not run: {reason}", yellow=True)
 
 
 @pytest.fixture(scope="module")

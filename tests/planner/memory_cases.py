@@ -1,22 +1,19 @@
-"""What runs really take, for the tests of the planner's memory: `torchrun ... memory_cases.py <directory>`.
+"""What runs really take, for the tests of the planner's memory.
 
-Every case of `CASES` with as many ranks as there are trains a small Llama for three steps. Each rank writes
-`<case>.<pipe rank>.<rank>.json`: bytes of parameters, gradients and optimizer state, the most that autograd keeps at
-once, and the most that is allocated at once.
+Every case trains a small Llama for three steps and returns the pipe rank, and bytes: of parameters, gradients and
+optimizer state, the most that autograd keeps at once, and the most that is allocated at once.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
-import json
 import logging
-import os
-import sys
-import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
+
+from tests.support.cases import serve
 
 POSITIONS, BATCH = 128, 8
 SIZES = {
@@ -121,24 +118,6 @@ def module() -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     return Module()
-
-
-def main() -> None:
-    import torch
-    import torch.distributed as dist
-
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    directory, only = Path(sys.argv[1]), sys.argv[2:]
-    for name, fields in CASES.items():
-        if ranks_of(fields) == int(os.environ["WORLD_SIZE"]) and (not only or name in only):
-            pipe_rank, measured = run(fields)
-            (directory / f"{name}.{pipe_rank}.{os.environ['RANK']}.json").write_text(json.dumps(measured))
-    if dist.is_initialized():
-        dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def run(fields: dict[str, Any]) -> tuple[int, dict[str, int]]:
@@ -278,5 +257,11 @@ def run(fields: dict[str, Any]) -> tuple[int, dict[str, int]]:
     return 0 if pipeline is None else pipeline.pipe_rank, watch.found
 
 
+GROUPS: dict[str, dict[str, Any]] = {}
+for _name, _fields in CASES.items():
+    GROUPS.setdefault(f"on_{ranks_of(_fields)}", {})[_name] = functools.partial(run, _fields)
+
+
 if __name__ == "__main__":
-    main()
+    logging.disable(logging.WARNING)
+    serve(GROUPS)
