@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import math
 import sys
@@ -38,7 +39,7 @@ from autolaunch.validate import validate
 from autolaunch.wanted import typed_keys
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 
-SUMMARY = "summary.json"
+SUMMARY, METRICS = "summary.json", "metrics.csv"
 
 AUTO = "mesh=auto"
 """Typed, it lets the planner choose the mesh, and of everything else that it sets what is not typed."""
@@ -285,14 +286,16 @@ def _objective(config: DictConfig, directory: Path) -> float:
 
 
 def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) -> None:
-    """Say how a run ended whose ranks could not say it themselves, in the keys that they would have used."""
+    """Say how a run ended whose first rank could not say it itself, in the keys that it would have used."""
+    row = _last_row(job.output_dir / METRICS, since=time.time() - seconds)
+    loss = float(row["loss"]) if row.get("loss") else math.nan
     summary = {
         "task": job.config["task"],
         "status": "interrupted" if status == "interrupted" else "failed",
         "world_size": job.world_size,
         "mesh": job.choices["mesh"],
-        "steps": None,
-        "loss": None,
+        "steps": int(row["step"]) if row else None,
+        "loss": loss if math.isfinite(loss) else None,
         "tokens_per_second": None,
         "step_time_s": None,
         "peak_memory_bytes": None,
@@ -302,6 +305,14 @@ def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) 
         "error": message.splitlines()[0] if message else status,
     }
     write_beside(job.output_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+
+def _last_row(path: Path, since: float) -> dict[str, str]:
+    """The last row of a metrics.csv that was written to after `since`; an older one is of an earlier run."""
+    if not path.is_file() or path.stat().st_mtime < since:
+        return {}
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a killed process leaves half a row behind
+    return next(reversed(list(csv.DictReader(whole.splitlines()))), {})
 
 
 def resolve_job(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
 from tests.pipeline.cases import ENDS, GROUPS, RECIPES, REFUSED
-from tests.support.ranks import SOURCES, Group, GroupOf, differences, problems, start
+from tests.support.commands import Commands
+from tests.support.ranks import Group, GroupOf, differences, problems
 from tests.support.tiers import tiered
 
 pytestmark = pytest.mark.timeout(600)
@@ -152,11 +150,9 @@ class Fails(L.LightningModule):
 @pytest.mark.parametrize(("block", "rank"), [pytest.param(0, 1, id="first-stage"), pytest.param(3, 0, id="last-stage")])
 def test_a_failure_on_one_stage_ends_the_run_with_its_traceback(tmp_path: Path, block: int, rank: int) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
-    command = [sys.executable, "-m", "autolaunch", "mesh=1x1x2", "pp=exact", "module._target_=fails.Fails"]
-    command += [f"module.block={block}", "data=synthetic", "data.seq_len=8", "data.batch_size=8", "trainer.max_steps=6"]
-    command += ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", f"output_dir={tmp_path / 'run'}"]
-    done = start(command, timeout=60, PYTHONPATH=os.pathsep.join([*SOURCES, str(tmp_path)]))
-    assert done.returncode == 1, done.stdout[-4000:]
-    assert "ValueError: this block fails on purpose" in done.stdout
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
-    assert f"rank {rank}" in done.stdout
+    typed = ["mesh=1x1x2", "pp=exact", "module._target_=fails.Fails", f"module.block={block}", "data=synthetic"]
+    typed += ["data.seq_len=8", "data.batch_size=8", "trainer.max_steps=6", "trainer.accelerator=cpu"]
+    run = Commands(tmp_path)(*typed, "trainer.enable_progress_bar=false", code=1)
+    assert "ValueError: this block fails on purpose" in run.screen
+    assert run.summary["status"] == "failed"
+    assert f"rank {rank}" in run.screen

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from autolaunch.report.metrics import StepMetrics
+from autolaunch import cli, launch
+from autolaunch.job import ResolvedJob
+from autolaunch.launch import RunEnd
+from autolaunch.report.metrics import MetricsCsv, StepMetrics
 from autolaunch.report.summary import collect_summary, write_summary
 
 KEYS = [
@@ -97,6 +102,48 @@ def test_an_evaluation_and_a_failure(tmp_path: Path) -> None:
     assert (found["metrics"], found["steps"], found["loss"]) == ({"val_loss": 0.5}, 0, None)
     failed = collect_summary(run, StepMetrics(), time.time(), task="fit", status="failed", error="out of luck")
     assert (failed["status"], failed["error"], failed["step_time_s"]) == ("failed", "out of luck", None)
+
+
+@pytest.mark.parametrize(
+    ("losses", "seconds_ago", "expected"),
+    [
+        pytest.param([5.5, 4.5], 0, (2, 4.5), id="its-own-rows"),
+        pytest.param([5.5, math.nan], 0, (2, None), id="not-a-number"),
+        pytest.param([5.5, None], 0, (2, None), id="no-loss"),
+        pytest.param([], 0, (None, None), id="no-row"),
+        pytest.param([5.5, 4.5], 3600, (None, None), id="rows-of-an-earlier-run"),
+    ],
+)
+def test_a_first_rank_that_was_ended_before_its_summary(
+    losses: list[float | None],
+    seconds_ago: float,
+    expected: tuple[int | None, float | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The parent tells of the steps that metrics.csv knows: rank 0 ends with the rank that failed, at any moment."""
+
+    def run(job: ResolvedJob, *, isolated: bool = False) -> RunEnd:
+        file = MetricsCsv(job.output_dir)
+        file.open(0)
+        for step, loss in enumerate(losses, 1):
+            file.begin_row(step)
+            file.add({"loss": loss, "tokens": 8 * step})
+        file.finalize("failed")
+        with file.path.open("a") as stream:
+            stream.write("3,4.")
+        written = time.time() - seconds_ago
+        os.utime(file.path, (written, written))
+        return RunEnd("failed", 1, message="rank 1 of 2 failed: ValueError: unlucky\nlog: ...")
+
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(sys, "argv", ["autolaunch"])
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["fit", "mesh=2", "trainer.accelerator=cpu", f"output_dir={tmp_path}"]) == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary) == [*KEYS, "error"]
+    assert (summary["status"], summary["steps"], summary["loss"]) == ("failed", *expected)
+    assert summary["error"] == "rank 1 of 2 failed: ValueError: unlucky"
 
 
 def test_what_json_cannot_hold_becomes_null(tmp_path: Path) -> None:
