@@ -1,73 +1,66 @@
-"""Context parallelism through the real command: what a mesh computes is what one process computes."""
+"""Context parallelism through the real command: every backend that can be typed reaches the engine.
+
+What a mesh with an axis cp computes is shown by the engine's own tests (tests/context).
+"""
 
 from __future__ import annotations
-
-import functools
-import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cli.test_mp import Command, rows, summary
-from tests.support.ranks import start
+from tests.support.commands import Commands, Run, assert_same_curve
 
 TINY = (
     *("data=synthetic", "data.seq_len=32", "data.batch_size=4", "data.vocab_size=64"),
     *("data.num_validation_sequences=4", "model.vocab_size=67", "model.hidden_size=36", "model.head_dim=10"),
-    *("model.intermediate_size=49", "model.num_layers=2", "trainer.accelerator=cpu", "trainer.max_steps=4"),
+    *("model.intermediate_size=49", "model.num_layers=2", "trainer.accelerator=cpu", "trainer.max_steps=3"),
     *("trainer.gradient_clip_val=0.5", "trainer.enable_progress_bar=false"),
 )
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """Runs `autolaunch ARGUMENTS` once, however often it is asked for; returns the output directory."""
-    root = tmp_path_factory.mktemp("runs")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    return Commands(tmp_path_factory.mktemp("runs"), *TINY)
 
-    @functools.cache
-    def run(*arguments: str) -> Path:
-        directory = root / str(len(list(root.iterdir())))
-        directory.mkdir()
-        # what is given comes last, so that it may differ from TINY
-        task, given = arguments[:1] if "=" not in arguments[0] else (), arguments
-        line = [sys.executable, "-m", "autolaunch", *task, *TINY, *given[len(task) :], f"output_dir={directory}"]
-        done = start(line, timeout=120)
-        assert done.returncode == 0, done.stdout[-6000:]
-        (directory / "screen.txt").write_text(done.stdout)
-        return directory
 
-    return run
+@pytest.fixture(scope="module")
+def alone(command: Commands) -> Run:
+    """The run of one process."""
+    return command("mesh=1")
+
+
+@pytest.fixture(scope="module")
+def ring(command: Commands) -> Run:
+    return command("mesh=1x1x1x2", "cp=ring")
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "shown"),
     [
-        "mesh=1x1x1x2 cp=ring",
-        "mesh=1x1x1x4 cp=usp recompute=selective",
-        "mesh=dp2xcp2 dp=fsdp data.microbatches=2",  # cp=gather
-        "mesh=1x2x1x2 cp=ring mp=seq_parallel recompute=full",
+        pytest.param("mesh=1x1x1x2 cp=ring", "ring · 2 ranks · 32 → 16 tokens per rank", id="ring"),
+        pytest.param("mesh=1x1x1x4 cp=usp recompute=selective", "usp · 4 ranks", id="usp-selective"),
+        pytest.param("mesh=dp2xcp2 dp=fsdp data.microbatches=2", "gather · 2 ranks", id="default-with-dp"),
+        pytest.param(
+            "mesh=1x2x1x2 cp=ulysses mp=seq_parallel recompute=full", "ulysses · 2 ranks", id="ulysses-with-mp"
+        ),
     ],
 )
-def test_losses_and_norms_of_one_process(command: Command, arguments: str) -> None:
-    expected, found = rows(command("mesh=1")), rows(command(*arguments.split()))
-    assert len(found) == 4
-    assert found == [pytest.approx(row, rel=1e-4) for row in expected]
+def test_losses_and_norms_of_one_process(command: Commands, arguments: str, shown: str, alone: Run) -> None:
+    found = command(*arguments.split())
+    assert_same_curve(found, alone)
+    assert f"cp         {shown}" in found.screen
 
 
-def test_a_checkpoint_serves_other_meshes(command: Command) -> None:
-    (checkpoint,) = (command("mesh=dp2xcp2", "dp=fsdp", "data.microbatches=2") / "checkpoints").iterdir()
-    expected = summary(command("validate", "mesh=1", "data.microbatches=2", f"ckpt_path={checkpoint}"))
-    found = summary(command("validate", "mesh=cp2", "cp=ring", "data.microbatches=2", f"ckpt_path={checkpoint}"))
+def test_a_checkpoint_serves_other_meshes(command: Commands, alone: Run, ring: Run) -> None:
+    expected = command("validate", "mesh=1", f"ckpt_path={ring.checkpoint}").summary["metrics"]
+    found = command("validate", "mesh=cp2", "cp=gather", f"ckpt_path={ring.checkpoint}").summary["metrics"]
     assert len(found) > 0
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_predictions_are_whole(command: Command) -> None:
-    (checkpoint,) = (command("mesh=1x1x1x2", "cp=ring") / "checkpoints").iterdir()
+def test_predictions_are_whole(command: Commands, ring: Run) -> None:
     expected, found = (
-        sorted((command("predict", *mesh, f"ckpt_path={checkpoint}") / "predictions").iterdir())
+        sorted((command("predict", *mesh, f"ckpt_path={ring.checkpoint}").directory / "predictions").iterdir())
         for mesh in (("mesh=1",), ("mesh=cp2", "cp=ring"))
     )
     assert [file.name for file in found] == [file.name for file in expected] != []
@@ -75,37 +68,16 @@ def test_predictions_are_whole(command: Command) -> None:
         assert torch.equal(torch.load(other, weights_only=True), torch.load(one, weights_only=True))
 
 
-def test_the_summary_counts_every_token_once(command: Command) -> None:
+def test_the_summary_counts_every_token_once(alone: Run, ring: Run) -> None:
     """Ranks along cp work on the same sequences: they don't make more of them."""
-    one, found = (json.loads((command(*line) / "summary.json").read_text()) for line in (
-        ("mesh=1",), ("mesh=1x1x1x2", "cp=ring"),
-    ))  # fmt: skip
+    one, found = alone.summary, ring.summary
     assert found["mesh"] == "1x1x1x2" and found["world_size"] == 2
-    assert found["steps"] == one["steps"] == 4 and found["parameters"] == one["parameters"]
-    tokens = [
-        line.split(",")
-        for line in (command("mesh=1x1x1x2", "cp=ring") / "metrics.csv").read_text().splitlines()
-    ]  # fmt: skip
-    column = tokens[0].index("tokens")
-    assert [float(line[column]) for line in tokens[1:]] == [4 * 32 * step for step in range(1, 5)]
+    assert found["steps"] == one["steps"] == 3 and found["parameters"] == one["parameters"]
+    assert [row["tokens"] for row in ring.rows] == [4 * 32 * step for step in range(1, 4)]
 
 
-def test_the_start_says_how_cp_divides(command: Command) -> None:
-    screen = (command("mesh=1x1x1x2", "cp=ring") / "screen.txt").read_text()
-    assert "cp         ring · 2 ranks · 32 → 16 tokens per rank" in screen
-
-
-REFUSED = {
-    "mesh=cp2 data.seq_len=31": "31",
-    "mesh=cp2 cp=none": "the mesh has 2 ranks along cp, but cp=none uses only one",
-    "mesh=cp2 cp=rings": "ring",
-    "mesh=cp4 cp=ulysses model.num_heads=6 model.num_kv_heads=2": "heads",
-}
-
-
-@pytest.mark.parametrize("arguments", REFUSED)
-def test_what_is_refused_before_anything_starts(tmp_path: Path, arguments: str) -> None:
-    line = [sys.executable, "-m", "autolaunch", *TINY, *arguments.split(), f"output_dir={tmp_path}"]
-    done = start(line, timeout=30)
-    assert done.returncode == 2, done.stdout
-    assert REFUSED[arguments] in done.stdout and "Traceback" not in done.stdout
+def test_what_is_refused_before_anything_starts(command: Commands) -> None:
+    """One of the messages of tests/config/test_cp_messages.py."""
+    refused = command("mesh=cp2", "data.seq_len=31", code=2)
+    assert refused.screen.startswith("data.seq_len=31: ") and "Traceback" not in refused.screen
+    assert not refused.directory.exists()

@@ -1,112 +1,102 @@
-"""Model parallelism through the real command: what a mesh computes is what one process computes."""
+"""Model parallelism through the real command: plans that are typed, written, repeated or one's own reach the engine.
+
+What a mesh with an axis mp computes is shown by the engine's own tests (tests/loop, tests/tensor); here is one run for
+each way in which the command is told how.
+"""
 
 from __future__ import annotations
 
-import csv
-import functools
-import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
-from tests.support.ranks import start
+from autolaunch.tasks.export import export_checkpoint, trained_config
+from tests.support.commands import Commands, Run, assert_same_curve
 
 # No size can be shared evenly by 2 or 4 ranks, but for the heads; 2 key/value heads are fewer than 4 ranks.
 TINY = (
-    *("data=synthetic", "data.seq_len=33", "data.batch_size=8", "data.vocab_size=64"),
+    *("data=synthetic", "data.seq_len=17", "data.batch_size=8", "data.vocab_size=64"),
     *("data.num_validation_sequences=8", "model.vocab_size=67", "model.hidden_size=36", "model.head_dim=10"),
-    *("model.intermediate_size=49", "model.num_layers=2", "trainer.accelerator=cpu", "trainer.max_steps=4"),
+    *("model.intermediate_size=49", "model.num_layers=2", "trainer.accelerator=cpu", "trainer.max_steps=3"),
     *("trainer.gradient_clip_val=0.5", "trainer.enable_progress_bar=false"),
 )
 
-Command = Callable[..., Path]
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    return Commands(tmp_path_factory.mktemp("runs"), *TINY)
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """Runs `autolaunch ARGUMENTS` once, however often it is asked for; returns the output directory."""
-    root = tmp_path_factory.mktemp("runs")
-
-    @functools.cache
-    def run(*arguments: str) -> Path:
-        directory = root / str(len(list(root.iterdir())))
-        directory.mkdir()
-        done = start([sys.executable, "-m", "autolaunch", *arguments, *TINY, f"output_dir={directory}"], timeout=120)
-        assert done.returncode == 0, done.stdout[-6000:]
-        (directory / "screen.txt").write_text(done.stdout)
-        return directory
-
-    return run
+def alone(command: Commands) -> Run:
+    """The run of one process."""
+    return command("mesh=1")
 
 
-def rows(directory: Path) -> list[tuple[float, float]]:
-    """(loss, gradient norm before clipping) of every step."""
-    with (directory / "metrics.csv").open() as file:
-        return [(float(row["loss"]), float(row["grad_norm"])) for row in csv.DictReader(file)]
+@pytest.fixture(scope="module")
+def four(command: Commands) -> Run:
+    """A run of four processes, with all that divides parameters and activations."""
+    return command("mesh=2x2", "mp=seq_parallel", "dp=fsdp", "recompute=full")
 
 
-def summary(directory: Path) -> dict[str, float]:
-    return json.loads((directory / "summary.json").read_text())["metrics"]
+def test_losses_and_norms_of_one_process(four: Run, alone: Run) -> None:
+    assert_same_curve(four, alone)
+    assert "mp         seq_parallel · 8 rules" in four.screen
 
 
+def test_mp_auto(command: Commands, alone: Run) -> None:
+    found = command("mesh=1x2", "mp=auto", "data.microbatches=2", "recompute=selective")
+    assert_same_curve(found, alone)
+    assert "mp         auto · " in found.screen
+
+
+@pytest.mark.full  # more meshes show numbers only, here of Lightning's loop with an axis mp
 @pytest.mark.parametrize(
     "arguments",
     [
         pytest.param("mesh=1x2 mp=tensor_parallel data.microbatches=2 recompute=selective", id="1x2-tp-selective"),
-        pytest.param("mesh=1x2 mp=seq_parallel recompute=full", id="1x2-sp-full"),
-        pytest.param("mesh=1x2 mp=auto", id="1x2-auto"),
         pytest.param("mesh=1x4 mp=tensor_parallel recompute=full", id="1x4-tp-full"),
         pytest.param("mesh=1x4 mp=seq_parallel recompute=selective", id="1x4-sp-selective"),
         pytest.param("mesh=2x2 mp=tensor_parallel dp=ddp", id="2x2-tp-level-0"),
         pytest.param("mesh=2x2 mp=seq_parallel dp=zero1 data.microbatches=2", id="2x2-sp-level-1"),
         pytest.param("mesh=2x2 mp=tensor_parallel dp=zero2 data.microbatches=2", id="2x2-tp-level-2"),
-        pytest.param("mesh=2x2 mp=seq_parallel dp=fsdp", id="2x2-sp-level-3"),
     ],
 )
-def test_losses_and_norms_of_one_process(command: Command, arguments: str) -> None:
-    expected, found = rows(command("mesh=1")), rows(command(*arguments.split()))
-    assert found == [pytest.approx(row, rel=1e-4) for row in expected]
+def test_losses_and_norms_on_more_meshes(command: Commands, arguments: str, alone: Run) -> None:
+    assert_same_curve(command(*arguments.split()), alone)
 
 
-def test_bf16(command: Command) -> None:
-    expected = rows(command("mesh=1", "precision=bf16-mixed"))
-    assert rows(command("mesh=1x2", "mp=seq_parallel", "precision=bf16-mixed")) == [
-        pytest.approx(row, rel=1e-2) for row in expected
-    ]
+@pytest.mark.full  # numbers only: precision= reaches the engine in test_first_run.py
+def test_bf16(command: Commands) -> None:
+    one, two = (command(*mesh, "precision=bf16-mixed") for mesh in (("mesh=1",), ("mesh=1x2", "mp=seq_parallel")))
+    assert_same_curve(two, one, tolerance=1e-2)
 
 
-@pytest.mark.parametrize(
-    "arguments", [("mesh=1x2", "mp=auto"), ("mesh=2x2", "mp=seq_parallel", "dp=fsdp")], ids=["1x2", "2x2"]
-)
-def test_exported_weights_of_one_process(command: Command, arguments: tuple[str, ...]) -> None:
+def test_exported_weights_of_one_process(alone: Run, four: Run, tmp_path: Path) -> None:
     exported = []
-    for run in (command("mesh=1"), command(*arguments)):
-        (checkpoint,) = (run / "checkpoints").iterdir()
-        exported.append(load_file(command("export", f"ckpt_path={checkpoint}") / "export" / "model.safetensors"))
+    for run in (alone, four):
+        directory = tmp_path / run.directory.name
+        export_checkpoint(run.checkpoint, directory, trained_config(run.checkpoint) or {})
+        exported.append(load_file(directory / "model.safetensors"))
     expected, found = exported
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_other_tasks_of_one_process(command: Command) -> None:
-    (checkpoint,) = (command("mesh=2x2", "mp=seq_parallel", "dp=fsdp") / "checkpoints").iterdir()
-    for task in ("validate", "test"):
-        expected = summary(command(task, "mesh=1", f"ckpt_path={checkpoint}"))
-        found = summary(command(task, "mesh=1x2", "mp=seq_parallel", f"ckpt_path={checkpoint}"))
-        assert len(found) > 0
-        assert found == pytest.approx(expected, rel=1e-4)
+def test_validation_of_one_process(command: Commands, four: Run) -> None:
+    checkpoint = f"ckpt_path={four.checkpoint}"
+    expected = command("validate", "mesh=1", checkpoint).summary["metrics"]
+    found = command("validate", "mesh=1x2", "mp=seq_parallel", checkpoint).summary["metrics"]
+    assert len(found) > 0
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_predictions_are_whole(command: Command) -> None:
-    (checkpoint,) = (command("mesh=2x2", "mp=seq_parallel", "dp=fsdp") / "checkpoints").iterdir()
+def test_predictions_are_whole(command: Commands, four: Run) -> None:
     expected, found = (
-        sorted((command("predict", *mesh, f"ckpt_path={checkpoint}") / "predictions").iterdir())
+        sorted((command("predict", *mesh, f"ckpt_path={four.checkpoint}").directory / "predictions").iterdir())
         for mesh in (("mesh=1",), ("mesh=1x2", "mp=tensor_parallel"))
     )
     assert [file.name for file in found] == [file.name for file in expected] != []
@@ -116,25 +106,18 @@ def test_predictions_are_whole(command: Command) -> None:
         )
 
 
-def test_the_start_says_how_mp_divides_the_model(command: Command) -> None:
-    assert (
-        "mp         seq_parallel · 8 rules"
-        in (command("mesh=1x2", "mp=seq_parallel", "recompute=full") / "screen.txt").read_text()
-    )
-
-
-def test_a_plan_is_shown_with_reasons_and_can_be_run(command: Command) -> None:
+def test_a_plan_is_shown_with_reasons_and_can_be_run(command: Commands, alone: Run) -> None:
     typed = (
         r"+mp.plan={lm_head: null, model.layers.*.mlp.\(gate|up\)_proj: [ColWiseParallel], lm_haed: RowWiseParallel}"
     )
     planned = command("plan", "mesh=1x2", "mp=tensor_parallel", typed)
-    screen = " ".join((planned / "screen.txt").read_text().split())
+    screen = " ".join(planned.screen.split())
     assert "mp tensor_parallel · 5 rules · 1 rule matching nothing" in screen
     assert "mp model.layers.*.self_attn.(q|k|v)_proj: ColWiseParallel (6 modules; the model's plan)" in screen
     assert "mp model.layers.*.mlp.(gate|up)_proj: ColWiseParallel (4 modules; mp.plan)" in screen
     assert "mp.plan: lm_haed matches nothing; the nearest names are lm_head" in screen
-    written = yaml.safe_load((planned / "plan.yaml").read_text())
-    assert written["mp"] == {
+    written = planned.plan["mp"]
+    assert written == {
         "name": "tensor_parallel",
         "base": "none",
         "sequence_parallel": False,
@@ -146,17 +129,17 @@ def test_a_plan_is_shown_with_reasons_and_can_be_run(command: Command) -> None:
             "model.layers.*.mlp.down_proj": "RowWiseParallel",
         },
     }
-    again = command(f"experiment={planned / 'plan.yaml'}")
-    assert yaml.safe_load((again / "plan.yaml").read_text())["mp"] == written["mp"]
-    assert rows(again) == [pytest.approx(row, rel=1e-4) for row in rows(command("mesh=1"))]
+    again = command(f"experiment={planned.directory / 'plan.yaml'}")
+    assert again.plan["mp"] == written
+    assert_same_curve(again, alone)
 
 
-def test_a_plan_in_a_file_of_ones_own(command: Command, tmp_path: Path) -> None:
+def test_a_plan_in_a_file_of_ones_own(command: Commands, alone: Run, tmp_path: Path) -> None:
     (tmp_path / "mp").mkdir()
     (tmp_path / "mp" / "mine.yaml").write_text(
         "name: mine\nbase: none\nplan:\n  .*mlp.(gate|up)_proj: ColWiseParallel\n  .*mlp.down_proj: RowWiseParallel\n"
         "  model.embed_tokens.weight: ColWiseParallel\n  lm_head: {ColWiseParallel: {gather_output: true}}\n"
     )
     found = command(f"--config-dir={tmp_path}", "mesh=1x2", "mp=mine")
-    assert rows(found) == [pytest.approx(row, rel=1e-4) for row in rows(command("mesh=1"))]
-    assert "mp         mine · 4 rules" in (found / "screen.txt").read_text()
+    assert_same_curve(found, alone)
+    assert "mp         mine · 4 rules" in found.screen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from autolaunch.validate import validate
 from autolaunch.wanted import wanted_by
 from autolaunch_strategies.config import CP_BACKENDS, ConfigError
 from autolaunch_strategies.planner.candidate import PIPELINES
-from tests import ROOT
+from tests.support.ranks import environment, start, torchrun
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -157,35 +156,52 @@ def test_mesh_auto_changes_a_machine_as_typed(command: Callable[..., Outcome]) -
     assert _read(Path("auto/plan.yaml"))["reasons"]["choice"]["hardware"]["name"] == "local"
 
 
-@pytest.mark.parametrize(("nodes", "local_ranks"), [(1, 2), (2, 1)])
-def test_mesh_auto_under_torchrun(nodes: int, local_ranks: int, tmp_path: Path) -> None:
+UNDER_TORCHRUN = ("-m", "autolaunch", "mesh=auto", *SMALL, "trainer.max_steps=2", "output_dir=auto")
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> dict[str, str]:
+    """The environment of processes that know nothing of what other tests have measured."""
+    return environment(XDG_CACHE_HOME=str(tmp_path / "cache"), CUDA_VISIBLE_DEVICES="")
+
+
+def test_mesh_auto_under_torchrun(outside: dict[str, str], tmp_path: Path) -> None:
+    done = start(torchrun(2, *UNDER_TORCHRUN), cwd=tmp_path, env=outside)
+    assert done.returncode == 0, done.stdout
+    assert_chosen_for(tmp_path / "auto", nodes=1, local_ranks=2)
+
+
+@pytest.mark.full
+def test_mesh_auto_under_real_torchrun_on_two_nodes(outside: dict[str, str], tmp_path: Path) -> None:
+    """In new processes: two torchruns and their ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    where = [f"--nnodes={nodes}", "--master-addr=127.0.0.1", f"--master-port={port}", f"--nproc-per-node={local_ranks}"]
-    words = ["-m", "autolaunch", "mesh=auto", *SMALL, "trainer.max_steps=2", "output_dir=auto"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "launcher", ROOT / "strategies")))}
+    where = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=1"]
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", f"--node-rank={node}", *where, *words],
+            [sys.executable, "-m", "torch.distributed.run", f"--node-rank={node}", *where, *UNDER_TORCHRUN],
             cwd=tmp_path,
-            env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+            env=outside,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for node in range(nodes)
+        for node in range(2)
     ]
     try:
         said = [process.communicate(timeout=180)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * nodes, "\n".join(said)
-    summary = json.loads((tmp_path / "auto/summary.json").read_text(encoding="utf-8"))
+    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    assert_chosen_for(tmp_path / "auto", nodes=2, local_ranks=1)
+
+
+def assert_chosen_for(directory: Path, nodes: int, local_ranks: int) -> None:
+    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     assert (summary["world_size"], summary["steps"]) == (2, 2)
-    hardware = _read(tmp_path / "auto/plan.yaml")["reasons"]["choice"]["hardware"]
+    hardware = _read(directory / "plan.yaml")["reasons"]["choice"]["hardware"]
     assert (hardware["nodes"], hardware["devices_per_node"]) == (nodes, local_ranks)
 
 

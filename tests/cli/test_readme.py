@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import ROOT
+from tests.support.ranks import environment, start, torchrun
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.timeout(330)
@@ -29,71 +31,86 @@ COMMANDS = [
     for block in blocks("bash")
     for line in block.replace("\\\n", " ").splitlines()
 ]
+FIRST = COMMANDS[0]
+IN_A_SHELL = ("autolaunch --help", "autolaunch plan mesh=1x2 'mp.plan=")
+"""Beginnings of commands that are read by a shell and run in new processes: a simple one, and one with quotes.
+The others are given as the same words to warm processes."""
+
+DAILY = ("autolaunch --", "autolaunch plan mesh=", "autolaunch plan model=llama model.size=8b mesh=", "cd ")
+"""Beginnings of commands of every day. What the others show with models of their size, and together, other tests show
+with small ones, and one by one."""
+
+
+def commands() -> list[Any]:
+    """The parameters of `test_command`, in the order of README.md: some need what those before them have left."""
+    mine = [command for command in COMMANDS if not command.startswith("pytest")]
+    return [pytest.param(item, marks=() if item.startswith(DAILY) else pytest.mark.full) for item in mine]
+
+
+Clone = tuple[Path, dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, str]]]:
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     """A directory with what the commands expect of a clone, and an environment in which `autolaunch` is this source."""
     directory = tmp_path_factory.mktemp("readme")
     shutil.copytree(ROOT / "examples", directory / "examples", ignore=shutil.ignore_patterns("outputs", "__pycache__"))
-    commands = directory / "bin"
-    commands.mkdir()
-    for name, module in (("autolaunch", "autolaunch"), ("torchrun", "torch.distributed.run")):
-        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
-        (commands / name).chmod(0o755)
-    paths = [str(ROOT / "launcher"), str(ROOT / "strategies"), os.environ.get("PYTHONPATH", "")]
-    yield (
-        directory,
-        {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            "COLUMNS": "80",
-        },
-    )
+    programs = directory / "bin"
+    programs.mkdir()
+    (programs / "autolaunch").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m autolaunch "$@"\n')
+    (programs / "autolaunch").chmod(0o755)
+    return directory, environment(PATH=f"{programs}{os.pathsep}{os.environ['PATH']}", COLUMNS="80")
 
 
-def run(command: list[str], clone: tuple[Path, dict[str, str]]) -> subprocess.CompletedProcess[str]:
-    directory, environment = clone
-    return subprocess.run(
-        command,
-        cwd=directory,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
+def in_a_shell(command: str, clone: Clone) -> subprocess.CompletedProcess[str]:
+    return start(["bash", "-euc", command], timeout=300, cold=True, cwd=clone[0], env=clone[1])
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if not command.startswith("pytest")])
-def test_command(command: str, clone: tuple[Path, dict[str, str]]) -> None:
-    ended = run(["bash", "-euc", command], clone)
+def run(command: str, clone: Clone) -> subprocess.CompletedProcess[str]:
+    """Run a line of README.md."""
+    if command.startswith(IN_A_SHELL):
+        return in_a_shell(command, clone)
+    changed, directory, command = re.fullmatch(r"(cd (\S+) && )?(.*)", command).groups()  # type: ignore[union-attr]
+    program, *words = shlex.split(command)
+    where = clone[0] / directory if changed else clone[0]
+    if program == "torchrun":
+        option, count, *words = words
+        assert option == "--nproc-per-node"
+        return start(torchrun(int(count), *words), timeout=300, cwd=where, env=clone[1])
+    assert program == "autolaunch" and not {"&&", "||", "|", ";", ">"} & set(words), command
+    return start([sys.executable, "-m", program, *words], timeout=300, cwd=where, env=clone[1])
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command(command: str, clone: Clone) -> None:
+    in_ci = os.environ.get("CI") == "true" and os.environ.get("AUTOLAUNCH_CI_RAN_README_COMMAND") == "1"
+    if command == FIRST and in_ci:
+        pytest.skip("CI has run this line of README.md itself, just before")
+    ended = run(command, clone)
     assert ended.returncode == 0, ended.stdout
     assert "Traceback" not in ended.stdout
 
 
 @pytest.mark.parametrize("script", blocks("python"))
-def test_script(script: str, clone: tuple[Path, dict[str, str]]) -> None:
+def test_script(script: str, clone: Clone) -> None:
     (clone[0] / "script.py").write_text(script)
-    ended = run([sys.executable, "script.py"], clone)
+    ended = start([sys.executable, "script.py"], timeout=300, cwd=clone[0], env=clone[1])
     assert ended.returncode == 0, ended.stdout
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_example_of_a_lightning_module(ranks: str, clone: tuple[Path, dict[str, str]]) -> None:
-    ended = run([sys.executable, "examples/lightning_module.py", ranks], clone)
+@pytest.mark.parametrize("ranks", ["2", pytest.param("1", marks=pytest.mark.full)])
+def test_example_of_a_lightning_module(ranks: str, clone: Clone) -> None:
+    ended = start([sys.executable, "examples/lightning_module.py", ranks], timeout=300, cwd=clone[0], env=clone[1])
     assert ended.returncode == 0, ended.stdout
     accuracy = re.search(r"^accuracy (.*)$", ended.stdout, re.MULTILINE)
     assert accuracy and float(accuracy[1]) > 0.9, ended.stdout
 
 
 @pytest.mark.parametrize("session", blocks("console"))
-def test_message(session: str, clone: tuple[Path, dict[str, str]]) -> None:
+def test_message(session: str, clone: Clone) -> None:
+    """As a person sees it: by a shell, in a new process."""
     command, _, message = session.partition("\n")
-    ended = run(["bash", "-euc", command.removeprefix("$ ")], clone)
+    ended = in_a_shell(command.removeprefix("$ "), clone)
     assert (ended.returncode, ended.stdout.strip()) == (2, message.strip())
 
 

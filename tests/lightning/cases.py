@@ -1,4 +1,4 @@
-"""Cases for the tests of MeshStrategy; with REFERENCE set they are plain Lightning, with which the others are compared."""
+"""Cases for the tests of MeshStrategy; with REFERENCE set they are plain Lightning, for the others to compare with."""
 
 from __future__ import annotations
 

@@ -176,12 +176,22 @@ def test_ranks_on_two_machines() -> None:
     "imports",
     [
         pytest.param("import autolaunch; import lightning.pytorch as pl", id="before-lightning"),
-        pytest.param("import lightning.pytorch as pl; import autolaunch", id="after-lightning"),
-        pytest.param("import lightning.pytorch as pl; from autolaunch import MeshStrategy", id="the-class"),
+        pytest.param("import lightning.pytorch as pl; import autolaunch", id="after-lightning", marks=pytest.mark.full),
         pytest.param(
-            "import autolaunch; import autolaunch_strategies.strategy; import lightning.pytorch as pl", id="both"
+            "import lightning.pytorch as pl; from autolaunch import MeshStrategy",
+            id="the-class",
+            marks=pytest.mark.full,
         ),
-        pytest.param("import autolaunch_strategies.strategy; import lightning.pytorch as pl", id="the-engine-alone"),
+        pytest.param(
+            "import autolaunch; import autolaunch_strategies.strategy; import lightning.pytorch as pl",
+            id="both",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "import autolaunch_strategies.strategy; import lightning.pytorch as pl",
+            id="the-engine-alone",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_registered_name(imports: str) -> None:
@@ -191,7 +201,7 @@ def test_registered_name(imports: str) -> None:
         from autolaunch_strategies import MeshStrategy
         print(type(trainer.strategy) is MeshStrategy, trainer.strategy.shape.name)
     """
-    done = start([sys.executable, "-c", imports + textwrap.dedent(code)])
+    done = start([sys.executable, "-c", imports + textwrap.dedent(code)], cold=True)
     assert done.stdout.splitlines()[-1:] == ["True 1"], done.stdout
 
 

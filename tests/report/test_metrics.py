@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from autolaunch.report import metrics
 from autolaunch.report.metrics import COLUMNS, MetricsCsv, StepMetrics, count_tokens
+from tests.support.ranks import start, torchrun
 
 
 class Regression(pl.LightningModule):
@@ -271,10 +269,8 @@ if __name__ == "__main__":
 def test_two_ranks_are_averaged_and_write_one_file(tmp_path: Path) -> None:
     script = tmp_path / "two_ranks.py"
     script.write_text(TWO_RANKS)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, script, tmp_path]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert run.returncode == 0, run.stderr
+    run = start(torchrun(2, str(script), str(tmp_path)), timeout=100)
+    assert run.returncode == 0, run.stdout
     found = [(row["step"], float(row["loss"]), row["tokens"]) for row in rows(tmp_path)]
     # Per rank and microbatch the loss is rank + index of the microbatch; each step has two of them on two ranks.
     assert found == [("2", 3.0, "16"), ("4", 7.0, "32")]

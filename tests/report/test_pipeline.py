@@ -6,7 +6,6 @@ import contextlib
 import io
 import itertools
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from autolaunch.tasks import plan
 from autolaunch_strategies.pipeline import idle
 from autolaunch_strategies.pipeline.idle import IdleClock
 from autolaunch_strategies.pipeline.schedule import build_schedule, timeline
-from tests.support.ranks import start
+from tests.support.commands import Commands
 
 OPTIONS = (
     *("exact", "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble"),
@@ -131,12 +130,9 @@ def test_ranks_in_another_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["exact", "1f1b"])
 def test_a_run_measures_its_idle_share(tmp_path: Path, option: str) -> None:
-    command = [sys.executable, "-m", "autolaunch", "mesh=1x1x2", f"pp={option}", *TINY, f"output_dir={tmp_path}"]
-    done = start(command, timeout=180)
-    assert done.returncode == 0, done.stdout[-6000:]
-    screen = done.stdout
-    found = json.loads((tmp_path / "summary.json").read_text())["pipeline"]
-    assert found["expected_idle_share"] == read_plan(tmp_path / "plan.yaml")["reasons"]["pp"]["expected_idle_share"]
+    run = Commands(tmp_path, *TINY)("mesh=1x1x2", f"pp={option}")
+    screen, found = run.screen, run.summary["pipeline"]
+    assert found["expected_idle_share"] == run.plan["reasons"]["pp"]["expected_idle_share"]
     assert 0.05 < found["expected_idle_share"] < 0.3
     assert 0 < found["measured_idle_share"] < 1
     assert f"{option}, 8 microbatches · idle {found['expected_idle_share']:.1%} expected" in screen

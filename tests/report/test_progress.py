@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ranks
+from tests.support.commands import begin
+
 SCRIPT = """
 import logging, sys, time
 import lightning.pytorch as pl, torch
@@ -61,15 +64,15 @@ def script(tmp_path: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "CI")}
-    return inherited | {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm-256color", "PYTHONWARNINGS": "ignore"}
+    inherited = ranks.environment(TERM="xterm-256color", PYTHONWARNINGS="ignore")
+    return {k: v for k, v in inherited.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "CI")}
 
 
 def on_a_terminal(script: Path, ending: str, interrupt_at: bytes = b"") -> tuple[int, str]:
     """(exit code, everything that arrived at the terminal); sends Ctrl-C's signal when `interrupt_at` has arrived."""
     leader, follower = pty.openpty()
     command = [sys.executable, str(script), str(script.parent), ending]
-    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment())
+    process = begin(command, stdin=follower, stdout=follower, stderr=follower, env=environment())
     os.close(follower)
     arrived, deadline = b"", time.monotonic() + 90
     try:
@@ -130,10 +133,14 @@ def test_the_bar(script: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_plain_lines_in_a_pipe(script: Path) -> None:
-    command = [sys.executable, script, script.parent, "finishes"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment())
-    assert run.returncode == 0, run.stderr
-    assert "\x1b" not in run.stdout
+    command = [sys.executable, str(script), str(script.parent), "finishes"]
+    reading, writing = os.pipe()
+    with os.fdopen(reading, encoding="utf-8") as pipe, (script.parent / "errors").open("w+") as errors:
+        process = begin(command, stdin=subprocess.DEVNULL, stdout=writing, stderr=errors, env=environment())
+        os.close(writing)
+        said = pipe.read()
+        assert process.wait(10) == 0, (script.parent / "errors").read_text()
+    assert "\x1b" not in said
     values = r"loss \d\.\d{4}  [\d,.]+k? tok/s  [\d.e-]+ s/step  \d+ MiB"
     expected = [
         rf"step  1/12  {values}",
@@ -142,7 +149,7 @@ def test_plain_lines_in_a_pipe(script: Path) -> None:
         r"validation at step 12  val_loss \d\.\d{4}  \d\.\d s",
         rf"step 12/12  {values}  val_loss \d\.\d{{4}}",
     ]
-    lines = run.stdout.splitlines()
-    assert len(lines) == len(expected), run.stdout
+    lines = said.splitlines()
+    assert len(lines) == len(expected), said
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern, line)

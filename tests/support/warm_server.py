@@ -14,6 +14,7 @@ import fcntl
 import gc
 import importlib
 import json
+import logging
 import os
 import selectors
 import signal
@@ -162,6 +163,10 @@ def _take_place(words: dict[str, Any], descriptors: list[int]) -> None:
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process lives
     sys.stdout = sys.__stdout__ = _stream(1, unbuffered)
     sys.stderr = sys.__stderr__ = _stream(2, True)
+    for logger in (logging.root, *map(logging.getLogger, logging.root.manager.loggerDict)):
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler):  # Lightning makes one when it is imported
+                handler.setStream(sys.stderr)
     os.chdir(words["cwd"])
     os.environ.clear()
     os.environ.update(words["environment"])
