@@ -268,8 +268,8 @@ for _ in range(int(sys.argv[2])):  # one import of torch serves many processes t
 """
 
 
-def test_killed_while_saving_leaves_nothing_half_under_its_name(tmp_path: Path) -> None:
-    rounds = 12
+@pytest.mark.parametrize("rounds", [3, pytest.param(12, marks=pytest.mark.full)])
+def test_killed_while_saving_leaves_nothing_half_under_its_name(tmp_path: Path, rounds: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SAVES), str(tmp_path), str(rounds)],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

@@ -127,7 +127,7 @@ def test_sdist_can_be_tested(built: Path) -> None:
     with tarfile.open(built / f"{top}.tar.gz") as sdist:
         packed = set(sdist.getnames())
     assert {
-        f"{top}/{name}" for name in ("tests/test_packaging.py", "examples/lightning_module.py", "LICENSE")
+        f"{top}/{name}" for name in ("tests/cli/test_packaging.py", "examples/lightning_module.py", "LICENSE")
     } <= packed
     assert [name for name in packed if "outputs" in name or "__pycache__" in name] == []
 
@@ -143,7 +143,13 @@ def test_installed_command(installed: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # asking leaves nothing behind
 
 
-@pytest.mark.parametrize("command", [["autolaunch"], ["python", "-m", "autolaunch"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["autolaunch"], id="autolaunch"),
+        pytest.param(["python", "-m", "autolaunch"], id="python -m", marks=pytest.mark.full),
+    ],
+)
 def test_installed_run_of_two_ranks(command: list[str], installed: Path, tmp_path: Path) -> None:
     call(installed / command[0], *command[1:], "experiment=smoke", "mesh=2", "output_dir=run", cwd=tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

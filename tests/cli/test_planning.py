@@ -149,6 +149,7 @@ def test_mesh_auto_chooses_for_this_machine_and_runs(command: Callable[..., Outc
     assert _read(Path("auto/plan.yaml"))["reasons"]["choice"]["hardware"]["name"] == "local"
 
 
+@pytest.mark.full
 def test_mesh_auto_changes_a_machine_as_typed(command: Callable[..., Outcome]) -> None:
     words = ("mesh=auto", "launch.devices=2", "cluster.intra.gb_per_s=5", "trainer.max_steps=1", *SMALL)
     code, _, err = command(*words, "output_dir=auto")

@@ -20,13 +20,13 @@ SCRIPT = Path(__file__).parent / "attention_cases.py"
 TOLERANCE = 5e-6  # of fp32, absolute, for numbers of size 1 to 10
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
 def results(request: pytest.FixtureRequest, group_of: GroupOf) -> Group:
     return group_of(SCRIPT, "all", request.param)
 
 
 def ranks(results: Group) -> int:
-    return len(list(results.directory.glob("messages.*.json")))
+    return results.count
 
 
 @pytest.mark.parametrize(

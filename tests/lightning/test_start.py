@@ -7,11 +7,13 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import begin
 from tests.support.ranks import environment, start, torchrun
 
 TRAIN = """
@@ -68,21 +70,22 @@ def test_slurm_environment(script: Path) -> None:
         "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), "2"],
-            env=environment(**common, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=90)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert ([process.returncode for process in ranks], results("\n".join(outputs))) == ([0, 0], TWO), outputs
+    with tempfile.TemporaryFile() as output:
+        ranks = [
+            begin(
+                [sys.executable, str(script), "2"], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                env=environment(**common, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            codes = [process.wait(90) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        output.seek(0)
+        text = output.read().decode()
+    assert (codes, results(text)) == ([0, 0], TWO), text
 
 
 # --- before any process group exists ----------------------------------------------------------------------------------

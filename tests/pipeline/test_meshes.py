@@ -24,9 +24,9 @@ def same(group: str) -> list[str]:
 
 
 FOUR = {
-    "llama-8@gpipe-pp4", "llama-8@looped_bfs-pp4", "hf-llama@pp4", "sandwich@dp2pp2-3", "accumulate-tied@dp2pp2-1",
-    "accumulate-3@dp2pp2-2", "llama-8@dp2pp2-3-1f1b", "short-tied@mp2pp2-tensor_parallel",
-    "short-own@mp2pp2-seq_parallel",
+    "llama-8@gpipe-pp4", "llama-8@looped_bfs-pp4", "sandwich@dp2pp2-3", "accumulate-tied@dp2pp2-1",
+    "accumulate-3@dp2pp2-2", "llama-8@dp2pp2-3-1f1b", 
+    "short-tied@mp2pp2-tensor_parallel",
 }  # fmt: skip
 """What runs every day: every axis beside stages, every level, and the schedules that two stages leave out."""
 
@@ -62,7 +62,7 @@ def test_four_ranks_equal_one_process(one: Group, four: Group, case: str) -> Non
     assert problems(one, four, case.split("@")[0], case, TOLERANCE) == []
 
 
-@pytest.mark.parametrize("case", tiered(same("eight"), ["short-tied@2x2x2", "short-own@2x2x2-1f1b"]))
+@pytest.mark.parametrize("case", tiered(same("eight"), ["short-own@2x2x2-1f1b"]))
 def test_eight_ranks_equal_one_process(one: Group, eight: Group, case: str) -> None:
     assert problems(one, eight, case.split("@")[0], case, TOLERANCE) == []
 
@@ -80,7 +80,7 @@ def saved(one: Group, four: Group, eight: Group) -> Callable[[str, str], None]:
 
 
 @pytest.mark.parametrize(
-    ("model", "source"), tiered([("tied", "1"), ("tied", "8"), ("untied", "1"), ("untied", "8")], [("tied", "1")])
+    ("model", "source"), tiered([("tied", "1"), ("tied", "8"), ("untied", "1"), ("untied", "8")], [])
 )
 def test_a_run_goes_on_on_2x2x2(one: Group, eight: Group, saved: Any, model: str, source: str) -> None:
     saved(model, source)

@@ -31,6 +31,7 @@ from autolaunch_strategies.planner.profile import MatMul, ModelProfile
 from autolaunch_strategies.planner.profile_cache import cached_profile, fingerprint
 from autolaunch_strategies.planner.recipe import recipe_of
 from tests import ROOT
+from tests.support.tiers import tiered
 
 PLANS = yaml.safe_load((ROOT / "conf" / "model" / "llama.yaml").read_text())["mp_plans"]
 POSITIONS, VOCABULARY = 32, 96
@@ -176,7 +177,7 @@ def test_parameters_and_what_is_kept(name: str) -> None:
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("size", ["debug", "8b", "70b", "405b"])
+@pytest.mark.parametrize("size", tiered(["debug", "8b", "70b", "405b"], ["debug", "8b"]))
 def test_flops_of_llama_follow_the_formula(size: str) -> None:
     config = llama_config({"size": size})
     with torch.device("meta"):

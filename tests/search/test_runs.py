@@ -83,7 +83,7 @@ def test_faults(tmp_path: Path) -> None:
     assert "run the best:" in run.screen
 
 
-TIMEOUT = 25
+TIMEOUT = 12
 """Seconds that the trial which hangs is given: even a busy machine has begun its steps by then."""
 
 

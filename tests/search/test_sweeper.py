@@ -59,6 +59,9 @@ class Trials:
         return [job.choices["mesh"] for job in self.jobs]
 
 
+FULL = pytest.mark.full
+
+
 def seconds_of(config: dict[str, Any]) -> float:
     """Pipelines are best here, which the planner can't know."""
     way = candidate_of(config)
@@ -128,6 +131,7 @@ def test_a_search(command: Callable[..., Outcome], trials: Trials) -> None:
     assert all(value < 2 for value in measured.values())
 
 
+@pytest.mark.full
 def test_the_best_runs_as_it_was_typed(command: Callable[..., Outcome], trials: Trials) -> None:
     typed = ["optimizer.lr=0.5", "trainer.max_steps=77", "checkpoint.keep_last=5", "name=mine"]
     assert command("cluster=localx4", "search.trials=3", *typed)[0] == 0
@@ -157,12 +161,22 @@ def test_the_best_runs_as_it_was_typed(command: Callable[..., Outcome], trials: 
     ("typed", "holds"),
     [
         pytest.param(["mesh=2x2"], lambda way: (way.dp, way.mp) == (2, 2), id="mesh"),
-        pytest.param(["mesh=4,2x2"], lambda way: (way.dp, way.mp) in ((4, 1), (2, 2)), id="meshes"),
-        pytest.param(["mesh=dp2xpp2,pp4"], lambda way: (way.dp, way.pp) in ((2, 2), (1, 4)), id="meshes-alike"),
+        pytest.param(["mesh=4,2x2"], lambda way: (way.dp, way.mp) in ((4, 1), (2, 2)), id="meshes", marks=FULL),
+        pytest.param(
+            ["mesh=dp2xpp2,pp4"],
+            lambda way: (way.dp, way.pp) in ((2, 2), (1, 4)),
+            id="meshes-alike",
+            marks=FULL,
+        ),
         pytest.param(["cluster=localx4", "mesh.pp=2"], lambda way: way.pp == 2, id="axis"),
         pytest.param(["mesh=4", "dp=zero1,ddp"], lambda way: way.dp == 4 and way.level in (0, 1), id="levels"),
-        pytest.param(["mesh=4", "dp=zero1,zero2"], lambda way: way.dp == 4 and way.level in (1, 2), id="levels-alike"),
-        pytest.param(["mesh=4", "recompute=full"], lambda way: way.recompute == 1, id="recompute"),
+        pytest.param(
+            ["mesh=4", "dp=zero1,zero2"],
+            lambda way: way.dp == 4 and way.level in (1, 2),
+            id="levels-alike",
+            marks=FULL,
+        ),
+        pytest.param(["mesh=4", "recompute=full"], lambda way: way.recompute == 1, id="recompute", marks=FULL),
     ],
 )
 def test_what_was_typed_is_kept(
@@ -322,6 +336,7 @@ def test_the_same_again_runs_nothing(command: Callable[..., Outcome], trials: Tr
     assert len(trials.jobs) == count + 1
 
 
+@pytest.mark.full
 def test_trials_of_another_directory(command: Callable[..., Outcome], trials: Trials) -> None:
     assert command("cluster=localx4", "search.trials=3")[0] == 0
     Path("out").rename("earlier")

@@ -14,7 +14,7 @@ from tests.support.ranks import Group, GroupOf
 SCRIPT = Path(__file__).parent / "cases.py"
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
 def results(request: pytest.FixtureRequest, group_of: GroupOf) -> tuple[int, Group]:
     return request.param, group_of(SCRIPT, "all", request.param)
 

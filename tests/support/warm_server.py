@@ -161,11 +161,12 @@ def _take_place(words: dict[str, Any], descriptors: list[int]) -> None:
     os.closerange(FIRST_SPARE, FIRST_SPARE + 200)
     unbuffered = "-u" in words["flags"]
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process lives
+    imported_with = sys.stderr
     sys.stdout = sys.__stdout__ = _stream(1, unbuffered)
     sys.stderr = sys.__stderr__ = _stream(2, True)
     for logger in (logging.root, *map(logging.getLogger, logging.root.manager.loggerDict)):
         for handler in logger.handlers:
-            if isinstance(handler, logging.StreamHandler):  # Lightning makes one when it is imported
+            if getattr(handler, "stream", None) is imported_with:  # Lightning's, of when it was imported
                 handler.setStream(sys.stderr)
     os.chdir(words["cwd"])
     os.environ.clear()

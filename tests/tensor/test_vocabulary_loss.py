@@ -110,7 +110,9 @@ def run_rank(output: Path) -> None:
     os._exit(0)
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2-ranks", "4-ranks"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, id="2-ranks"), pytest.param(4, id="4-ranks", marks=pytest.mark.full)]
+)
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("loss") / "results.json"
     done = start(torchrun(request.param, __file__, str(output)), timeout=120)
