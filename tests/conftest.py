@@ -31,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 SLOW = [
     "pipeline/test_lightning.py", "context/test_lightning.py", "pipeline/test_meshes.py", "context/test_meshes.py",
     "tensor/test_zoo.py", "pipeline/test_zoo.py", "context/test_zoo.py", "paddle/test_to_distributed.py",
+    "cli/test_first_run.py", "loop/test_parallelize.py", "lightning/test_parity.py", "checkpoint/test_meshes.py",
+    "launch/test_local.py", "search/test_sweeper.py", "pipeline/test_cut.py", "cli/test_readme.py",
 ]  # fmt: skip
 """Files that take longest, longest first."""
 

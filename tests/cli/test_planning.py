@@ -206,6 +206,7 @@ def assert_chosen_for(directory: Path, nodes: int, local_ranks: int) -> None:
     assert (hardware["nodes"], hardware["devices_per_node"]) == (nodes, local_ranks)
 
 
+@pytest.mark.full
 def test_nothing_fits_is_one_message(command: Callable[..., Outcome]) -> None:
     code, _, err = command("plan", "cluster=a100_40x2", "model.size=70b", *SMALL)
     assert code == 2

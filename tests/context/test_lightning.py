@@ -20,7 +20,22 @@ TOLERANCE = 1e-5
 pytestmark = pytest.mark.timeout(600)
 SAME = [name for name in GROUPS["two"] if name.split("@")[0] in RECIPES and "bf16" not in name]
 BACKENDS = ("gather", "ring", "ulysses")
-LONG = {"compiled", "captured", "as-many-samples-as-positions", "hf-generates", "hf-bart", "tasks", "hf-llama-reenters"}
+LONG = {
+    "hf-llama-eager",
+    "hf-gpt2-eager",
+    "hf-bert-eager",
+    "hf-mistral-sdpa",
+    "recompute-full",
+    "hf-no-cache",
+    "bent",
+    "compiled",
+    "captured",
+    "as-many-samples-as-positions",
+    "hf-generates",
+    "hf-bart",
+    "tasks",
+    "hf-llama-reenters",
+}
 _TURNS = in_turn(list(dict.fromkeys(name.split("@")[0] for name in SAME)), BACKENDS)
 
 

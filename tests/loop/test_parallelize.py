@@ -43,14 +43,14 @@ def optimizers(group_of: GroupOf) -> Group:
 
 
 LONG = {
-    "N2_mp2", "N5_mp2_sequence", "N7_dp2_level1", "N11_tied_dp2_level0", "N18_accumulation_dp2_level0",
+    "N2_mp2", "N5_mp2_sequence_transposed", "N14_fused_mp2", "titan_mp2", "N5_mp2_sequence", "N7_dp2_level1", "N11_tied_dp2_level0", "N18_accumulation_dp2_level0",
     "N18_accumulation_mp2", "titan_tied",
 }  # fmt: skip
 """Cases of which each part is in another case, too."""
 
 FOUR = {
-    "N3_N8_dp2_mp2_level1", "N6_dp2_mp2_sequence_level3", "N14_fused_dp2_mp2_level2", "ranks_laid_out_otherwise",
-    "titan_dp2_mp2_level0",
+    "N6_dp2_mp2_sequence_level3", "N14_fused_dp2_mp2_level2", "ranks_laid_out_otherwise",
+    
 }  # fmt: skip
 """What runs every day on four processes."""
 

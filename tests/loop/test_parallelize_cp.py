@@ -75,7 +75,7 @@ def test_on_two_processes(two: Group, case: str) -> None:
             "mp2_cp2_sequence",
             "pp2_cp2",
         ],
-        ["dp2_cp2_level1", "cp4_ring", "ranks_laid_out_otherwise", "mp2_cp2_plan", "pp2_cp2"],
+        ["dp2_cp2_level1", "cp4_ring", "ranks_laid_out_otherwise", "pp2_cp2"],
     ),
 )
 def test_on_four_processes(four: Group, case: str) -> None:

@@ -77,7 +77,7 @@ MODELS = {
     ("model", "group"),
     tiered(
         [(model, group) for model, where in MODELS.items() for group in where],
-        lambda item: item[1] in ("one", "two") or item == ("batch_of_4_heads_of_6", "three"),
+        lambda item: item[1] in ("one", "two") and item != ("gpt2_of_transformers", "two"),
     ),
 )
 def test_what_the_planner_chooses_trains_as_one_process(groups: Any, model: str, group: str) -> None:
@@ -97,7 +97,7 @@ def test_what_the_planner_chooses_trains_as_one_process(groups: Any, model: str,
 
 LONG = {
     "variant_2_level0", "variant_1x2_level3", "gpt2_of_transformers_2", "gqa_llama_1x2_recomputed",
-    "tail_of_6_level0", "tail_of_5_level3", "tail_of_transformers", "sgd_momentum",
+    "tail_of_6_level0", "variant_1x2_level0", "tail_of_5_level3", "tail_of_transformers", "sgd_momentum",
 }  # fmt: skip
 """What is left when every model has met a mesh and every level a batch that does not divide."""
 
@@ -108,13 +108,13 @@ def test_on_two_processes(groups: Any, case: str) -> None:
         groups("two").read(case, rank)
 
 
-@pytest.mark.parametrize("case", tiered([*TAILS, "tail_below_ranks", "loaders"], ["tail_below_ranks"]))
+@pytest.mark.parametrize("case", tiered([*TAILS, "tail_below_ranks", "loaders"], []))
 def test_on_three_processes(groups: Any, case: str) -> None:
     for rank in range(3):
         groups("three").read(case, rank)
 
 
-@pytest.mark.parametrize("case", tiered(OF_FOUR, ["two_nodes", "sequences_2x2_level3", "staged", "divided_sequences"]))
+@pytest.mark.parametrize("case", tiered(OF_FOUR, ["sequences_2x2_level3", "staged"]))
 def test_on_four_processes(groups: Any, case: str) -> None:
     for rank in range(4):
         found = groups("four").read(case, rank)
@@ -122,7 +122,7 @@ def test_on_four_processes(groups: Any, case: str) -> None:
             assert found["sequence"]
 
 
-@pytest.mark.parametrize("group", tiered(["one", "two", "four", "eight"], ["one", "two"]))
+@pytest.mark.parametrize("group", tiered(["one", "two", "four", "eight"], ["two"]))
 def test_example(groups: Any, group: str) -> None:
     found = [groups(group).read("example", rank) for rank in range(RANKS[group])]
     assert all(one["losses"] == found[0]["losses"] for one in found)

@@ -308,7 +308,7 @@ def measured(group_of: GroupOf) -> Measured:
     return of
 
 
-EVERYDAY = {"one", "selective", "zero2_accumulates", "zero3_full", "mp_sp", "cp_ring", "1f1b", "interleaved", "exact"}
+EVERYDAY = {"one", "selective", "zero3_full", "mp_sp", "1f1b", "exact"}
 
 
 @pytest.fixture(scope="module")

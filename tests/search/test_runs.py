@@ -36,6 +36,7 @@ def results(run: Run) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.full
 def test_two_ranks(tmp_path: Path) -> None:
     """Two ways to use two ranks, measured twice; then the best, as it was typed, for two steps."""
     command, out = commands(tmp_path), tmp_path / "out"

@@ -280,6 +280,7 @@ def test_faults_are_named(command: Callable[..., Outcome], trials: Trials) -> No
     assert ", 4 without a result, " in out
 
 
+@pytest.mark.full
 def test_lack_of_memory_is_a_verdict(command: Callable[..., Outcome], trials: Trials) -> None:
     trials.ends = lambda config, number: RunEnd("failed", 1, message=OOM) if number == 0 else seconds_of(config)
     code, out, _ = command("cluster=localx4", "search.trials=3", "search.rounds=1")
@@ -325,6 +326,7 @@ def test_ctrl_c_keeps_what_there_is(command: Callable[..., Outcome], trials: Tri
     assert len({job.output_dir for job in trials.jobs}) == len(trials.jobs)
 
 
+@pytest.mark.full
 def test_the_same_again_runs_nothing(command: Callable[..., Outcome], trials: Trials) -> None:
     assert command("cluster=localx4", "search.trials=4")[0] == 0
     count, first = len(trials.jobs), results()
@@ -346,6 +348,7 @@ def test_trials_of_another_directory(command: Callable[..., Outcome], trials: Tr
     assert Path("out/best.yaml").is_file() and Path(results()[0]["directory"]).is_dir()
 
 
+@pytest.mark.full
 def test_a_launcher_that_loses_its_jobs(
     command: Callable[..., Outcome], trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
