@@ -43,8 +43,8 @@ def optimizers(group_of: GroupOf) -> Group:
 
 
 LONG = {
-    "N2_mp2", "N5_mp2_sequence_transposed", "N14_fused_mp2", "titan_mp2", "N5_mp2_sequence", "N7_dp2_level1", "N11_tied_dp2_level0", "N18_accumulation_dp2_level0",
-    "N18_accumulation_mp2", "titan_tied",
+    "N2_mp2", "N5_mp2_sequence", "N5_mp2_sequence_transposed", "N7_dp2_level1", "N11_tied_dp2_level0",
+    "N14_fused_mp2", "N18_accumulation_dp2_level0", "N18_accumulation_mp2", "titan_mp2", "titan_tied",
 }  # fmt: skip
 """Cases of which each part is in another case, too."""
 
