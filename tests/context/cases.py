@@ -42,8 +42,8 @@ class On(Setting):
     """A mesh with an axis cp, level 0 along dp unless the options say otherwise."""
 
     def strategy(self) -> Any:
-        options = {"dp": 0, "mp": None, "pp": None, **(self.options or {})}
-        return MeshStrategy(mesh=self.mesh, timeout=40, **options)
+        options = {"timeout": 40, "dp": 0, "mp": None, "pp": None, **(self.options or {})}
+        return MeshStrategy(mesh=self.mesh, **options)
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ training(
     on("dp2xcp2", "ring", label="level3", recompute=2, dp=3), **CLIP,
 )  # fmt: skip
 training("recompute-selective", modules.built_in, LABELLED, *everywhere(recompute="selective"), **CLIP)
-training("compiled", modules.built_in, LABELLED, on("cp2", "gather", compile=True), max_steps=2, **CLIP)
+training("compiled", modules.built_in, LABELLED, on("cp2", "gather", compile=True, timeout=250), max_steps=2, **CLIP)
 training(
     "captured", modules.built_in, LABELLED, on("cp2", "gather", compile=True), max_steps=2, inside=no_compiler, **CLIP
 )

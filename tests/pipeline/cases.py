@@ -50,7 +50,8 @@ class Setting:
     def strategy(self) -> Any:
         if not self.mesh:
             return "auto"
-        return MeshStrategy(mesh=self.mesh, timeout=40, **{"dp": 0, "mp": None, "pp": "exact", **(self.options or {})})
+        options = {"timeout": 40, "dp": 0, "mp": None, "pp": "exact", **(self.options or {})}
+        return MeshStrategy(mesh=self.mesh, **options)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -351,7 +352,7 @@ training("batch-of-one", hf("llama"), batches(lambda: only(texts(), *HF_KEYS), 1
 training("two-validation-loaders", hf("llama"), TEXTS, val=lambda setting: [TEXTS(setting), EVEN_TEXTS(setting)])
 training("recompute-full", hf("llama", use_cache=False), TEXTS, gradient_clip_val=0.5, on={"recompute": "full"})
 training("recompute-selective", modules.OwnLlama, EVEN_TEXTS, on={"recompute": "selective"})
-training("compile", modules.OwnLlama, EVEN_TEXTS, on={"compile": "default"}, max_steps=2)
+training("compile", modules.OwnLlama, EVEN_TEXTS, on={"compile": "default", "timeout": 250}, max_steps=2)
 training("compile-captured", modules.OwnLlama, EVEN_TEXTS, on={"compile": True}, max_steps=2, inside=no_compiler)
 training("bf16-mixed", modules.OwnLlama, EVEN_TEXTS, precision="bf16-mixed", gradient_clip_val=0.5)
 training("diffusion", modules.Diffusion, VECTORS)

@@ -177,7 +177,7 @@ class Group:
     """
 
     def __init__(
-        self, script: Path, directory: Path, name: str, count: int, timeout: float = 120, **extra: str
+        self, script: Path, directory: Path, name: str, count: int, timeout: float = 270, **extra: str
     ) -> None:
         self.script, self.directory, self.name, self.count = script, directory, name, count
         self.timeout, self.extra = timeout, extra
