@@ -24,11 +24,11 @@ def same(group: str) -> list[str]:
 
 
 FOUR = {
-    "llama-8@looped_bfs-pp4", "sandwich@dp2pp2-3", "llama-8@interleaved_1f1b-pp4", 
-    "llama-8@dp2pp2-3-1f1b", 
+    "llama-8@looped_bfs-pp4", "sandwich@dp2pp2-3", "llama-8@interleaved_1f1b-pp4",
+    "llama-8@dp2pp2-3-1f1b",
     "short-tied@mp2pp2-tensor_parallel",
 }  # fmt: skip
-"""What runs every day: every axis beside stages, every level, and the schedules that two stages leave out."""
+"""What runs every day: dp and mp beside stages, and the schedules that two stages leave out. Levels: tests/lightning."""
 
 
 @pytest.fixture(scope="module")
