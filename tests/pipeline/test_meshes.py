@@ -28,7 +28,7 @@ FOUR = {
     "llama-8@dp2pp2-3-1f1b",
     "short-tied@mp2pp2-tensor_parallel",
 }  # fmt: skip
-"""What runs every day: dp and mp beside stages, and the schedules that two stages leave out. Levels: tests/lightning."""
+"""What runs every day: dp and mp beside stages, and schedules that two stages leave out; all levels are in full."""
 
 
 @pytest.fixture(scope="module")
