@@ -203,9 +203,7 @@ def _combinations(parsed: list[Override], loader: ConfigLoader, errors: list[Con
 
 
 def _is_group(loader: ConfigLoader, name: str) -> bool:
-    return bool(loader.get_group_options(name, ObjectType.CONFIG)) or any(
-        source.is_group(name) for source in loader.get_sources() if name
-    )
+    return bool(name) and any(source.is_group(name) for source in loader.get_sources())
 
 
 def _compose(

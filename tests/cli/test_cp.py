@@ -38,10 +38,15 @@ def ring(command: Commands) -> Run:
     ("arguments", "shown"),
     [
         pytest.param("mesh=1x1x1x2 cp=ring", "ring · 2 ranks · 32 → 16 tokens per rank", id="ring"),
-        pytest.param("mesh=1x1x1x4 cp=usp recompute=selective", "usp · 4 ranks", id="usp-selective"),
+        pytest.param(
+            "mesh=1x1x1x4 cp=usp recompute=selective", "usp · 4 ranks", id="usp-selective", marks=pytest.mark.full
+        ),
         pytest.param("mesh=dp2xcp2 dp=fsdp data.microbatches=2", "gather · 2 ranks", id="default-with-dp"),
         pytest.param(
-            "mesh=1x2x1x2 cp=ulysses mp=seq_parallel recompute=full", "ulysses · 2 ranks", id="ulysses-with-mp"
+            "mesh=1x2x1x2 cp=ulysses mp=seq_parallel recompute=full",
+            "ulysses · 2 ranks",
+            id="ulysses-with-mp",
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -143,12 +143,10 @@ def test_installed_command(installed: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # asking leaves nothing behind
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param(["autolaunch"], id="autolaunch"),
-        pytest.param(["python", "-m", "autolaunch"], id="python -m", marks=pytest.mark.full),
-    ],
+    [pytest.param(["autolaunch"], id="autolaunch"), pytest.param(["python", "-m", "autolaunch"], id="python -m")],
 )
 def test_installed_run_of_two_ranks(command: list[str], installed: Path, tmp_path: Path) -> None:
     call(installed / command[0], *command[1:], "experiment=smoke", "mesh=2", "output_dir=run", cwd=tmp_path)

@@ -13,6 +13,7 @@ import yaml
 from autolaunch import cli, this_machine
 from autolaunch_strategies.planner.hardware import hardware_from
 from tests.support.messages import Told, assert_only_told, assert_told
+from tests.support.tiers import one_in
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -202,14 +203,17 @@ def test_what_was_calibrated_for_other_constants_is_not_used(compose: Compose, m
 
 @pytest.mark.parametrize(
     ("gpu", "profile"),
-    [
-        ("NVIDIA A100-SXM4-40GB", "a100_40"),
-        ("NVIDIA A100-SXM4-80GB", "a100_80"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA GB200", "gb200"),
-    ],
+    one_in(
+        3,
+        [
+            ("NVIDIA A100-SXM4-40GB", "a100_40"),
+            ("NVIDIA A100-SXM4-80GB", "a100_80"),
+            ("NVIDIA H100 80GB HBM3", "h100"),
+            ("NVIDIA H200", "h200"),
+            ("NVIDIA B200", "b200"),
+            ("NVIDIA GB200", "gb200"),
+        ],
+    ),
 )
 def test_this_machine_with_gpus(
     gpu: str, profile: str, monkeypatch: pytest.MonkeyPatch, compose: Compose, capsys: pytest.CaptureFixture[str]

@@ -26,6 +26,7 @@ from autolaunch_strategies.plan.context import context_config, context_rules, ot
 from autolaunch_strategies.plan.rules import read_plan
 from autolaunch_strategies.strategy import MeshStrategy
 from tests.support.messages import Told, assert_only_told, assert_told
+from tests.support.tiers import one_in
 
 STYLES = (
     "ColWiseParallel, RowWiseParallel, SequenceParallelBegin, SequenceParallelEnd, SequenceParallelEnable, "
@@ -231,7 +232,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("argv", "told"), WRONG)
+@pytest.mark.parametrize(("argv", "told"), one_in(2, WRONG))
 def test_one_message_and_nothing_else(
     argv: list[str], told: Told | list[Told], workplace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

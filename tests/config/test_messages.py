@@ -12,6 +12,7 @@ import pytest
 
 from autolaunch import check, cli
 from tests.support.messages import Told, assert_only_told
+from tests.support.tiers import one_in
 
 FILES = {
     "mine/plan.yml": "name: x\n",
@@ -943,7 +944,7 @@ def command(
     return run
 
 
-@pytest.mark.parametrize(("argv", "told"), WRONG)
+@pytest.mark.parametrize(("argv", "told"), one_in(2, WRONG))
 def test_one_message_and_nothing_else(
     argv: list[str], told: Told | list[Told], command: Callable[..., Outcome]
 ) -> None:

@@ -14,6 +14,7 @@ from autolaunch.compose import compose
 from autolaunch.jobs import resolve_job
 from autolaunch_strategies.config import PP_NAMES, SCHEDULES, PipelineParallel, parallel_config
 from tests.support.messages import Told, assert_only_told
+from tests.support.tiers import one_in
 
 ALL = "gpipe, 1f1b, looped_bfs, interleaved_1f1b, interleaved_zero_bubble, zbv_zero_bubble, dualpipev"
 
@@ -250,7 +251,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("argv", "told"), WRONG)
+@pytest.mark.parametrize(("argv", "told"), one_in(2, WRONG))
 def test_one_message_and_nothing_else(
     argv: list[str], told: Told | list[Told], workplace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

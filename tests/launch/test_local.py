@@ -287,9 +287,14 @@ def test_hung_start_says_who_and_where(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"), [pytest.param(signal.SIGINT, 130, id="Ctrl-C"), pytest.param(signal.SIGTERM, 143, id="SIGTERM")]
+    ("task", "ranks", "signum", "code"),
+    [
+        pytest.param("load", 2, signal.SIGINT, 130, id="Ctrl-C"),
+        pytest.param("alone_wait", 1, signal.SIGTERM, 143, id="SIGTERM alone"),
+        pytest.param("load", 2, signal.SIGTERM, 143, id="SIGTERM", marks=pytest.mark.full),
+        pytest.param("alone_wait", 1, signal.SIGINT, 130, id="Ctrl-C alone", marks=pytest.mark.full),
+    ],
 )
-@pytest.mark.parametrize(("task", "ranks"), [("load", 2), ("alone_wait", 1)])
 def test_signal_ends_everything(launcher: Launcher, task: str, ranks: int, signum: signal.Signals, code: int) -> None:
     process = launcher.start(task, ranks)
     os.killpg(process.pid, signum)

@@ -175,25 +175,23 @@ def test_ranks_on_two_machines() -> None:
 # --- the registered name ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # about the order of imports, so in new processes
 @pytest.mark.parametrize(
     "imports",
     [
         pytest.param("import autolaunch; import lightning.pytorch as pl", id="before-lightning"),
-        pytest.param("import lightning.pytorch as pl; import autolaunch", id="after-lightning", marks=pytest.mark.full),
+        pytest.param("import lightning.pytorch as pl; import autolaunch", id="after-lightning"),
         pytest.param(
             "import lightning.pytorch as pl; from autolaunch import MeshStrategy",
             id="the-class",
-            marks=pytest.mark.full,
         ),
         pytest.param(
             "import autolaunch; import autolaunch_strategies.strategy; import lightning.pytorch as pl",
             id="both",
-            marks=pytest.mark.full,
         ),
         pytest.param(
             "import autolaunch_strategies.strategy; import lightning.pytorch as pl",
             id="the-engine-alone",
-            marks=pytest.mark.full,
         ),
     ],
 )

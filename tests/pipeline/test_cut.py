@@ -19,6 +19,7 @@ from autolaunch_strategies.pipeline.cut import whole_model
 from autolaunch_strategies.pipeline.structure import Structure
 from tests.pipeline.chain import Chain, flat, weighted_sum
 from tests.support.messages import Told, assert_only_told, assert_told
+from tests.support.tiers import in_turn, tiered
 
 WIDTH, TOKENS = 8, 16
 
@@ -344,6 +345,10 @@ CASES = {
 }
 
 
+WAYS = [(2, 1), (3, 4)]
+"""(stages, microbatches): with one microbatch the whole batch passes."""
+
+
 def compare(model: nn.Module, chain: Chain, args: Any, kwargs: Any) -> None:
     plain = copy.deepcopy(model)
     expected = plain(*copy.deepcopy(args), **copy.deepcopy(kwargs))
@@ -360,9 +365,12 @@ def compare(model: nn.Module, chain: Chain, args: Any, kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches"), [pytest.param(2, 1, id="whole"), pytest.param(3, 4, id="microbatches")]
+    ("case", "stages", "microbatches"),
+    tiered(
+        [(case, *way) for case in CASES for way in WAYS],
+        {(case, *way) for case, way in in_turn(list(CASES), WAYS)},
+    ),
 )
-@pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients_are_those_of_the_whole_model(case: str, stages: int, microbatches: int) -> None:
     make, args, kwargs = CASES[case]
     model = built(make)

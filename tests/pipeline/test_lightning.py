@@ -27,7 +27,8 @@ LONG = {
     "resnet", "frozen-first-stage", "accumulate-2", "accumulate-tied", "batch-below-microbatches",
     "two-validation-loaders", "recompute-full", "recompute-selective", "compile", "balanced", "summary", "tasks",
     "llama-4", "llama-8", "llama-4@gpipe-pp2", "llama-4@looped_bfs-pp2", "micro-classifier-odd", "micro-hf-gpt2",
-    "micro-recompute", "micro-hooks", "micro-sandwich",
+    "micro-recompute", "micro-hooks", "micro-sandwich", "accumulate-3",
+    "llama-4@zbv_zero_bubble-pp2", "llama-4@dualpipev-pp2", "hf-gpt2",
 }  # fmt: skip
 """Cases of which each part is in another case, too."""
 

@@ -24,7 +24,7 @@ def same(group: str) -> list[str]:
 
 
 FOUR = {
-    "llama-8@looped_bfs-pp4", "sandwich@dp2pp2-3", "llama-8@interleaved_1f1b-pp4",
+    "sandwich@dp2pp2-3", "llama-8@interleaved_1f1b-pp4",
     "llama-8@dp2pp2-3-1f1b",
     "short-tied@mp2pp2-tensor_parallel",
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from autolaunch_strategies.plan.example_inputs import example_inputs
 from autolaunch_strategies.plan.rules import Rule, read_plan
 from autolaunch_strategies.plan.transformers_plans import transformers_plan
 from tests.support.messages import Told, assert_only_told
+from tests.support.tiers import in_turn, tiered
 from tests.support.zoo import CAUSAL, Encoder, Layer, VisionTransformer, make
 
 C, R = "ColWiseParallel", "RowWiseParallel"
@@ -255,8 +257,10 @@ def test_the_model_is_left_as_it_was() -> None:
     assert hooks == [] and not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("name", sorted(CAUSAL))
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"),
+    tiered(itertools.product(sorted(CAUSAL), [False, True]), in_turn(sorted(CAUSAL), [False, True])),
+)
 def test_plan_of_transformers_is_that_of_the_dataflow(name: str, sequence_parallel: bool) -> None:
     """Two independent sources; the derived plan may say more about what stays whole."""
     model = on_meta(lambda: make(name))

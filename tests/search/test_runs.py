@@ -88,6 +88,7 @@ TIMEOUT = 12
 """Seconds that the trial which hangs is given: even a busy machine has begun its steps by then."""
 
 
+@pytest.mark.full
 def test_a_hang_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment(FAULTS='{"16": "hang"}').items():
         monkeypatch.setenv(name, value)

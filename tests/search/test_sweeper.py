@@ -169,7 +169,9 @@ def test_the_best_runs_as_it_was_typed(command: Callable[..., Outcome], trials: 
             marks=FULL,
         ),
         pytest.param(["cluster=localx4", "mesh.pp=2"], lambda way: way.pp == 2, id="axis"),
-        pytest.param(["mesh=4", "dp=zero1,ddp"], lambda way: way.dp == 4 and way.level in (0, 1), id="levels"),
+        pytest.param(
+            ["mesh=4", "dp=zero1,ddp"], lambda way: way.dp == 4 and way.level in (0, 1), id="levels", marks=FULL
+        ),
         pytest.param(
             ["mesh=4", "dp=zero1,zero2"],
             lambda way: way.dp == 4 and way.level in (1, 2),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 
 def tiered(values: Iterable[Any], everyday: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
@@ -34,6 +35,16 @@ def tiered(values: Iterable[Any], everyday: Collection[Any] | Callable[[Any], bo
         )
         for value in values
     ]
+
+
+def one_in(count: int, values: Iterable[Any]) -> list[Any]:
+    """Values for `pytest.mark.parametrize` from a long table of equals: every `count`th of them runs every day."""
+    chosen = []
+    for index, value in enumerate(values):
+        parameter = value if isinstance(value, ParameterSet) else ParameterSet.extract_from(value)
+        marks = [*parameter.marks, *([pytest.mark.full] if index % count else [])]
+        chosen.append(pytest.param(*parameter.values, marks=marks, id=parameter.id))
+    return chosen
 
 
 def in_turn(names: Sequence[str], ways: Sequence[Any]) -> set[tuple[str, Any]]:
