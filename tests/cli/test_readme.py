@@ -98,7 +98,8 @@ def test_script(script: str, clone: Clone) -> None:
     assert ended.returncode == 0, ended.stdout
 
 
-@pytest.mark.parametrize("ranks", ["2", pytest.param("1", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", ["2", "1"])
 def test_example_of_a_lightning_module(ranks: str, clone: Clone) -> None:
     ended = start([sys.executable, "examples/lightning_module.py", ranks], timeout=300, cwd=clone[0], env=clone[1])
     assert ended.returncode == 0, ended.stdout

@@ -35,6 +35,16 @@ LONG = {
     "hf-bart",
     "tasks",
     "hf-llama-reenters",
+    "predictions",
+    "hf-accumulate",
+    "hf-llama-recomputes",
+    "hf-bert-whole",
+    "hf-llama-padded-eager",
+    "hf-gpt2-padded",
+    "holds-blocks",
+    "chosen",
+    "bent-fixed",
+    "hf-bert-length-13",
 }
 _TURNS = in_turn(list(dict.fromkeys(name.split("@")[0] for name in SAME)), BACKENDS)
 

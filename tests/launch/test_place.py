@@ -230,6 +230,7 @@ def test_torchrun(script: Path, ranks: int) -> None:
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.full
 def test_torchrun_refused_job_is_told_once(script: Path) -> None:
     run = torchrun(script, 2, "refuse")
     assert run.stdout.splitlines() == ["told: mesh=3: does not fit"]

@@ -76,7 +76,7 @@ LONG = {
     "autoencoder-0", "autoencoder-2", "classifier-1", "classifier-3", "language-0", "language-2", "accumulate-1",
     "accumulate-2", "gan-0", "gan-1", "gan-2", "adafactor-0", "adafactor-2", "parts-elsewhere-0", "parts-elsewhere-1",
     "by-value-0", "own-clipping-0", "double-3", "hooks-0", "recompute-full", "recompute-selective", "compile",
-    "offload-1", "compile-captured",
+    "offload-1", "compile-captured", "adafactor-3", "own-clipping-3", "parts-elsewhere-3",
 }  # fmt: skip
 """Of model x level and option x level: what is left when every two have met."""
 

@@ -26,13 +26,13 @@ def runs(group_of: GroupOf) -> Runs:
     [
         pytest.param("fit", "two", id="values, metrics and hooks"),
         pytest.param("fit", "four", id="values, metrics and hooks with dp", marks=pytest.mark.full),
-        pytest.param("batch_values", "two", id="a metric's value of each batch"),
+        pytest.param("batch_values", "two", id="a metric's value of each batch", marks=pytest.mark.full),
         pytest.param("microbatches", "two", id="several runs of a step per batch"),
         pytest.param("monitors", "two", id="monitors"),
         pytest.param("monitors", "four", id="monitors with dp", marks=pytest.mark.full),
         pytest.param("all_loops", "two", id="all loops of one trainer"),
         pytest.param("all_loops", "four", id="all loops of one trainer with dp", marks=pytest.mark.full),
-        pytest.param("skipped_epoch", "two", id="the last stage ends an epoch"),
+        pytest.param("skipped_epoch", "two", id="the last stage ends an epoch", marks=pytest.mark.full),
         pytest.param("sharded_value", "four", id="a sharded value"),
     ],
 )

@@ -119,7 +119,6 @@ def test_on_two_processes(two: Group, case: str) -> None:
         [
             "N3_N8_dp2_mp2_level1",
             "N6_dp2_mp2_sequence_level3",
-            "N14_fused_dp2_mp2_level2",
             "ranks_laid_out_otherwise",
             "titan_dp2_mp2_level0",
         ],

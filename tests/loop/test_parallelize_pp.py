@@ -57,7 +57,16 @@ def eight(group_of: GroupOf) -> Group:
         ],
         lambda case: (
             case
-            not in ("N9_pp2_3_layers", "1f1b", "split_spec_prefix", "accumulation_tied", "split_spec_list", "autocast")
+            not in (
+                "N9_pp2_3_layers",
+                "N9_pp2_4_layers",
+                "split_spec_points",
+                "1f1b",
+                "split_spec_prefix",
+                "accumulation_tied",
+                "split_spec_list",
+                "autocast",
+            )
         ),
     ),
 )

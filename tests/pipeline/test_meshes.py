@@ -24,9 +24,7 @@ def same(group: str) -> list[str]:
 
 
 FOUR = {
-    "sandwich@dp2pp2-3", "llama-8@interleaved_1f1b-pp4",
-    "llama-8@dp2pp2-3-1f1b",
-    "short-tied@mp2pp2-tensor_parallel",
+    "llama-8@dp2pp2-3-1f1b", "short-tied@mp2pp2-tensor_parallel",
 }  # fmt: skip
 """What runs every day: dp and mp beside stages, and schedules that two stages leave out; all levels are in full."""
 

@@ -308,7 +308,7 @@ def measured(group_of: GroupOf) -> Measured:
     return of
 
 
-EVERYDAY = {"one", "zero3_full", "mp_sp", "1f1b"}
+EVERYDAY = {"zero3_full", "1f1b"}
 
 
 @pytest.fixture(scope="module")

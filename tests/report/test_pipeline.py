@@ -128,7 +128,7 @@ def test_ranks_in_another_order(tmp_path: Path) -> None:
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["exact", "1f1b"])
+@pytest.mark.parametrize("option", [pytest.param("exact", marks=pytest.mark.full), "1f1b"])
 def test_a_run_measures_its_idle_share(tmp_path: Path, option: str) -> None:
     run = Commands(tmp_path, *TINY)("mesh=1x1x2", f"pp={option}")
     screen, found = run.screen, run.summary["pipeline"]
