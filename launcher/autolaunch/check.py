@@ -19,6 +19,7 @@ from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.resume import resolve_ckpt_path
 from autolaunch.sequence_parts import check_sequence_parts
 from autolaunch.validate import Where, typed, written
+from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.config import (
     AXES,
     SCHEDULES,
@@ -31,9 +32,9 @@ from autolaunch_strategies.config import (
     parse_order,
     parse_recompute,
 )
-from autolaunch_strategies.pipeline.schedule import default_virtual_stages
 from autolaunch_strategies.plan.context import check_backends, read_context_plan
 from autolaunch_strategies.plan.rules import read_plan
+from autolaunch_strategies.schedules.schedule import default_virtual_stages
 
 MOST_ON_CPU = 64
 """Ranks on the CPU of one machine beyond which a mesh is taken for one of GPUs: they would take all of its memory."""
@@ -57,7 +58,7 @@ def check(
     mesh = _mesh(config, started_ranks, errors)
     if mesh is not None:
         parallel = {axis: config[axis] for axis in AXES}
-        errors += parallel_config(mesh, **parallel, compile=config["compile"]).check()
+        errors += config_errors(parallel_config(mesh, **parallel, compile=config["compile"]))
         errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
     try:
         parse_recompute(config["recompute"], config["recompute_save"])

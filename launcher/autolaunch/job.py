@@ -27,7 +27,7 @@ class ResolvedJob:
     choices: dict[str, str] = field(default_factory=dict)
     """Config group to the option that was chosen, to write the run down as an experiment file."""
     choice: dict[str, Any] | None = None
-    """What the planner chose for a cluster, and why (`Plan.to_dict()`); None where the person said everything."""
+    """What the planner chose for a cluster, and why (`planner.document`); None where the person said everything."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_dir", Path(self.output_dir))

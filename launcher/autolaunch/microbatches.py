@@ -13,7 +13,7 @@ from typing import Any
 
 from autolaunch.validate import Where
 from autolaunch_strategies.config import ConfigError, PipelineParallel
-from autolaunch_strategies.pipeline.schedule import check_schedule, fitting_microbatches
+from autolaunch_strategies.schedules.schedule import check_schedule, fitting_microbatches
 
 
 def batch_parts(config: Mapping[str, Any], pp: int) -> tuple[int, int | None]:

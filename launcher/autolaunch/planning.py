@@ -11,7 +11,7 @@ from autolaunch.wanted import wanted_by
 from autolaunch_strategies.config import ConfigError
 
 if TYPE_CHECKING:
-    from autolaunch_strategies.planner.choose import Plan
+    from autolaunch_strategies.planner.plan import Plan
     from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 
 
@@ -58,7 +58,7 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile
 
     from autolaunch.models import build_module
     from autolaunch.tasks.run_parts import own_plan
-    from autolaunch_strategies.construction import Construction
+    from autolaunch_strategies.model.construction import Construction
     from autolaunch_strategies.planner.profile_cache import cached_profile
 
     with Construction(config["seed"]).recording():
@@ -94,16 +94,17 @@ def plan_of(config: Mapping[str, Any], typed: Iterable[str]) -> Plan:
 
 
 def choice_of(config: Mapping[str, Any], typed: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """(overrides that make the choice, the account of it as plain data: `Plan.to_dict()`, and `why` if it was asked).
+    """(overrides that make the choice, the account of it as plain data: `planner.document`, and `why` if it was asked).
 
     Raises:
         ConfigError: as `plan_of`; or what `config["why"]` asks for is no way to run.
     """
+    from autolaunch_strategies.planner.document import document
     from autolaunch_strategies.planner.explain import asked_of, why
     from autolaunch_strategies.planner.settings import overrides
 
     plan = plan_of(config, typed)
-    account = plan.to_dict()
+    account = document(plan)
     account["warnings"] = [*account["warnings"], *_remarks(plan)]
     if config["why"]:
         account["why"] = why(plan, asked_of(config["why"])).to_dict()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autolaunch_strategies.checkpoint_files import WRITING, complete_checkpoints, problem_with
+from autolaunch_strategies.checkpoint.files import WRITING, complete_checkpoints, problem_with
 from autolaunch_strategies.config import ConfigError
 
 

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autolaunch_strategies.config import ConfigError, DataParallel, MeshShape, ParallelConfig
-    from autolaunch_strategies.parallelize_api import clip_grad_norm_, parallelize
+    from autolaunch_strategies.lightning.strategy import MeshStrategy
+    from autolaunch_strategies.loop.parallelize import clip_grad_norm_, parallelize
+    from autolaunch_strategies.loop.process_mesh import ProcessMesh, get_mesh, set_mesh
+    from autolaunch_strategies.paddle.config import InputSpec, ToDistributedConfig
+    from autolaunch_strategies.paddle.to_distributed import to_distributed
     from autolaunch_strategies.pipeline.split import SplitPoint
-    from autolaunch_strategies.process_mesh import ProcessMesh, get_mesh, set_mesh
-    from autolaunch_strategies.strategy import MeshStrategy
-    from autolaunch_strategies.styles.context import ContextParallel, PrepareContextParallel
-    from autolaunch_strategies.styles.hooks import PrepareLayerInput, PrepareLayerOutput
-    from autolaunch_strategies.styles.sequence import (
+    from autolaunch_strategies.tensor.styles.context import ContextParallel, PrepareContextParallel
+    from autolaunch_strategies.tensor.styles.hooks import PrepareLayerInput, PrepareLayerOutput
+    from autolaunch_strategies.tensor.styles.sequence import (
         SequenceParallelBegin,
         SequenceParallelDisable,
         SequenceParallelEnable,
         SequenceParallelEnd,
     )
-    from autolaunch_strategies.styles.tensor import ColWiseParallel, RowWiseParallel
-    from autolaunch_strategies.to_distributed_api import to_distributed
-    from autolaunch_strategies.to_distributed_config import InputSpec, ToDistributedConfig
+    from autolaunch_strategies.tensor.styles.tensor import ColWiseParallel, RowWiseParallel
 
 __all__ = [
     "ColWiseParallel",
@@ -51,16 +51,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "MeshStrategy": "strategy",
+    "MeshStrategy": "lightning.strategy",
     "SplitPoint": "pipeline.split",
-    "to_distributed": "to_distributed_api",
-    **dict.fromkeys(("InputSpec", "ToDistributedConfig"), "to_distributed_config"),
-    **dict.fromkeys(("parallelize", "clip_grad_norm_"), "parallelize_api"),
-    **dict.fromkeys(("ProcessMesh", "get_mesh", "set_mesh"), "process_mesh"),
-    **dict.fromkeys(("ColWiseParallel", "RowWiseParallel"), "styles.tensor"),
-    **dict.fromkeys(("PrepareContextParallel", "ContextParallel"), "styles.context"),
-    **dict.fromkeys(("PrepareLayerInput", "PrepareLayerOutput"), "styles.hooks"),
-    **dict.fromkeys((f"SequenceParallel{end}" for end in ("Begin", "End", "Enable", "Disable")), "styles.sequence"),
+    "to_distributed": "paddle.to_distributed",
+    **dict.fromkeys(("InputSpec", "ToDistributedConfig"), "paddle.config"),
+    **dict.fromkeys(("parallelize", "clip_grad_norm_"), "loop.parallelize"),
+    **dict.fromkeys(("ProcessMesh", "get_mesh", "set_mesh"), "loop.process_mesh"),
+    **dict.fromkeys(("ColWiseParallel", "RowWiseParallel"), "tensor.styles.tensor"),
+    **dict.fromkeys(("PrepareContextParallel", "ContextParallel"), "tensor.styles.context"),
+    **dict.fromkeys(("PrepareLayerInput", "PrepareLayerOutput"), "tensor.styles.hooks"),
+    **dict.fromkeys(
+        (f"SequenceParallel{end}" for end in ("Begin", "End", "Enable", "Disable")), "tensor.styles.sequence"
+    ),
 }  # everything else lives in config, which imports no torch
 
 

@@ -54,8 +54,8 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    from autolaunch_strategies.context.attention import context_attention
-    from autolaunch_strategies.context.layout import Peers
+    from autolaunch_strategies.context.attention.backends import context_attention
+    from autolaunch_strategies.mesh.layout import Peers
     from tests.context.torch_ring import TorchRing, torch_ring_options
 
     dist.init_process_group("gloo")

@@ -278,7 +278,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Any) -> Any:
-        from autolaunch_strategies._torch import all_gather_single
+        from autolaunch_strategies.torch_private.collectives import all_gather_single
 
         gathered = own.new_empty((dist.get_world_size() * own.shape[0], *own.shape[1:]))
         all_gather_single(gathered, own, dist.group.WORLD)
@@ -286,7 +286,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        from autolaunch_strategies._torch import reduce_scatter_single
+        from autolaunch_strategies.torch_private.collectives import reduce_scatter_single
 
         own = torch.empty_like(grad[0], memory_format=torch.contiguous_format)
         reduce_scatter_single(own, grad.flatten(0, 1).contiguous(), dist.group.WORLD)

@@ -60,7 +60,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from autolaunch_strategies.config import parallel_config
-    from autolaunch_strategies.mesh import RankMesh
+    from autolaunch_strategies.mesh.rank_mesh import RankMesh
 
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo")
@@ -128,7 +128,7 @@ class Loop:
         """After each backward pass."""
 
     def norm(self) -> float:
-        from autolaunch_strategies.gradients import gradient_norm
+        from autolaunch_strategies.data_parallel.gradients import gradient_norm
 
         return float(gradient_norm(self.model.parameters()))
 
@@ -196,7 +196,7 @@ class Ours(Loop):
         import torch
 
         from autolaunch.config import LLAMA_PLANS
-        from autolaunch_strategies.apply import apply_parallelism
+        from autolaunch_strategies.apply.order import apply_parallelism
 
         self.tokens, self.model = tokens, _model()
         applied = apply_parallelism(self.model, config, mesh, torch.device("cpu"), own_plan=LLAMA_PLANS[config.mp.name])

@@ -57,8 +57,8 @@ def run_once(arguments: argparse.Namespace) -> None:
 
     from autolaunch.models.llama import Llama
     from autolaunch.models.llama_config import llama_config
-    from autolaunch_strategies.blocks import find_blocks
     from autolaunch_strategies.config import PipelineParallel
+    from autolaunch_strategies.model.blocks import find_blocks
     from autolaunch_strategies.pipeline.build import plan_cut
     from autolaunch_strategies.pipeline.structure import Structures, skeleton_of
 

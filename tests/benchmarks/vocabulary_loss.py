@@ -59,7 +59,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     from torch.distributed.tensor import DTensor, Shard
     from torch.nn import functional as F
 
-    from autolaunch_strategies.views import MixedTensors, plain
+    from autolaunch_strategies.tensor.views import MixedTensors, plain
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

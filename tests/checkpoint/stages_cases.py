@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from autolaunch_strategies._torch import local_index
-from autolaunch_strategies.checkpoint import CheckpointWriter, load_checkpoint
-from autolaunch_strategies.checkpoint_files import problem_with
-from autolaunch_strategies.checkpoint_optimizers import GroupNames, names_in_groups, whole_groups
+from autolaunch_strategies.checkpoint.files import problem_with
+from autolaunch_strategies.checkpoint.optimizers import GroupNames, names_in_groups, whole_groups
+from autolaunch_strategies.checkpoint.sharded import CheckpointWriter, load_checkpoint
 from autolaunch_strategies.config import parse_mesh
-from autolaunch_strategies.mesh import RankMesh
+from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.torch_private.meshes import local_index
 from tests.support.cases import WORLD, serve
 
 SHELF = Path(os.environ["CHECKPOINTS"])

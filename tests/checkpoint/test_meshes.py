@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from autolaunch_strategies import ConfigError, MeshStrategy
-from autolaunch_strategies.checkpoint_files import REPLACED, WRITING, complete_checkpoints, problem_with
-from autolaunch_strategies.process_group import leave_process_group
+from autolaunch_strategies.checkpoint.files import REPLACED, WRITING, complete_checkpoints, problem_with
+from autolaunch_strategies.mesh.process_group import leave_process_group
 from tests import ROOT
 from tests.lightning.modules import AutoEncoder, LanguageModel
 from tests.support.ranks import Group, GroupOf, differences, environment, start

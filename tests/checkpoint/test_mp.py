@@ -90,11 +90,11 @@ def applied(sizes: dict[str, int], dp: int, mp: int, level: int, plan: str) -> t
     from autolaunch.config import LLAMA_PLANS
     from autolaunch.models.llama import Llama
     from autolaunch.models.llama_config import llama_config
-    from autolaunch_strategies.apply import apply_parallelism
+    from autolaunch_strategies.apply.order import apply_parallelism
     from autolaunch_strategies.config import parallel_config
-    from autolaunch_strategies.construction import Construction
-    from autolaunch_strategies.materialise import materialise
-    from autolaunch_strategies.mesh import RankMesh
+    from autolaunch_strategies.mesh.rank_mesh import RankMesh
+    from autolaunch_strategies.model.construction import Construction
+    from autolaunch_strategies.model.materialise import materialise
 
     config = parallel_config({"dp": dp, "mp": mp}, level, plan)
     mesh = RankMesh.build(config.mesh, *config.dp.split(dp), "cpu")

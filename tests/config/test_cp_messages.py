@@ -18,13 +18,14 @@ from autolaunch.compose import compose
 from autolaunch.jobs import resolve_job
 from autolaunch.report.screen import show_plan, show_start
 from autolaunch_strategies import ColWiseParallel, ConfigError, ContextParallel, PrepareContextParallel
+from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.config import CP_BACKENDS, CP_NAMES, MeshShape, cp_backend, parallel_config, ulysses_degree
 from autolaunch_strategies.config import ContextParallel as ContextOptions
 from autolaunch_strategies.context.marked import marked_by
-from autolaunch_strategies.model_parallel import matched
+from autolaunch_strategies.lightning.strategy import MeshStrategy
 from autolaunch_strategies.plan.context import context_config, context_rules, other_rules, with_context_plan
 from autolaunch_strategies.plan.rules import read_plan
-from autolaunch_strategies.strategy import MeshStrategy
+from autolaunch_strategies.tensor.model_parallel import matched
 from tests.support.messages import Told, assert_only_told, assert_told
 from tests.support.tiers import one_in
 
@@ -255,7 +256,7 @@ def test_every_option_fits(name: str, mesh: str, workplace: Path) -> None:
     config = job(f"mesh={mesh}", f"cp={name}", "model.num_heads=8")
     made = ContextOptions(**config["cp"])
     assert dataclasses.replace(made, ulysses=None) == CP_NAMES[name]
-    assert parallel_config(config["mesh"], mp="auto", cp=made).check() == []
+    assert config_errors(parallel_config(config["mesh"], mp="auto", cp=made)) == []
 
 
 def test_the_default_serves(workplace: Path) -> None:
@@ -341,7 +342,7 @@ def test_usp_is_settled_by_the_model(argv: list[str], ulysses: int | None, workp
 )
 def test_what_python_code_may_give(given: Any, backend: str) -> None:
     made = parallel_config("cp2", cp=given)
-    assert made.check() == [] and made.cp is not None and made.cp.backend == backend
+    assert config_errors(made) == [] and made.cp is not None and made.cp.backend == backend
     assert MeshStrategy("cp2", cp=given).parallel.cp == made.cp
     assert made.ulysses == (2 if backend == "ulysses" else 1)
 
@@ -384,7 +385,7 @@ def test_what_python_code_may_not_give(given: Any, told: Told) -> None:
 
 @pytest.mark.parametrize("ulysses", [0, -2, "2", True, 3])
 def test_groups_that_are_none(ulysses: Any) -> None:
-    (error,) = parallel_config("cp4", cp={"backend": "usp", "ulysses": ulysses}).check()
+    (error,) = config_errors(parallel_config("cp4", cp={"backend": "usp", "ulysses": ulysses}))
     assert error.allowed == "cp.ulysses of 1, 2, 4, or null"
 
 
@@ -496,7 +497,7 @@ def test_cp_config(given: dict[str, Any], others: dict[str, Any], backend: str) 
         given.get("pad", False),
         given.get("parallelize_plan") or {},
     )
-    assert parallel_config("cp2", cp=made).check() == []
+    assert config_errors(parallel_config("cp2", cp=made)) == []
     made.plan["more"] = None
     assert given == before
 

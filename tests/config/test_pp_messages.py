@@ -12,6 +12,7 @@ from autolaunch import check, cli
 from autolaunch.command_line import parse
 from autolaunch.compose import compose
 from autolaunch.jobs import resolve_job
+from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.config import PP_NAMES, SCHEDULES, PipelineParallel, parallel_config
 from tests.support.messages import Told, assert_only_told
 from tests.support.tiers import one_in
@@ -303,7 +304,7 @@ def test_a_schedule_in_a_file_is_found_from_everywhere(workplace: Path) -> None:
 def test_every_option_fits_the_mesh_of_the_readme(name: str, workplace: Path) -> None:
     config = job("mesh=2x2x2", f"pp={name}")
     assert PipelineParallel(**config["pp"]) == PP_NAMES[name]
-    assert parallel_config("2x2x2", mp="auto", pp=name).check() == []
+    assert config_errors(parallel_config("2x2x2", mp="auto", pp=name)) == []
 
 
 def test_a_pipeline_of_one_rank_is_none(workplace: Path) -> None:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.context.attention import context_attention
-from autolaunch_strategies.context.layout import Layout, Peers
+from autolaunch_strategies.context.attention.backends import context_attention
+from autolaunch_strategies.mesh.layout import Layout, Peers
 from tests.support.cases import RANK, serve
 from tests.support.cases import WORLD as RANKS
 

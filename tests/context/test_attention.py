@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from autolaunch_strategies import _torch
-from autolaunch_strategies.context import kernels
-from autolaunch_strategies.context.layout import Layout
-from autolaunch_strategies.context.tiles import Differentiated, Merged, Tile, ring_tile, valid, whole_tiles
+from autolaunch_strategies.context.attention import kernels
+from autolaunch_strategies.context.attention.tiles import Differentiated, Merged, Tile, ring_tile, valid, whole_tiles
+from autolaunch_strategies.mesh.layout import Layout
+from autolaunch_strategies.torch_private import attention as of_torch
+from autolaunch_strategies.torch_private.tracing import fake_tensors
 from tests.support.ranks import Group, GroupOf
 
 SCRIPT = Path(__file__).parent / "attention_cases.py"
@@ -151,12 +152,12 @@ def flash_stand_in(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
     assert q.shape[3] == k.shape[3] == v.shape[3] and q.shape[3] % 8 == 0
     assert q.stride(3) == k.stride(3) == v.stride(3) == 1
     assert not causal or q.shape[2] == k.shape[2]
-    return _torch.attention_on_cpu(q, k, v, causal, None, scale)
+    return of_torch.attention_on_cpu(q, k, v, causal, None, scale)
 
 
 def flash_backward_stand_in(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float) -> Any:
     assert out.shape == grad.shape == q.shape and lse.shape == q.shape[:3] and lse.is_contiguous()
-    return _torch.attention_on_cpu_backward(grad, q, k, v, out, lse, causal, None, scale)
+    return of_torch.attention_on_cpu_backward(grad, q, k, v, out, lse, causal, None, scale)
 
 
 def efficient_stand_in(q: Any, k: Any, v: Any, causal: bool, bias: Any, scale: float) -> Any:
@@ -189,10 +190,10 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         return "efficient" if request.param == "flash" and bias is not None else request.param  # flash takes no mask
 
     monkeypatch.setattr(kernels, "_kernel", chosen)
-    monkeypatch.setattr(_torch, "flash_attention", flash_stand_in)
-    monkeypatch.setattr(_torch, "flash_attention_backward", flash_backward_stand_in)
-    monkeypatch.setattr(_torch, "efficient_attention", efficient_stand_in)
-    monkeypatch.setattr(_torch, "efficient_attention_backward", efficient_backward_stand_in)
+    monkeypatch.setattr(of_torch, "flash_attention", flash_stand_in)
+    monkeypatch.setattr(of_torch, "flash_attention_backward", flash_backward_stand_in)
+    monkeypatch.setattr(of_torch, "efficient_attention", efficient_stand_in)
+    monkeypatch.setattr(of_torch, "efficient_attention_backward", efficient_backward_stand_in)
     return request.param
 
 
@@ -284,17 +285,17 @@ def test_log_sum_exp_of_a_query_that_sees_nothing(kernel: str) -> None:
 )
 def test_calls_of_kernels_for_gpus_fit_their_schema(function: str, dtype: torch.dtype, bias: bool) -> None:
     """Shapes and arguments alone, by torch's own fake kernels: there is no GPU here."""
-    with _torch.fake_tensors():
+    with fake_tensors():
         q, k, v, grad = (
             torch.empty(2, 4, rows, 16, dtype=dtype, device="cuda:0") for rows in (40, 48, 48, 40)
         )  # fmt: skip
         if function == "flash":
-            out, lse = _torch.flash_attention(q, k, v, False, 0.5)
-            grads = _torch.flash_attention_backward(grad, q, k, v, out, lse, False, 0.5)
+            out, lse = of_torch.flash_attention(q, k, v, False, 0.5)
+            grads = of_torch.flash_attention_backward(grad, q, k, v, out, lse, False, 0.5)
         else:
             mask = torch.empty(2, 4, 40, 48, dtype=dtype, device="cuda:0") if bias else None
-            out, lse = _torch.efficient_attention(q, k, v, False, mask, 0.5)
-            grads = _torch.efficient_attention_backward(grad, q, k, v, out, lse, False, mask, 0.5)
+            out, lse = of_torch.efficient_attention(q, k, v, False, mask, 0.5)
+            grads = of_torch.efficient_attention_backward(grad, q, k, v, out, lse, False, mask, 0.5)
         assert out.shape == q.shape and out.dtype == dtype
         assert lse.shape[:2] == (2, 4) and lse.shape[2] in (40, 64) and lse.dtype == torch.float32
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]

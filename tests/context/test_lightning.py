@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from autolaunch_strategies.context.layout import Layout
+from autolaunch_strategies.mesh.layout import Layout
 from tests.context.cases import GROUPS, RANKS, RECIPES
 from tests.context.modules import LENGTH
 from tests.pipeline.modules import WIDTH

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from autolaunch_strategies.config import parse_mesh
-from autolaunch_strategies.gradients import gradient_norm
-from autolaunch_strategies.mesh import RankMesh
-from autolaunch_strategies.process_group import leave_process_group
+from autolaunch_strategies.data_parallel.gradients import gradient_norm
+from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.mesh.process_group import leave_process_group
 
 def check(mesh):
     torch.manual_seed(0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from autolaunch_strategies.context.layout import Layout
-from autolaunch_strategies.context.tiles import Differentiated, Merged, ring_tile
+from autolaunch_strategies.context.attention.tiles import Differentiated, Merged, ring_tile
+from autolaunch_strategies.mesh.layout import Layout
 
 DEVICE = "cuda"
 HEADS, SIZE, PLACES = 4, 100, 4  # 100 positions fill the chunks of 4 places unevenly

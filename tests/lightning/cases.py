@@ -61,7 +61,7 @@ class Rows(pl.Callback):
             self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach())))
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        from autolaunch_strategies.gradients import gradient_norm
+        from autolaunch_strategies.data_parallel.gradients import gradient_norm
 
         self.norms.append(float(gradient_norm(module.parameters())))
         self.rates.append(optimizer.param_groups[0]["lr"])
@@ -183,7 +183,7 @@ def _write_down(hook: str) -> Any:
     def run(self: Diary, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         self.lines.append(f"{hook} step={trainer.global_step} epoch={trainer.current_epoch}")
         if hook in ("on_before_zero_grad", "on_before_optimizer_step"):
-            from autolaunch_strategies.gradients import gradient_norm
+            from autolaunch_strategies.data_parallel.gradients import gradient_norm
 
             self.grads.append(float(gradient_norm(module.parameters())))
 
@@ -746,7 +746,7 @@ def in_the_background() -> Any:
     """Asynchronous checkpoints change nothing; the last one is whole once fit is over, and after SIGTERM."""
     import signal
 
-    from autolaunch_strategies.checkpoint_files import problem_with
+    from autolaunch_strategies.checkpoint.files import problem_with
 
     def run(directory: str, stop: bool = False, **strategy: Any) -> Any:
         class Terminates(pl.Callback):

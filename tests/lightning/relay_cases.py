@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassPrecision, MulticlassRecall
 
-from autolaunch_strategies.pipeline.relay import StageRelay
+from autolaunch_strategies.lightning.relay import StageRelay
 from tests.support.cases import OUT, RANK, WORLD, serve
 
 STAGES = 2 if WORLD > 1 else 1
@@ -466,7 +466,7 @@ def warned() -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("autolaunch_strategies.pipeline.relay")
+    logger = logging.getLogger("autolaunch_strategies.lightning.relay")
     logger.addHandler(handler)
     trainer_for(max_epochs=2).fit(Logger(), loader())
     logger.removeHandler(handler)

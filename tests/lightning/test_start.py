@@ -186,11 +186,11 @@ def test_ranks_on_two_machines() -> None:
             id="the-class",
         ),
         pytest.param(
-            "import autolaunch; import autolaunch_strategies.strategy; import lightning.pytorch as pl",
+            "import autolaunch; import autolaunch_strategies.lightning.strategy; import lightning.pytorch as pl",
             id="both",
         ),
         pytest.param(
-            "import autolaunch_strategies.strategy; import lightning.pytorch as pl",
+            "import autolaunch_strategies.lightning.strategy; import lightning.pytorch as pl",
             id="the-engine-alone",
         ),
     ],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autolaunch_strategies.process_mesh import _GLOBAL
+from autolaunch_strategies.loop.process_mesh import _GLOBAL
 
 
 @pytest.fixture(autouse=True)

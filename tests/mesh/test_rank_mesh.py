@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from autolaunch_strategies import ColWiseParallel, ProcessMesh, parallelize
 from autolaunch_strategies.config import parse_mesh
-from autolaunch_strategies.mesh import RankMesh
-from autolaunch_strategies.process_group import leave_process_group
+from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.mesh.process_group import leave_process_group
 
 def ranks_of(group):
     return None if group is None else dist.get_process_group_ranks(group)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autolaunch_strategies.construction import Construction
+from autolaunch_strategies.model.construction import Construction
 
 
 class Everything(nn.Module):

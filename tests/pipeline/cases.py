@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import parse_mesh
-from autolaunch_strategies.mesh import coordinates
+from autolaunch_strategies.mesh.rank_mesh import coordinates
 from tests.pipeline import modules as modules
 from tests.pipeline.modules import VOCABULARY, WIDTH
 from tests.support.cases import OUT, RANK, WORLD, no_compiler, serve

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from autolaunch_strategies.blocks import find_blocks
 from autolaunch_strategies.config import PipelineParallel
+from autolaunch_strategies.model.blocks import find_blocks
 from autolaunch_strategies.pipeline.build import CutModel, plan_cut
 from autolaunch_strategies.pipeline.placement import group_rank
 from autolaunch_strategies.pipeline.run import Pipeline
-from autolaunch_strategies.pipeline.schedule import placement
 from autolaunch_strategies.pipeline.transfer import Line
+from autolaunch_strategies.schedules.schedule import placement
 
 CPU = torch.device("cpu")
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autolaunch_strategies.apply import apply_parallelism
+from autolaunch_strategies.apply.order import apply_parallelism
 from autolaunch_strategies.config import ConfigError, parallel_config, parse_mesh
-from autolaunch_strategies.mesh import RankMesh
-from autolaunch_strategies.pipeline.loop import forward_backward_of
-from autolaunch_strategies.views import plain
+from autolaunch_strategies.loop.staged import forward_backward_of
+from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.tensor.views import plain
 from tests.support.cases import serve
 from tests.support.zoo import CHANGED, MORE, NAMES, batch_of, gradients, made, step_of
 

@@ -12,13 +12,13 @@ from torch import nn
 
 pytest.importorskip("transformers")
 from autolaunch_strategies.config import ConfigError, ModelParallel
-from autolaunch_strategies.construction import Construction
-from autolaunch_strategies.model_parallel import matched
+from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.model.example_inputs import example_inputs
 from autolaunch_strategies.plan.choose import plan_for
 from autolaunch_strategies.plan.derive import derive_plan
-from autolaunch_strategies.plan.example_inputs import example_inputs
 from autolaunch_strategies.plan.rules import Rule, read_plan
 from autolaunch_strategies.plan.transformers_plans import transformers_plan
+from autolaunch_strategies.tensor.model_parallel import matched
 from tests.support.messages import Told, assert_only_told
 from tests.support.tiers import in_turn, tiered
 from tests.support.zoo import CAUSAL, Encoder, Layer, VisionTransformer, make

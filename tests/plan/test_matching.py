@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from autolaunch_strategies import ColWiseParallel, ConfigError, RowWiseParallel, SequenceParallelDisable
 from autolaunch_strategies.plan.rules import match_rules, merge_plans, read_plan
-from autolaunch_strategies.styles.build import build_style
+from autolaunch_strategies.tensor.styles.build import build_style
 from tests.support.messages import Told, assert_only_told
 
 NAMES = [f"layers.{layer}.{part}" for layer in (0, 1, 2, 10) for part in ("fc1", "fc2")] + ["head", "embed"]
@@ -97,7 +97,7 @@ def test_styles_as_yaml_writes_them() -> None:
     assert isinstance(made("RowWiseParallel"), RowWiseParallel)
     assert made({"ColWiseParallel": {"gather_output": True}}).gather_output
     assert made({"SequenceParallelDisable": {"need_transpose": False}}).need_transpose is False
-    assert isinstance(made({"_target_": "autolaunch_strategies.styles.tensor.ColWiseParallel"}), ColWiseParallel)
+    assert isinstance(made({"_target_": "autolaunch_strategies.tensor.styles.tensor.ColWiseParallel"}), ColWiseParallel)
     assert isinstance(made(SequenceParallelDisable()), SequenceParallelDisable)
     theirs = made(
         {

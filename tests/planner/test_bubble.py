@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from autolaunch_strategies.config import PipelineParallel
-from autolaunch_strategies.pipeline.schedule import build_schedule, check_schedule, timeline
 from autolaunch_strategies.planner.candidate import PIPELINES, Candidates
 from autolaunch_strategies.planner.time import _bubble
+from autolaunch_strategies.schedules.schedule import build_schedule, check_schedule, timeline
 
 EXACT, SPLIT = 1e-9, 0.1
 """Allowed difference, as a share of the step: where the backward is whole, and where it is split."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.config import CP_BACKENDS, SCHEDULES, PipelineParallel, parallel_config
-from autolaunch_strategies.pipeline.schedule import check_schedule, default_virtual_stages, fitting_microbatches
 from autolaunch_strategies.planner.candidate import (
     FIELDS,
     FULL,
@@ -24,6 +24,7 @@ from autolaunch_strategies.planner.candidate import (
 from autolaunch_strategies.planner.choose import predicted
 from autolaunch_strategies.planner.enumerate import Space, divisors, enumerate_candidates
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
+from autolaunch_strategies.schedules.schedule import check_schedule, default_virtual_stages, fitting_microbatches
 from tests.planner.candidates import llama, machines, model, recipe
 
 EXACT, GPIPE, ONE_F_ONE_B = (PIPELINES.index(name) for name in ("exact", "gpipe", "1f1b"))
@@ -383,7 +384,7 @@ def test_proposals_pass_the_checks_of_the_runtime() -> None:
             {"backend": c.backend_name, "ulysses": c.ulysses if c.backend == USP else None} if c.cp > 1 else "none",
             c.recompute_name,
         )
-        assert config.check() == [], c
+        assert config_errors(config) == [], c
         assert config.ulysses == c.ulysses
         assert c.ranks == 16
         assert 96 % (c.dp * c.microbatches) == 0

@@ -13,8 +13,10 @@ import yaml
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.planner import choose
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate, Candidates
-from autolaunch_strategies.planner.choose import Looked, Plan, diverse, make_plan, pick, rounded, simplicity
+from autolaunch_strategies.planner.choose import diverse, make_plan, pick
+from autolaunch_strategies.planner.document import document, rounded
 from autolaunch_strategies.planner.explain import asked_of, fields_of, why
+from autolaunch_strategies.planner.plan import Looked, Plan, simplicity
 from autolaunch_strategies.planner.reasons import in_bytes, in_seconds
 from autolaunch_strategies.planner.settings import candidate_of, overrides
 from tests.planner.candidates import GIB, llama, machines, model, recipe
@@ -113,7 +115,7 @@ def test_a_plan_is_what_its_numbers_say(plan: Plan) -> None:
 
 
 def test_what_a_plan_says_is_whole(plan: Plan) -> None:
-    said = plan.to_dict()
+    said = document(plan)
     chosen = said["chosen"]
     assert chosen["overrides"] == overrides(plan.chosen, plan.profile, plan.recipe)
     assert chosen["seconds_low"] < chosen["seconds"] < chosen["seconds_high"]
@@ -139,7 +141,7 @@ def test_what_a_plan_says_is_whole(plan: Plan) -> None:
 
 def test_equal_inputs_give_equal_bytes() -> None:
     texts = {
-        yaml.safe_dump(make_plan(llama("70b"), recipe(256), machines(64)).to_dict(), sort_keys=False) for _ in range(2)
+        yaml.safe_dump(document(make_plan(llama("70b"), recipe(256), machines(64))), sort_keys=False) for _ in range(2)
     }
     assert len(texts) == 1
     assert "!!python" not in texts.pop()
@@ -196,7 +198,7 @@ def test_what_is_at_the_edge_of_memory_is_chosen_with_a_warning() -> None:
     profile, training = llama("8b"), recipe(128)
     need = make_plan(profile, training, machines(8)).looked.memory_bytes.min()
     found = make_plan(profile, training, machines(8, memory=need / 0.97))
-    assert found.to_dict()["chosen"]["fits"] == "tight"
+    assert document(found)["chosen"]["fits"] == "tight"
     assert any(warning.startswith("The choice may not fit: ") for warning in found.warnings)
 
 
@@ -207,7 +209,7 @@ def test_mp_beyond_the_fast_domain_is_warned_of() -> None:
 
 def test_plans_are_read_back_as_candidates(plan: Plan) -> None:
     """What a plan says can be found again: mesh, level and parts of a batch."""
-    said = dict(item.split("=", 1) for item in plan.to_dict()["chosen"]["overrides"])
+    said = dict(item.split("=", 1) for item in document(plan)["chosen"]["overrides"])
     assert said["mesh"] == plan.chosen.mesh.name
     config: dict[str, Any] = {
         "mesh": plan.chosen.mesh.sizes,
@@ -224,7 +226,7 @@ def test_plans_are_read_back_as_candidates(plan: Plan) -> None:
 
 
 def test_reasons_compare_with_the_best_of_everything_else(plan: Plan) -> None:
-    said = plan.to_dict()["chosen"]["reasons"]
+    said = document(plan)["chosen"]["reasons"]
     found = plan.looked
     pool = found.select(found.fits)
     others = pool.candidates.mp != plan.chosen.mp
@@ -238,7 +240,7 @@ def test_reasons_compare_with_the_best_of_everything_else(plan: Plan) -> None:
 
 
 def test_reasons_say_what_does_not_fit() -> None:
-    said = make_plan(llama("70b"), recipe(128), machines(32), {"dp": (32,)}).to_dict()["chosen"]["reasons"]
+    said = document(make_plan(llama("70b"), recipe(128), machines(32), {"dp": (32,)}))["chosen"]["reasons"]
     level = next(text for text in said if text.startswith("dp="))
     assert level.startswith("dp=fsdp: nothing else fits; dp=zero2 comes closest and needs ")
     assert level.endswith(" where 73.6 GiB may be used.")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from autolaunch_strategies.config import PipelineParallel
-from autolaunch_strategies.pipeline.schedule import Kind, build_schedule, check_schedule
 from autolaunch_strategies.planner.candidate import PIPELINES, Candidate, Candidates
 from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.hardware import Hardware, Link
 from autolaunch_strategies.planner.memory import PIECES, in_flight, memory_account, peak_memory
 from autolaunch_strategies.planner.profile import ModelProfile, Part, Recipe
 from autolaunch_strategies.planner.stages import Cut
+from autolaunch_strategies.schedules.schedule import Kind, build_schedule, check_schedule
 from tests.benchmarks import planner_published_memory as published
 from tests.planner import memory_cases as real
 from tests.support.ranks import GroupOf

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from autolaunch_strategies.config import PP_NAMES, SCHEDULES
-from autolaunch_strategies.pipeline.schedule import default_virtual_stages, placement
 from autolaunch_strategies.pipeline.split import even_sizes
 from autolaunch_strategies.planner.profile import MatMul, ModelProfile, Part
 from autolaunch_strategies.planner.stages import balanced_sizes, cut, rank_of_stage
+from autolaunch_strategies.schedules.schedule import default_virtual_stages, placement
 
 
 def profile_of(costs: list[int], before: int = 0, after: int = 0) -> ModelProfile:

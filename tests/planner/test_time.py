@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from autolaunch_strategies.config import CP_BACKENDS
-from autolaunch_strategies.pipeline.schedule import build_schedule, timeline
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, SELECTIVE, Candidate, Candidates
 from autolaunch_strategies.planner.collectives import collective_time, local_members
 from autolaunch_strategies.planner.constants import Constants
@@ -18,6 +17,7 @@ from autolaunch_strategies.planner.profile import Attention, MatMul, ModelProfil
 from autolaunch_strategies.planner.shapes import transformer_profile
 from autolaunch_strategies.planner.time import PARTS, StepTime, flops_per_step, soft_max, step_time
 from autolaunch_strategies.planner.uncertainty import sampled_times, spread
+from autolaunch_strategies.schedules.schedule import build_schedule, timeline
 
 FREE = {
     **dict.fromkeys(("kernel_s", "mp_kernel_s", "hidden_dp", "hidden_mp", "hidden_cp", "hidden_pp"), 1e-30),

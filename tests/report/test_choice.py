@@ -331,6 +331,7 @@ def test_sizes_are_binary() -> None:
 def test_what_the_planner_says_is_shown(devices: int, tmp_path: Path) -> None:
     from autolaunch.report.choice_html import write_choice
     from autolaunch_strategies.planner.choose import make_plan
+    from autolaunch_strategies.planner.document import document
     from autolaunch_strategies.planner.explain import why
     from autolaunch_strategies.planner.hardware import Hardware, Link
     from autolaunch_strategies.planner.profile import Recipe
@@ -342,7 +343,7 @@ def test_what_the_planner_says_is_shown(devices: int, tmp_path: Path) -> None:
         "gpus", "cuda", max(devices // 8, 1), min(devices, 8), 80 * GIB, {"bf16": 9.9e14}, 3.3e12, **links
     )
     plan = make_plan(profile, Recipe(batch_size=256, compute="bf16"), machines)
-    choice = plan.to_dict()
+    choice = document(plan)
     lines = lines_of(choice, 100)
     assert max(map(cell_len, lines[: lines.index("run it")])) <= 100
     assert any(mesh_words(choice["chosen"]["mesh"]) in line for line in lines[:5])

@@ -24,7 +24,7 @@ from autolaunch.report.schedule_picture import schedule_text
 from autolaunch.tasks import plan
 from autolaunch_strategies.pipeline import idle
 from autolaunch_strategies.pipeline.idle import IdleClock
-from autolaunch_strategies.pipeline.schedule import build_schedule, timeline
+from autolaunch_strategies.schedules.schedule import build_schedule, timeline
 from tests.support.commands import Commands
 
 OPTIONS = (

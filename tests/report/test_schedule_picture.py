@@ -12,7 +12,7 @@ from rich.console import Console
 
 from autolaunch.report.schedule_picture import schedule_text, write_schedule_svg
 from autolaunch_strategies.config import SCHEDULES
-from autolaunch_strategies.pipeline.schedule import Timeline, build_schedule, timeline
+from autolaunch_strategies.schedules.schedule import Timeline, build_schedule, timeline
 
 
 def drawn(name: str, ranks: int, microbatches: int, virtual_stages: int | None = None) -> Timeline:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from autolaunch_strategies.config import SCHEDULES, ConfigError, ConfigErrors, PipelineParallel
-from autolaunch_strategies.pipeline.schedule import (
+from autolaunch_strategies.schedules.schedule import (
     Action,
     Kind,
     Schedule,
@@ -489,7 +489,7 @@ def test_rules(pp: dict[str, Any], ranks: int, microbatches: int | None, told: l
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("gpipe", "1f1b")])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_rules_are_those_of_torch(name: str, ranks: int) -> None:
-    from autolaunch_strategies._torch import pipeline_order
+    from autolaunch_strategies.torch_private.pipeline_orders import pipeline_order
 
     def torch_accepts(microbatches: int) -> bool:
         try:
@@ -535,7 +535,7 @@ def test_a_schedule_that_is_refused_is_not_built() -> None:
 
 def test_rules_need_no_torch() -> None:
     code = (
-        "import sys; from autolaunch_strategies.pipeline.schedule import *; "
+        "import sys; from autolaunch_strategies.schedules.schedule import *; "
         "from autolaunch_strategies.config import PipelineParallel; "
         "check_schedule(PipelineParallel(loss='microbatch', schedule='dualpipev'), 2, 4); "
         "timeline(build_schedule('1f1b', 2, 4)); assert 'torch' not in sys.modules"

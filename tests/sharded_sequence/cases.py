@@ -23,11 +23,11 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from autolaunch_strategies.context import sequence_shard
-from autolaunch_strategies.context.collectives import gather_parts, scatter_sum, sum_over
-from autolaunch_strategies.context.layout import Layout
-from autolaunch_strategies.context.sequence_shard import Positions, SequenceShard, cut
-from autolaunch_strategies.views import MixedTensors, plain
+from autolaunch_strategies.mesh.layout import Layout
+from autolaunch_strategies.sharded_sequence import shard as sequence_shard
+from autolaunch_strategies.sharded_sequence.collectives import gather_parts, scatter_sum, sum_over
+from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut
+from autolaunch_strategies.tensor.views import MixedTensors, plain
 from tests.support.cases import RANK, WORLD, serve
 
 CASES: dict[str, Callable[[], Any]] = {}

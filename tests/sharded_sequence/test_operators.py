@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autolaunch_strategies.context.layout import Layout
-from autolaunch_strategies.context.sequence_shard import Positions
+from autolaunch_strategies.mesh.layout import Layout
+from autolaunch_strategies.sharded_sequence.shard import Positions
 from tests.support.ranks import Group, GroupOf
 
 SCRIPT = Path(__file__).parent / "cases.py"

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from autolaunch_strategies import views
-from autolaunch_strategies.views import MixedTensors, plain
+from autolaunch_strategies.tensor import views
+from autolaunch_strategies.tensor.views import MixedTensors, plain
 
 
 @pytest.fixture

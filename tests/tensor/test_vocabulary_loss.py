@@ -44,8 +44,8 @@ def compare(case: str, mesh: Any) -> dict[str, Any]:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.nn import functional as F
 
-    from autolaunch_strategies import views, vocabulary_loss
-    from autolaunch_strategies.views import MixedTensors
+    from autolaunch_strategies.tensor import views, vocabulary_loss
+    from autolaunch_strategies.tensor.views import MixedTensors
 
     *_, classes, dtype = case.split("-")
     shape_name = case.split("-")[0]
@@ -90,7 +90,7 @@ def run_rank(output: Path) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.nn import functional as F
 
-    from autolaunch_strategies.views import MixedTensors
+    from autolaunch_strategies.tensor.views import MixedTensors
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autolaunch_strategies.apply import apply_parallelism
+from autolaunch_strategies.apply.order import apply_parallelism
 from autolaunch_strategies.config import parallel_config, parse_mesh
-from autolaunch_strategies.construction import Construction
-from autolaunch_strategies.gradients import gradient_norm, scale_gradients
-from autolaunch_strategies.materialise import materialise
-from autolaunch_strategies.mesh import RankMesh
-from autolaunch_strategies.views import plain
+from autolaunch_strategies.data_parallel.gradients import gradient_norm, scale_gradients
+from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.model.materialise import materialise
+from autolaunch_strategies.tensor.views import plain
 from tests.support.cases import serve
 from tests.support.zoo import NAMES, batch, loss, make
 

@@ -77,7 +77,7 @@ def write_choice(output_dir: str | os.PathLike[str], choice: Mapping[str, Any]) 
     beside its place and renamed, and the same choice gives the same bytes.
 
     Args:
-        choice: `Plan.to_dict()`.
+        choice: `planner.document`.
     """
     directory = Path(output_dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def choice_page(choice: Mapping[str, Any], pictures: Sequence[str]) -> str:
     """The page: decision, reasons, pictures, alternatives, what was rejected, and the command.
 
     Args:
-        choice: `Plan.to_dict()`.
+        choice: `planner.document`.
         pictures: SVG texts; empty ones are left out.
     """
     chosen = choice.get("chosen")

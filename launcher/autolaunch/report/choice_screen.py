@@ -60,7 +60,7 @@ def show_choice(choice: Mapping[str, Any], console: Console, written: Sequence[P
     """Show what was chosen, what is predicted of it, what else there is, and why.
 
     Args:
-        choice: `Plan.to_dict()`.
+        choice: `planner.document`.
         written: the plan, which the shown command runs, and its pages; without any, the command has the settings.
     """
     page = _Page(console)

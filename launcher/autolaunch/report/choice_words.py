@@ -1,6 +1,6 @@
 """What a plan's choice says in words and numbers: the same in the terminal, in pictures and on the page.
 
-A choice is the plain data of `Plan.to_dict()`: `chosen`, `alternatives`, `pareto`, `plateau`, `counts`, `hardware`,
+A choice is the plain data of `planner.document`: `chosen`, `alternatives`, `pareto`, `plateau`, `counts`, `hardware`,
 `model`, `warnings`. Times are seconds, memory is bytes, shares are fractions.
 """
 

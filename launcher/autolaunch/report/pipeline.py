@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autolaunch.report.readable import readable_count
 from autolaunch_strategies.config import PipelineParallel
-from autolaunch_strategies.pipeline.schedule import Timeline, schedule_for_batch, timeline
+from autolaunch_strategies.schedules.schedule import Timeline, schedule_for_batch, timeline
 
 MOST_ROWS = 16
 """Stages that the table shows one by one; of more it shows the first and the last."""

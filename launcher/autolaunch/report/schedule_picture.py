@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autolaunch_strategies.pipeline.schedule import Bar, Kind, Schedule, Timeline
+from autolaunch_strategies.schedules.schedule import Bar, Kind, Schedule, Timeline
 
 MOST_ROWS = 16
 """Ranks that the terminal shows one by one; of more it shows the first, some of the middle and the last."""

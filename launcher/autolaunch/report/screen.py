@@ -21,7 +21,7 @@ from autolaunch.report.readable import readable_bytes, readable_count, readable_
 from autolaunch.report.schedule_picture import schedule_text
 from autolaunch.validate import written
 from autolaunch_strategies.config import AXES
-from autolaunch_strategies.pipeline.schedule import Timeline
+from autolaunch_strategies.schedules.schedule import Timeline
 
 WIDEST = 100
 """Columns: lines longer than this are hard to read, however wide the terminal is."""
@@ -78,7 +78,7 @@ def show_plan(
     """Show what a run would do: its panel, what is applied in which order and why, and how its pipeline works.
 
     Args:
-        account: what would be applied (`autolaunch_strategies.apply.foresee`).
+        account: what would be applied (`autolaunch_strategies.apply.order.foresee`).
         job: the resolved job as plain dicts.
         parameters: of the whole model.
         path: where the plan was written.

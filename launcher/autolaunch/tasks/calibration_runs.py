@@ -21,7 +21,7 @@ from autolaunch.report.metrics import StepMetrics
 from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, own_plan, quiet_lightning
 from autolaunch.validate import validate
 from autolaunch_strategies.config import CP_BACKENDS, raise_all
-from autolaunch_strategies.construction import Construction
+from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate
 from autolaunch_strategies.planner.module_profile import profile_module
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe

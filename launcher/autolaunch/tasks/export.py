@@ -24,9 +24,9 @@ from autolaunch.models.hf_export import write_transformers_files
 from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch.report.summary import write_summary
 from autolaunch.report.terminal import Terminal
-from autolaunch_strategies.checkpoint_files import WRITING, read_manifest
+from autolaunch_strategies.checkpoint.files import WRITING, read_manifest
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.construction import Construction
+from autolaunch_strategies.model.construction import Construction
 
 SHARD_BYTES = 5 * 10**9
 """At most this much of a model is in memory and in one file, unless one tensor alone is larger."""

@@ -12,7 +12,7 @@ from autolaunch.report.plan_file import write_plan
 from autolaunch.report.terminal import Terminal
 
 if TYPE_CHECKING:
-    from autolaunch_strategies.pipeline.schedule import Timeline
+    from autolaunch_strategies.schedules.schedule import Timeline
 
 
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
@@ -72,9 +72,9 @@ def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], int, Timeline 
     from autolaunch.models import build_module
     from autolaunch.report.pipeline import foreseen_timeline
     from autolaunch.tasks.run_parts import own_plan
-    from autolaunch_strategies.apply import foresee
+    from autolaunch_strategies.apply.order import foresee
     from autolaunch_strategies.config import parallel_config
-    from autolaunch_strategies.construction import Construction
+    from autolaunch_strategies.model.construction import Construction
 
     keys = ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile")
     parallel = parallel_config(**{key: config[key] for key in keys})

@@ -17,8 +17,8 @@ from autolaunch.instantiate import build
 from autolaunch.job import ResolvedJob
 from autolaunch.models import build_module
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.construction import Construction
-from autolaunch_strategies.strategy import MeshStrategy
+from autolaunch_strategies.lightning.strategy import MeshStrategy
+from autolaunch_strategies.model.construction import Construction
 
 TRAINER_ARGUMENTS = (
     "max_steps",

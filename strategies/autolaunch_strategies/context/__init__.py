@@ -1,1 +1,5 @@
-"""Context parallelism: sequences divided among ranks, for models that know nothing of it."""
+"""Sequences divided along cp: where, and how attention still sees all of them.
+
+`parallel` prepares the modules that a plan marks, `divided` runs them on parts and tries that at the first call,
+`interception` finds the calls of attention within, `attention` answers them.
+"""

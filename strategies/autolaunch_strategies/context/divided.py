@@ -24,24 +24,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autolaunch_strategies._torch import (
-    end_left_forward,
-    intercept_calls,
-    intercepted,
-    is_active,
-    run_call,
-    saved_random_state,
-    seed_torch,
-    without_torch_functions,
-)
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.context.arguments import Form, flattened
 from autolaunch_strategies.context.interception import AttentionCalls
-from autolaunch_strategies.context.layout import Layout, Peers
-from autolaunch_strategies.context.sequence_shard import Positions, SequenceShard, cut
 from autolaunch_strategies.context.shown import show_whole
 from autolaunch_strategies.context.transformers_attention import attention_by_hand
-from autolaunch_strategies.views import plain
+from autolaunch_strategies.mesh.layout import Layout, Peers
+from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut
+from autolaunch_strategies.tensor.views import plain
+from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
+from autolaunch_strategies.torch_private.fsdp import end_left_forward
+from autolaunch_strategies.torch_private.modes import is_active, without_torch_functions
+from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 
 log = logging.getLogger(__name__)
 

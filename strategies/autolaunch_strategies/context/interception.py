@@ -12,11 +12,13 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from autolaunch_strategies._torch import attention_replaced, is_active, is_differentiating, run_backward
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.context.attention import context_attention
-from autolaunch_strategies.context.layout import Layout, Peers
-from autolaunch_strategies.context.sequence_shard import Positions, SequenceShard
+from autolaunch_strategies.context.attention.backends import context_attention
+from autolaunch_strategies.mesh.layout import Layout, Peers
+from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard
+from autolaunch_strategies.torch_private.attention import attention_replaced
+from autolaunch_strategies.torch_private.backward import is_differentiating, run_backward
+from autolaunch_strategies.torch_private.modes import is_active
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import nn
 
 from autolaunch_strategies.plan.context import is_context_style
 from autolaunch_strategies.plan.rules import Match
-from autolaunch_strategies.styles.base import Region
-from autolaunch_strategies.styles.build import build_style
+from autolaunch_strategies.tensor.styles.base import Region
+from autolaunch_strategies.tensor.styles.build import build_style
 
 
 @dataclass

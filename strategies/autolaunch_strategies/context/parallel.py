@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autolaunch_strategies.blocks import Blocks
 from autolaunch_strategies.config import ConfigError, ContextParallel
 from autolaunch_strategies.context.divided import DividedModule, Sequences
 from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.marked import Marked
 from autolaunch_strategies.context.transformers_attention import use_torch_attention
-from autolaunch_strategies.mesh import RankMesh
+from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.model.blocks import Blocks
 
 
 @dataclass

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from autolaunch_strategies._torch import change_forward_hooks, has_forward_hooks
-from autolaunch_strategies.context.sequence_shard import SequenceShard
+from autolaunch_strategies.sharded_sequence.shard import SequenceShard
+from autolaunch_strategies.torch_private.calls import change_forward_hooks, has_forward_hooks
 
-_OF_LAYOUTS = ("autolaunch_strategies.styles", "torch.distributed")
+_OF_LAYOUTS = ("autolaunch_strategies.tensor.styles", "torch.distributed")
 """Where hooks come from that change tensors on the way, and not look at them."""
 
 

@@ -1,1 +1,5 @@
-"""Pipeline parallelism for models that know nothing of it: recording, cutting, schedules, running."""
+"""Models cut into stages that run their own unmodified forward.
+
+`cut` and `split` say where, `record` what passes, `stage` and `run` execute a schedule, `transfer` moves tensors
+between ranks, `objective` trains a batch by a schedule. Given to `apply` and the front ends.
+"""

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autolaunch_strategies._torch import intercepted, is_compiled
-from autolaunch_strategies.blocks import Block, Blocks
 from autolaunch_strategies.config import ConfigError, MeshShape, PipelineParallel
-from autolaunch_strategies.mesh import RankMesh, coordinates
+from autolaunch_strategies.mesh.rank_mesh import RankMesh, coordinates
+from autolaunch_strategies.model.blocks import Block, Blocks
 from autolaunch_strategies.pipeline.cut import Cutting, Held, cut, hold
 from autolaunch_strategies.pipeline.placement import group_rank, pipe_rank, stages_of
 from autolaunch_strategies.pipeline.run import Pipeline
-from autolaunch_strategies.pipeline.schedule import placement
 from autolaunch_strategies.pipeline.structure import Structures, skeleton_of
 from autolaunch_strategies.pipeline.transfer import Axes
+from autolaunch_strategies.schedules.schedule import placement
+from autolaunch_strategies.torch_private.calls import intercepted, is_compiled
 
 
 @dataclass

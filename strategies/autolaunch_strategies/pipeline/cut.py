@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autolaunch_strategies.blocks import Blocks
 from autolaunch_strategies.config import ConfigError, PipelineParallel, nearest
+from autolaunch_strategies.model.blocks import Blocks
+from autolaunch_strategies.model.example_inputs import example_inputs
 from autolaunch_strategies.pipeline.record import Recording, record
 from autolaunch_strategies.pipeline.split import candidate_names, choose_cuts
-from autolaunch_strategies.plan.example_inputs import example_inputs
 
 
 @dataclass(frozen=True)

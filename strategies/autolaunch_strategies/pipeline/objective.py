@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.data_parallel import DataParallelModule
+from autolaunch_strategies.data_parallel.sharding import DataParallelModule
 from autolaunch_strategies.pipeline.microbatches import Microbatches, cut_leaves, shapes_of
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.structure import batch_size

@@ -24,17 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from autolaunch_strategies._torch import (
-    fake_tensors,
-    has_forward_hooks,
-    intercept_calls,
-    is_random,
-    run_call,
-    saved_random_state,
-    storage_key,
-    writes_to,
-)
 from autolaunch_strategies.plan.trace import Untraceable, stepping_over
+from autolaunch_strategies.torch_private.calls import has_forward_hooks, intercept_calls, run_call
+from autolaunch_strategies.torch_private.random_state import saved_random_state
+from autolaunch_strategies.torch_private.tracing import fake_tensors, is_random, storage_key, writes_to
 
 
 class Leaf(NamedTuple):

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autolaunch_strategies._torch import intercept_calls, intercepted, run_call, saved_random_state, seed_torch
 from autolaunch_strategies.config import ConfigError, PipelineParallel
 from autolaunch_strategies.pipeline.cut import Cutting, Held
 from autolaunch_strategies.pipeline.idle import IdleClock
@@ -32,7 +31,11 @@ from autolaunch_strategies.pipeline.microbatches import (
 )
 from autolaunch_strategies.pipeline.placement import group_rank, pipe_rank, stages_of
 from autolaunch_strategies.pipeline.record import Leaf
-from autolaunch_strategies.pipeline.schedule import (
+from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
+from autolaunch_strategies.pipeline.structure import Structure, Structures, batch_size
+from autolaunch_strategies.pipeline.transfer import Axes, Header, LeafMeta, Line, local_part
+from autolaunch_strategies.pipeline.weight_gradients import PutOffWeights, WeightGradients, add_weight_gradients
+from autolaunch_strategies.schedules.schedule import (
     Kind,
     Schedule,
     fitting_microbatches,
@@ -40,11 +43,9 @@ from autolaunch_strategies.pipeline.schedule import (
     schedule_for_batch,
     with_transfers,
 )
-from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
-from autolaunch_strategies.pipeline.structure import Structure, Structures, batch_size
-from autolaunch_strategies.pipeline.transfer import Axes, Header, LeafMeta, Line, local_part
-from autolaunch_strategies.pipeline.weight_gradients import PutOffWeights, WeightGradients, add_weight_gradients
-from autolaunch_strategies.views import plain
+from autolaunch_strategies.tensor.views import plain
+from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
+from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 
 log = logging.getLogger(__name__)
 

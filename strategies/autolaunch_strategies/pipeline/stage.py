@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autolaunch_strategies._torch import intercept_calls, intercepted, run_call, show_output
 from autolaunch_strategies.pipeline.cut import Cutting
 from autolaunch_strategies.pipeline.record import Leaf, Shown
 from autolaunch_strategies.pipeline.structure import Structure
 from autolaunch_strategies.pipeline.transfer import Axes, LeafMeta, Metas, closed
+from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call, show_output
 
 
 class _Leave(BaseException):

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from autolaunch_strategies._torch import local_shape
-from autolaunch_strategies.context.sequence_shard import Positions, SequenceShard
 from autolaunch_strategies.pipeline.record import Leaf
+from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard
+from autolaunch_strategies.torch_private.meshes import local_shape
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from autolaunch_strategies.blocks import Block
+from autolaunch_strategies.model.blocks import Block
+from autolaunch_strategies.plan.decisions import Decisions
 from autolaunch_strategies.plan.rules import StyleSpec
 from autolaunch_strategies.plan.trace import Trace, is_linear
-
-if TYPE_CHECKING:
-    from autolaunch_strategies.plan.derive import Decisions
 
 log = logging.getLogger(__name__)
 

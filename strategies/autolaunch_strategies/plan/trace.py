@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from autolaunch_strategies._torch import fake_tensors, storage_key, writes_to
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.plan.example_inputs import ExampleInputs, example_inputs
+from autolaunch_strategies.model.example_inputs import ExampleInputs, example_inputs
+from autolaunch_strategies.torch_private.tracing import fake_tensors, storage_key, writes_to
 
 Names = frozenset[str]
 Result = TypeVar("Result")

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.plan.derive import COLUMN, ROW, Decisions, as_rules, decide_vocabulary, plan_blocks
+from autolaunch_strategies.plan.decisions import COLUMN, ROW, Decisions
+from autolaunch_strategies.plan.derive import as_rules, decide_vocabulary, plan_blocks
 from autolaunch_strategies.plan.patterns import matching
 from autolaunch_strategies.plan.rules import Rule
 from autolaunch_strategies.plan.sequence import sequence_styles

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.planner.candidate import FIELDS, PIPELINES, Candidate, Candidates
+from autolaunch_strategies.planner.candidate import FIELDS, Candidate, Candidates
 from autolaunch_strategies.planner.enumerate import Rejections, Space, codes, divisors
 from autolaunch_strategies.planner.hardware import Hardware
-from autolaunch_strategies.planner.memory import memory_account, peak_memory
+from autolaunch_strategies.planner.memory import peak_memory
+from autolaunch_strategies.planner.plan import TIGHT, Looked, Plan, simplicity
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
-from autolaunch_strategies.planner.reasons import in_bytes, reasons
+from autolaunch_strategies.planner.reasons import in_bytes
 from autolaunch_strategies.planner.settings import overrides
-from autolaunch_strategies.planner.stages import cut
-from autolaunch_strategies.planner.time import flops_per_step, step_time
+from autolaunch_strategies.planner.time import step_time
 from autolaunch_strategies.planner.uncertainty import spread
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-TIGHT = 1.05
-"""Share of a device's memory up to which a prediction may be wrong and the candidate fit after all."""
-
-BANDS = (0.01, 0.03, 0.05, 0.1)
-"""For which shares of the least time it is counted how many candidates are within them."""
 
 ALIKE = 2
 """Alternatives of one cell (mp, pp, recompute)."""
@@ -44,187 +34,6 @@ FEWER = 32
 
 SAMPLES = 16
 """Draws of the constants from which the uncertainty of a prediction is estimated."""
-
-
-@dataclass(frozen=True)
-class Looked:
-    """Candidates with their predictions, the fastest first; those that do not fit have no time, and come last."""
-
-    candidates: Candidates
-    seconds: Floats
-    """[n]; infinite where the memory does not fit."""
-    memory_bytes: Floats
-    """[n]: of the fullest device."""
-    limit: float
-    """Bytes that a device has."""
-    share: float
-    """Up to which share of them a candidate fits for sure; from there to `TIGHT` it may."""
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    @property
-    def fits(self) -> NDArray[np.bool_]:
-        """[n]: which fit for sure."""
-        return self.memory_bytes <= self.share * self.limit
-
-    @property
-    def may_fit(self) -> NDArray[np.bool_]:
-        """[n]: which fit, or may."""
-        return self.memory_bytes <= TIGHT * self.limit
-
-    @property
-    def pool(self) -> NDArray[np.bool_]:
-        """[n]: those of which one is chosen: that fit for sure; if none does, that may."""
-        return self.fits if self.fits.any() else self.may_fit
-
-    @cached_property
-    def simplicity(self) -> Ints:
-        """[n]: see `simplicity`."""
-        return simplicity(self.candidates)
-
-    def select(self, which: Any) -> Looked:
-        """Those that a mask or an array of indices names."""
-        return dataclasses.replace(
-            self,
-            candidates=self.candidates.select(which),
-            seconds=self.seconds[which],
-            memory_bytes=self.memory_bytes[which],
-        )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What was chosen for a training on a cluster, and out of what."""
-
-    profile: ModelProfile
-    recipe: Recipe
-    hardware: Hardware
-    wanted: Mapping[str, Sequence[int]]
-    memory_share: float
-    noise: float
-    """Relative differences of predicted times below this are none."""
-    looked: Looked
-    rejections: Rejections
-    chosen: Candidate
-    seconds: float
-    parts: Mapping[str, float]
-    """Name of `time.PARTS` -> seconds; they add up to `seconds`."""
-    memory_bytes: float
-    spread: float
-    """Relative standard deviation of `seconds`."""
-    alternatives: Ints
-    """Indices in `looked`: the fastest of each kind, the one that needs least memory; without the chosen one."""
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def simplicity(self) -> int:
-        """Of the chosen one; see `simplicity`."""
-        return int(simplicity(Candidates.of([self.chosen]))[0])
-
-    @property
-    def plateau(self) -> dict[str, int]:
-        """How many candidates are within a share of the least time."""
-        seconds = self.looked.seconds[self.looked.pool]
-        return {f"{band:.0%}": int((seconds <= seconds.min() * (1 + band)).sum()) for band in BANDS}
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data, in one order, numbers rounded: the same inputs give the same text.
-
-        Keys: chosen (overrides, mesh, ranks, seconds, seconds_low and seconds_high (one standard deviation off),
-        tokens_per_second, mfu, memory_bytes, memory_limit_bytes, fits, parts, stages, reasons), alternatives, pareto,
-        plateau, counts (considered, fit, rejected), hardware, model, warnings. Times are seconds, memory is bytes.
-        """
-        c, profile, recipe, hardware = self.chosen, self.profile, self.recipe, self.hardware
-        limit = self.looked.limit
-        flops = flops_per_step(profile, recipe)
-        tokens = recipe.batch_size * profile.positions / self.seconds
-        peak = hardware.flops.get(recipe.compute)
-        chosen = {
-            "overrides": overrides(c, profile, recipe),
-            "mesh": c.mesh.name,
-            "ranks": c.ranks,
-            "seconds": self.seconds,
-            "seconds_low": self.seconds * math.exp(-self.spread),
-            "seconds_high": self.seconds * math.exp(self.spread),
-            "tokens_per_second": tokens,
-            **({"mfu": flops / (self.seconds * c.ranks * peak)} if peak else {}),
-            "memory_bytes": self.memory_bytes,
-            "memory_limit_bytes": limit,
-            "fits": _fits(self.memory_bytes, self.looked),
-            "parts": dict(self.parts),
-            "stages": self._stages(),
-            "reasons": reasons(self),
-        }
-        front = _pareto(self.looked)
-        return rounded(
-            {
-                "chosen": chosen,
-                "alternatives": [self._row(index, parts) for index, parts in self._with_parts(self.alternatives)],
-                "pareto": [self._row(index) for index in front],
-                "plateau": self.plateau,
-                "counts": {
-                    "considered": len(self.looked),
-                    "fit": int(self.looked.fits.sum()),
-                    "rejected": self._rejected(),
-                },
-                "hardware": {
-                    "name": hardware.name,
-                    "nodes": hardware.nodes,
-                    "devices_per_node": hardware.devices_per_node,
-                    "origin": hardware.origin,
-                },
-                "model": {
-                    "name": profile.name,
-                    "parameters": profile.parameters,
-                    "positions": profile.positions,
-                    "batch_size": recipe.batch_size,
-                    "flops_per_step": flops,
-                },
-                "warnings": list(self.warnings),
-            }
-        )
-
-    def _rejected(self) -> dict[str, int]:
-        counts = {item.rule.words: item.count for item in self.rejections}
-        without_room = len(self.looked) - int(self.looked.may_fit.sum())
-        return {**({"memory": without_room} if without_room else {}), **counts}
-
-    def _stages(self) -> list[dict[str, Any]]:
-        c = self.chosen
-        found = cut(self.profile, c.pipeline_name, c.pp, c.virtual_stages, c.split)
-        accounts = memory_account(self.profile, self.recipe, self.hardware, c)
-        return [
-            {"pipe_rank": rank, "blocks": int(found.sizes[found.rank_of_stage == rank].sum()), **account}
-            for rank, account in enumerate(accounts)
-        ]
-
-    def _with_parts(self, indices: Ints) -> Iterator[tuple[int, dict[str, float]]]:
-        times = step_time(self.profile, self.recipe, self.hardware, self.looked.candidates.select(indices))
-        for place, index in enumerate(indices):
-            yield int(index), {name: float(values[place]) for name, values in times.parts.items()}
-
-    def _row(self, index: int, parts: dict[str, float] | None = None) -> dict[str, Any]:
-        candidate, seconds = self.looked.candidates[index], float(self.looked.seconds[index])
-        memory = float(self.looked.memory_bytes[index])
-        row: dict[str, Any] = {
-            "overrides": overrides(candidate, self.profile, self.recipe),
-            "mesh": candidate.mesh.name,
-            "seconds": seconds,
-            "slower_by": seconds / self.seconds - 1,
-            "memory_bytes": memory,
-            "fits": _fits(memory, self.looked),
-        }
-        return row if parts is None else {**row, "parts": parts, "note": self._note(index)}
-
-    def _note(self, index: int) -> str:
-        looked = self.looked
-        if not looked.fits[index]:
-            return ""  # `fits` says so
-        fastest = looked.seconds[looked.pool].min()
-        if looked.memory_bytes[index] == looked.memory_bytes[looked.pool].min():
-            return "needs least memory"
-        return "as fast, within the noise" if looked.seconds[index] <= fastest * (1 + self.noise) else ""
 
 
 def make_plan(
@@ -307,21 +116,6 @@ def predicted(
     if may_fit.any():
         seconds[may_fit] = step_time(profile, recipe, hardware, candidates.select(may_fit)).seconds
     return _sorted(Looked(candidates, seconds, memory.bytes, memory.limit, memory_share))
-
-
-def simplicity(candidates: Candidates) -> Ints:
-    """[n]: less is simpler: fewer axes in use first (dp is the least of them), then options that ask for less and are
-    better known."""
-    c = candidates
-    axes = sum((getattr(c, axis) > 1) * weight for axis, weight in {"dp": 90, "mp": 100, "pp": 100, "cp": 100}.items())
-    pipelines = {"none": 0, "exact": 1, "1f1b": 2, "gpipe": 2, "interleaved_1f1b": 4, "looped_bfs": 4}
-    of_pipeline = np.asarray([pipelines.get(name, 6) for name in PIPELINES])[c.pipeline]
-    of_level = np.asarray([0, 2, 2, 1])[c.level] + 2 * ((c.level > 0) & (c.replicate > 1))
-    of_recompute = np.select([c.recompute == 0, c.recompute == 1, c.recompute < 0], [0, 1, 2], 3)
-    accumulates = (c.pp == 1) & (c.microbatches > 1)
-    of_context = np.asarray([0, 0, 1, 2])[c.backend]
-    rest = of_pipeline + of_level + of_recompute + accumulates + of_context
-    return np.asarray(axes + rest + c.sequence_parallel + c.split + (c.virtual_stages > 2), dtype=np.int64)
 
 
 def pick(looked: Looked, noise: float) -> int:
@@ -454,33 +248,3 @@ def _alternatives(looked: Looked, chosen: int, top: int) -> Ints:
     if top and least != chosen and least not in found:
         found = [*found[: top - 1], least]
     return np.asarray(sorted(found), dtype=np.int64)
-
-
-def _pareto(looked: Looked, step: float = 0.01) -> list[int]:
-    """Indices that nothing beats in both time and memory, fastest first; each saves `step` of the limit or more."""
-    places = np.flatnonzero(looked.may_fit)
-    order = places[np.lexsort((looked.memory_bytes[places], looked.seconds[places]))]
-    memory = looked.memory_bytes[order]
-    falls = np.concatenate([[True], memory[1:] < np.minimum.accumulate(memory)[:-1]])
-    found: list[int] = []
-    for index in order[falls].tolist():
-        if not found or looked.memory_bytes[found[-1]] - looked.memory_bytes[index] >= step * looked.limit:
-            found.append(index)
-    return found
-
-
-def _fits(memory_bytes: float, looked: Looked) -> str:
-    if memory_bytes <= looked.share * looked.limit:
-        return "yes"
-    return "tight" if memory_bytes <= TIGHT * looked.limit else "no"
-
-
-def rounded(value: Any) -> Any:
-    """Plain data with numbers of six digits: what differs by less is no difference."""
-    if isinstance(value, Mapping):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item) for item in value]
-    if isinstance(value, float | np.floating):
-        return float(f"{float(value):.6g}")
-    return int(value) if isinstance(value, np.integer) else value

@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from autolaunch_strategies._torch import attention_replaced
 from autolaunch_strategies.planner.operators import Tape
+from autolaunch_strategies.torch_private.attention import attention_replaced
 
 _FP32_NAMES = (
     "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "pow", "softplus", "layer_norm",

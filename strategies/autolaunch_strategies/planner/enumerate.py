@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autolaunch_strategies.config import AXES, CP_BACKENDS, SCHEDULES, ulysses_degree
-from autolaunch_strategies.pipeline.schedule import default_virtual_stages
 from autolaunch_strategies.planner.candidate import (
     FIELDS,
     FULL,
@@ -29,6 +28,7 @@ from autolaunch_strategies.planner.candidate import (
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.stages import block_flops, unevenness
+from autolaunch_strategies.schedules.schedule import default_virtual_stages
 
 LIMIT = 40_000
 """Beyond so many candidates the first look is at fewer values of the fields that matter least (`Space.variants` has
@@ -534,7 +534,7 @@ def _per_rank(candidate: Candidate) -> tuple[bool, bool]:
 
 
 def _wrong_virtual_stages(columns: Any) -> NDArray[np.bool_]:
-    """As `pipeline.schedule.check_schedule`, for the names of `PIPELINES`."""
+    """As `schedules.schedule.check_schedule`, for the names of `PIPELINES`."""
     least = np.ones(len(PIPELINES), dtype=np.int64)
     for name in SCHEDULES:
         least[_PIPELINE[name]] = default_virtual_stages(name)
@@ -545,7 +545,7 @@ def _wrong_virtual_stages(columns: Any) -> NDArray[np.bool_]:
 
 
 def _wrong_microbatches(columns: Any) -> NDArray[np.bool_]:
-    """As `pipeline.schedule.check_schedule`, for the names of `PIPELINES`."""
+    """As `schedules.schedule.check_schedule`, for the names of `PIPELINES`."""
     pipeline, pp, parts = columns.pipeline, columns.pp, columns.microbatches
     uneven = np.isin(pipeline, _IN_ROUNDS) & (parts % np.maximum(1, parts // pp) != 0)
     few = (pipeline == _PIPELINE["1f1b"]) & (parts < pp) | (pipeline == _PIPELINE["dualpipev"]) & (parts < 2 * pp)

@@ -22,7 +22,9 @@ from autolaunch_strategies.config import (
     parse_recompute,
 )
 from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate
-from autolaunch_strategies.planner.choose import Looked, Plan, look, pick, rounded
+from autolaunch_strategies.planner.choose import look, pick
+from autolaunch_strategies.planner.document import rounded
+from autolaunch_strategies.planner.plan import Looked, Plan
 from autolaunch_strategies.planner.reasons import in_bytes, in_seconds
 from autolaunch_strategies.planner.settings import LEVELS, overrides
 from autolaunch_strategies.planner.time import step_time

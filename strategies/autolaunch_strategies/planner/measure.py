@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from autolaunch_strategies._torch import all_gather_single, reduce_scatter_single, start_all_gather
 from autolaunch_strategies.planner.hardware import COLLECTIVES, Curve, Link
+from autolaunch_strategies.torch_private.collectives import all_gather_single, reduce_scatter_single, start_all_gather
 
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -6,7 +6,7 @@ the bytes are a sum of amounts that depend on the candidate (a block's activatio
 the cut and the schedule alone (how many of them a rank holds). So candidates with one cut are one matrix product.
 
 Sources: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), for what is kept;
-the tables of `pipeline.schedule` for microbatches in flight; `data_parallel` for what is sharded when. Torch-free.
+the tables of `schedules.schedule` for microbatches in flight; `data_parallel` for what is sharded when. Torch-free.
 """
 
 from __future__ import annotations

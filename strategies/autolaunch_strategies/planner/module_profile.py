@@ -21,18 +21,19 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from autolaunch_strategies._torch import fake_tensors, intercept_calls, run_call, storage_key
-from autolaunch_strategies.blocks import find_blocks
 from autolaunch_strategies.config import ConfigError, ModelParallel, PipelineParallel
-from autolaunch_strategies.model_parallel import matched
+from autolaunch_strategies.model.blocks import find_blocks
+from autolaunch_strategies.model.example_inputs import BATCH, POSITIONS, ExampleInputs, example_inputs
 from autolaunch_strategies.pipeline.cut import pipelined_part
 from autolaunch_strategies.plan.choose import plan_for, planned_part
-from autolaunch_strategies.plan.example_inputs import BATCH, POSITIONS, ExampleInputs, example_inputs
 from autolaunch_strategies.plan.rules import Match
 from autolaunch_strategies.plan.trace import Untraceable, is_linear, stepping_over
 from autolaunch_strategies.planner.device_functions import functions_of
 from autolaunch_strategies.planner.operators import Tally, Tape
 from autolaunch_strategies.planner.profile import Attention, MatMul, ModelProfile, Part
+from autolaunch_strategies.tensor.model_parallel import matched
+from autolaunch_strategies.torch_private.calls import intercept_calls, run_call
+from autolaunch_strategies.torch_private.tracing import fake_tensors, storage_key
 
 Loss = Callable[[Any], torch.Tensor]
 

@@ -16,10 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from autolaunch_strategies._torch import storage_key
 from autolaunch_strategies.planner.division import GATHERED, REDUCED, divided_outputs, divided_product
 from autolaunch_strategies.planner.profile import Attention, MatMul
-from autolaunch_strategies.recompute import SAVE_GROUPS
+from autolaunch_strategies.torch_private.tracing import storage_key
+from autolaunch_strategies.training.recompute import SAVE_GROUPS
 
 _NO_KERNEL = {
     "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "empty", "empty_like", "empty_strided",

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autolaunch_strategies.planner.candidate import FIELDS, Candidates
-from autolaunch_strategies.planner.choose import TIGHT, simplicity
 from autolaunch_strategies.planner.fit import Run, fit
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.memory import peak_memory
+from autolaunch_strategies.planner.plan import TIGHT, simplicity
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.residuals import features
 from autolaunch_strategies.planner.search import Belief

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from autolaunch_strategies.planner.candidate import Candidate
-
-if TYPE_CHECKING:
-    from autolaunch_strategies.planner.choose import Plan
+from autolaunch_strategies.planner.plan import Plan
 
 _LEVELS = ("dp=ddp", "dp=zero1", "dp=zero2", "dp=fsdp")
 

@@ -13,10 +13,10 @@ from autolaunch_strategies.config import (
     parse_recompute,
     ulysses_degree,
 )
-from autolaunch_strategies.pipeline.schedule import default_virtual_stages, fitting_microbatches
 from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.stages import cut
+from autolaunch_strategies.schedules.schedule import default_virtual_stages, fitting_microbatches
 
 LEVELS = ("ddp", "zero1", "zero2", "fsdp")
 """The option of the group dp for each sharding level."""

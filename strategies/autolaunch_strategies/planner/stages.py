@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autolaunch_strategies.config import SCHEDULES, PipelineParallel
-from autolaunch_strategies.pipeline.schedule import placement
 from autolaunch_strategies.pipeline.split import even_sizes
 from autolaunch_strategies.planner.profile import ModelProfile
+from autolaunch_strategies.schedules.schedule import placement
 
 _TOTAL = 2**30
 """What all weights add up to as integers: their sums of squares are exact in 64 bits."""

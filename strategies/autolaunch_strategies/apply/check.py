@@ -1,0 +1,90 @@
+"""What is wrong with a config whatever the model is: seen without a model, a device or torch."""
+
+from __future__ import annotations
+
+from autolaunch_strategies.config import CP_BACKENDS, SCHEDULES, ConfigError, ParallelConfig
+from autolaunch_strategies.pipeline.split import parse_spec
+from autolaunch_strategies.schedules.schedule import check_schedule
+
+
+def config_errors(config: ParallelConfig) -> list[ConfigError]:
+    """Every problem that can be seen without a model and without a device; an empty list if there is none."""
+    errors = []
+    try:
+        config.dp.split(config.mesh.dp)
+    except ConfigError as error:
+        errors.append(error)
+    if config.dp.cpu_offload and config.dp.sharding_level == 0:
+        errors.append(
+            ConfigError(
+                "dp.cpu_offload=true with dp.sharding_level=0",
+                "only sharded state can be kept in host memory",
+                "dp.sharding_level 1, 2 or 3",
+                "dp.sharding_level=3 dp.cpu_offload=true",
+            )
+        )
+    if config.mesh.mp != 1 and config.mp is None:
+        errors.append(
+            ConfigError(
+                f"mesh={config.mesh.name} with mp=none",
+                f"the mesh has {config.mesh.mp} ranks along mp, but mp=none uses only one",
+                "mp=auto, tensor_parallel, seq_parallel, or a plan of your own",
+                "mp=auto",
+            )
+        )
+    if config.mesh.mp != 1 and config.compile:
+        errors.append(
+            ConfigError(
+                f"compile={str(config.compile).lower()} with mesh={config.mesh.name}",
+                "torch.compile does not follow tensors that are divided along mp through a block",
+                "compile=false, or a mesh with mp of size 1",
+                "compile=false",
+            )
+        )
+    errors += _check_pipeline(config)
+    errors += _check_context(config)
+    return errors
+
+
+def _check_context(config: ParallelConfig) -> list[ConfigError]:
+    if config.cp is None:
+        if config.mesh.cp == 1:
+            return []
+        return [
+            ConfigError(
+                f"mesh={config.mesh.name} with cp=none",
+                f"the mesh has {config.mesh.cp} ranks along cp, but cp=none uses only one",
+                f"cp={', '.join(CP_BACKENDS)}",
+                "cp=gather",
+            )
+        ]
+    if config.mesh.cp == 1 and config.cp.backend == "usp":
+        return []  # a size that fits another mesh
+    try:
+        config.cp.split(config.mesh.cp)
+    except ConfigError as error:
+        return [error]
+    return []
+
+
+def _check_pipeline(config: ParallelConfig) -> list[ConfigError]:
+    if config.pp is None:
+        if config.mesh.pp == 1:
+            return []
+        return [
+            ConfigError(
+                f"mesh={config.mesh.name} with pp=none",
+                f"the mesh has {config.mesh.pp} ranks along pp, but pp=none uses only one",
+                f"pp=exact, or a schedule for losses that are means over samples: pp={', '.join(SCHEDULES)}",
+                "pp=exact",
+            )
+        ]
+    try:
+        parse_spec(config.pp.split_spec)
+        errors = []
+    except ConfigError as error:
+        errors = [error]
+    if config.mesh.pp > 1:
+        return errors + check_schedule(config.pp, config.mesh.pp, config.pp.microbatches)
+    # On one rank no schedule is run; what is wrong whatever the mesh is told all the same.
+    return errors if config.pp.schedule.endswith(".csv") else errors + check_schedule(config.pp, 1, None)

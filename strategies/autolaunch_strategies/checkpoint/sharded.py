@@ -1,0 +1,427 @@
+"""Checkpoints that any mesh can load: a torch.distributed.checkpoint directory with one name per parameter.
+
+`<directory>/` holds the sharded tensors (`model.*`, `optimizer_<i>.state.<parameter>.<key>`), `meta.pt` (everything
+else that lightning keeps, plus what differs by dp rank) and, written last, the manifest. It is written beside and
+renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from autolaunch_strategies.checkpoint.files import (
+    METADATA,
+    REPLACED,
+    WRITING,
+    complete_checkpoints,
+    problem_with,
+    write_manifest,
+)
+from autolaunch_strategies.checkpoint.optimizers import (
+    GroupNames,
+    fill_optimizer,
+    optimizer_tensors,
+    options,
+    room_for_optimizer,
+    whole_groups,
+)
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.torch_private.meshes import local_index
+
+_OURS = "autolaunch"  # key of our part in meta.pt
+
+
+class CheckpointWriter:
+    """Writes checkpoints, one at a time; in the background if `asynchronous`."""
+
+    def __init__(self, asynchronous: bool = False) -> None:
+        self.asynchronous = asynchronous
+        self._group: dist.ProcessGroup | None = None
+        self._running: tuple[Any, Path, int, str] | None = None
+
+    def save(
+        self,
+        path: Path,
+        checkpoint: dict[str, Any],
+        module: LightningModule,
+        optimizers: list[torch.optim.Optimizer],
+        mesh: RankMesh,
+        optimizer_names: list[GroupNames] | None = None,
+    ) -> None:
+        """Write lightning's `checkpoint` to the directory `path`. Collective; `path` appears only when it is whole.
+
+        Its `state_dict` goes into sharded files, the optimizers (may be none) too, the rest into `meta.pt`. Where the
+        model is cut into stages, each rank gives what it holds; what several stages hold is written once.
+
+        Args:
+            optimizer_names: the groups of each whole optimizer, for the order of what the stages hold.
+        """
+        self.finish()
+        checkpoint = dict(checkpoint)
+        model = {name: _opaque(name, value) for name, value in checkpoint.pop("state_dict").items()}
+        tensors: dict[str, Any] = {"model": model if mesh.group("pp") is None else _without_strangers(model, module)}
+        groups = []
+        if optimizers:
+            checkpoint.pop("optimizer_states")
+            names = {parameter: name for name, parameter in module.named_parameters()}
+            for index, optimizer in enumerate(optimizers):
+                tensors[f"optimizer_{index}"] = optimizer_tensors(optimizer, names)
+                order = None if optimizer_names is None else optimizer_names[index]
+                groups.append(whole_groups(optimizer, names, order, mesh.group("pp")))
+        checkpoint[_OURS] = {"optimizer_groups": groups, "by_dp_rank": _gather_by_dp_rank(checkpoint, mesh)}
+        beside = path.with_name(path.name + WRITING)
+        if dist.get_rank() == 0:
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+            torch.save(checkpoint, beside / METADATA)
+        dist.barrier()
+        step = int(checkpoint.get("global_step", 0))
+        if not self.asynchronous:
+            dcp.save(tensors, storage_writer=FileSystemWriter(beside))
+            _put_in_place(beside, path, step, mesh.shape.name)
+            dist.barrier()
+            return
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")  # a group of its own: training goes on in the others
+        future = dcp.async_save(tensors, storage_writer=FileSystemWriter(beside), process_group=self._group)
+        self._running = (future, path, step, mesh.shape.name)
+
+    def finish(self, together: bool = True) -> None:
+        """Wait for the checkpoint that is being written, if any, and put it in place.
+
+        Collective; with `together=False` the other ranks may be gone: nothing waits for them but their writing.
+        """
+        if self._running is None:
+            return
+        future, path, step, mesh = self._running
+        self._running = None
+        try:
+            future.result()
+            _put_in_place(path.with_name(path.name + WRITING), path, step, mesh)
+        except Exception:
+            if together:
+                raise
+            return  # it stays half-written; what went wrong before is what people need to see
+        if together:
+            dist.barrier()
+
+
+def load_checkpoint(
+    path: Path,
+    module: LightningModule,
+    optimizers: list[torch.optim.Optimizer],
+    mesh: RankMesh,
+    trust: bool,
+    optimizer_names: list[GroupNames] | None = None,
+) -> dict[str, Any]:
+    """Fill `module` and `optimizers` from a checkpoint written on any mesh, or by plain lightning on one device.
+
+    Collective over the whole mesh.
+
+    Args:
+        module, optimizers: those to fill, with what this rank holds of them; no optimizers for validation, test and
+            prediction.
+        trust: unpickle metadata of any type.
+        optimizer_names: the groups of each whole optimizer; needed where the model is cut into stages, since plain
+            lightning tells the parameters of an optimizer by their place only.
+
+    Returns:
+        lightning's checkpoint without tensors (`state_dict` and `optimizer_states` are empty).
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or belongs to another model. Every rank raises the same.
+    """
+    if problem := problem_with(path):
+        earlier = [item for item in complete_checkpoints(path.parent) if item != path]
+        raise ConfigError(
+            f"ckpt_path={path}",
+            problem,
+            "a complete checkpoint" + ("" if earlier else f"; there is no other one in {path.parent}"),
+            f"ckpt_path={earlier[-1]}" if earlier else "",
+        )
+    if path.is_file():
+        return _load_single_file(path, module, optimizers, mesh, trust, optimizer_names)
+    checkpoint = torch.load(path / METADATA, map_location="cpu", weights_only=not trust)
+    ours = checkpoint.pop(_OURS)
+    reader = FileSystemReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    if len(optimizers) > len(ours["optimizer_groups"]):
+        raise _other_optimizers(path, len(ours["optimizer_groups"]), len(optimizers))
+    model = module.state_dict()
+    _check_names(_whole_shapes(model, mesh.group("pp")), stored, path, module.strict_loading)
+    model = {name: _opaque(name, value) for name, value in model.items() if f"model.{name}" in stored}
+    tensors: dict[str, Any] = {"model": model}
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for index, optimizer in enumerate(optimizers):
+        tensors[f"optimizer_{index}"] = room_for_optimizer(optimizer, names, f"optimizer_{index}.", stored)
+    dcp.load(tensors, storage_reader=reader)
+    _set_extra_state(module, model)
+    for index, optimizer in enumerate(optimizers):
+        order = None if optimizer_names is None else optimizer_names[index]
+        whole = [group["names"] for group in whole_groups(optimizer, names, order, mesh.group("pp"))]
+        fill_optimizer(optimizer, names, tensors[f"optimizer_{index}"], ours["optimizer_groups"][index], whole)
+    checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
+    _restore_by_dp_rank(checkpoint, ours["by_dp_rank"], mesh, path)
+    return checkpoint
+
+
+def _put_in_place(beside: Path, path: Path, step: int, mesh: str) -> None:
+    if dist.get_rank() != 0:
+        return
+    write_manifest(beside, step, mesh)
+    replaced = path.with_name(path.name + REPLACED)
+    if os.path.lexists(path):
+        _remove(replaced)  # an earlier process may have died right here
+        path.rename(replaced)
+    beside.rename(path)
+    _remove(replaced)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint directory; under its own name it is never seen in parts."""
+    doomed = path.with_name(path.name + REPLACED)
+    _remove(doomed)
+    path.rename(doomed)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _other_optimizers(path: Path, saved: int, wanted: int) -> ConfigError:
+    problem = f"holds the state of {saved} optimizers, {wanted} are to go on" if saved else "holds weights only"
+    return ConfigError(
+        f"ckpt_path={path}",
+        problem,
+        "a checkpoint with optimizer states to resume from; validate, test, predict and load_from_checkpoint need none",
+    )
+
+
+def _whole_shapes(state: dict[str, Any], pipeline: dist.ProcessGroup | None) -> dict[str, torch.Size | None]:
+    """Name as `model.<name>` -> shape (None of what is no tensor) of what all stages of the model hold."""
+    mine = {f"model.{name}": getattr(value, "shape", None) for name, value in state.items()}
+    if pipeline is None:
+        return mine
+    stages: list[Any] = [None] * pipeline.size()
+    dist.all_gather_object(stages, mine, group=pipeline)
+    return {name: shape for stage in reversed(stages) for name, shape in stage.items()}
+
+
+def _check_names(wanted: dict[str, torch.Size | None], stored: dict[str, Any], path: Path, strict: bool) -> None:
+    """Raise ConfigError if names (unless not `strict`) or shapes differ; both mappings have names as `model.<name>`."""
+    missing = [name for name in wanted if strict and name not in stored and not name.endswith("_extra_state")]
+    unknown = [
+        name
+        for name in stored
+        if strict and name.startswith("model.") and name not in wanted and not name.endswith("_extra_state")
+    ]
+    wrong = [
+        f"{name.removeprefix('model.')} is {tuple(stored[name].size)} there, {tuple(shape)} here"
+        for name, shape in wanted.items()
+        if shape is not None and isinstance(stored.get(name), TensorStorageMetadata) and stored[name].size != shape
+    ]
+    problems = [
+        f"{len(names)} {what} ({', '.join(name.removeprefix('model.') for name in names[:3])}"
+        + (", ..." if len(names) > 3 else "")
+        + ")"
+        for what, names in (("parameters are missing", missing), ("are unknown here", unknown))
+        if names
+    ]
+    if problems + wrong:
+        raise ConfigError(
+            f"ckpt_path={path}",
+            f"belongs to another model: {'; '.join(problems + wrong[:3])}",
+            "the model that it was saved from",
+        )
+
+
+def _opaque(name: str, value: Any) -> Any:
+    """`value` as it is written: a collection that `get_extra_state` gave stays whole, with keys of any type."""
+    return (value,) if name.endswith("_extra_state") and isinstance(value, Mapping | list | tuple) else value
+
+
+def _without_strangers(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """`state` without what `get_extra_state` says of modules that only other stages run: it is out of date here."""
+    return {
+        name: value
+        for name, value in state.items()
+        if not name.endswith("_extra_state") or not _is_elsewhere(module.get_submodule(name.rpartition(".")[0]))
+    }
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    """Whether all parameters of `module` were taken out of it, which leaves tensors on meta in their places."""
+    return next(module.parameters(), None) is None and any(
+        isinstance(value, torch.Tensor) and value.is_meta for part in module.modules() for value in vars(part).values()
+    )
+
+
+def _set_extra_state(module: nn.Module, state: dict[str, Any]) -> None:
+    """Hand loaded non-tensor state (`get_extra_state`) to its modules; tensors were filled in place."""
+    for name, value in state.items():
+        if name.endswith("_extra_state"):
+            owner = module.get_submodule(name.rpartition(".")[0])
+            owner.set_extra_state(value[0] if isinstance(value, tuple) and len(value) == 1 else value)
+
+
+# --- what differs by dp rank -------------------------------------------------------------------------------------
+
+
+def _gather_by_dp_rank(checkpoint: dict[str, Any], mesh: RankMesh) -> list[dict[str, Any]]:
+    """Random state and loader state of every dp rank, from the first rank of each replica."""
+    position = mesh.coordinate
+    mine = None
+    if all(position[axis] == 0 for axis in ("mp", "pp", "cp")):
+        mine = {"dp_rank": position["dp"], "random": random_state(), "loaders": _loader_state(checkpoint)}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return sorted((item for item in gathered if item is not None), key=lambda item: item["dp_rank"])
+
+
+def _loader_state(checkpoint: dict[str, Any]) -> Any:
+    return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
+
+
+def _restore_by_dp_rank(checkpoint: dict[str, Any], saved: list[dict[str, Any]], mesh: RankMesh, path: Path) -> None:
+    """Choose this dp rank's part of `saved`: the loader state goes back to lightning, random state to `random`."""
+    dp_rank, dp_size = mesh.coordinate["dp"], mesh.shape.dp
+    same_size = len(saved) == dp_size
+    mine = saved[dp_rank] if same_size else saved[0]
+    checkpoint["random_state"] = mine["random"] if same_size or dp_rank == 0 else None
+    loaders = [item["loaders"] for item in saved]
+    if _loader_state(checkpoint) is None:
+        return
+    if not same_size and any(item != loaders[0] for item in loaders):
+        raise ConfigError(
+            f"ckpt_path={path}",
+            f"its data loaders stand at different places on {len(saved)} dp ranks; "
+            f"that can't be divided among {dp_size}",
+            f"a mesh with dp={len(saved)}, or a loader whose state does not depend on the rank",
+            f"mesh=dp{len(saved)}",
+        )
+    checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = mine["loaders"]
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every random number generator of this process, as data that `set_random_state` takes back."""
+    kind, keys, position, has_gauss, cached = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "python": list(random.getstate()),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def share_random_state(group: dist.ProcessGroup, source: int = 0) -> None:
+    """Let every rank of `group` go on with the random state of its rank `source`. Collective."""
+    first = group.rank() == source
+    told = [random_state() if first else None]
+    dist.broadcast_object_list(told, dist.get_global_rank(group, source), group=group)
+    if not first:
+        assert told[0] is not None
+        set_random_state(told[0])
+
+
+# --- plain lightning checkpoints ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _load_single_file(
+    path: Path,
+    module: LightningModule,
+    optimizers: list[torch.optim.Optimizer],
+    mesh: RankMesh,
+    trust: bool,
+    optimizer_names: list[GroupNames] | None,
+) -> dict[str, Any]:
+    """Load a checkpoint file that lightning wrote on one device: each rank copies its parts from the mapped file."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
+    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        if "weights_only" in str(error):  # torch says well what it does not trust
+            raise
+        raise ConfigError(f"ckpt_path={path}", "is damaged: torch can't read it", "a complete checkpoint") from error
+    if len(optimizers) > len(checkpoint.get("optimizer_states", [])):
+        raise _other_optimizers(path, len(checkpoint.get("optimizer_states", [])), len(optimizers))
+    saved = checkpoint.pop("state_dict")
+    mine = module.state_dict()
+    stored = {
+        f"model.{name}": TensorStorageMetadata(properties=None, size=value.shape, chunks=[])  # type: ignore[arg-type]
+        for name, value in saved.items()
+        if isinstance(value, torch.Tensor)
+    }
+    _check_names(_whole_shapes(mine, mesh.group("pp")), stored, path, module.strict_loading)
+    for name, tensor in mine.items():
+        if isinstance(tensor, torch.Tensor) and name in saved:
+            _copy_part(saved[name], tensor)
+    _set_extra_state(module, {name: _opaque(name, saved[name]) for name in mine if name in saved})
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    parameters = {name: parameter for parameter, name in names.items()}
+    for number, (optimizer, state) in enumerate(zip(optimizers, checkpoint.pop("optimizer_states", []), strict=False)):
+        made = None if optimizer_names is None else optimizer_names[number]
+        assert made is not None or mesh.group("pp") is None, "the order of all stages' parameters is not known"
+        whole = [group["names"] for group in whole_groups(optimizer, names, made, mesh.group("pp"))]
+        order = [name for group in whole for name in group]
+        values: dict[str, Any] = {}
+        for index, entries in state["state"].items():
+            parameter = parameters.get(order[index])
+            if parameter is None:
+                continue  # another stage's
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
+                    part = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+                    _copy_part(value, part)
+                    value = part
+                values[f"state.{order[index]}.{key}"] = value
+        groups = [
+            {
+                "names": [order[index] for index in group["params"]],
+                "options": options(group),
+            }
+            for group in state["param_groups"]
+        ]
+        fill_optimizer(optimizer, names, values, groups, whole)
+    checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
+    return checkpoint
+
+
+def _copy_part(whole: torch.Tensor, part: torch.Tensor) -> None:
+    if isinstance(part, DTensor):
+        part.to_local().copy_(whole[local_index(part)])
+    else:
+        part.copy_(whole)

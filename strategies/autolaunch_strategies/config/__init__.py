@@ -1,0 +1,62 @@
+"""What a parallel run is, as plain data: the mesh and one dataclass per axis, with what one of them says of itself.
+
+Imports no torch, so that the command can check a config in milliseconds, and nothing of any other room. What needs the
+rules of schedules or cuts is checked where these are known (`apply.check`). All public names are given here.
+"""
+
+from autolaunch_strategies.config.context import (
+    CP_BACKENDS,
+    CP_NAMES,
+    ContextParallel,
+    cp_backend,
+    divides_alike,
+    ulysses_degree,
+)
+from autolaunch_strategies.config.data_parallel import DataParallel
+from autolaunch_strategies.config.errors import ConfigError, ConfigErrors, nearest, raise_all
+from autolaunch_strategies.config.mesh_shape import (
+    AXES,
+    AXIS_SPELLINGS,
+    DEFAULT_ORDER,
+    MeshShape,
+    looks_like_mesh,
+    parse_mesh,
+    parse_order,
+)
+from autolaunch_strategies.config.model_parallel import MP_NAMES, ModelParallel
+from autolaunch_strategies.config.options import option
+from autolaunch_strategies.config.parallel import ParallelConfig, parallel_config
+from autolaunch_strategies.config.pipeline import PP_NAMES, SCHEDULES, PipelineParallel
+from autolaunch_strategies.config.recompute import RECOMPUTE_MODES, Recompute, parse_recompute
+
+__all__ = [
+    "AXES",
+    "AXIS_SPELLINGS",
+    "CP_BACKENDS",
+    "CP_NAMES",
+    "DEFAULT_ORDER",
+    "MP_NAMES",
+    "PP_NAMES",
+    "RECOMPUTE_MODES",
+    "SCHEDULES",
+    "ConfigError",
+    "ConfigErrors",
+    "ContextParallel",
+    "DataParallel",
+    "MeshShape",
+    "ModelParallel",
+    "ParallelConfig",
+    "PipelineParallel",
+    "Recompute",
+    "cp_backend",
+    "divides_alike",
+    "looks_like_mesh",
+    "nearest",
+    "option",
+    "parallel_config",
+    "parse_mesh",
+    "parse_order",
+    "parse_recompute",
+    "raise_all",
+    "ulysses_degree",
+]

@@ -1,0 +1,43 @@
+"""Fields of configs with help, choices and limits, and their reading from mappings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import field
+from typing import Any
+
+from autolaunch_strategies.config.errors import ConfigError, nearest
+
+
+def option(
+    help: str, default: Any = dataclasses.MISSING, *, choices: Iterable[Any] | None = None, **limits: Any
+) -> Any:
+    """A dataclass field with a sentence of help, its choices and its limits (`ge=`, `gt=`, `le=`) as metadata."""
+    metadata = {"help": help, "choices": None if choices is None else tuple(choices), **limits}
+    if isinstance(default, dict | list):
+        value = default
+        return field(default_factory=lambda: type(value)(value), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def as_yaml(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:
+    fields = {item.name: item for item in dataclasses.fields(cls)}
+    for key, value in values.items():
+        if key not in fields:
+            close = nearest(str(key), fields)
+            raise ConfigError(
+                f"{where}.{key}",
+                "no such key" + (f"; did you mean {where}.{close}?" if close else ""),
+                ", ".join(fields),
+            )
+        choices = fields[key].metadata.get("choices")
+        if choices and (value not in choices or isinstance(value, bool) != isinstance(choices[0], bool)):
+            raise ConfigError(
+                f"{where}.{key}={value}", "not one of the choices", ", ".join(as_yaml(c) for c in choices)
+            )
+    return cls(**values)

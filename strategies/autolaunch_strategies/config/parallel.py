@@ -1,0 +1,85 @@
+"""All axes together: what a parallel run is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autolaunch_strategies.config.context import ContextParallel, context_parallel
+from autolaunch_strategies.config.data_parallel import DataParallel
+from autolaunch_strategies.config.errors import ConfigError
+from autolaunch_strategies.config.mesh_shape import AXES, DEFAULT_ORDER, MeshShape, parse_mesh, parse_order
+from autolaunch_strategies.config.model_parallel import MP_NAMES, ModelParallel
+from autolaunch_strategies.config.options import from_mapping
+from autolaunch_strategies.config.pipeline import PP_NAMES, PipelineParallel
+from autolaunch_strategies.config.recompute import Recompute, parse_recompute
+
+
+@dataclass
+class ParallelConfig:
+    """Everything the engine needs to know: the mesh, one config per axis, recomputation and compilation."""
+
+    mesh: MeshShape = field(default_factory=MeshShape)
+    dp: DataParallel = field(default_factory=DataParallel)
+    mp: ModelParallel | None = None
+    pp: PipelineParallel | None = None
+    cp: ContextParallel | None = None
+    recompute: Recompute = field(default_factory=Recompute)
+    compile: bool | str = False
+
+    @property
+    def ulysses(self) -> int:
+        """How many neighbours along cp exchange heads for positions: a divisor of the size of cp."""
+        return 1 if self.cp is None or self.mesh.cp == 1 else self.cp.split(self.mesh.cp)[1]
+
+
+def parallel_config(
+    mesh: str | int | MeshShape | Mapping[str, Any] = 1,
+    dp: DataParallel | Mapping[str, Any] | int | None = None,
+    mp: ModelParallel | Mapping[str, Any] | str | None = None,
+    pp: PipelineParallel | Mapping[str, Any] | str | None = None,
+    cp: ContextParallel | Mapping[str, Any] | str | None = None,
+    recompute: Any = "none",
+    recompute_save: Iterable[str] = ("mm", "attention"),
+    compile: bool | str = False,
+) -> ParallelConfig:
+    """Build a `ParallelConfig` from what people write in Python or YAML.
+
+    Args:
+        mesh: a shape (``"4x2"``), a number of ranks, or ``{dp: 4, mp: 2, order: [...]}``.
+        dp: a `DataParallel`, its fields as a mapping, or a sharding level.
+        mp: a `ModelParallel`, its fields as a mapping, or none, auto, tensor_parallel, seq_parallel.
+        pp: a `PipelineParallel`, its fields as a mapping, or none, exact, or the name of a schedule.
+        cp: a `ContextParallel`, its fields as a mapping, or none, or the name of a backend.
+
+    Raises:
+        ConfigError: an unknown field, a wrong shape or a wrong value.
+    """
+    if isinstance(mesh, Mapping):
+        known = {key: mesh[key] for key in AXES if key in mesh}
+        mesh = MeshShape(**known, order=parse_order(mesh.get("order") or DEFAULT_ORDER))
+    elif not isinstance(mesh, MeshShape):
+        mesh = parse_mesh(mesh)
+    if isinstance(dp, int):
+        dp = {"sharding_level": dp}
+    data_parallel = dp if isinstance(dp, DataParallel) else from_mapping(DataParallel, dp or {}, "dp")
+    if isinstance(mp, str):
+        if mp not in MP_NAMES:
+            raise ConfigError(f"mp={mp}", "no such plan", ", ".join(MP_NAMES))
+        mp = MP_NAMES[mp]
+    model_parallel = from_mapping(ModelParallel, mp, "mp") if isinstance(mp, Mapping) else mp
+    if isinstance(pp, str):
+        if pp not in PP_NAMES:
+            raise ConfigError(f"pp={pp}", "no such pipeline", ", ".join(PP_NAMES))
+        pp = PP_NAMES[pp]
+    pipeline = from_mapping(PipelineParallel, pp, "pp") if isinstance(pp, Mapping) else pp
+    return ParallelConfig(
+        mesh,
+        data_parallel,
+        model_parallel,
+        pipeline,
+        context_parallel(cp),
+        parse_recompute(recompute, recompute_save),
+        compile,
+    )

@@ -1,0 +1,178 @@
+"""Attention where each rank of the cp axis holds a part of the sequence: what calls of attention are turned into."""
+
+from __future__ import annotations
+
+import torch
+
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.context.attention.exchange import GatherInOrder
+from autolaunch_strategies.context.attention.gather import gathered_attention
+from autolaunch_strategies.context.attention.kernels import attend_whole
+from autolaunch_strategies.context.attention.ring import ring_attention
+from autolaunch_strategies.context.attention.tiles import padded
+from autolaunch_strategies.context.attention.ulysses import attention_by_heads
+from autolaunch_strategies.mesh.layout import Layout, Peers
+
+
+@torch.compiler.disable
+def context_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    backend: str,
+    peers: Peers,
+    layout: Layout,
+    mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """This rank's rows of attention over the whole sequence; every rank of `peers` has to call it alike.
+
+    Args:
+        q: [b, h, layout.local, d], or [b, layout.local, d]: queries at `layout.padded_positions(peers.rank)`.
+        k: [b, h_kv, layout.local, d], where h_kv divides h. `v`: [b, h_kv, layout.local, d_v].
+        backend: gather (keys and values from all ranks), ring (passed round), ulysses (heads for sequence) or usp
+            (ulysses within rings). `layout` and `peers` have to be made for it.
+        mask: bool (True: seen) or float (added), broadcastable to [b, h, queries, keys] of the whole sequence. One of
+            the last two dims may also be this rank's part alone (layout.local). Both count with `is_causal`.
+
+    Returns:
+        [b, h, layout.local, d_v], 0 where a query sees no key and in rows of padding. Differentiable in q, k and v,
+        and in a float mask with gather and ulysses.
+
+    Raises:
+        ConfigError: queries and keys differ in length; the mask fits in no way; heads cannot be divided among the
+            ranks; dropout, or a mask with a gradient, in a ring.
+    """
+    if q.dim() == 3:
+        whole = context_attention(
+            q[:, None], k[:, None], v[:, None], backend=backend, peers=peers, layout=layout,
+            mask=mask[:, None] if mask is not None and mask.dim() == 3 else mask,
+            dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+        )  # fmt: skip
+        return whole[:, 0]
+    _check_shapes(q, k, v, backend, peers, layout)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    device = q.device.type
+    if torch.is_autocast_enabled(device):  # as for torch's own attention; kernels below know nothing of it
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    with torch.autocast(device, enabled=False):
+        if mask is not None:
+            mask = _global_mask(mask, q.shape[1], backend, peers, layout)
+        if backend == "gather" and peers.size > 1:
+            return gathered_attention(
+                q, k, v, group=peers.group, layout=layout, mask=mask, dropout_p=dropout_p, causal=is_causal, scale=scale
+            )
+        return _divided(q, k, v, backend, peers, layout, mask, dropout_p, is_causal, scale)
+
+
+def _divided(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    backend: str,
+    peers: Peers,
+    layout: Layout,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """Heads for sequence where there is a group for it, and within that a ring where there is one."""
+    ring, ulysses = peers.ring, peers.ulysses
+    if ring is not None:
+        _check_ring(backend, mask, dropout_p)
+
+    def attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:  # fmt: skip
+        if ring is not None:
+            return ring_attention(q, k, v, group=ring, layout=layout, mask=mask, causal=causal, scale=scale)
+        length = q.shape[2]
+        q, k, v = (x[:, :, : layout.size] for x in (q, k, v))
+        out = attend_whole(q, k, v, causal=causal, mask=mask, dropout_p=dropout_p, scale=scale)
+        return padded(out, length)
+
+    if ulysses is None:
+        return attention(q, k, v, mask)
+    if q.shape[1] % ulysses.size():
+        raise ConfigError(
+            f"cp={backend}",
+            f"{q.shape[1]} heads of attention cannot be divided among {ulysses.size()} ranks",
+            f"as many ranks per group as divide {q.shape[1]}; ring and gather need no heads",
+            "cp=gather" if backend == "ulysses" else "cp=ring",
+        )
+    return attention_by_heads(q, k, v, group=ulysses, mask=mask, attention=attention)
+
+
+def _check_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str, peers: Peers, layout: Layout
+) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ConfigError(
+            f"cp={backend}",
+            f"a call of attention has queries of shape {list(q.shape)}",
+            "[batch, heads, sequence, width] or [batch, sequence, width]",
+            f"mesh=dp{peers.size}",
+        )
+    if not q.shape[2] == k.shape[2] == v.shape[2] == layout.local:
+        raise ConfigError(
+            f"cp={backend}",
+            f"a call of attention has {q.shape[2]} queries and {k.shape[2]} keys per rank, of {layout.local} positions",
+            "self-attention over the sequence that is divided: as many queries as keys, no cache of earlier keys",
+            f"mesh=dp{peers.size}",
+        )
+    if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
+        raise ConfigError(
+            f"cp={backend}",
+            f"a call of attention has {q.shape[1]} heads of queries, {k.shape[1]} of keys and {v.shape[1]} of values",
+            "as many heads of keys as of values, in a number that divides that of queries",
+            f"mesh=dp{peers.size}",
+        )
+
+
+def _check_ring(backend: str, mask: torch.Tensor | None, dropout_p: float) -> None:
+    if dropout_p > 0.0:
+        raise ConfigError(
+            f"cp={backend}",
+            f"attention drops out {dropout_p:g} of its weights, which a ring cannot",
+            "cp=gather, cp=ulysses, or a model whose attention dropout is 0 (attention_dropout, attn_pdrop)",
+            "cp=gather",
+        )
+    if mask is not None and mask.requires_grad:
+        raise ConfigError(
+            f"cp={backend}",
+            "a mask of attention needs a gradient (a learned bias), which a ring cannot give",
+            "cp=gather or cp=ulysses",
+            "cp=gather",
+        )
+
+
+def _global_mask(mask: torch.Tensor, heads: int, backend: str, peers: Peers, layout: Layout) -> torch.Tensor:
+    """The mask as [b or 1, h or 1, size or 1, size or 1]; dims of which this rank holds a part are gathered."""
+    shape = list(mask.shape)
+    mask = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
+    fits = mask.dim() == 4 and all(length in (1, layout.size, layout.local) for length in mask.shape[2:])
+    if not fits or mask.shape[1] not in (1, heads) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise ConfigError(
+            f"cp={backend}",
+            f"a mask of attention ({str(mask.dtype).removeprefix('torch.')}) has the shape {shape}",
+            f"bool or float, [batch, heads, queries, keys], where heads is 1 or {heads}, and queries and keys are each "
+            f"1, {layout.size} (the whole sequence) or {layout.local} (one rank's part)",
+            f"mesh=dp{peers.size}",
+        )
+    held = [dim for dim in (2, 3) if mask.shape[dim] not in (1, layout.size)]
+    if len(held) == 2:
+        raise ConfigError(
+            f"cp={backend}",
+            f"a mask of attention has the shape {shape}: this rank's queries with its own keys, so none for other keys",
+            f"[batch, heads, queries, keys], where one of queries and keys is {layout.size}, the whole sequence",
+            f"mesh=dp{peers.size}",
+        )
+    for dim in held:
+        (mask,) = GatherInOrder.apply(peers.group, layout, dim, mask)
+    return mask

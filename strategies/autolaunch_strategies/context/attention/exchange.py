@@ -1,0 +1,191 @@
+"""What travels between the ranks of the cp axis: parts of sequences gathered, passed round a ring, swapped for heads.
+
+What goes to one rank at one time travels as one message: its tensors, flattened, one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autolaunch_strategies.mesh.layout import Layout
+from autolaunch_strategies.torch_private.collectives import start_all_gather
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat tensor with the numbers of all of them (same dtype); each is copied once, whatever its strides."""
+    flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+    for part, tensor in zip(unpack(flat, [tensor.shape for tensor in tensors]), tensors, strict=True):
+        assert tensor.dtype == flat.dtype
+        part.copy_(tensor)
+    return flat
+
+
+def unpack(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """The tensors that were packed, as views."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+# --- gathered ----------------------------------------------------------------------------------------------------
+
+
+class Gathering:
+    """Tensors of all ranks on their way to each; work done between making this and `wait` costs no time."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        self._shapes, self._ranks = [tensor.shape for tensor in tensors], group.size()
+        self._sent = pack(tensors)
+        self._received = self._sent.new_empty(self._ranks * self._sent.numel())
+        self._work = start_all_gather(self._received, self._sent, group)
+
+    def wait(self) -> list[list[torch.Tensor]]:
+        """For each tensor those of all ranks, by rank: views of what arrived."""
+        self._work.wait()
+        by_rank = [unpack(flat, self._shapes) for flat in self._received.chunk(self._ranks)]
+        return [list(parts) for parts in zip(*by_rank, strict=True)]
+
+
+def in_order(parts: Sequence[torch.Tensor], layout: Layout, dim: int) -> torch.Tensor:
+    """The whole sequence along `dim`, without padding, from the parts that the ranks hold, by rank."""
+    half = layout.local // 2
+    whole = torch.cat([parts[rank].narrow(dim, part * half, half) for rank, part in _halves(layout)], dim)
+    return whole.narrow(dim, 0, layout.size)
+
+
+def sum_at_owners(
+    wholes: Sequence[torch.Tensor], group: dist.ProcessGroup, layout: Layout, dim: int
+) -> list[torch.Tensor]:
+    """The sum over all ranks of this rank's part along `dim` of each whole: the adjoint of gathering them.
+
+    Terms travel in the dtype that they have and are added in fp32 (fp64 for fp64), which is what comes back. Rows of
+    padding are 0.
+    """
+    shapes = [torch.Size((*whole.shape[:dim], layout.local, *whole.shape[dim + 1 :])) for whole in wholes]
+    numbers = sum(math.prod(shape) for shape in shapes)
+    make = wholes[0].new_zeros if layout.is_padded else wholes[0].new_empty
+    sent = make(layout.ranks * numbers)
+    parts = [unpack(flat, shapes) for flat in sent.chunk(layout.ranks)]
+    half = layout.local // 2
+    for start, (rank, which) in zip(itertools.count(0, half), _halves(layout)):
+        length = min(half, layout.size - start)
+        for index, whole in enumerate(wholes):
+            if length > 0:
+                parts[rank][index].narrow(dim, which * half, length).copy_(whole.narrow(dim, start, length))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    total = received.view(layout.ranks, -1).sum(0, dtype=torch.promote_types(sent.dtype, torch.float32))
+    return unpack(total, shapes)
+
+
+class GatherInOrder(torch.autograd.Function):
+    """(group, layout, dim, *parts) -> the whole of each tensor, differentiable; for all ranks to call alike."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, layout: Layout, dim: int, *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.of = group, layout, dim
+        boolean = parts[0].dtype == torch.bool  # which not every backend sends
+        sent = [part.view(torch.uint8) if boolean else part for part in parts]
+        wholes = [in_order(arrived, layout, dim) for arrived in Gathering(sent, group).wait()]
+        return tuple(whole.view(torch.bool) if boolean else whole for whole in wholes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        group, layout, dim = ctx.of
+        summed = sum_at_owners(grads, group, layout, dim)
+        return None, None, None, *(total.to(grad.dtype) for total, grad in zip(summed, grads, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _halves(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Both halves of what each rank holds, as (rank, 0 or 1), in the order of their positions (`Layout`)."""
+    half = layout.local // 2
+    starts = {
+        (rank, part): layout.padded_positions(rank)[part * half].item()
+        for rank in range(layout.ranks)
+        for part in (0, 1)
+    }
+    return tuple(sorted(starts, key=lambda piece: starts[piece]))
+
+
+# --- round a ring ------------------------------------------------------------------------------------------------
+
+
+class Passing:
+    """`sent` on its way to the next place of a ring, and `received` from the one before.
+
+    Until `wait`, `sent` must stay as it is, and `received` is not there yet. Every place has to start its passings in
+    the same order.
+    """
+
+    def __init__(self, sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, kind: int) -> None:
+        place, places = group.rank(), group.size()
+        self.received = received
+        self._sent = sent
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, group=group, tag=kind, group_peer=(place + 1) % places),
+                dist.P2POp(dist.irecv, received, group=group, tag=kind, group_peer=(place - 1) % places),
+            ]
+        )
+
+    def wait(self) -> torch.Tensor:
+        """What was received."""
+        for work in self._works:
+            work.wait()
+        return self.received
+
+
+# --- sequence for heads ------------------------------------------------------------------------------------------
+
+
+class SequenceToHeads(torch.autograd.Function):
+    """(group, *tensors [b, heads, s_local, d]) -> [b, heads/n, n·s_local, d] of each, for n ranks of the group.
+
+    Rank r of the group gets the r-th part of the heads; sequences are put together in the order of ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return tuple(_swap(tensors, group, split=1, join=2))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return None, *_swap(grads, ctx.group, split=2, join=1)
+
+
+class HeadsToSequence(torch.autograd.Function):
+    """(group, tensor [b, heads/n, n·s_local, d]) -> [b, heads, s_local, d]: the inverse of `SequenceToHeads`."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.group = group
+        return _swap((tensor,), group, split=2, join=1)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return None, *_swap((grad,), ctx.group, split=1, join=2)
+
+
+def _swap(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, split: int, join: int) -> list[torch.Tensor]:
+    """Send the r-th part along `split` of each tensor to rank r; what comes is put together along `join`."""
+    ranks = group.size()
+    parts = [tensor.chunk(ranks, split) for tensor in tensors]
+    sent = pack([part[rank] for rank in range(ranks) for part in parts])
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    shapes = [part[0].shape for part in parts]
+    arrived = [unpack(flat, shapes) for flat in received.chunk(ranks)]
+    return [torch.cat(pieces, join) for pieces in zip(*arrived, strict=True)]

@@ -1,0 +1,582 @@
+"""What a step logs and collects on the last pipeline stage, made the same on every stage.
+
+Only the last stage reaches the end of a step. There, calls of `self.log` are recorded; one broadcast per step carries
+the values to the other stages, and every rank then makes the same calls: lightning's results, monitors and loggers
+cannot tell that stages exist. Metric objects are updated on the last stage alone; their states are copied to the others
+when an epoch has ended, before anything computes them. Hooks of the LightningModule run on every rank, and what they
+log is taken from the last stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from autolaunch_strategies.pipeline.failure import StageFailedError
+from autolaunch_strategies.tensor.views import plain
+
+log = logging.getLogger(__name__)
+
+_LOOPS = ("train", "validation", "test", "predict")
+_COLLECTING_HOOKS = tuple(f"on_{loop}_{moment}_end" for loop in _LOOPS for moment in ("batch", "epoch"))
+"""Hooks that read what steps left behind, which is complete on the last stage only."""
+
+_OTHER_HOOKS = (
+    *(f"on_{loop}_{moment}start" for loop in _LOOPS[:3] for moment in ("", "epoch_", "batch_")),
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+)
+"""Further hooks that may log and in which no step runs."""
+
+_LOG_ARGUMENTS = (
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
+)  # fmt: skip
+_NEW, _FAILED = -1, -2
+_MOST_KNOWN_STRUCTURES = 512
+
+
+@dataclass
+class _Record:
+    """One call of `self.log`: a number or 0-dim tensor, or (`path`) a metric with its value of this batch, if any."""
+
+    name: str
+    value: Tensor | float | None
+    options: dict[str, Any]
+    batch_size: int | None = None
+    path: str | None = None
+
+
+@dataclass
+class _Part:
+    """What one run of the step logged, and how many samples it saw."""
+
+    samples: float
+    records: list[_Record] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A record without its numbers. `dtype` is None if there is no value."""
+
+    name: str
+    dtype: torch.dtype | None
+    has_batch_size: bool
+    path: str | None
+    options: tuple[tuple[str, Any], ...]
+
+
+_Structure = tuple[tuple[_Entry, ...], tuple[tuple[str, torch.dtype], ...]]
+"""The log calls of a step and the names and types of what travels with them."""
+
+
+class StageRelay:
+    """Makes what the last stage logs and collects the same on every rank of a pipeline group.
+
+    Constructing, `share`, `share_metrics` and every wrapped hook are collective over `group`.
+
+    Args:
+        module: the LightningModule whose steps run on every rank of the group.
+        group: the ranks that hold the stages of one replica.
+        is_last: whether this rank holds the last stage.
+        data_group: the ranks of the same stage whose data differ; None if there is just one.
+        device: where collectives of `group` take place.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        group: dist.ProcessGroup,
+        is_last: bool,
+        data_group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self.module, self.group, self.is_last, self.device = module, group, is_last, device
+        self.data_group = data_group if data_group is not None and data_group.size() > 1 else None
+        last = torch.tensor(group.rank() if is_last else -1, device=device)
+        dist.all_reduce(last, dist.ReduceOp.MAX, group)
+        self._last = int(last)
+        assert self._last >= 0, "one rank of the group holds the last stage"
+        self._parts: list[_Part] = []
+        self._log: Callable[..., None] | None = None
+        self._structures: list[_Structure] = []
+        self._numbers: dict[_Structure, int] = {}
+        self._room = 0
+        self._metrics_changed = True
+        self._metrics_sent: set[str] = set()
+        self._warned: set[str] = set()
+        self._connector: Any = None
+
+    # --- for the time of a fit, validate, test or predict -----------------------------------------------------------
+
+    def install(self) -> None:
+        """Wrap the module's hooks and the end of its trainer's epochs. Nothing happens if that was done."""
+        self.remove()
+        for name in (*_COLLECTING_HOOKS, *_OTHER_HOOKS):
+            if is_overridden(name, self.module):
+                vars(self.module)[name] = _Hook(self, name, getattr(self.module, name), name in vars(self.module))
+        self._connector = self.module.trainer._logger_connector
+        reached = self._connector.epoch_end_reached
+
+        @functools.wraps(reached)
+        def epoch_end_reached() -> None:
+            reached()
+            self.share_metrics()
+
+        self._connector.epoch_end_reached = epoch_end_reached
+        self._metrics_changed = True
+        self.adopt_metrics()
+
+    def remove(self) -> None:
+        """Undo `install`; metrics keep exchanging their states with the ranks of `data_group` only."""
+        for name, hook in list(vars(self.module).items()):
+            if isinstance(hook, _Hook):
+                if hook.was_on_instance:
+                    vars(self.module)[name] = hook.method
+                else:
+                    del vars(self.module)[name]
+        if self._connector is not None:
+            del self._connector.epoch_end_reached
+            self._connector = None
+
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_recording(self) -> bool:
+        return self._log is not None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within it `module.log` only takes down what is logged (on the last stage); `share` then logs it."""
+        assert not self.is_recording, "a step within a step"
+        attributes = vars(self.module)
+        own = attributes.get("log")
+        self._log, self._parts, self._metrics_changed = self.module.log, [_Part(1.0)], True
+        attributes["log"] = _Stand(self._record, self._log)
+        try:
+            yield
+        finally:
+            self._log = None
+            if own is None:
+                del attributes["log"]
+            else:
+                attributes["log"] = own
+
+    def microbatch(self, samples: float) -> None:
+        """The step is about to run for `samples` of the batch's samples.
+
+        What several runs log under one name becomes one value, by its `reduce_fx`; a mean is weighted by samples, or
+        by `batch_size` where the step gives one.
+        """
+        assert self.is_recording
+        self._parts.append(_Part(samples))
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Within `recording`: what is logged and what metrics collect in it counts for nothing."""
+        parts, self._parts = self._parts, [_Part(1.0)]
+        states = {metric: copy.deepcopy(_state(metric)) for _, metric in self._metrics()}
+        try:
+            yield
+        finally:
+            self._parts = parts
+            for metric, state in states.items():
+                vars(metric).update(tree_map(lambda value, on=metric.device: _arrive(value, on), state))
+
+    def share(self, extra: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Log what the last stage recorded, on every rank. One broadcast; two more when its structure is a new one.
+
+        Args:
+            extra: 0-dim tensors of the last stage that travel along (other ranks' are ignored).
+
+        Returns:
+            `extra` of the last stage, on every rank, in its dtypes.
+
+        Raises:
+            StageFailedError: on the other ranks, when the last stage called `fail` instead.
+        """
+        if self.is_last:
+            structure, numbers = self._pack(_merged(self._parts), extra or {})
+            values = self._send(structure, numbers)
+        else:
+            structure, values = self._receive()
+        self._parts = []
+        return self._replay(structure, values)
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """In place of `share`, on the last stage: the others raise a StageFailedError that tells `error`."""
+        assert self.is_last
+        packet = torch.zeros(1 + self._room, dtype=torch.float64, device=self.device)
+        packet[0] = _FAILED
+        self._broadcast(packet)
+        self._broadcast_object(f"{where} failed on the last pipeline stage: {type(error).__name__}: {error}")
+        self._parts = []
+
+    def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.is_last:
+            return
+        assert self._log is not None
+        options = dict(zip(_LOG_ARGUMENTS, args, strict=False)) | kwargs
+        batch_size = options.pop("batch_size", None)
+        if options.pop("sync_dist_group", None) is not None:
+            self._warn_once("sync_dist_group", "sync_dist_group has no effect with pp: values are reduced over dp")
+        record = _Record(name, None, options, None if batch_size is None else int(batch_size))
+        if isinstance(value, Metric):
+            record.path = next((path for path, found in self._metrics() if found is value), None)
+            batch_value = value._forward_cache
+            if isinstance(batch_value, Tensor) and batch_value.numel() == 1:
+                record.value = plain(batch_value.detach()).reshape(())
+        elif isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            record.value = plain(value.detach()).reshape(()).clone()
+        elif isinstance(value, Real):
+            record.value = float(value)
+        if record.path is None and record.value is None:
+            self._log(name, value, *args, **kwargs)  # raises lightning's own error here, where the call is written
+            return
+        self._parts[-1].records.append(record)
+
+    def _pack(self, records: Sequence[_Record], extra: Mapping[str, Tensor]) -> tuple[_Structure, list[Any]]:
+        entries, values = [], []
+        for record in records:
+            dtype = _dtype(record.value)
+            entries.append(
+                _Entry(
+                    record.name,
+                    dtype,
+                    record.batch_size is not None,
+                    record.path,
+                    tuple(sorted(record.options.items())),
+                )
+            )
+            values += [item for item in (record.value, record.batch_size) if item is not None]
+        scalars = {name: plain(value.detach()).reshape(()) for name, value in extra.items()}
+        values += scalars.values()
+        return (tuple(entries), tuple((name, value.dtype) for name, value in scalars.items())), values
+
+    def _replay(self, structure: _Structure, values: Tensor) -> dict[str, Tensor]:
+        numbers = iter(values.unbind())
+        entries, extras = structure
+        for entry in entries:
+            options = dict(entry.options)
+            value: Any = None if entry.dtype is None else next(numbers).to(entry.dtype)
+            if entry.has_batch_size:
+                options["batch_size"] = int(next(numbers))
+            if entry.path is not None:
+                metric = self._metric(entry.path)
+                metric._forward_cache, value = value, metric
+            self.module.log(entry.name, value, **options)
+        return {name: next(numbers).to(dtype) for name, dtype in extras}
+
+    # --- one message ------------------------------------------------------------------------------------------------
+    # A packet is [number of its structure, values...] and always as long as the longest structure known to all needs:
+    # the receivers have to know its length beforehand.
+
+    def _send(self, structure: _Structure, values: Sequence[Tensor | float]) -> Tensor:
+        content = _stacked(values, self.device)
+        number = self._numbers.get(structure, _NEW)
+        packet = torch.zeros(1 + self._room, dtype=torch.float64, device=self.device)
+        packet[0] = number
+        if number != _NEW:
+            packet[1 : 1 + len(values)] = content
+        self._broadcast(packet)
+        if number == _NEW:
+            self._broadcast_object((structure, len(values)))
+            self._broadcast(content)
+            self._learn(structure, len(values))
+        return content
+
+    def _receive(self) -> tuple[_Structure, Tensor]:
+        packet = torch.zeros(1 + self._room, dtype=torch.float64, device=self.device)
+        self._broadcast(packet)
+        number = int(packet[0])
+        if number == _FAILED:
+            raise StageFailedError(self._broadcast_object(None))
+        if number != _NEW:
+            return self._structures[number], packet[1:]
+        structure, length = self._broadcast_object(None)
+        values = torch.zeros(length, dtype=torch.float64, device=self.device)
+        self._broadcast(values)
+        self._learn(structure, length)
+        return structure, values
+
+    def _learn(self, structure: _Structure, length: int) -> None:
+        if len(self._structures) < _MOST_KNOWN_STRUCTURES:  # names with numbers in them would never end
+            self._numbers[structure] = len(self._structures)
+            self._structures.append(structure)
+            self._room = max(self._room, length)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            dist.broadcast(tensor, group=self.group, group_src=self._last)
+
+    def _broadcast_object(self, item: Any) -> Any:
+        objects = [item]
+        dist.broadcast_object_list(objects, group=self.group, group_src=self._last, device=self.device)
+        return objects[0]
+
+    # --- metrics ----------------------------------------------------------------------------------------------------
+
+    def _metrics(self) -> Iterator[tuple[str, Metric]]:
+        return ((path, item) for path, item in self.module.named_modules() if isinstance(item, Metric))
+
+    def _metric(self, path: str) -> Metric:
+        try:
+            metric = self.module.get_submodule(path)
+        except AttributeError:
+            raise RuntimeError(
+                f"the metric {path!r} was made on the last pipeline stage only; make it in __init__ or setup"
+            ) from None
+        assert isinstance(metric, Metric)
+        return metric
+
+    def adopt_metrics(self) -> None:
+        """Let the module's metrics exchange their states with the ranks of `data_group` only."""
+        exchange_metrics_over(self.data_group, self.module)
+
+    def share_metrics(self) -> None:
+        """Copy the states of all metrics from the last stage; from then on any rank may compute them.
+
+        Happens by itself when an epoch ends. A metric computed by other code than a step or hook in the middle of an
+        epoch is right on the last stage only.
+        """
+        self.adopt_metrics()
+        if not self._metrics_changed:
+            return
+        self._metrics_changed = False
+        states = self._broadcast_object(self._metric_states() if self.is_last else None)
+        if not self.is_last:
+            for path, state in states.items():
+                metric = self._metric(path)
+                vars(metric).update(tree_map(functools.partial(_arrive, device=metric.device), state))
+
+    def _metric_states(self) -> dict[str, dict[str, Any]]:
+        for item in self.module.modules():
+            if isinstance(item, MetricCollection):
+                item.values(copy_state=False)  # metrics of one compute group share a state, of which one member knows
+        found = dict(self._metrics())
+        # An untouched metric is the same everywhere, except for one that a step has reset.
+        sent = {path for path, metric in found.items() if metric.update_called or path in self._metrics_sent}
+        self._metrics_sent = {path for path in sent if found[path].update_called}
+        return {path: _state(found[path]) for path in sent}
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            log.warning(message)
+
+    def _anywhere(self, condition: bool) -> bool:
+        flag = torch.tensor(int(condition), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, self.group)
+        return bool(flag)
+
+
+class _Hook:
+    """A hook of the module: runs on every rank; its logs, and whether it raised, are those of the last stage."""
+
+    def __init__(self, relay: StageRelay, name: str, method: Callable[..., Any], was_on_instance: bool) -> None:
+        functools.update_wrapper(self, method)  # lightning looks at signatures, and whether hooks are overridden
+        self.relay, self.name, self.method, self.was_on_instance = relay, name, method, was_on_instance
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.method,)  # a copy of the module has the hook itself
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        relay, error, returned = self.relay, None, None
+        if relay.is_recording:  # called by a step
+            return self.method(*args, **kwargs)
+        if self.name.endswith("_epoch_end"):
+            relay.share_metrics()
+        with relay.recording():
+            try:
+                returned = self.method(*args, **kwargs)
+            except Exception as raised:
+                error = raised
+        collecting = self.name in _COLLECTING_HOOKS
+        failed_somewhere = not collecting and relay._anywhere(error is not None)
+        if relay.is_last and error is not None:
+            relay.fail(error, self.name)
+            raise error
+        skip = torch.ones((), device=relay.device)
+        extra = relay.share({"skip": skip} if _is_skip(returned) else {})
+        if error is not None and not collecting:
+            raise error
+        if failed_somewhere:
+            raise StageFailedError(f"{self.name} failed on another pipeline stage")
+        if error is not None:
+            relay._warn_once(
+                self.name,
+                f"{self.name} raised {type(error).__name__} ({error}) on this pipeline stage, on which steps do not"
+                " finish and collect nothing. It succeeded on the last stage, whose logs count.",
+            )
+        if "skip" in extra:
+            return -1
+        return None if _is_skip(returned) else returned
+
+
+def _is_skip(returned: Any) -> bool:
+    """Whether a hook's answer skips the rest of the epoch: all stages have to do so together."""
+    return isinstance(returned, int) and returned == -1
+
+
+class _Stand:
+    """A function in place of another one; copies and pickles contain that one."""
+
+    def __init__(self, function: Callable[..., Any], original: Any) -> None:
+        self.function, self.original = function, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.original,)
+
+
+class _HereOnly(_Stand):
+    """As a `_Stand`, but copies made in this process keep it: what it does is as true of them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _HereOnly:
+        return self
+
+
+def _itself(item: Any) -> Any:
+    return item
+
+
+def exchange_metrics_over(group: dist.ProcessGroup | None, module: nn.Module) -> None:
+    """Let every torchmetrics metric of a module exchange its state over `group`, and not over all ranks.
+
+    So do copies of a metric; pickles don't. A group that the user gave a metric stays.
+
+    Args:
+        group: the ranks whose data differ; None if there is just one: nothing is exchanged then.
+    """
+    for metric in module.modules():
+        if not isinstance(metric, Metric) or metric.process_group not in (None, dist.group.WORLD):
+            continue
+        available, gather = (
+            item.original if isinstance(item, _Stand) else item
+            for item in (metric.distributed_available_fn, metric.dist_sync_fn)
+        )
+        metric.process_group = None
+        metric.distributed_available_fn = _HereOnly(functools.partial(_available, available, group), available)
+        if group is not None:
+            metric.dist_sync_fn = _HereOnly(functools.partial(_gather, gather or gather_all_tensors, group), gather)
+        else:
+            metric.dist_sync_fn = gather
+
+
+def _available(original: Callable[[], bool], group: dist.ProcessGroup | None) -> bool:
+    return group is not None and bool(original())
+
+
+def _gather(original: Callable[..., Any], own: dist.ProcessGroup, tensor: Tensor, group: Any = None) -> Any:
+    return original(tensor, group=own if group in (None, dist.group.WORLD) else group)
+
+
+_NO_STATE = {
+    *vars(nn.Module()), "update", "compute", "_update_signature", "process_group", "dist_sync_fn",
+    "distributed_available_fn", "_device", "_defaults", "_persistent", "_reductions", "_cache",
+}  # fmt: skip
+
+
+@dataclass
+class _OnDevice:
+    """A tensor on its way from one device of its metric to that of another rank's."""
+
+    tensor: Tensor
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    """What updates have changed: states, counters, and plain attributes that some metrics set."""
+    return {
+        name: tree_map(_depart, value) for name, value in vars(metric).items() if name not in _NO_STATE and _data(value)
+    }
+
+
+def _data(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_data, value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_data, value))
+    return value is None or isinstance(value, Tensor | bool | int | float | str | bytes | torch.dtype)
+
+
+def _depart(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = plain(value.detach())
+    return value if value.device.type == "cpu" else _OnDevice(value.cpu())
+
+
+def _arrive(value: Any, device: torch.device) -> Any:
+    return value.tensor.to(device) if isinstance(value, _OnDevice) else value
+
+
+def _dtype(value: Tensor | float | None) -> torch.dtype | None:
+    """The type of a logged value: lightning makes numbers floats of the default type, at least of 32 bits."""
+    if value is None or isinstance(value, Tensor):
+        return None if value is None else value.dtype
+    default = torch.get_default_dtype()
+    return default if default in (torch.float32, torch.float64) else torch.float32
+
+
+def _stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    if not values:
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    return torch.stack([torch.as_tensor(value).to(device, torch.float64) for value in values])
+
+
+def _merged(parts: Iterable[_Part]) -> list[_Record]:
+    """What several runs of a step logged, as one run on the whole batch would have logged it."""
+    parts = [part for part in parts if part.records]
+    if len(parts) <= 1:
+        return parts[0].records if parts else []
+    calls: dict[tuple[str, int], list[tuple[float, _Record]]] = {}
+    for part in parts:
+        times: dict[str, int] = {}
+        for record in part.records:
+            times[record.name] = times.get(record.name, -1) + 1
+            weight = part.samples if record.batch_size is None else record.batch_size
+            calls.setdefault((record.name, times[record.name]), []).append((float(weight), record))
+    return [_merged_call(runs) for runs in calls.values()]
+
+
+def _merged_call(runs: Sequence[tuple[float, _Record]]) -> _Record:
+    weights, records = zip(*runs, strict=True)
+    first, latest = records[0], records[-1]
+    if len(records) == 1 or latest.path is not None:
+        return latest
+    sizes = [record.batch_size for record in records]
+    batch_size = sum(sizes) if None not in sizes else None
+    values = [torch.as_tensor(record.value, dtype=torch.float64) for record in records]
+    function = first.options.get("reduce_fx", "mean")
+    name = function.lower() if isinstance(function, str) else getattr(function, "__name__", "")
+    match name:
+        case "sum":
+            value = torch.stack(values).sum()
+        case "max" | "min":
+            value = getattr(torch.stack(values), name)()
+        case _:
+            total = sum(weights)
+            shares = [weight / total if total else 1 / len(weights) for weight in weights]
+            value = torch.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
+    dtype = first.value.dtype if isinstance(first.value, Tensor) and first.value.is_floating_point() else _dtype(0.0)
+    return replace(first, value=value.to(dtype), batch_size=batch_size)

@@ -1,0 +1,409 @@
+"""MeshStrategy: the Lightning side of the engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map
+
+from autolaunch_strategies.apply.order import Parallelized, apply_parallelism
+from autolaunch_strategies.config import (
+    ConfigError,
+    ContextParallel,
+    DataParallel,
+    MeshShape,
+    ModelParallel,
+    PipelineParallel,
+    parallel_config,
+    parse_mesh,
+)
+from autolaunch_strategies.data_parallel.gradients import clip_values, gradient_norm, scale_gradients
+from autolaunch_strategies.lightning.checkpoints import CheckpointStrategy
+from autolaunch_strategies.lightning.relay import exchange_metrics_over
+from autolaunch_strategies.lightning.staged_steps import PipelinedSteps, refuse_optimizers, refuse_what_cannot_run
+from autolaunch_strategies.lightning.termination import Termination
+from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.model.materialise import WeightFiles
+from autolaunch_strategies.pipeline.cut import drop_stand_ins, whole_model
+from autolaunch_strategies.pipeline.idle import idle_share
+from autolaunch_strategies.plan.choose import planned_part
+from autolaunch_strategies.tensor.views import plain
+from autolaunch_strategies.training.optimizers import adapt_optimizer
+
+_PARALLELIZED: weakref.WeakKeyDictionary[nn.Module, Parallelized] = weakref.WeakKeyDictionary()
+"""What was done to which module: a second Trainer takes over what the first one parallelised."""
+
+
+class MeshStrategy(CheckpointStrategy):
+    """Trains an unmodified LightningModule on a mesh of devices.
+
+    Usable as ``Trainer(strategy=MeshStrategy(mesh="4x2", dp={"sharding_level": 3}))`` or, once this module has been
+    imported, as ``Trainer(strategy="autolaunch")``. Precision is the Trainer's.
+
+    Args:
+        mesh: a shape such as ``"8"``, ``"4x2"`` or ``"dp4xmp2"``, or ``"auto"``: every device along dp.
+        dp: a sharding level, or the fields of `DataParallel` as a mapping.
+        mp: `auto`, `tensor_parallel`, `seq_parallel`, or the fields of `ModelParallel` as a mapping.
+        pp: `exact`, the name of a schedule (`1f1b`, ...), or the fields of `PipelineParallel` as a mapping.
+        cp: `gather`, `ring`, `ulysses`, `usp`, or the fields of `ContextParallel` as a mapping.
+        recompute: activation checkpointing: none, full, n (every n-th block), selective.
+        recompute_save: operators whose outputs selective recomputation keeps.
+        compile: compile every block: True or a mode of `torch.compile`.
+        process_group_backend: torch.distributed's backend; by default gloo for CPU, nccl (and gloo) for GPU.
+        timeout: seconds after which a collective that a rank never joins is an error.
+        asynchronous_checkpoints: write checkpoints in the background.
+        trust_checkpoints: unpickle checkpoint metadata of any type (hyperparameters held in OmegaConf containers
+            need it). False restricts it to what `torch.load(weights_only=True)` allows.
+        own_plan: the mp plan that comes with the model, if it brings one.
+        construction, files: where the values of a module on meta come from (see `apply_parallelism`).
+
+    Raises:
+        ConfigError: a wrong shape, an unknown or inconsistent option.
+    """
+
+    strategy_name = "autolaunch"
+
+    def __init__(
+        self,
+        mesh: str | int | MeshShape | Mapping[str, Any] = "auto",
+        dp: DataParallel | Mapping[str, Any] | int | None = None,
+        mp: ModelParallel | Mapping[str, Any] | str | None = "auto",
+        pp: PipelineParallel | Mapping[str, Any] | str | None = "exact",
+        cp: ContextParallel | Mapping[str, Any] | str | None = "gather",
+        *,
+        recompute: str | int = "none",
+        recompute_save: Iterable[str] = ("mm", "attention"),
+        compile: bool | str = False,
+        process_group_backend: str | None = None,
+        timeout: float = 1800.0,
+        asynchronous_checkpoints: bool = False,
+        trust_checkpoints: bool = True,
+        construction: Construction | None = None,
+        files: WeightFiles | None = None,
+        own_plan: Mapping[str, Any] | None = None,
+        **plugins: Any,
+    ) -> None:
+        if mesh == "auto":
+            mesh = parse_mesh("-1")
+        super().__init__(
+            parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile),
+            backend=process_group_backend,
+            timeout=timeout,
+            asynchronous_checkpoints=asynchronous_checkpoints,
+            trust_checkpoints=trust_checkpoints,
+            **plugins,
+        )
+        self.construction, self.files, self.own_plan = construction, files, own_plan
+        self._forward_redirection = _ForwardRedirection()
+        self._grad_norm: torch.Tensor | None = None
+        self._in_manual_step = False
+        self._failed = False
+        self._steps: PipelinedSteps | None = None
+
+    # --- start and end ----------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._failed = False
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        Termination(trainer, self.root_device)
+        for loop in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
+            loop.inference_mode = False  # tensors made in inference mode can't be gathered and used in training again
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.shape.pp > 1:
+            refuse_what_cannot_run(self.lightning_module, fitting)
+        if fitting:
+            sharded = self.shape.dp * self.shape.cp > 1 and self.parallel.dp.sharding_level > 0
+            _refuse_what_cannot_work(trainer, sharded)
+        self.model = self.lightning_module
+        self._parallelize(self.lightning_module, fitting)
+        if self.shape.mp * self.shape.pp * self.shape.cp > 1:
+            exchange_metrics_over(self.rank_mesh.group("dp"), self.lightning_module)
+        if self._applied.pipeline is not None:
+            self._steps = PipelinedSteps(
+                self.lightning_module,
+                self._applied.pipeline,
+                self._applied.data_parallel,
+                self.rank_mesh.group("dp"),
+            )
+            self._steps.relay.install()
+        if fitting:
+            self._reset_optimizers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._begin_random_streams()
+
+    def _reset_optimizers(self) -> None:
+        self.optimizers, self.lr_scheduler_configs = [], []
+
+    def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
+        existing = _PARALLELIZED.get(module)
+        if existing is not None:
+            if existing.config != self.parallel:
+                raise ConfigError(
+                    f"mesh={self.shape.name}",
+                    f"this module was parallelised before, for mesh={existing.config.mesh.name}"
+                    + ("" if existing.config.mesh != self.shape else " with other options"),
+                    "a MeshStrategy with the same options, or a new module that loads a checkpoint",
+                )
+            self._applied = existing
+            return
+        if self._layer_sync and fitting:
+            module = cast(pl.LightningModule, self._layer_sync.apply(module))
+        if self.construction is not None:
+            self.construction.remember(module)
+        with _constants_kept(module, self.precision_plugin):
+            self.precision_plugin.convert_module(module)
+        self._applied = apply_parallelism(
+            module, self.parallel, self.rank_mesh, self.root_device, self.construction, self.files, self.own_plan
+        )
+        self.construction = None  # the record keeps every meta tensor alive; it has served
+        _PARALLELIZED[module] = self._applied
+
+    def model_to_device(self) -> None:
+        """Nothing: `setup` puts every parameter where it belongs."""
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """Where lightning builds modules itself (`configure_model`): as `model_sharded_context`."""
+        return self.precision_plugin.tensor_init_context()
+
+    def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """The context of `configure_model`: what is built there takes no memory until it is sharded."""
+        if self.construction is None:
+            self.construction = Construction(seed=self.broadcast(torch.initial_seed()) % 2**31)
+        return self.construction.recording()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+
+    def teardown(self) -> None:
+        if self._steps is not None:
+            self._steps.relay.remove()
+            self._steps = None
+        self._writer.finish(together=not self._failed)
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    def describe(self) -> dict[str, Any]:
+        """What was applied to the module, in order and with reasons, as plain data."""
+        return self._applied.account
+
+    def measured_idle_share(self) -> float | None:
+        """The share of a training step, from 0 to 1, in which the ranks of a pipeline computed nothing.
+
+        None without a pipeline, and before the first step. Collective over all ranks.
+        """
+        pipeline = self._applied.pipeline
+        if pipeline is None:
+            return None
+        return idle_share(pipeline.clock, pipeline.pipe_rank, pipeline.group.size(), pipeline.device)
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters of the whole model."""
+        return self._applied.parameter_count
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._as_forward("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._as_forward("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._as_forward("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._as_forward("predict_step", *args, **kwargs)
+
+    def _as_forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        with self._applied.running():
+            if self._steps is None:
+                output = tree_map(plain, self._gathered(step, *args, **kwargs))
+            else:
+                method = getattr(self.lightning_module, step)
+                if step == "training_step":
+                    output = self._steps.training_step(method, *args, **kwargs)
+                else:
+                    output = self._steps.evaluation_step(step, method, *args, **kwargs)
+        model, _ = planned_part(self._applied.module)
+        self._applied.context_parallel.check_seen(type(model).__name__, self.rank_mesh.group("pp"))
+        return output
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        with self._applied.running():  # recomputed blocks run their forward within it
+            if self._steps is None:
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
+            plugin, module = self.precision_plugin, self.lightning_module
+            assert module is not None
+            loss = plugin.pre_backward(closure_loss, module)
+            self._steps.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
+            return plugin.post_backward(loss, module)
+
+    def _gathered(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step of the module as its forward, so that sharded parameters outside of blocks are whole within it."""
+        module = self.lightning_module
+        assert module is not None
+        if not isinstance(module, FSDPModule):
+            return getattr(module, step)(*args, **kwargs)
+        if step == "training_step" and not module.automatic_optimization:
+            # Backward passes and optimizer steps happen within it: it can't be one forward. After each of them
+            # parameters are sharded, as hooks expect them; the next call of a part of the model gathers again.
+            self._applied.data_parallel.gather_rest()
+            self._in_manual_step = True
+            try:
+                return getattr(module, step)(*args, **kwargs)
+            finally:
+                self._in_manual_step = False
+        output = self._forward_redirection(module, module, step, *args, **kwargs)
+        if step != "training_step":  # no backward will free what was gathered
+            self._applied.data_parallel.forget_gathered()
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator:
+        with self._applied.data_parallel.accumulating():
+            yield
+
+    def on_validation_start(self) -> None:
+        self._share_statistics()
+
+    def on_test_start(self) -> None:
+        self._share_statistics()
+
+    def on_predict_start(self) -> None:
+        self._share_statistics()
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        if self._in_manual_step:
+            self._applied.data_parallel.begin_backward(closure_loss)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        self._applied.data_parallel.finish_backward()
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        pipeline = self._applied.pipeline
+        if pipeline is None:
+            super().setup_optimizers(trainer)
+        else:
+            with whole_model(pipeline.held) as whole:  # what groups parameters sees those of every stage
+                super().setup_optimizers(trainer)
+                refuse_optimizers(self.optimizers)
+                names = {parameter: name for name, parameter in whole.named_parameters()}
+                self._optimizer_names = [
+                    [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+                    for optimizer in self.optimizers
+                ]
+            for optimizer in self.optimizers:
+                drop_stand_ins(optimizer, pipeline.held)
+        for optimizer in self.optimizers:
+            adapt_optimizer(optimizer)
+            optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, *_: Any) -> None:
+        """Free parameters that something gathered between the backward pass and the step: their values are old."""
+        self._applied.data_parallel.forget_gathered()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._grad_norm = None
+        result = super().optimizer_step(*args, **kwargs)
+        self._applied.data_parallel.end_step()
+        return result
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        # The plugin's own clipping knows one device only; whichever plugin the user chose, this replaces just that.
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+
+    def _clip_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        parameters = list(self.precision_plugin.main_params(optimizer))
+        self._grad_norm = self._norm_of(parameters)
+        scale_gradients(parameters, self._grad_norm, clip_val)
+
+    def _clip_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        parameters = list(self.precision_plugin.main_params(optimizer))
+        self._grad_norm = self._norm_of(parameters)
+        clip_values(parameters, clip_val)
+
+    @property
+    def last_grad_norm(self) -> torch.Tensor:
+        """Norm of all gradients of the last optimizer step before clipping; collective when nothing was clipped."""
+        if self._grad_norm is None:
+            assert self.lightning_module is not None
+            self._grad_norm = self._norm_of(self.lightning_module.parameters())
+        return self._grad_norm
+
+    def _norm_of(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        pipeline = self._applied.pipeline
+        if pipeline is None:
+            return gradient_norm(parameters)
+        return gradient_norm(parameters, 2.0, pipeline.group, pipeline.counts, pipeline.device)
+
+
+@contextmanager
+def _constants_kept(module: nn.Module, precision: Any) -> Generator:
+    """Leave buffers that are not saved in the precision of their constructor while a half precision plugin converts.
+
+    They are constants such as rotary frequencies, which lose their meaning in 16 bits.
+    """
+    kept = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name in owner._non_persistent_buffers_set and buffer.is_floating_point()
+    ]
+    yield
+    if isinstance(precision, HalfPrecision):
+        for owner, name, buffer in kept:
+            owner._buffers[name] = buffer
+
+
+def _refuse_what_cannot_work(trainer: pl.Trainer, sharded: bool) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
+            raise ConfigError(
+                "StochasticWeightAveraging",
+                "it averages whole weights; here each rank may hold a part",
+                "averaging the weights of saved checkpoints",
+            )
+        if isinstance(callback, pl.callbacks.WeightAveraging) and sharded:
+            raise ConfigError(
+                type(callback).__name__,
+                "it averages whole weights; here each rank holds a part",
+                "sharding level 0, or averaging the weights of saved checkpoints",
+                "dp.sharding_level=0",
+            )
+
+
+StrategyRegistry.register(
+    MeshStrategy.strategy_name,
+    MeshStrategy,
+    description="Train an unmodified LightningModule on an N-D device mesh",
+    override=True,  # `import autolaunch` may have announced the name before
+)

@@ -1,0 +1,123 @@
+"""Give a parallelised module its values: from a recorded construction, from files, or from what it already holds.
+
+Never more than one parameter is held whole, and each rank keeps its own part only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.torch_private.meshes import local_index
+
+Index = tuple[slice, ...]
+
+
+class WeightFiles(Protocol):
+    """Weights by name that can be read in parts, such as a directory of safetensors."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(self, name: str, index: Index | None = None) -> torch.Tensor: ...
+
+
+@torch.no_grad()
+def materialise(
+    module: nn.Module, device: torch.device, construction: Construction | None, files: WeightFiles | None = None
+) -> None:
+    """Replace every meta parameter and buffer of `module` by a real one on `device`.
+
+    Args:
+        construction: the record of the module's constructor; gives everything that `files` does not.
+        files: weights by parameter name; they win over the construction.
+
+    Raises:
+        ConfigError: a tensor has no values: it is on meta, but neither recorded nor in the files.
+    """
+    for name, tensor in _tensors(module):
+        in_files = files is not None and name in files
+        if not tensor.is_meta and not in_files:
+            continue
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        index = local_index(tensor) if isinstance(tensor, DTensor) else None
+        home = device if tensor.is_meta else local.device
+        if in_files:
+            assert files is not None
+            made = files.read(name, index)
+            if made.shape != local.shape:
+                raise ConfigError(name, f"has shape {tuple(made.shape)} in the files, {tuple(local.shape)} here")
+            made = made.to(home, local.dtype, copy=True)
+        else:
+            whole = _whole(name, construction, home)
+            made = whole if index is None else whole[index].clone()
+            del whole
+        if tensor.is_meta:
+            _become(tensor, made.to(local.dtype))
+        else:
+            local.copy_(made)
+
+
+def share_values(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give every rank the values that the first rank of `group` holds: parameters and buffers that are not on meta.
+
+    For modules that each process built by itself, with whatever random state it had.
+    """
+    if group is not None:
+        _share([tensor for _, tensor in _tensors(module)], group)
+
+
+def share_statistics(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give every rank of `group` the first one's buffers, of those that are saved.
+
+    What a layer collects while it trains (batch norm's running mean) comes from each rank's own samples.
+    """
+    if group is not None:
+        saved = module.state_dict(keep_vars=True)
+        _share([buffer for name, buffer in module.named_buffers() if name in saved], group)
+
+
+@torch.no_grad()
+def _share(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    source = dist.get_global_rank(group, 0)
+    for tensor in tensors:
+        if tensor.is_meta or isinstance(tensor, DTensor):
+            continue
+        travelling = tensor.detach().contiguous()
+        dist.broadcast(travelling, source, group=group)
+        if travelling.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(travelling)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by name, shared ones once, under their first name."""
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _whole(name: str, construction: Construction | None, device: torch.device) -> torch.Tensor:
+    if construction is None or name not in construction.named:
+        raise ConfigError(
+            f"the model's {name}",
+            "is on the meta device and nothing says what its values are",
+            "build the model outside of torch.device('meta'), or in LightningModule.configure_model",
+        )
+    return construction.tensor(construction.named[name], device)
+
+
+def _become(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Turn a meta tensor into a real one, keeping the object: ties and references to it stay right."""
+    made = local
+    if isinstance(tensor, DTensor):
+        made = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, made)

@@ -1,0 +1,102 @@
+"""Exchanges along the cp axis that take part in autograd, each with its exact adjoint.
+
+Every rank computes the same loss, and what is differentiated is the mean of these: the gradient of something that all
+ranks use is the sum of what they send back, the gradient of something that one rank uses is what that one sends. There
+is no factor anywhere. The adjoints are differentiable themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from autolaunch_strategies.torch_private.collectives import all_gather_single, reduce_scatter_single
+
+
+def gather_parts(tensor: torch.Tensor, dim: int, counts: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
+    """The parts of all ranks of `group`, one after the other along `dim`; backward: a reduce-scatter (sum).
+
+    Args:
+        tensor: this rank's part [.., counts[rank], ..], plain.
+        dim: along which the parts are put together (>= 0).
+        counts: how many entries each rank has, in the order of ranks. Parts are sent as long as the longest.
+
+    Returns:
+        [.., sum(counts), ..], contiguous, the same on every rank.
+    """
+    gathered: torch.Tensor = _Gather.apply(tensor, dim, counts, group)
+    return gathered
+
+
+def scatter_sum(tensor: torch.Tensor, dim: int, counts: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part [.., counts[rank], ..] of the sum over ranks of [.., sum(counts), ..]; backward: a gather."""
+    part: torch.Tensor = _Scatter.apply(tensor, dim, counts, group)
+    return part
+
+
+def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over the ranks of `group`, the same shape and on every rank; backward: again the sum over ranks."""
+    total: torch.Tensor = _Sum.apply(tensor, group)
+    return total
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, tensor: torch.Tensor, dim: int, counts: tuple[int, ...], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        context.how = dim, counts, group
+        part = _lengthened(tensor, dim, max(counts)).contiguous()
+        sent = part if part.dtype in _SENT_AS_THEY_ARE else part.view(torch.uint8)
+        parts = sent.new_empty((len(counts) * sent.shape[0], *sent.shape[1:]))
+        if parts.numel():
+            all_gather_single(parts, sent, group)
+        parts = parts.view(part.dtype).view(len(counts), *part.shape)
+        return torch.cat([parts[rank].narrow(dim, 0, count) for rank, count in enumerate(counts)], dim)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return scatter_sum(gradients[0], *context.how), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, tensor: torch.Tensor, dim: int, counts: tuple[int, ...], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        context.how = dim, counts, group
+        longest = max(counts)
+        parts = torch.stack([_lengthened(part, dim, longest) for part in tensor.split(counts, dim)])
+        own = torch.empty_like(parts[0])
+        if own.numel():
+            reduce_scatter_single(own, parts.flatten(0, 1), group)
+        return own.narrow(dim, 0, counts[group.rank()])
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return gather_parts(gradients[0], *context.how), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return sum_over(gradients[0], context.group), None
+
+
+_SENT_AS_THEY_ARE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
+"""What every backend knows; other numbers travel as bytes."""
+
+
+def _lengthened(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    missing = length - tensor.shape[dim]
+    return tensor if not missing else F.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, missing))

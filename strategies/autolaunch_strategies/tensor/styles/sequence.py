@@ -1,0 +1,78 @@
+"""Sequence parallelism: between blocks each rank holds some of the positions (arXiv 2205.05198); Paddle's names."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from autolaunch_strategies.tensor.styles.base import Region, Style, change_first_input, change_first_output
+from autolaunch_strategies.tensor.views import plain
+
+
+def _begin(region: Region, tensor: torch.Tensor, transpose: bool) -> DTensor:
+    """[b, s, h] to its positions of this rank: [b, s/n, h], or [s/n, b, h] if `transpose`."""
+    made = region.replicate(tensor)
+    if transpose:
+        made = made.redistribute(placements=[Shard(1)])
+        return made.transpose(0, 1)  # type: ignore[return-value]
+    return made.redistribute(placements=[Shard(1)])
+
+
+def _end(tensor: torch.Tensor, transpose: bool) -> torch.Tensor:
+    """The inverse of `_begin`, whole and plain."""
+    whole = plain(tensor)
+    return whole.transpose(0, 1) if transpose else whole
+
+
+class SequenceParallelBegin(Style):
+    """From this module's output on, each rank holds some of the positions.
+
+    Args:
+        need_transpose: turn [b, s, h] into [s, b, h] for the region.
+    """
+
+    def __init__(self, need_transpose: bool = True) -> None:
+        self.need_transpose = need_transpose
+
+    def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
+        region.sequence_parallel_within.add(name)
+        change_first_output(module, lambda tensor: _begin(region, tensor, self.need_transpose))
+
+
+class SequenceParallelEnd(Style):
+    """From this module's input on, every rank holds all positions again.
+
+    Args:
+        need_transpose: turn [s, b, h] back into [b, s, h].
+    """
+
+    def __init__(self, need_transpose: bool = True) -> None:
+        self.need_transpose = need_transpose
+
+    def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
+        change_first_input(module, lambda tensor: _end(tensor, self.need_transpose))
+
+
+class SequenceParallelEnable(Style):
+    """Only within this module each rank holds some of the positions; input and output are whole [b, s, h]."""
+
+    def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
+        change_first_input(module, lambda tensor: _begin(region, tensor, True))
+        change_first_output(module, lambda tensor: _end(tensor, True))
+
+
+class SequenceParallelDisable(Style):
+    """Within this module of a sequence parallel region every rank holds all positions.
+
+    Args:
+        need_transpose: the region is [s, b, h] and the module wants [b, s, h].
+    """
+
+    def __init__(self, need_transpose: bool = True) -> None:
+        self.need_transpose = need_transpose
+
+    def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
+        region.sequence_parallel_within.add(name)
+        change_first_input(module, lambda tensor: _end(tensor, self.need_transpose))
+        change_first_output(module, lambda tensor: _begin(region, tensor, self.need_transpose))

@@ -1,0 +1,290 @@
+"""Where sharded tensors (`DTensor`) meet plain ones in code that knows nothing of either.
+
+Between a column-wise and a row-wise layer activations are DTensors, so that the model's own code sees the shapes it was
+written for: a fused projection that is split afterwards stays right. Everything else is plain. While `MixedTensors` is
+active each call of a torch function with both kinds is made whole: plain tensors are the same on every rank of the
+mesh, so they become replicated DTensors, differentiably.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from autolaunch_strategies.model.random_streams import RANDOM_FUNCTIONS, own_stream, run_random
+from autolaunch_strategies.sharded_sequence.shard import SequenceShard
+from autolaunch_strategies.tensor.sharding_errors import raise_explained
+from autolaunch_strategies.tensor.vocabulary_loss import vocabulary_cross_entropy
+from autolaunch_strategies.torch_private.backward import run_backward
+
+log = logging.getLogger(__name__)
+
+
+class Replicator:
+    """Plain tensors as replicated DTensors; the same tensor used several times in a row is converted once.
+
+    Its gradient is then summed over ranks once, too, and not once per use.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.remembers = True
+        """Off where every operation has to be repeated: whether a tensor was remembered is not always the same."""
+        self._last: tuple[weakref.ref[torch.Tensor], bool, DTensor] | None = None
+
+    def __call__(self, tensor: torch.Tensor) -> DTensor:
+        """`tensor` (equal on every rank of the mesh) as a DTensor; one that is a DTensor already stays."""
+        if isinstance(tensor, DTensor):
+            return tensor
+        grad = torch.is_grad_enabled()
+        if self._last is not None and self._last[0]() is tensor and self._last[1] == grad:
+            return self._last[2]
+        made = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        if self.remembers and not isinstance(tensor, torch.nn.Parameter):
+            self._last = (weakref.ref(tensor, self._forget), grad, made)
+        return made
+
+    def _forget(self, _: Any) -> None:
+        self._last = None
+
+
+def plain(tensor: Any) -> Any:
+    """A DTensor or a sequence shard as the whole plain tensor, the same on every rank; anything else as it is.
+
+    Differentiable.
+    """
+    if isinstance(tensor, SequenceShard):
+        tensor = tensor.whole()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return _Whole.apply(tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim))
+
+
+class _Whole(torch.autograd.Function):
+    """As `DTensor.to_local` of a replicated DTensor; but not a view, which models can't change in place (`x +=`)."""
+
+    @staticmethod
+    def forward(context: Any, tensor: DTensor) -> torch.Tensor:
+        context.mesh, context.placements = tensor.device_mesh, tensor.placements
+        return tensor.to_local().detach()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return DTensor.from_local(gradients[0], context.mesh, context.placements, run_check=False)
+
+
+class MixedTensors(TorchFunctionMode):
+    """Active while a model with sharded parameters runs: see the module's text."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.replicate = Replicator(mesh)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if SequenceShard in types:
+            with self:  # what is computed of this rank's positions may be sharded, too
+                return SequenceShard.__torch_function__(func, types, args, kwargs)
+        try:
+            return self._run(func, args, kwargs or {})
+        except Exception as error:
+            raise_explained(error)
+            raise
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.Tensor.backward:
+            with self:  # not within it while a function of its own runs; what is computed again must be
+                return _backward(*args, **kwargs)
+        sharded = _first_sharded(args)
+        if sharded is None and kwargs:
+            sharded = _first_sharded(kwargs.values())
+        if sharded is None:
+            return func(*args, **kwargs)
+        mesh = sharded.device_mesh  # another one if a process has models on several meshes
+        replicate = self.replicate if mesh == self.replicate.mesh else Replicator(mesh)
+        if func in _SPECIAL:
+            return _SPECIAL[func](replicate, func, args, kwargs)
+        if args and type(args[0]) is not DTensor and isinstance(args[0], torch.Tensor) and _changes_first(func):
+            return func(*tree_map(plain, args), **tree_map(plain, kwargs))  # a plain tensor stays plain
+        if func is torch.cat and args:  # an empty cache of keys is a tensor of no dims that fit
+            args = ([tensor for tensor in args[0] if tensor.shape != (0,)], *args[1:])
+        leaves, _ = tree_flatten((args, kwargs))
+        if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) for leaf in leaves):
+            args, kwargs = tree_map(
+                lambda leaf: replicate(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+            )
+        try:
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError, IndexError) as error:
+            if _changes_first(func):
+                raise
+            result = _on_whole_tensors(replicate, func, args, kwargs)  # what is wrong anyway fails again here
+            _warn_once(getattr(func, "__name__", str(func)), str(error))
+            return result
+
+
+def _backward(loss: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
+    run_backward(plain(loss), plain(gradient), *args, **kwargs)
+
+
+def _first_sharded(values: Any) -> DTensor | None:
+    for value in values:
+        if type(value) is DTensor:
+            return value
+        if type(value) in (list, tuple) and (found := _first_sharded(value)) is not None:
+            return found
+    return None
+
+
+def _changes_first(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _on_whole_tensors(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """A function that does not work on sharded tensors, on whole plain ones: every rank does all of the work."""
+    return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+@lru_cache(maxsize=256)
+def _warn_once(name: str, error: str) -> None:
+    first_line = (error.strip() or "no reason given").splitlines()[0]
+    log.warning("%s does not run on sharded tensors and runs whole on every rank (%s)", name, first_line[:200])
+
+
+def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Scaled dot product attention on each rank's own heads: q, k, v are [..., heads, s, d], sharded over heads."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    q = replicate(given.pop("query"))
+    k: Any = replicate(given.pop("key"))
+    v: Any = replicate(given.pop("value"))
+    mask = given.pop("attn_mask", None)
+    head_dim = q.dim() - 3
+    heads, kv_heads, ranks = q.shape[head_dim], k.shape[head_dim], replicate.mesh.size()
+    own_heads = q.placements[0] == Shard(head_dim) and heads % ranks == 0
+    if own_heads and kv_heads % ranks == 0:
+        placement: Any = Shard(head_dim)
+    elif own_heads and given.get("enable_gqa") and (part := _shared_heads(heads, kv_heads, replicate.mesh)) is not None:
+        placement = Shard(head_dim)
+        k, v = (_part_of_whole(item, head_dim, part) for item in (k, v))
+    elif any(item.placements[0] == Shard(0) for item in (q, k, v)) and q.shape[0] % ranks == 0:
+        placement = Shard(0)
+    else:
+        placement = Replicate()
+    local = [
+        item.redistribute(placements=[placement]).to_local() if isinstance(item, DTensor) else item
+        for item in (q, k, v)
+    ]
+    if mask is not None:
+        mask = replicate(mask)
+        sharded_dim = None if placement == Replicate() else mask.dim() - q.dim() + placement.dim
+        along = sharded_dim is not None and sharded_dim >= 0 and mask.shape[sharded_dim] > 1
+        mask = mask.redistribute(placements=[Shard(sharded_dim) if along else Replicate()]).to_local()  # type: ignore[arg-type]
+    with own_stream(q.redistribute(placements=[placement])) if given.get("dropout_p") else nullcontext():
+        out = func(*local, attn_mask=mask, **given)
+    return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)
+
+
+def _shared_heads(heads: int, kv_heads: int, mesh: DeviceMesh) -> tuple[int, int] | None:
+    """(first, how many) of the key/value heads that the query heads of this rank use; None if that is no whole part."""
+    own, group = heads // mesh.size(), heads // kv_heads
+    if own % group and group % own:
+        return None
+    return mesh.get_local_rank() * own // group, max(own // group, 1)
+
+
+def _part_of_whole(tensor: DTensor, dim: int, part: tuple[int, int]) -> torch.Tensor:
+    """A part of a whole tensor, plain; the other ranks use other parts, so gradients of the whole are added up."""
+    whole = tensor.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return whole.narrow(dim, *part)
+
+
+def _reshape(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """A change of shape that the parts of an unevenly divided tensor do not survive is made on the whole tensor."""
+    tensor = args[0]
+    if isinstance(tensor, DTensor) and not _parts_survive(tensor, func, args[1:], kwargs):
+        args = (tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim), *args[1:])
+    return func(*args, **kwargs)
+
+
+def _parts_survive(tensor: DTensor, func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a change of shape leaves a divided dim in front of a group of dims that can be divided as evenly.
+
+    Looked at beforehand: an attempt that fails would be an operation that selective recomputation counts.
+    """
+    if tensor.device_mesh.ndim > 1 or not isinstance(tensor.placements[0], Shard):
+        return True
+    dim, ranks = tensor.placements[0].dim % tensor.dim(), tensor.device_mesh.size()
+    shape = func(torch.empty(tensor.shape, device="meta"), *args, **kwargs).shape
+    if shape[: dim + 1] == tensor.shape[: dim + 1] or tensor.numel() == 0:
+        return True
+    before = math.prod(tensor.shape[:dim])
+    place = next((i for i in range(len(shape)) if math.prod(shape[:i]) == before and shape[i] > 1), None)
+    return place is not None and (shape[place] % ranks == 0 or shape[place] == tensor.shape[dim])
+
+
+def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    logits, target = given["input"], plain(given["target"])
+    simple = (
+        given.get("weight") is None
+        and given.get("size_average") is None
+        and given.get("reduce") is None
+        and not target.is_floating_point()
+        and given.get("reduction", "mean") in ("none", "mean", "sum")
+        and logits.shape == (target.shape[:1] + logits.shape[1:2] + target.shape[1:])
+    )
+    if isinstance(logits, DTensor) and simple and logits.placements[0] == Shard(1):
+        losses = vocabulary_cross_entropy(
+            logits.to_local().movedim(1, -1).flatten(0, -2),
+            target.flatten(),
+            replicate.mesh.get_group(),
+            logits.shape[1],
+            ignore_index=given.get("ignore_index", -100),
+            reduction=given.get("reduction", "mean"),
+            label_smoothing=given.get("label_smoothing", 0.0),
+        )
+        return losses.view_as(target) if losses.dim() else losses
+    given |= {"input": plain(logits), "target": target, "weight": plain(given.get("weight"))}
+    return func(**given)
+
+
+def _on_first_whole(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Values that leave torch: of the whole tensor, not of this rank's part or addend."""
+    return func(plain(args[0]), *args[1:], **kwargs)
+
+
+_OF_WHOLE_TENSORS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__")
+_CONVOLUTIONS = (
+    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+)  # fmt: skip
+"""torch's sharding rule for these looks at the batch only: on sharded channels the shapes no longer fit."""
+
+_SPECIAL: dict[Any, Callable] = {
+    F.scaled_dot_product_attention: _attention,
+    F.cross_entropy: _cross_entropy,
+    F.multi_head_attention_forward: _on_whole_tensors,
+    **dict.fromkeys(_CONVOLUTIONS, _on_whole_tensors),
+    torch.Tensor.view: _reshape,
+    torch.Tensor.reshape: _reshape,
+    torch.Tensor.unflatten: _reshape,
+    torch.Tensor.flatten: _reshape,
+    torch.reshape: _reshape,
+    torch.unflatten: _reshape,
+    torch.flatten: _reshape,
+    **dict.fromkeys(RANDOM_FUNCTIONS, run_random),
+    **dict.fromkeys((getattr(torch.Tensor, name) for name in _OF_WHOLE_TENSORS), _on_first_whole),
+}

@@ -1,0 +1,5 @@
+"""Every private or version-dependent name of torch that the engine uses, a file per subject, and nothing else.
+
+A new version of torch is met here. Nothing in this room knows what the engine is for, and no other room writes a name
+of torch that begins with an underscore.
+"""

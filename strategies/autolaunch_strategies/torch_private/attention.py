@@ -1,0 +1,79 @@
+"""The kernels of attention, and the function that chooses among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def attention_replaced(attention: Callable[..., Any]) -> Iterator[None]:
+    """Within it functions of torch that are written in Python call `attention` for scaled dot product attention.
+
+    Function modes don't see those calls: a mode is taken away while a function of torch runs that it let through.
+    """
+    functional: Any = torch.nn.functional
+    original = functional.scaled_dot_product_attention
+
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        functional.scaled_dot_product_attention = original  # what answers may use it
+        try:
+            return attention(*args, **kwargs)
+        finally:
+            functional.scaled_dot_product_attention = answered
+
+    functional.scaled_dot_product_attention = answered
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
+def attention_on_cpu(q: Any, k: Any, v: Any, causal: bool, bias: Any, scale: float) -> tuple[Any, Any]:
+    """The attention kernel of CPUs: output [b, h, s_q, d] and log-sum-exp [b, h, s_q]; fewer key heads allowed."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+
+
+def attention_on_cpu_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, bias: Any, scale: float
+) -> tuple[Any, Any, Any]:
+    """Gradients of q, k and v of `attention_on_cpu`."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+    )
+
+
+def flash_attention(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
+    """The flash kernel of GPUs: output [b, h, s_q, d] and log-sum-exp [b, h, s_q]; fewer key heads allowed."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def flash_attention_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float
+) -> tuple[Any, Any, Any]:
+    """Gradients of q, k and v of `flash_attention`."""
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state, read with dropout only
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=scale
+    )
+
+
+def efficient_attention(q: Any, k: Any, v: Any, causal: bool, bias: Any, scale: float) -> tuple[Any, Any]:
+    """The memory-efficient kernel of GPUs: output [b, h, s_q, d_v] and log-sum-exp [b, h, s_q, or more]."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def efficient_attention_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, bias: Any, scale: float
+) -> tuple[Any, Any, Any]:
+    """Gradients of q, k and v of `efficient_attention`; `lse` as long as that returned it."""
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state, read with dropout only
+    wanted = [True, True, True, False]
+    return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, bias, out, lse, unused, unused, 0.0, wanted, causal, scale=scale
+    )[:3]

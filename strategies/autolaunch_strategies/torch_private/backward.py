@@ -1,0 +1,42 @@
+"""The backward pass: run with function modes, followed to its end, recognised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class AfterBackward:
+    """Calls a function once at the end of every backward pass in which `arm` was called (by hooks of gradients)."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._armed = -1
+
+    def arm(self, *_: Any) -> None:
+        """Called within a backward pass, any number of times. One that failed halfway leaves nothing behind."""
+        current = torch._C._current_graph_task_id()
+        if current != self._armed:
+            self._armed = current
+            torch.autograd.Variable._execution_engine.queue_callback(self._function)
+
+
+def run_backward(
+    loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """As `Tensor.backward`, but function modes stay active while it runs (and see what is computed again)."""
+    chosen = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    if inputs is not None and not chosen:
+        raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
+    gradients = torch.autograd._make_grads((loss,), (gradient,), is_grads_batched=False)
+    retain = create_graph if retain_graph is None else retain_graph
+    torch.autograd.graph._engine_run_backward(
+        (loss,), gradients, retain, create_graph, chosen, allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def is_differentiating() -> bool:
+    """Whether a backward pass is on its way in this thread."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,58 @@
+"""Calls of modules and their hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def intercept_calls(module: nn.Module, handler: Callable[..., Any] | None) -> None:
+    """Let `module(...)` call `handler(...)` instead, on this one object; None ends it.
+
+    `run_call` is then what the call would have done.
+    """
+    if handler is None:
+        module.__dict__.pop("_compiled_call_impl", None)
+    else:
+        module.__dict__["_compiled_call_impl"] = handler
+
+
+def intercepted(module: nn.Module) -> Callable[..., Any] | None:
+    """What stands in the place where `intercept_calls` puts its handler (`module.compile()` uses it, too)."""
+    return module.__dict__.get("_compiled_call_impl")
+
+
+def run_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What `module(...)` does, hooks included, even if its calls are intercepted."""
+    return module._call_impl(*args, **kwargs)
+
+
+def has_forward_hooks(module: nn.Module, besides: int = 0) -> bool:
+    """Whether someone is shown what `module` returns, not counting `besides` hooks."""
+    return len(module._forward_hooks) > besides
+
+
+def show_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """Show the forward hooks of `module` an output as if it had been called; what they return does not count."""
+    for key, hook in list(module._forward_hooks.items()):
+        if key in module._forward_hooks_with_kwargs:
+            hook(module, args, kwargs, output)
+        else:
+            hook(module, args, output)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` made this module."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
+
+
+def change_forward_hooks(module: nn.Module, change: Callable[[Callable], Callable | None]) -> None:
+    """Put what `change` returns in the place of each hook on the output of `module`; None leaves it."""
+    for key, hook in module._forward_hooks.items():
+        changed = change(hook)
+        if changed is not None:
+            module._forward_hooks[key] = changed

@@ -1,0 +1,40 @@
+"""Process groups by name and with a timeout, and collectives of single tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def process_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let collectives of `group` fail after `seconds` without an answer."""
+    from datetime import timedelta
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def all_gather_single(gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Equal parts of all ranks, one after the other along the first dim; torch 2.13 has a new name for it."""
+    function: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(gathered, own, group=group)
+
+
+def reduce_scatter_single(own: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """This rank's part of the sum over ranks, parts along the first dim; torch 2.13 has a new name for it."""
+    function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(own, parts, group=group)
+
+
+def start_all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Start gathering flat tensors of all ranks, one after the other; wait for what is returned."""
+    # torch 2.13 has a new name for it and warns about the old one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(received, sent, group=group, async_op=True)
+
+
+def group_called(name: str) -> dist.ProcessGroup:
+    """The process group whose `group_name` is `name`."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return resolve(name)

@@ -1,0 +1,105 @@
+"""What `fully_shard` does between the calls that it makes public."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+
+def initialise_fsdp(root: nn.Module) -> None:
+    """Make `root` the outermost sharded module now, not at its first forward.
+
+    Blocks may then be called by themselves (a callback that runs part of the model) before the first step.
+    """
+    assert isinstance(root, FSDPModule)
+    root._get_fsdp_state()._lazy_init()
+
+
+def end_left_forward(module: nn.Module) -> None:
+    """Let a forward of `module` that an exception ended count as ended: until then nothing of it is freed."""
+    assert isinstance(module, FSDPModule)
+    state = module._get_fsdp_state()
+    if state._state_ctx.iter_forward_root is state:
+        state._state_ctx.iter_forward_root = None
+    for item in (state, state._fsdp_param_group):
+        if item is not None and item._training_state == TrainingState.FORWARD:
+            item._training_state = TrainingState.IDLE
+
+
+def keep_through_nested_forwards(root: nn.Module) -> None:
+    """Let a forward of `root` within its own (`training_step` calls the model as `self(batch)`) free nothing.
+
+    `fully_shard` takes the end of the inner one for the end of both, and the outer one then frees what is kept for the
+    backward pass, so that it has to be gathered again.
+    """
+    assert isinstance(root, FSDPModule)
+    state = root._get_fsdp_state()
+    nested: list[bool] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        nested.append(state._training_state == TrainingState.FORWARD)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if nested.pop():
+            for item in (state, *_parameter_groups(state)):
+                item._training_state = TrainingState.FORWARD
+
+    root.register_forward_pre_hook(begin, prepend=True)
+    root.register_forward_hook(end, always_call=True)
+
+
+def complete_after_backward(root: nn.Module, loss: torch.Tensor) -> None:
+    """Let the backward pass of `loss` exchange the gradients of `root`'s own parameters at its end.
+
+    `fully_shard` arranges that for what the forward of `root` returns; `loss` was made outside of it.
+    """
+    assert isinstance(root, FSDPModule)
+    if loss.requires_grad:
+        loss.register_hook(root._get_fsdp_state()._pre_backward)
+
+
+def begin_several_backwards(root: nn.Module) -> None:
+    """Let backward passes only add up what they compute in the parameters of `root`, until `end_several_backwards`."""
+    assert isinstance(root, FSDPModule)
+    root.set_is_last_backward(False)
+    root.set_reshard_after_backward(False)
+    root.set_requires_gradient_sync(False)
+
+
+def end_several_backwards(root: nn.Module, exchange: bool, all_reduce: bool) -> None:
+    """Do once what `fully_shard` does at the end of a backward pass.
+
+    Args:
+        exchange: reduce-scatter gradients; if not, they stay with the whole parameters.
+        all_reduce: sum them over replicas, too, where there are several.
+    """
+    assert isinstance(root, FSDPModule)
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(exchange)
+    if exchange:
+        root.set_requires_all_reduce(all_reduce)
+    state = root._get_fsdp_state()
+    for item in state._state_ctx.all_states:
+        for group in _parameter_groups(item):
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def follow_requires_grad(module: nn.Module) -> None:
+    """Let gathered parameters of `module` need gradients as its sharded ones do, which is what people switch."""
+    assert isinstance(module, FSDPModule)
+    for group in _parameter_groups(module._get_fsdp_state()):
+        for parameter in group.fsdp_params if group.is_unsharded else ():
+            parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """What a sharded module gathers together: one group, or none, before torch 2.13 allowed for several."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -1,0 +1,34 @@
+"""Sub-meshes of a `DeviceMesh`, and which part of a DTensor a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """The 1-D sub-mesh over `axes` taken together, outermost first, named `a_b`."""
+    if len(axes) == 1:
+        return mesh[axes[0]]
+    return mesh[axes]._flatten("_".join(axes))
+
+
+def local_index(tensor: DTensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank holds, as one slice per dim."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
+def local_shape(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> tuple[int, ...]:
+    """The shape of this rank's part of a DTensor of the given shape."""
+    return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, tuple(placements))[0])
+
+
+def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """One mesh with the dims of several, parts of the same mesh, in whatever order that one has them."""
+    return DeviceMesh._concatenate(list(meshes))

@@ -1,0 +1,44 @@
+"""What a forward pass on fake tensors shows: storages, and what operators draw and write."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that two tensors have in common exactly when they share memory (true on meta, too)."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_random(operator: Any) -> bool:
+    """Whether an `OpOverload` draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def writes_to(operator: Any) -> list[str]:
+    """Names of the arguments that an `OpOverload` changes in place."""
+    return [
+        argument.name
+        for argument in operator._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Within it new tensors have shapes, a device and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode, log = FakeTensorMode(allow_non_fake_inputs=True), logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it writes whole tracebacks of errors that are caught
+    try:
+        with mode:
+            yield
+    finally:
+        log.setLevel(level)

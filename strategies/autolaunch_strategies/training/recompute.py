@@ -1,0 +1,122 @@
+"""Activation checkpointing and compilation of blocks, in place: names of parameters stay what they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autolaunch_strategies.config import ConfigError, Recompute
+from autolaunch_strategies.context.attention.operator import CONTEXT_ATTENTION
+from autolaunch_strategies.model.blocks import Block
+
+SAVE_GROUPS: dict[str, tuple[str, ...]] = {
+    "mm": ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm"),
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_attention_math",
+    ),
+}
+"""What the names in `recompute_save` stand for: aten operators (and that of attention over divided sequences)."""
+
+
+def apply_recompute(
+    blocks: Iterable[Block], recompute: Recompute, running: Callable[[], AbstractContextManager] = nullcontext
+) -> dict[str, str]:
+    """Let blocks compute their activations again in the backward pass. Returns block name -> what was done.
+
+    Args:
+        running: gives the context in which a forward pass that begins now runs; a backward pass is not within it.
+
+    Raises:
+        ConfigError: selective with a name that is neither a group nor an aten operator.
+    """
+    selective = _selective(recompute.save) if recompute.mode == "selective" else None
+    context_fn = functools.partial(_contexts, selective, running)
+    done = recomputed_blocks(blocks, recompute)
+    for block in blocks:
+        if block.name in done:
+            _replace_forward(block.module, functools.partial(_checkpointed, context_fn))
+    return done
+
+
+def recomputed_blocks(blocks: Iterable[Block], recompute: Recompute) -> dict[str, str]:
+    """Which blocks a setting recomputes, and how: block name -> full or selective."""
+    every = (
+        {"none": 0, "full": 1, "selective": 1}.get(str(recompute.mode))
+        if isinstance(recompute.mode, str)
+        else recompute.mode
+    )
+    assert isinstance(every, int)
+    how = "selective" if recompute.mode == "selective" else "full"
+    return {block.name: how for number, block in enumerate(blocks) if every and number % every == 0}
+
+
+def apply_compile(blocks: Iterable[Block], mode: bool | str) -> list[str]:
+    """Compile the forward of every block by itself (hooks around it stay eager). Returns the blocks' names."""
+    if not mode:
+        return []
+    options: dict[str, Any] = {} if mode is True else {"mode": mode}
+    names = []
+    for block in blocks:
+        _replace_forward(block.module, lambda forward: torch.compile(forward, **options))
+        names.append(block.name)
+    return names
+
+
+def _replace_forward(module: nn.Module, change: Callable[[Callable], Callable]) -> None:
+    forward = module.forward
+    module.forward = functools.wraps(forward)(change(forward))
+
+
+def _contexts(
+    selective: Callable | None, running: Callable[[], AbstractContextManager]
+) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The contexts of a block's forward pass, which begins now, and of its repetition."""
+    first, again = (nullcontext(), nullcontext()) if selective is None else selective()
+    return first, _both(running(), again)
+
+
+@contextmanager
+def _both(running: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
+    with running, inner:
+        yield
+
+
+def _checkpointed(context_fn: Callable, forward: Callable) -> Callable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+
+    return run
+
+
+def _selective(save: Iterable[str]) -> Callable:
+    kept: set[Any] = set()
+    for name in save:
+        operators = SAVE_GROUPS.get(name, (name.removeprefix("aten."),))
+        found = {getattr(torch.ops.aten, operator) for operator in operators if hasattr(torch.ops.aten, operator)}
+        if not found:
+            raise ConfigError(
+                f"recompute_save={name}",
+                "neither a group of operators nor an aten operator",
+                f"{', '.join(SAVE_GROUPS)}, or aten.<name>",
+            )
+        kept |= found
+        if name == "attention":
+            kept.add(CONTEXT_ATTENTION)
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        packet = getattr(operator, "overloadpacket", None)
+        return CheckpointPolicy.MUST_SAVE if packet in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
