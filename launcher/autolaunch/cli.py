@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autolaunch import __version__
-from autolaunch.command_line import HYDRA_INFO, CommandLine, parse
+from autolaunch.config.command_line import HYDRA_INFO, CommandLine, parse
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 
 
@@ -41,10 +41,10 @@ def _run(line: CommandLine) -> int:
     if line.help or (line.info is not None and line.info not in HYDRA_INFO):
         return _print_page(line)
     if line.runs:
-        from autolaunch.jobs import run_jobs
+        from autolaunch.jobs.run import run_jobs
 
         return run_jobs(line)
-    from autolaunch.compose import compose, enter_hydra
+    from autolaunch.config.compose import compose, enter_hydra
 
     if line.cfg is not None or line.info is not None:
         raise_all(compose(line).errors)  # Hydra's own messages speak of its inner workings
@@ -56,8 +56,8 @@ def _nothing(config: object) -> None:
 
 
 def _print_page(line: CommandLine) -> int:
-    from autolaunch.config_directories import CONF
-    from autolaunch.help import print_help, print_info
+    from autolaunch.config.help import print_help, print_info
+    from autolaunch.directories import CONF
     from autolaunch.report.terminal import Terminal
 
     directories: list[Path] = [path for path in (line.config_path or CONF, line.config_dir) if path is not None]

@@ -15,7 +15,7 @@ class ResolvedJob:
     """A run as plain data: nothing is left to compose, to interpolate or to guess."""
 
     config: dict[str, Any]
-    """The composed and resolved config (keys of `autolaunch.config.Job`)."""
+    """The composed and resolved config (keys of `autolaunch.config.schema.Job`)."""
     output_dir: Path
     """Where everything is written; absolute, the same on every rank."""
     world_size: int

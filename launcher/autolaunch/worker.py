@@ -25,21 +25,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from autolaunch.config.search import is_trial
 from autolaunch.job import ResolvedJob
-from autolaunch.launch.devices import visible_devices
-from autolaunch.launch.end import RunEnd
+from autolaunch.launch.end import STOP_SIGNAL, RunEnd
 from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, failure_file, log_file, show, write_failure
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
 from autolaunch.launch.place import Place, place
 from autolaunch.loading import loading
-from autolaunch.search_config import is_trial
+from autolaunch.machine.devices import visible_devices
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-STOP_SIGNAL = signal.SIGHUP
-"""How the parent ends a worker. Lightning puts a handler of its own on SIGTERM, which a rank that hangs never gets to
-run; a signal whose action is the kernel's ends it wherever it is."""
 
 PR_SET_PDEATHSIG = 1
 

@@ -195,7 +195,7 @@ class Ours(Loop):
     def __init__(self, mesh: Any, config: Any, tokens: Any) -> None:
         import torch
 
-        from autolaunch.config import LLAMA_PLANS
+        from autolaunch.config.schema import LLAMA_PLANS
         from autolaunch_strategies.apply.order import apply_parallelism
 
         self.tokens, self.model = tokens, _model()

@@ -208,7 +208,7 @@ def _measure(arguments: argparse.Namespace, cases: list[Case]) -> dict[str, floa
 
 def _described() -> tuple[ModelProfile, Recipe]:
     values: dict[str, Any] = {"size": "debug"}
-    from autolaunch.config import LLAMA_PLANS
+    from autolaunch.config.schema import LLAMA_PLANS
 
     model = Llama(llama_config(values))
     own = LLAMA_PLANS["tensor_parallel"]

@@ -27,13 +27,13 @@ from typing import Any
 
 import numpy as np
 
-from autolaunch.cluster import hardware_of
-from autolaunch.command_line import parse
-from autolaunch.compose import compose
-from autolaunch.jobs import let_imports_see_the_working_directory, resolve_job
-from autolaunch.planning import profile_of
+from autolaunch.config.cluster import hardware_of
+from autolaunch.config.command_line import parse
+from autolaunch.config.compose import compose
+from autolaunch.jobs.run import let_imports_see_the_working_directory, resolve_job
+from autolaunch.planning.choice import profile_of
+from autolaunch.planning.wanted import wanted_by
 from autolaunch.search.outcome import read_outcome
-from autolaunch.wanted import wanted_by
 from autolaunch_strategies.planner.choose import look
 from autolaunch_strategies.planner.predictions import PlannerPredictions
 from autolaunch_strategies.planner.settings import overrides

@@ -87,7 +87,7 @@ def applied(sizes: dict[str, int], dp: int, mp: int, level: int, plan: str) -> t
     """(whole model of one process, the same divided, what was done to it, the mesh)."""
     import torch
 
-    from autolaunch.config import LLAMA_PLANS
+    from autolaunch.config.schema import LLAMA_PLANS
     from autolaunch.models.llama import Llama
     from autolaunch.models.llama_config import llama_config
     from autolaunch_strategies.apply.order import apply_parallelism

@@ -1,6 +1,6 @@
 """What a command leaves behind: directories, the resolved job, exit codes, and the table of a sweep.
 
-The jobs themselves are stand-ins here: what is tested is everything around `autolaunch.launch.run`.
+The jobs themselves are stand-ins here: what is tested is everything around `autolaunch.jobs.start.run`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from autolaunch import check, cli, launch
+from autolaunch import cli
+from autolaunch.config import across_keys
 from autolaunch.job import ResolvedJob
+from autolaunch.jobs import start
 from autolaunch.launch import RunEnd
 from tests.support.messages import Told, assert_only_told, assert_told
 
@@ -40,7 +42,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ResolvedJob, bool]]:
         (job.output_dir / "summary.json").write_text(json.dumps({"loss": 1.25, "step_time_s": 0.5}))
         return RunEnd("finished", 0)
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(start, "run", run)
     return jobs
 
 
@@ -52,7 +54,7 @@ def command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(check, "visible_devices", lambda accelerator: ("cpu", None))
+    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: ("cpu", None))
     monkeypatch.setenv("COLUMNS", "150")
 
     def run(*argv: str) -> Outcome:
@@ -215,9 +217,9 @@ def test_modules_of_the_working_directory_come_last(
     ],
 )
 def test_ranks_of_torchrun(started: int, argv: list[str], told: Told | None, tmp_path: Path) -> None:
-    from autolaunch.command_line import parse
-    from autolaunch.compose import compose
-    from autolaunch.jobs import resolve_job
+    from autolaunch.config.command_line import parse
+    from autolaunch.config.compose import compose
+    from autolaunch.jobs.run import resolve_job
     from autolaunch_strategies.config import ConfigError
 
     composed = compose(parse(argv))

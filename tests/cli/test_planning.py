@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from autolaunch import cli
-from autolaunch.command_line import parse
-from autolaunch.compose import compose, resolved
-from autolaunch.validate import validate
-from autolaunch.wanted import wanted_by
+from autolaunch.config.against_schema import validate
+from autolaunch.config.command_line import parse
+from autolaunch.config.compose import compose, resolved
+from autolaunch.planning.wanted import wanted_by
 from autolaunch_strategies.config import CP_BACKENDS, ConfigError
 from autolaunch_strategies.planner.candidate import PIPELINES
 from tests.support.ranks import environment, start, torchrun

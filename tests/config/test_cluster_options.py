@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from autolaunch import cli, this_machine
+from autolaunch import cli
+from autolaunch.machine import this_machine
 from autolaunch_strategies.planner.hardware import hardware_from
 from tests.support.messages import Told, assert_only_told, assert_told
 from tests.support.tiers import one_in

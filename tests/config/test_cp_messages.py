@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 from torch import nn
 
-from autolaunch import check, cli
-from autolaunch.command_line import parse
-from autolaunch.compose import compose
-from autolaunch.jobs import resolve_job
+from autolaunch import cli
+from autolaunch.config import across_keys
+from autolaunch.config.command_line import parse
+from autolaunch.config.compose import compose
+from autolaunch.jobs.run import resolve_job
 from autolaunch.report.screen import show_plan, show_start
 from autolaunch_strategies import ColWiseParallel, ConfigError, ContextParallel, PrepareContextParallel
 from autolaunch_strategies.apply.check import config_errors
@@ -228,7 +229,7 @@ WRONG = [
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
-    monkeypatch.setattr(check, "visible_devices", lambda accelerator: ("cpu", None))
+    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: ("cpu", None))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     return tmp_path
 

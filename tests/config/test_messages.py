@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from autolaunch import check, cli
+from autolaunch import cli
+from autolaunch.config import across_keys
 from tests.support.messages import Told, assert_only_told
 from tests.support.tiers import one_in
 
@@ -933,7 +934,7 @@ def command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(check, "visible_devices", lambda accelerator: ("cpu", None))
+    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: ("cpu", None))
     for variable in ("AUTOLAUNCH_NOT_SET", "HYDRA_FULL_ERROR"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -998,7 +999,7 @@ def test_devices(
     command: Callable[..., Outcome],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(check, "visible_devices", lambda accelerator: devices)
+    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: devices)
     code, out, err = command(*argv)
     assert_only_told(err, told)
     assert (code, out) == (2, "")

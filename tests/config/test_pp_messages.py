@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from autolaunch import check, cli
-from autolaunch.command_line import parse
-from autolaunch.compose import compose
-from autolaunch.jobs import resolve_job
+from autolaunch import cli
+from autolaunch.config import across_keys
+from autolaunch.config.command_line import parse
+from autolaunch.config.compose import compose
+from autolaunch.jobs.run import resolve_job
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.config import PP_NAMES, SCHEDULES, PipelineParallel, parallel_config
 from tests.support.messages import Told, assert_only_told
@@ -247,7 +248,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
-    monkeypatch.setattr(check, "visible_devices", lambda accelerator: ("cpu", None))
+    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: ("cpu", None))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     return tmp_path
 

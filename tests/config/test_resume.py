@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autolaunch.resume import resolve_ckpt_path
+from autolaunch.config.resume import resolve_ckpt_path
 from autolaunch_strategies.checkpoint.files import MANIFEST, complete_checkpoints, problem_with, write_manifest
 from autolaunch_strategies.config import ConfigError
 from tests.support.messages import Told, assert_only_told, assert_told

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from autolaunch.command_line import parse
-from autolaunch.compose import compose, resolved, unresolvable
-from autolaunch.config import Job
-from autolaunch.config_directories import CONF
-from autolaunch.help import known_keys
-from autolaunch.origin import Origin
-from autolaunch.validate import field_types, node_schema, validate
+from autolaunch.config.against_schema import field_types, node_schema, validate
+from autolaunch.config.command_line import parse
+from autolaunch.config.compose import compose, resolved, unresolvable
+from autolaunch.config.help import known_keys
+from autolaunch.config.origin import Origin
+from autolaunch.config.schema import Job
+from autolaunch.directories import CONF
 from tests.support.tiers import one_in
 
 OPTIONS = sorted((file.parent.name, file.stem) for file in CONF.glob("*/*.yaml"))

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from autolaunch import check, cli
+from autolaunch import cli
+from autolaunch.config import across_keys
 from autolaunch.instantiate import build
 from autolaunch.launch.place import place
 from autolaunch_strategies.config import ConfigError
@@ -192,7 +193,7 @@ def test_on_the_command_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(check, "visible_devices", lambda accelerator: ("cpu", None))
+    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: ("cpu", None))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     assert cli.run(argv) == 2
     assert capfd.readouterr().err == message.replace("{cwd}", str(tmp_path)) + "\n"

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autolaunch.config import DATA
-from autolaunch.data.check import check_data, tokenizer_vocabulary
+from autolaunch.config.schema import DATA
+from autolaunch.data.present import check_data, tokenizer_vocabulary
 from autolaunch_strategies.config import ConfigErrors
 from tests.support.messages import Told, assert_only_told
 
@@ -340,8 +340,8 @@ def test_facts_that_are_not_known_forbid_nothing() -> None:
 def test_checking_imports_neither_torch_nor_numpy() -> None:
     code = (
         "import sys, dataclasses\n"
-        "from autolaunch.config import TextData\n"
-        "from autolaunch.data.check import check_data\n"
+        "from autolaunch.config.schema import TextData\n"
+        "from autolaunch.data.present import check_data\n"
         "assert check_data(dataclasses.asdict(TextData()), 1, None) == []\n"
         "print(sorted({'torch', 'numpy', 'lightning'} & set(sys.modules)))"
     )

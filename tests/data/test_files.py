@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from autolaunch.config import DATA
+from autolaunch.config.schema import DATA
 from autolaunch.data import build_data, synthetic, text, tokens
 from autolaunch.data.counts import split_counts, window_count
 from autolaunch.data.documents import find_files

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from autolaunch.config import Launch
+from autolaunch.config.schema import Launch
 from autolaunch.job import ResolvedJob
-from autolaunch.launch.devices import visible_devices
 from autolaunch.launch.place import Place, check_master_resolves, place
+from autolaunch.machine.devices import visible_devices
 from autolaunch_strategies.config import ConfigError
 from tests import ROOT
 from tests.support.messages import Told, assert_only_told, assert_told
@@ -120,7 +120,7 @@ def test_master_without_address() -> None:
     ("visible", "count"), [("", 0), ("-1", 0), ("0,2", 2), ("0,-1,2", 1), ("GPU-8a1f,GPU-77", 2), ("MIG-1", 1)]
 )
 def test_visible_devices(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
-    monkeypatch.setattr("autolaunch.launch.devices.metadata.version", lambda name: "2.13.0")
+    monkeypatch.setattr("autolaunch.machine.devices.metadata.version", lambda name: "2.13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_devices("gpu") == ("gpu", count)
     assert visible_devices("auto") == (("gpu", count) if count else ("cpu", None))
@@ -128,7 +128,7 @@ def test_visible_devices(monkeypatch: pytest.MonkeyPatch, visible: str, count: i
 
 
 def test_cpu_build_of_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autolaunch.launch.devices.metadata.version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr("autolaunch.machine.devices.metadata.version", lambda name: "2.13.0+cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert visible_devices("auto") == ("cpu", None)
 

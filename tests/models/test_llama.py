@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from autolaunch.config import LlamaModel
+from autolaunch.config.schema import LlamaModel
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.models.llama import Llama, RotaryEmbedding
 from autolaunch.models.llama_config import SIZES, llama_config

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from autolaunch.config import MODELS, Job, Optimizer, Scheduler
+from autolaunch.config.schema import MODELS, Job, Optimizer, Scheduler
 from autolaunch.models import build_model, build_module
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.models.language_model import LanguageModel, SupervisedModule, build_loss

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autolaunch.check import check
-from autolaunch.command_line import parse
-from autolaunch.compose import compose
-from autolaunch.jobs import resolve_job
+from autolaunch.config.across_keys import check
+from autolaunch.config.command_line import parse
+from autolaunch.config.compose import compose
+from autolaunch.jobs.run import resolve_job
 from autolaunch_strategies.config import CP_BACKENDS, ConfigError
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, SELECTIVE, Candidate
 from autolaunch_strategies.planner.enumerate import enumerate_candidates

@@ -14,9 +14,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from autolaunch.command_line import parse
-from autolaunch.compose import compose
-from autolaunch.jobs import resolve_job
+from autolaunch.config.command_line import parse
+from autolaunch.config.compose import compose
+from autolaunch.jobs.run import resolve_job
 from autolaunch.launch.place import Place
 from autolaunch.report.pipeline import foreseen_timeline, remarks, stage_table, with_expectation
 from autolaunch.report.plan_file import read_plan

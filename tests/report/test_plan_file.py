@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
-from autolaunch.mesh_source import register
+from autolaunch.config.sources import register
 from autolaunch.report.plan_file import read_plan, write_plan
 from tests import ROOT
 

@@ -16,8 +16,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from autolaunch import cli, launch
+from autolaunch import cli
 from autolaunch.job import ResolvedJob
+from autolaunch.jobs import start
 from autolaunch.launch import RunEnd
 from autolaunch.report.metrics import MetricsCsv, StepMetrics
 from autolaunch.report.summary import collect_summary, write_summary
@@ -136,7 +137,7 @@ def test_a_first_rank_that_was_ended_before_its_summary(
         os.utime(file.path, (written, written))
         return RunEnd("failed", 1, message="rank 1 of 2 failed: ValueError: unlucky\nlog: ...")
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(start, "run", run)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
     monkeypatch.chdir(tmp_path)
     assert cli.run(["fit", "mesh=2", "trainer.accelerator=cpu", f"output_dir={tmp_path}"]) == 1

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from autolaunch import launch
-from autolaunch.command_line import parse
-from autolaunch.compose import compose
-from autolaunch.jobs import resolve_job
-from autolaunch.search.leftovers import contained
+from autolaunch.config.command_line import parse
+from autolaunch.config.compose import compose
+from autolaunch.jobs import start
+from autolaunch.jobs.ends import JobEnd
+from autolaunch.jobs.run import resolve_job
+from autolaunch.launch.containment import contained
 from autolaunch.search.outcome import read_outcome
-from autolaunch.sweep import JobEnd
 from autolaunch_strategies.planner.trials import HANG
 from tests.support.commands import Commands, Run
 from tests.support.ranks import environment
@@ -98,7 +98,7 @@ def test_a_hang_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monkey
     job.config["search"] = {"name": "auto", "timeout": float(TIMEOUT)}
     started = time.monotonic()
     with contained():
-        end = launch.run(job, isolated=True)
+        end = start.run(job, isolated=True)
     assert TIMEOUT <= time.monotonic() - started < TIMEOUT + 30
     assert (end.status, end.exit_code) == ("timed_out", 1)
     assert end.message.startswith(f"not over after {TIMEOUT} s (search.timeout)\nwhere rank 0 is:\n")

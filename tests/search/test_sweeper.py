@@ -1,6 +1,6 @@
 """`-m search=auto` from the command line to results.csv, best.yaml and the table, with trials that are made up.
 
-The model is profiled by formula and the trials are stand-ins for `autolaunch.launch.run`; everything between is real.
+The model is profiled by formula and the trials take the place of `jobs.start.run`; everything between is real.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
-from autolaunch import check, cli, launch, this_machine
+from autolaunch import cli
+from autolaunch.config import across_keys
 from autolaunch.job import ResolvedJob
+from autolaunch.jobs import start
 from autolaunch.launch import RunEnd
+from autolaunch.machine import this_machine
 from autolaunch.search import space
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.settings import candidate_of
@@ -29,7 +32,7 @@ OOM = "rank 1 of 4 failed: torch.OutOfMemoryError: CUDA out of memory. Tried to 
 
 
 class Trials:
-    """Stands in for `launch.run`: says how long a step takes, or how a trial ends."""
+    """Stands in for `start.run`: says how long a step takes, or how a trial ends."""
 
     def __init__(self) -> None:
         self.jobs: list[ResolvedJob] = []
@@ -71,7 +74,7 @@ def seconds_of(config: dict[str, Any]) -> float:
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
     made = Trials()
-    monkeypatch.setattr(launch, "run", made)
+    monkeypatch.setattr(start, "run", made)
 
     def profiled(job: ResolvedJob, device: str) -> tuple[ModelProfile, Recipe]:
         profile = transformer_profile(4, 128, 4, 64, 512, element_bytes=4, name="debug")
@@ -89,7 +92,7 @@ def command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for module in (check, this_machine):
+    for module in (across_keys, this_machine):
         monkeypatch.setattr(module, "visible_devices", lambda accelerator: ("cpu", None))
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # what was calibrated here changes what is tried
@@ -144,7 +147,7 @@ def test_the_best_runs_as_it_was_typed(command: Callable[..., Outcome], trials: 
         return RunEnd("finished", 0)
 
     ran: list[ResolvedJob] = []
-    launch.run = run  # the fixture puts it back
+    start.run = run  # the fixture puts it back
     assert cli.run(["experiment=out/best.yaml"]) == 0
     ((job),) = ran
     assert candidate_of(job.config) == candidate_of(trial.config)

@@ -8,7 +8,7 @@ from typing import Any
 
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
-from autolaunch.tasks import calibration
+from autolaunch.tasks.calibrate import measure as calibration
 from autolaunch_strategies.planner import measure
 
 QUICK = ("dp, small batch", "dp level 3")

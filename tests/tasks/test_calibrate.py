@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from autolaunch import cli
-from autolaunch.tasks import calibrate, calibration
-from autolaunch.this_machine import machine_file
+from autolaunch.machine.this_machine import machine_file
+from autolaunch.tasks.calibrate import job as calibrate
+from autolaunch.tasks.calibrate import measure as calibration
 from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.hardware import COLLECTIVES, Hardware, hardware_from
 from autolaunch_strategies.planner.measure import Bench

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from autolaunch.config_directories import user_cache
-from autolaunch.data.check import missing_tokenizers
 from autolaunch.data.counts import bytes_token_count
 from autolaunch.data.documents import TEXT_SUFFIXES, expanded, find_files, standard_library_documents
+from autolaunch.data.present import missing_tokenizers
 from autolaunch.data.windows import Sequences, TokenFile, Windows, split
+from autolaunch.directories import user_cache
 from autolaunch_strategies.config import ConfigError
 
 BYTES_END_OF_DOCUMENT = 256

@@ -1,25 +1,5 @@
-"""Start the ranks of a run, watch them, and say what went wrong first. Imports no torch."""
+"""Start the ranks of a run, watch them, and say what went wrong first. Imports no torch.
 
-from __future__ import annotations
-
-from autolaunch.job import ResolvedJob
-from autolaunch.launch.end import RunEnd
-
-__all__ = ["RunEnd", "run"]
-
-
-def run(job: ResolvedJob, *, isolated: bool = False) -> RunEnd:
-    """Run a job on this machine: one rank in this process, several in a process each.
-
-    Args:
-        job: the job.
-        isolated: give a single rank a process of its own, too, so that it can neither take this one down nor leave
-            anything behind in it; for sweeps.
-    """
-    if job.world_size == 1 and not isolated:
-        from autolaunch.worker import run_here
-
-        return run_here(job)
-    from autolaunch.launch.local import run_local
-
-    return run_local(job, job.config["launch"])
+`local` starts a process per rank, `place` finds the place of this one inside torchrun or srun, `rendezvous` lets ranks
+of several machines meet, `phase` and `failure` are what ranks write down, `containment` ends what a trial leaves.
+"""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 from autolaunch.launch.failure import Failure
+
+STOP_SIGNAL = signal.SIGHUP
+"""How the parent ends a worker. Lightning puts a handler of its own on SIGTERM, which a rank that hangs never gets to
+run; a signal whose action is the kernel's ends it wherever it is."""
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,12 @@ from typing import IO, Any
 
 import autolaunch
 import autolaunch_strategies
+from autolaunch.config.search import is_trial
 from autolaunch.job import ResolvedJob
-from autolaunch.launch.end import RunEnd
+from autolaunch.launch.end import STOP_SIGNAL, RunEnd
 from autolaunch.launch.failure import VERDICT_SECONDS, Exit, Failure, failure_file, first_failure, log_file, tail
 from autolaunch.launch.phase import Phase, forget_reports, read_phase, stack_file
 from autolaunch.launch.place import Place
-from autolaunch.search_config import is_trial
-from autolaunch.worker import STOP_SIGNAL
 
 POLL_SECONDS = 0.05
 KILL_SECONDS = 5.0
@@ -84,7 +83,7 @@ def run_local(job: ResolvedJob, launch_cfg: dict[str, Any]) -> RunEnd:
 
     Args:
         job: the job; its file is written here.
-        launch_cfg: the keys of `autolaunch.config.Launch`.
+        launch_cfg: the keys of `autolaunch.config.schema.Launch`.
     """
     forget_reports(job.logs)
     path = job.write()

@@ -16,7 +16,7 @@ def build_model(model_cfg: Mapping[str, Any]) -> nn.Module:
     """The module that the group `model` describes, on torch's default device and in its default dtype.
 
     Args:
-        model_cfg: the fields of `autolaunch.config.LlamaModel` or `HFModel`, or any dict with `_target_`.
+        model_cfg: the fields of `autolaunch.config.schema.LlamaModel` or `HFModel`, or any dict with `_target_`.
 
     Raises:
         ConfigError: shapes that do not fit together, a config that `transformers` refuses, or a wrong `_target_`.
@@ -56,7 +56,7 @@ def build_module(job_config: Mapping[str, Any]) -> LightningModule:
     """The LightningModule of a resolved job: the user's own, or one around the model of the group `model`.
 
     Args:
-        job_config: the fields of `autolaunch.config.Job`.
+        job_config: the fields of `autolaunch.config.schema.Job`.
 
     Raises:
         ConfigError: as `build_model`, a wrong `module._target_`, or no such loss.

@@ -25,8 +25,8 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
     default dtype, whatever the config file says: the precision of a run is the trainer's.
 
     Args:
-        model_cfg: the fields of `autolaunch.config.HFModel`. `pretrained` is not looked at: weights are read later,
-            one at a time (`autolaunch.models.pretrained`).
+        model_cfg: the fields of `autolaunch.config.schema.HFModel`. `pretrained` is not looked at: weights are read
+            later, one at a time (`autolaunch.models.pretrained`).
 
     Raises:
         ConfigError: no such model_type, not a causal language model, an unknown field, or values that the class or

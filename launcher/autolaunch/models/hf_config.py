@@ -18,7 +18,7 @@ def read_hf_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of config.json in `model.path`, replaced by those of `model.config`.
 
     Args:
-        model_cfg: the fields of `autolaunch.config.HFModel`.
+        model_cfg: the fields of `autolaunch.config.schema.HFModel`.
 
     Raises:
         ConfigError: `transformers` is not installed, neither a directory nor a model_type is given, or the directory

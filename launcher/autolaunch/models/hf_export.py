@@ -26,7 +26,7 @@ def write_transformers_files(directory: Path, model_cfg: Mapping[str, Any], mode
     """Write config.json (and the tokenizer that the model came with) into `directory`.
 
     Args:
-        model_cfg: the fields of `autolaunch.config.LlamaModel` or `HFModel`; other models get no config.json.
+        model_cfg: the fields of `autolaunch.config.schema.LlamaModel` or `HFModel`; other models get no config.json.
         model: the module that was trained (may be on meta).
         dtype: of the exported weights, e.g. ``float32``.
     """

@@ -25,8 +25,8 @@ class LanguageModel(LightningModule):
 
     Args:
         model: takes `input_ids` and returns logits [b, s, vocab], or an object with `logits`.
-        optimizer_cfg: the fields of `autolaunch.config.Optimizer`.
-        scheduler_cfg: the fields of `autolaunch.config.Scheduler`.
+        optimizer_cfg: the fields of `autolaunch.config.schema.Optimizer`.
+        scheduler_cfg: the fields of `autolaunch.config.schema.Scheduler`.
         total_steps: at which optimizer step training ends (-1: no limit).
     """
 
@@ -80,8 +80,8 @@ class SupervisedModule(LightningModule):
         model: any module.
         loss: `cross_entropy` (over the last dim of an output [b, classes] or [b, s, classes]), `mse`, `output`, or a
             dict with the `_target_` of a loss class, or of a function with ``_partial_: true``.
-        optimizer_cfg: the fields of `autolaunch.config.Optimizer`.
-        scheduler_cfg: the fields of `autolaunch.config.Scheduler`.
+        optimizer_cfg: the fields of `autolaunch.config.schema.Optimizer`.
+        scheduler_cfg: the fields of `autolaunch.config.schema.Scheduler`.
         total_steps: at which optimizer step training ends (-1: no limit).
 
     Raises:

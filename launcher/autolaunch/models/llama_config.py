@@ -114,7 +114,7 @@ def llama_config(model_cfg: Mapping[str, Any]) -> LlamaConfig:
     """The shape that ``model=llama`` means: its size's published values, replaced by every key that is not null.
 
     Args:
-        model_cfg: the fields of `autolaunch.config.LlamaModel`; missing ones count as null.
+        model_cfg: the fields of `autolaunch.config.schema.LlamaModel`; missing ones count as null.
 
     Raises:
         ConfigError: no such size, sizes that do not divide, or a wrong `rope_scaling`.

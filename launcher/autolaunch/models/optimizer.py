@@ -26,7 +26,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optimizer_cfg: Mapping[s
 
     Args:
         parameters: of the model; norms and biases are known by having fewer than two dims.
-        optimizer_cfg: the fields of `autolaunch.config.Optimizer`; with `_target_`, any further key is an argument.
+        optimizer_cfg: the fields of `autolaunch.config.schema.Optimizer`; with `_target_`, any further key is an
+            argument.
 
     Raises:
         ConfigError: no such optimizer, or a `_target_` that cannot be called so.
@@ -73,7 +74,7 @@ def learning_rate_factor(scheduler_cfg: Mapping[str, Any], total_steps: int) -> 
     step, and stay there.
 
     Args:
-        scheduler_cfg: the fields of `autolaunch.config.Scheduler`.
+        scheduler_cfg: the fields of `autolaunch.config.schema.Scheduler`.
         total_steps: `trainer.max_steps`, used unless the schedule has its own `total_steps`.
 
     Raises:

@@ -15,11 +15,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from autolaunch.config.against_schema import written
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.report.pipeline import remarks, stage_table
 from autolaunch.report.readable import readable_bytes, readable_count, readable_seconds
 from autolaunch.report.schedule_picture import schedule_text
-from autolaunch.validate import written
 from autolaunch_strategies.config import AXES
 from autolaunch_strategies.schedules.schedule import Timeline
 

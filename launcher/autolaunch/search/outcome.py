@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from autolaunch.sweep import END_FILE
+from autolaunch.jobs.ends import END_FILE
 from autolaunch_strategies.planner.trials import (
     CRASH,
     HANG,

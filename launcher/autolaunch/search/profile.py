@@ -54,8 +54,8 @@ def profile_apart(job: ResolvedJob, device: str) -> tuple[ModelProfile, Recipe]:
 
 def main() -> None:
     """Profile the model of the job file of the first argument into the file of the second one."""
-    from autolaunch.jobs import let_imports_see_the_working_directory
-    from autolaunch.planning import profile_of
+    from autolaunch.jobs.run import let_imports_see_the_working_directory
+    from autolaunch.planning.choice import profile_of
 
     let_imports_see_the_working_directory()
     job, answer, device = ResolvedJob.read(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]

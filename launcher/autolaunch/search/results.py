@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autolaunch.config_directories import shown
+from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.report.plan_file import write_plan
 from autolaunch.report.readable import readable_bytes

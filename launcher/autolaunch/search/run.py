@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from autolaunch.command_line import into_open_group, quoted_mesh
+from autolaunch.config.command_line import into_open_group, quoted_mesh
 from autolaunch.report.terminal import Terminal
 from autolaunch.search.outcome import read_outcome
 from autolaunch.search.results import print_results, write_best, write_results

@@ -16,15 +16,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from autolaunch import __version__
-from autolaunch.cluster import hardware_of
-from autolaunch.command_line import unquoted
-from autolaunch.compose import resolved
+from autolaunch.config.against_schema import validate
+from autolaunch.config.cluster import hardware_of
+from autolaunch.config.command_line import unquoted
+from autolaunch.config.compose import resolved
+from autolaunch.config.origin import Origin
 from autolaunch.job import ResolvedJob
-from autolaunch.jobs import resolve_job
-from autolaunch.origin import Origin
+from autolaunch.jobs.run import resolve_job
+from autolaunch.planning.wanted import CHOSEN_GROUPS, typed_keys, wanted_by
 from autolaunch.search.profile import profile_apart
-from autolaunch.validate import validate
-from autolaunch.wanted import CHOSEN_GROUPS, typed_keys, wanted_by
 from autolaunch_strategies.config import AXES, ConfigError, raise_all
 
 if TYPE_CHECKING:

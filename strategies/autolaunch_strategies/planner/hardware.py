@@ -103,7 +103,7 @@ def hardware_from(values: Mapping[str, Any], where: str = "cluster") -> Hardware
     """Read what `conf/cluster/*.yaml` and `autolaunch calibrate` write.
 
     Args:
-        values: the keys of `autolaunch.cluster.Cluster`, in the units that their names say: GiB, TFLOP/s, 10^9 bytes
+        values: the keys of a file of conf/cluster, in the units that their names say: GiB, TFLOP/s, 10^9 bytes
             per second, microseconds, and KiB in curves. Keys that are null count as absent. `inter` may be absent
             with a single node.
         where: what the mapping is called in messages.

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from autolaunch.validate import Where
+from autolaunch.config.against_schema import Where
 from autolaunch_strategies.config import ConfigError, PipelineParallel
 from autolaunch_strategies.schedules.schedule import check_schedule, fitting_microbatches
 

@@ -28,12 +28,12 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from autolaunch.command_line import CommandLine, unquoted
-from autolaunch.config import Job
-from autolaunch.config_directories import CONF, shown
-from autolaunch.mesh_source import ExperimentFileSource, MeshSearchPath, register
-from autolaunch.origin import Origin
-from autolaunch.validate import MISSING, alike, field_types, keys_text, node_schema
+from autolaunch.config.against_schema import MISSING, alike, field_types, keys_text, node_schema
+from autolaunch.config.command_line import CommandLine, unquoted
+from autolaunch.config.origin import Origin
+from autolaunch.config.schema import Job
+from autolaunch.config.sources import ExperimentFileSource, MeshSearchPath, register
+from autolaunch.directories import CONF, shown
 from autolaunch_strategies.config import ConfigError, nearest, raise_all
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}

@@ -1,6 +1,6 @@
 """The schema of what `conf/` composes to: one dataclass per config group, a sentence of help under every key.
 
-Torch-free. `autolaunch.validate` checks a composed config against it; `autolaunch.help` prints it.
+Torch-free. `autolaunch.config.against_schema` checks a composed config against it; `autolaunch.config.help` prints it.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from autolaunch.cluster import Cluster
-from autolaunch.search_config import Search
+from autolaunch.config.cluster import Cluster
+from autolaunch.config.search import Search
 from autolaunch_strategies.config import (
     AXES,
     DEFAULT_ORDER,

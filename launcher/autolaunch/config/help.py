@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autolaunch.command_line import HYDRA_INFO
-from autolaunch.config import DATA, MODELS, TASKS, Job
-from autolaunch.mesh_source import SHAPES
-from autolaunch.validate import field_types, group_schema, limits_text, written
+from autolaunch.config.against_schema import field_types, group_schema, limits_text, written
+from autolaunch.config.command_line import HYDRA_INFO
+from autolaunch.config.schema import DATA, MODELS, TASKS, Job
+from autolaunch.config.sources import SHAPES
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.plan.context import CONTEXT_STYLES
 from autolaunch_strategies.plan.rules import STYLES

@@ -19,24 +19,25 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from autolaunch import __version__, launch
-from autolaunch.check import check
-from autolaunch.command_line import CommandLine, quoted_mesh, unquoted
-from autolaunch.compose import Composed, compose, enter_hydra, resolved, unresolvable
-from autolaunch.config import IN_ONE_PROCESS
-from autolaunch.config_directories import shown
+from autolaunch import __version__
+from autolaunch.config.across_keys import check
+from autolaunch.config.against_schema import validate
+from autolaunch.config.command_line import CommandLine, quoted_mesh, unquoted
+from autolaunch.config.compose import Composed, compose, enter_hydra, resolved, unresolvable
+from autolaunch.config.microbatches import with_batch_parts
+from autolaunch.config.origin import Origin
+from autolaunch.config.resume import resolve_ckpt_path
+from autolaunch.config.schema import IN_ONE_PROCESS
+from autolaunch.config.search import is_trial
+from autolaunch.config.sequence_parts import with_sequence_parts
+from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
+from autolaunch.jobs import start
+from autolaunch.jobs.ends import JobEnd, forget_ends, print_table, read_ends
+from autolaunch.launch.containment import contained
 from autolaunch.launch.place import Place, place
-from autolaunch.microbatches import with_batch_parts
-from autolaunch.origin import Origin
+from autolaunch.planning.wanted import typed_keys
 from autolaunch.report.terminal import Terminal
-from autolaunch.resume import resolve_ckpt_path
-from autolaunch.search.leftovers import contained
-from autolaunch.search_config import is_trial
-from autolaunch.sequence_parts import with_sequence_parts
-from autolaunch.sweep import JobEnd, forget_ends, print_table, read_ends
-from autolaunch.validate import validate
-from autolaunch.wanted import typed_keys
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 
 SUMMARY, METRICS = "summary.json", "metrics.csv"
@@ -119,7 +120,7 @@ def _with_choice(
     """
     if not chooses and (composed.config.get("cluster") is None or composed.config.task != "plan"):
         return line, composed, None
-    from autolaunch.planning import choice_of
+    from autolaunch.planning.choice import choice_of
 
     raise_all(composed.errors)
     hydra = composed.config.hydra
@@ -255,7 +256,7 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> float:
         started = time.time()
         (directory / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
         with contained() if is_trial(config) else contextlib.nullcontext():
-            end = launch.run(job, isolated=sweep)
+            end = start.run(job, isolated=sweep)
         status, code, message = end.status, end.exit_code, end.message
         if code and not (directory / SUMMARY).exists():
             _write_summary(job, status, message, time.time() - started)
@@ -354,7 +355,7 @@ def resolve_job(
     choices["mesh"] = mesh.name
     ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
     if values["task"] == "calibrate":
-        from autolaunch.tasks.calibrate import calibration
+        from autolaunch.tasks.calibrate.job import calibration
 
         values, ranks = calibration(values, started_ranks)
     return ResolvedJob(values, output_dir, ranks, typed_overrides(hydra), __version__, choices)

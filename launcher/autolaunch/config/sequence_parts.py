@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from autolaunch.config.against_schema import Where
 from autolaunch.models.facts import ModelFacts, model_facts
-from autolaunch.validate import Where
 from autolaunch_strategies.config import ConfigError, ContextParallel, MeshShape
 
 

@@ -1,4 +1,4 @@
-"""A composed config against the schema of `autolaunch.config`: types, choices, limits and unknown keys, all at once.
+"""A composed config against `autolaunch.config.schema`: types, choices, limits and unknown keys, all at once.
 
 Hydra composes plain YAML, so this is where `trainer.max_steps=abc` is found. Torch-free.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, Union
 
-from autolaunch.config import DATA, MODELS, CustomData, CustomModel, Job
+from autolaunch.config.schema import DATA, MODELS, CustomData, CustomModel, Job
 from autolaunch_strategies.config import ConfigError, nearest
 
 Where = Callable[[str, Any], str]

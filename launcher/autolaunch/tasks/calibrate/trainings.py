@@ -11,15 +11,15 @@ import lightning.pytorch as pl
 import torch
 from omegaconf import OmegaConf
 
-from autolaunch.config_directories import CONF
+from autolaunch.config.against_schema import validate
+from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.data import build_data
+from autolaunch.directories import CONF
 from autolaunch.job import ResolvedJob
-from autolaunch.launch.devices import visible_devices
-from autolaunch.microbatches import with_batch_parts
+from autolaunch.machine.devices import visible_devices
 from autolaunch.models import build_module
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, own_plan, quiet_lightning
-from autolaunch.validate import validate
 from autolaunch_strategies.config import CP_BACKENDS, raise_all
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate
@@ -44,7 +44,7 @@ class Training:
     batch: int
     """Sequences of an optimizer step."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Keys of `autolaunch.config.LlamaModel`."""
+    """Keys of `autolaunch.config.schema.LlamaModel`."""
     positions: int = 128
     steps: int = STEPS
 

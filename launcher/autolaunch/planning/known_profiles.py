@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autolaunch import __version__
-from autolaunch.config_directories import user_cache
+from autolaunch.directories import user_cache
 from autolaunch.job import write_beside
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ def _sources() -> list[tuple[str, int, int]]:
     """The files of this project that a profile is made by: one of an older version is not read."""
     import autolaunch_strategies
 
-    engine, own = Path(autolaunch_strategies.__file__).parent, Path(__file__).parent
-    files = [*engine.glob("planner/*.py"), *engine.glob("plan/*.py"), *own.glob("models/*.py")]
+    engine, own = Path(autolaunch_strategies.__file__).parent, Path(__file__).parents[1]
+    files = [
+        *engine.glob("planner/*.py"),
+        *engine.glob("plan/*.py"),
+        *engine.glob("model/*.py"),
+        *own.glob("models/*.py"),
+    ]
     return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)

@@ -1,4 +1,4 @@
-"""cluster=local: the machine at hand as values of `autolaunch.cluster.Cluster`, measured before or guessed. Torch-free.
+"""cluster=local: the machine at hand as values of `config.cluster.Cluster`, measured before or guessed. Torch-free.
 
 `autolaunch calibrate` stores what it measures in the user's cache directory, one file for each number of ranks.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from autolaunch.config_directories import CONF, user_cache
-from autolaunch.launch.devices import visible_devices
+from autolaunch.directories import CONF, user_cache
+from autolaunch.machine.devices import visible_devices
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.planner.constants import Constants
 

@@ -22,7 +22,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from autolaunch.this_machine import this_machine
+from autolaunch.machine.this_machine import this_machine
 from autolaunch_strategies.config import ConfigError, looks_like_mesh, parse_mesh
 
 SHAPES = ("2x2", "4x2", "2x2x2", "dp4xmp2", "dp-1xmp2")

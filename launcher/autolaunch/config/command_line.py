@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from autolaunch.config import TASKS
+from autolaunch.config.schema import TASKS
 from autolaunch_strategies.config import ConfigError, looks_like_mesh, nearest
 
 HYDRA_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")

@@ -22,16 +22,16 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from autolaunch.cluster import hardware_of
-from autolaunch.config_directories import shown
+from autolaunch.config.cluster import hardware_of
+from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
-from autolaunch.launch.devices import visible_devices
 from autolaunch.launch.place import Place
+from autolaunch.machine.devices import visible_devices
+from autolaunch.machine.this_machine import machine_file, this_machine
 from autolaunch.report.readable import readable_seconds
 from autolaunch.report.summary import write_summary
 from autolaunch.report.terminal import Terminal
-from autolaunch.tasks.calibration_runs import Training, trainings
-from autolaunch.this_machine import machine_file, this_machine
+from autolaunch.tasks.calibrate.trainings import Training, trainings
 from autolaunch_strategies.planner.calibrate import calibrated, fitted
 from autolaunch_strategies.planner.candidate import Candidates
 from autolaunch_strategies.planner.fit import Run

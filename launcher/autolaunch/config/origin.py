@@ -15,9 +15,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from autolaunch.command_line import unquoted
-from autolaunch.config_directories import shown
-from autolaunch.validate import written
+from autolaunch.config.against_schema import written
+from autolaunch.config.command_line import unquoted
+from autolaunch.directories import shown
 
 
 class Origin:

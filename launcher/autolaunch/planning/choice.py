@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from autolaunch.cluster import hardware_of
-from autolaunch.known_profiles import KnownProfile
-from autolaunch.wanted import wanted_by
+from autolaunch.config.cluster import hardware_of
+from autolaunch.planning.known_profiles import KnownProfile
+from autolaunch.planning.wanted import wanted_by
 from autolaunch_strategies.config import ConfigError
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """What only shows in several keys at once, or on the machine: sizes that do not divide, absent devices and files.
 
-Runs after `autolaunch.validate`, without torch and before any process is started.
+Runs after `autolaunch.config.against_schema`, without torch and before any process is started.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autolaunch.config import IN_ONE_PROCESS
-from autolaunch.data.check import check_data
-from autolaunch.launch.devices import visible_devices
-from autolaunch.microbatches import check_batch_parts, with_batch_parts
+from autolaunch.config.against_schema import Where, typed, written
+from autolaunch.config.microbatches import check_batch_parts, with_batch_parts
+from autolaunch.config.resume import resolve_ckpt_path
+from autolaunch.config.schema import IN_ONE_PROCESS
+from autolaunch.config.sequence_parts import check_sequence_parts
+from autolaunch.data.present import check_data
+from autolaunch.machine.devices import visible_devices
 from autolaunch.models.facts import ModelFacts, model_facts
-from autolaunch.resume import resolve_ckpt_path
-from autolaunch.sequence_parts import check_sequence_parts
-from autolaunch.validate import Where, typed, written
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.config import (
     AXES,

@@ -10,13 +10,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from autolaunch.cluster import hardware_of
-from autolaunch.launch.devices import visible_devices
-from autolaunch.this_machine import this_machine
+from autolaunch.config.cluster import hardware_of
+from autolaunch.machine.devices import visible_devices
+from autolaunch.machine.this_machine import this_machine
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.planner.hardware import Hardware
 
-MEASURING = "autolaunch.tasks.calibration:measure"
+MEASURING = "autolaunch.tasks.calibrate.measure:measure"
 """The task of the ranks."""
 
 START_SECONDS, COLLECTIVE_SECONDS = 120.0, 60.0

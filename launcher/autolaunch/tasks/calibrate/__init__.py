@@ -1,0 +1,1 @@
+"""`autolaunch calibrate`: the job (`job`), what all ranks measure (`measure`), trainings (`trainings`)."""
