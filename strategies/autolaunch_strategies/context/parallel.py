@@ -23,11 +23,10 @@ from autolaunch_strategies.model.blocks import Blocks
 
 @dataclass
 class ContextParallelModule:
-    """A model whose sequences are divided: the context in which it runs, and an account of what was done."""
+    """A model whose sequences are divided: the context in which it runs, and what runs on parts of them."""
 
     sequences: Sequences | None = None
     divided: list[DividedModule] = field(default_factory=list)
-    account: dict[str, Any] = field(default_factory=dict)
     _seen_is_checked: bool = False
 
     def running(self) -> AbstractContextManager[None]:

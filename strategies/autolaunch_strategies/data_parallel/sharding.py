@@ -47,7 +47,6 @@ class DataParallelModule:
     level: int
     averaged_names: list[str] = field(default_factory=list)
     group: dist.ProcessGroup | None = None
-    reasons: dict[str, str] = field(default_factory=dict)
     average: GradientAverage | None = None
     accumulates: bool = False
     keeps_gathered: bool = False
@@ -147,11 +146,10 @@ def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: Dat
     group = mesh.group("dp", "cp")
     ranks = 1 if group is None else group.size()
     pipelined = mesh.shape.pp > 1
-    reasons = sharding_reasons(root, blocks, dp, ranks, pipelined)
     if ranks == 1 and not dp.cpu_offload:
-        return DataParallelModule(root, 0, reasons=reasons)
+        return DataParallelModule(root, 0)
     if dp.sharding_level == 0:
-        return DataParallelModule(root, 0, [name for name, _ in root.named_parameters()], group, reasons)
+        return DataParallelModule(root, 0, [name for name, _ in root.named_parameters()], group)
     scalars = _scalars(root)
     options: dict[str, Any] = {
         "mesh": mesh.sharding_mesh(),
@@ -173,7 +171,7 @@ def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: Dat
     for module in root.modules():
         if module is not root and module not in in_blocks and next(module.parameters(recurse=False), None) is not None:
             module.register_forward_pre_hook(_gather_rest_of(root))
-    return DataParallelModule(root, dp.sharding_level, list(scalars), group, reasons)
+    return DataParallelModule(root, dp.sharding_level, list(scalars), group)
 
 
 def sharding_reasons(

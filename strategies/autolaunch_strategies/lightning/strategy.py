@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -17,7 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
-from autolaunch_strategies.apply.order import Parallelized, apply_parallelism
+from autolaunch_strategies.apply.order import apply_parallelism
+from autolaunch_strategies.apply.registry import applied_to, register
 from autolaunch_strategies.config import (
     ConfigError,
     ContextParallel,
@@ -40,9 +40,6 @@ from autolaunch_strategies.pipeline.idle import idle_share
 from autolaunch_strategies.plan.choose import planned_part
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.training.optimizers import adapt_optimizer
-
-_PARALLELIZED: weakref.WeakKeyDictionary[nn.Module, Parallelized] = weakref.WeakKeyDictionary()
-"""What was done to which module: a second Trainer takes over what the first one parallelised."""
 
 
 class MeshStrategy(CheckpointStrategy):
@@ -153,7 +150,7 @@ class MeshStrategy(CheckpointStrategy):
         self.optimizers, self.lr_scheduler_configs = [], []
 
     def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
-        existing = _PARALLELIZED.get(module)
+        existing = applied_to(module)  # by a Trainer before this one
         if existing is not None:
             if existing.config != self.parallel:
                 raise ConfigError(
@@ -174,7 +171,7 @@ class MeshStrategy(CheckpointStrategy):
             module, self.parallel, self.rank_mesh, self.root_device, self.construction, self.files, self.own_plan
         )
         self.construction = None  # the record keeps every meta tensor alive; it has served
-        _PARALLELIZED[module] = self._applied
+        register(self._applied)
 
     def model_to_device(self) -> None:
         """Nothing: `setup` puts every parameter where it belongs."""

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.apply.order import Parallelized, apply_parallelism
+from autolaunch_strategies.apply.registry import all_applied, applied_to, register
 from autolaunch_strategies.checkpoint.sharded import share_random_state
 from autolaunch_strategies.config import (
     ConfigError,
@@ -56,7 +57,6 @@ log = logging.getLogger(__name__)
 
 _KEYS = ("dp_config", "mp_config", "pp_config", "cp_config")
 
-_MODELS: weakref.WeakKeyDictionary[nn.Module, Parallelized] = weakref.WeakKeyDictionary()
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _MODES: dict[DeviceMesh, MixedTensors] = {}
 
@@ -141,7 +141,7 @@ def parallelize_with(
     device = next((parameter.device for parameter in names), torch.device("cpu"))
     ranks = _join(place, settings, device)
     applied = apply_parallelism(model, settings, ranks, device)
-    _MODELS[model] = applied
+    register(applied)
     for axis in ("mp", "pp", "cp"):  # what several ranks hold whole, or compute again, must stay equal
         if (group := ranks.group(axis)) is not None:
             share_random_state(group)
@@ -193,8 +193,8 @@ def _pipelines_of(parameters: list[Any]) -> tuple[list[Pipeline], dict[int, Pipe
 
     Of all models, where they belong to none: a stage may hold nothing of what is clipped, and has to take part.
     """
-    models = {id(item): applied for applied in list(_MODELS.values()) for item in applied.module.parameters()}
-    owners = [models[id(item)] for item in parameters if id(item) in models] or list(_MODELS.values())
+    models = {id(item): applied for applied in all_applied() for item in applied.module.parameters()}
+    owners = [models[id(item)] for item in parameters if id(item) in models] or all_applied()
     found = {id(applied.pipeline): applied.pipeline for applied in owners if applied.pipeline is not None}
     known = {id(item): models[id(item)].pipeline for item in parameters if id(item) in models}
     return list(found.values()), {key: pipeline for key, pipeline in known.items() if pipeline is not None}
@@ -273,7 +273,7 @@ def _plan(chosen: dict[str, Any], mesh: ProcessMesh) -> dict[str, Any]:
 
 def refuse_second_time(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Raise ConfigError if one of them was parallelised before."""
-    if model in _MODELS or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if applied_to(model) is not None or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigError(f"model={type(model).__name__}", "it is parallelised already", "one call for each model")
     if optimizer is not None and optimizer in _OPTIMIZERS:
         raise ConfigError(
@@ -324,13 +324,14 @@ _STEP_HOOKS: list[Any] = []
 
 
 def _free_unless_training(module: nn.Module, *_: Any) -> None:
-    if not torch.is_grad_enabled():  # no backward pass will free what was gathered
-        _MODELS[module].data_parallel.forget_gathered()
+    applied = applied_to(module)
+    if applied is not None and not torch.is_grad_enabled():  # no backward pass will free what was gathered
+        applied.data_parallel.forget_gathered()
 
 
 def _forget_all_gathered(*_: Any) -> None:
     """What was gathered between a backward pass and a step has old values now."""
-    for applied in _MODELS.values():
+    for applied in all_applied():
         applied.data_parallel.forget_gathered()
 
 
@@ -359,8 +360,8 @@ def _checked_afterwards(
 
 
 def _check_attention_seen(module: nn.Module, *_: Any) -> None:
-    applied = _MODELS[module]
-    if applied.pipeline is None:
+    applied = applied_to(module)
+    if applied is not None and applied.pipeline is None:
         applied.context_parallel.check_seen(type(module).__name__, None)
 
 

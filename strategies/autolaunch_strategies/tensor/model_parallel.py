@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,8 +20,6 @@ from autolaunch_strategies.tensor.styles.build import build_style
 from autolaunch_strategies.tensor.views import MixedTensors
 from autolaunch_strategies.torch_private.modes import is_active
 
-log = logging.getLogger(__name__)
-
 
 @dataclass
 class ModelParallelModule:
@@ -31,7 +28,6 @@ class ModelParallelModule:
     model: nn.Module
     mode: MixedTensors | None = None
     replaced: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    account: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -62,20 +58,17 @@ class ModelParallelModule:
 
 def apply_plan(
     model: nn.Module,
-    rules: list[Rule],
     mesh: DeviceMesh | None,
-    prefix: str = "",
-    found: tuple[list[Match], list[str]] | None = None,
+    matches: list[Match],
     absent: Callable[[nn.Module], bool] = lambda module: False,
 ) -> ModelParallelModule:
-    """Apply the rules of a plan to `model` in place; parameters may be on meta.
+    """Apply the rules that match modules of `model` to it in place; parameters may be on meta.
 
     What no rule places stays a plain parameter, whole on every rank. What rules say of cp is left to `marked_by`.
 
     Args:
         mesh: the 1-D mesh of the mp axis; None if it has one rank: then nothing is done.
-        prefix: what patterns may have in front of the model's own names.
-        found: what `matched` returned, if the model has been cut since.
+        matches: what `matched` returned; the model may have been cut since.
         absent: whether a module belongs to another stage of a pipeline; rules for it are left to that.
 
     Raises:
@@ -83,9 +76,6 @@ def apply_plan(
     """
     if mesh is None:
         return ModelParallelModule(model)
-    matches, warnings = found or matched(model, rules, prefix)
-    for warning in warnings:
-        log.warning(warning)
     remember_plan(model, matches)
     mode = MixedTensors(mesh)
     region = Region(model, mesh, mode.replicate)
@@ -98,7 +88,7 @@ def apply_plan(
                 continue
             style = build_style(spec, f"{match.rule.source}: {match.rule.pattern}")
             style.apply(region, match.module, modules[match.module], match.only)
-    return ModelParallelModule(model, mode, region.replaced, account_of_plan(rules, matches, warnings))
+    return ModelParallelModule(model, mode, region.replaced)
 
 
 def matched(model: nn.Module, rules: list[Rule], prefix: str = "") -> tuple[list[Match], list[str]]:

@@ -30,10 +30,11 @@ SAVE_GROUPS: dict[str, tuple[str, ...]] = {
 
 def apply_recompute(
     blocks: Iterable[Block], recompute: Recompute, running: Callable[[], AbstractContextManager] = nullcontext
-) -> dict[str, str]:
-    """Let blocks compute their activations again in the backward pass. Returns block name -> what was done.
+) -> None:
+    """Let blocks compute their activations again in the backward pass.
 
     Args:
+        blocks: those of `recomputed_blocks` that this rank has.
         running: gives the context in which a forward pass that begins now runs; a backward pass is not within it.
 
     Raises:
@@ -41,11 +42,8 @@ def apply_recompute(
     """
     selective = _selective(recompute.save) if recompute.mode == "selective" else None
     context_fn = functools.partial(_contexts, selective, running)
-    done = recomputed_blocks(blocks, recompute)
     for block in blocks:
-        if block.name in done:
-            _replace_forward(block.module, functools.partial(_checkpointed, context_fn))
-    return done
+        _replace_forward(block.module, functools.partial(_checkpointed, context_fn))
 
 
 def recomputed_blocks(blocks: Iterable[Block], recompute: Recompute) -> dict[str, str]:
@@ -60,16 +58,13 @@ def recomputed_blocks(blocks: Iterable[Block], recompute: Recompute) -> dict[str
     return {block.name: how for number, block in enumerate(blocks) if every and number % every == 0}
 
 
-def apply_compile(blocks: Iterable[Block], mode: bool | str) -> list[str]:
-    """Compile the forward of every block by itself (hooks around it stay eager). Returns the blocks' names."""
+def apply_compile(blocks: Iterable[Block], mode: bool | str) -> None:
+    """Compile the forward of every block by itself (hooks around it stay eager)."""
     if not mode:
-        return []
+        return
     options: dict[str, Any] = {} if mode is True else {"mode": mode}
-    names = []
     for block in blocks:
         _replace_forward(block.module, lambda forward: torch.compile(forward, **options))
-        names.append(block.name)
-    return names
 
 
 def _replace_forward(module: nn.Module, change: Callable[[Callable], Callable]) -> None:

@@ -1,0 +1,294 @@
+"""What is applied to a model, in the one order there is: each step in two halves, what it would do and doing it.
+
+The first halves look at the untouched model and change nothing: alone they are the preview.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from autolaunch_strategies.config import ParallelConfig
+from autolaunch_strategies.context.marked import Marked, marked_by
+from autolaunch_strategies.context.parallel import (
+    ContextParallelModule,
+    account_of_context,
+    both,
+    divide,
+    prepare_context,
+)
+from autolaunch_strategies.data_parallel.sharding import DataParallelModule, apply_data_parallel, sharding_reasons
+from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.model.blocks import Blocks
+from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.model.materialise import WeightFiles, materialise
+from autolaunch_strategies.pipeline.build import CutModel, account_of_pipeline, plan_cut
+from autolaunch_strategies.pipeline.cut import Cutting
+from autolaunch_strategies.pipeline.run import Pipeline
+from autolaunch_strategies.plan.choose import plan_for, planned_part
+from autolaunch_strategies.plan.context import context_rules, other_rules, with_context_plan
+from autolaunch_strategies.plan.rules import Rule, read_plan
+from autolaunch_strategies.tensor.model_parallel import ModelParallelModule, account_of_plan, apply_plan, matched
+from autolaunch_strategies.training.recompute import apply_compile, apply_recompute, recomputed_blocks
+
+log = logging.getLogger(__name__)
+
+CONTEXT_PLAN = "cp.plan"
+"""What rules that `ContextParallel.plan` brings call their source."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the first half of every step looks at."""
+
+    module: nn.Module
+    """As one device has it; may be on meta."""
+    config: ParallelConfig
+    blocks: Blocks
+    own_plan: Mapping[str, Any] | None = None
+    """The mp plan that comes with the model."""
+
+
+@dataclass
+class Site:
+    """Where steps are applied on this rank, and what those before have left for those that follow."""
+
+    module: nn.Module
+    config: ParallelConfig
+    mesh: RankMesh
+    device: torch.device
+    blocks: Blocks
+    """Of this rank."""
+    construction: Construction | None = None
+    files: WeightFiles | None = None
+    cut: CutModel | None = None
+    pipeline: Pipeline | None = None
+    model_parallel: ModelParallelModule | None = None
+    context_parallel: ContextParallelModule | None = None
+    data_parallel: DataParallelModule | None = None
+
+    def is_elsewhere(self, module: nn.Module) -> bool:
+        """Whether a module belongs to a stage of another rank."""
+        return self.cut is not None and self.cut.held.lacks(module)
+
+
+class Step:
+    """One thing that is applied to a model. Making it is the first half: it decides, and changes nothing."""
+
+    name: ClassVar[str]
+    """As plan.yaml calls it."""
+
+    def __init__(self, look: Look) -> None:
+        self.config = look.config
+
+    def account(self) -> dict[str, Any]:
+        """What it does, with reasons, as plain data: keys of plan.yaml."""
+        return {}
+
+    def apply(self, site: Site) -> None:
+        """Do it."""
+
+    def begin(self, site: Site) -> None:
+        """What waits until every step has been applied and every parameter has its values."""
+
+
+class CutStages(Step):
+    """Take out of the model what other stages hold; at the end, take over its calls."""
+
+    name = "cut stages (pp)"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        self.cutting: Cutting | None = None
+        if look.config.mesh.pp > 1:
+            assert look.config.pp is not None
+            wrapped = isinstance(look.module, pl.LightningModule)
+            self.cutting = plan_cut(look.module, look.blocks, look.config.pp, look.config.mesh.pp, wrapped=wrapped)
+
+    def account(self) -> dict[str, Any]:
+        if self.cutting is None:
+            return {}
+        assert self.config.pp is not None
+        return {"pp": account_of_pipeline(self.cutting, self.config.pp, self.config.mesh)}
+
+    def apply(self, site: Site) -> None:
+        if self.cutting is not None:
+            assert self.config.pp is not None
+            site.cut = CutModel.make(site.module, self.cutting, self.config.pp, site.mesh)
+            site.blocks = site.cut.own_blocks(site.blocks)
+
+    def begin(self, site: Site) -> None:
+        if site.cut is not None:
+            site.pipeline = site.cut.pipeline(site.device)
+
+
+class Styles(Step):
+    """Do to each module what the rules of a plan say, along mp and cp."""
+
+    name = "styles (mp, cp)"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        self.model, prefix = planned_part(look.module)
+        self.rules = _rules(look, self.model)
+        self.matches, warnings = matched(self.model, self.rules, prefix)
+        self.warnings = [line for line in warnings if not line.startswith(f"{CONTEXT_PLAN}: ")]
+        self.context_warnings = [line for line in warnings if line.startswith(f"{CONTEXT_PLAN}: ")]
+        self.marked, self.context = Marked(), dict[str, Any]()
+        if look.config.mesh.cp > 1:
+            assert look.config.cp is not None
+            self.marked = marked_by(self.model, self.matches, look.config.cp.backend).within(prefix)
+            blocks = [block.module for block in look.blocks]
+            self.context = account_of_context(
+                look.config.cp, look.config.mesh.cp, look.module, blocks, self.marked
+            ) | if_any("warnings", self.context_warnings)
+
+    def account(self) -> dict[str, Any]:
+        rules = [rule for rule in self.rules if rule.source != CONTEXT_PLAN]
+        plan = {}
+        if other_rules(rules):  # what stands in a plan for cp stays in it
+            matches = [match for match in self.matches if match.rule.source != CONTEXT_PLAN]
+            plan = account_of_plan(rules, matches, self.warnings)
+        return {**if_any("mp", plan), **if_any("cp", self.context)}
+
+    def apply(self, site: Site) -> None:
+        mesh = site.mesh.sub_mesh("mp")
+        for warning in (*(self.warnings if mesh is not None else ()), *self.context_warnings):
+            log.warning(warning)
+        applied = site.model_parallel = apply_plan(self.model, mesh, self.matches, site.is_elsewhere)
+        if applied.mode is not None and self.config.recompute.mode == "selective":
+            applied.mode.replicate.remembers = False
+        site.context_parallel = prepare_context(site.module, self.config.cp, site.mesh, self.marked, site.device)
+
+    def begin(self, site: Site) -> None:
+        assert site.model_parallel is not None and site.context_parallel is not None
+        site.model_parallel.begin()
+        divide(site.context_parallel, site.module, site.blocks, self.marked, lambda part: not site.is_elsewhere(part))
+
+
+class Recomputes(Step):
+    """Let blocks compute their activations again in the backward pass."""
+
+    name = "recompute"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        self.blocks = recomputed_blocks(look.blocks, look.config.recompute)
+
+    def account(self) -> dict[str, Any]:
+        return {"recompute": {"mode": self.config.recompute.mode, **if_any("blocks", self.blocks)}}
+
+    def apply(self, site: Site) -> None:
+        context, model = site.context_parallel, site.model_parallel
+        assert context is not None and model is not None
+        chosen = [block for block in site.blocks if block.name in self.blocks]
+        apply_recompute(chosen, self.config.recompute, lambda: both(context.repeating(), model.running()))
+
+
+class Compiles(Step):
+    """Compile the forward of every block by itself."""
+
+    name = "compile"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        self.blocks = [block.name for block in look.blocks] if look.config.compile else []
+
+    def account(self) -> dict[str, Any]:
+        return {"compile": {"mode": self.config.compile, **if_any("blocks", self.blocks)}}
+
+    def apply(self, site: Site) -> None:
+        apply_compile(site.blocks, self.config.compile)
+
+
+class Shards(Step):
+    """Shard what the level of dp says, over dp and cp together."""
+
+    name = "shard (dp)"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        mesh, dp = look.config.mesh, look.config.dp
+        self.groups = sharding_reasons(look.module, look.blocks, dp, mesh.dp * mesh.cp, mesh.pp > 1)
+
+    def account(self) -> dict[str, Any]:
+        dp = self.config.dp
+        replicate, shard = dp.split(self.config.mesh.dp)
+        return {
+            "dp": {
+                "sharding_level": dp.sharding_level,
+                "replicate": replicate,
+                "shard": shard,
+                "groups": self.groups,
+            }
+        }
+
+    def apply(self, site: Site) -> None:
+        site.data_parallel = apply_data_parallel(site.module, site.blocks, site.mesh, self.config.dp)
+
+    def begin(self, site: Site) -> None:
+        assert site.data_parallel is not None
+        site.data_parallel.begin()
+
+
+class Materialises(Step):
+    """Give this rank's parameters their values, the same on every mesh."""
+
+    name = "materialise"
+
+    def apply(self, site: Site) -> None:
+        materialise(site.module, site.device, site.construction, site.files)
+
+
+STEPS: tuple[type[Step], ...] = (CutStages, Styles, Recomputes, Compiles, Shards, Materialises)
+"""In the order in which they are applied."""
+
+BEGIN: tuple[type[Step], ...] = (Styles, Shards, CutStages)
+"""In the order in which they begin: hooks on parameters, what runs on parts of sequences, stages around all of it."""
+
+
+@contextmanager
+def without_cache(module: nn.Module, config: ParallelConfig, keep: bool = False) -> Iterator[None]:
+    """Within it, `transformers` fills no cache of keys and values, as it does in training, too.
+
+    A block that runs again would add to it twice, and a stage of a pipeline has a part of it only.
+
+    Args:
+        config: where there are no stages, no sequences to divide and nothing to recompute, caches stay.
+        keep: leave it switched off afterwards.
+    """
+    needed = config.mesh.pp * config.mesh.cp > 1 or config.recompute.mode != "none"
+    configs = [getattr(part, "config", None) for part in module.modules()] if needed else []
+    switched = {id(item): item for item in configs if getattr(item, "use_cache", None) is True}
+    for item in switched.values():
+        item.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for item in () if keep else switched.values():
+            item.use_cache = True  # type: ignore[union-attr]
+
+
+def _rules(look: Look, model: nn.Module) -> list[Rule]:
+    """The rules of the plan: of axes with one rank they say nothing."""
+    config = look.config
+    rules: list[Rule] = []
+    if config.mesh.mp > 1:
+        assert config.mp is not None
+        example = getattr(look.module, "example_input_array", None)
+        rules = plan_for(model, config.mp, look.own_plan, config.mesh.mp, example)
+    elif config.mp is not None:
+        rules = context_rules([*read_plan(look.own_plan, "the model's plan"), *read_plan(config.mp.plan)])
+    return with_context_plan(rules, config.cp) if config.mesh.cp > 1 else other_rules(rules)
+
+
+def if_any(key: str, value: Any) -> dict[str, Any]:
+    """`{key: value}`, or nothing where there is no value."""
+    return {key: value} if value else {}
