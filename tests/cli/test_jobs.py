@@ -17,7 +17,7 @@ from autolaunch import cli
 from autolaunch.config import across_keys
 from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
-from autolaunch.launch import RunEnd
+from autolaunch.launch.end import RunEnd
 from tests.support.messages import Told, assert_only_told, assert_told
 
 Outcome = tuple[int, str, str]

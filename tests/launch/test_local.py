@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from autolaunch.job import ResolvedJob
-from autolaunch.launch import RunEnd
+from autolaunch.launch.end import RunEnd
 from autolaunch.launch.failure import Exit, describe, first_failure, is_peer_lost, write_failure
 from autolaunch_strategies.config import ConfigError
 from tests import ROOT
@@ -128,7 +128,7 @@ DRIVER = textwrap.dedent("""
     import dataclasses, json, sys
     from pathlib import Path
     from autolaunch.job import ResolvedJob
-    from autolaunch.launch import run
+    from autolaunch.jobs.start import run
 
     end = run(ResolvedJob.read(sys.argv[1]), isolated=bool(sys.argv[2:]))
     Path(sys.argv[1]).with_name("end.json").write_text(json.dumps(dataclasses.asdict(end)))

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from autolaunch import cli
 from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
-from autolaunch.launch import RunEnd
+from autolaunch.launch.end import RunEnd
 from autolaunch.report.metrics import MetricsCsv, StepMetrics
 from autolaunch.report.summary import collect_summary, write_summary
 

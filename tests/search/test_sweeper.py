@@ -19,7 +19,7 @@ from autolaunch import cli
 from autolaunch.config import across_keys
 from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
-from autolaunch.launch import RunEnd
+from autolaunch.launch.end import RunEnd
 from autolaunch.machine import this_machine
 from autolaunch.search import space
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
