@@ -10,6 +10,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from autolaunch_strategies.config import AXES
+
 SECTIONS = {
     "What is trained": ("name", "seed", "precision", "model", "module", "data"),
     "On which devices, and how": ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile"),
@@ -52,7 +54,7 @@ def write_plan(
     if config.get("output_dir"):
         keys = _with_open_output_dir(keys, str(config["output_dir"]))
     if "mesh" in choices and isinstance(keys.get("mesh"), Mapping):
-        keys["mesh"] = {key: value for key, value in keys["mesh"].items() if key not in ("dp", "mp", "pp", "cp")}
+        keys["mesh"] = {key: value for key, value in keys["mesh"].items() if key not in AXES}
     rest = tuple(sorted(keys.keys() - {key for names in SECTIONS.values() for key in names}))
     for title, names in (*SECTIONS.items(), ("Further keys", rest)):
         if section := {name: keys[name] for name in names if name in keys}:

@@ -20,7 +20,7 @@ from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.report.pipeline import remarks, stage_table
 from autolaunch.report.readable import readable_bytes, readable_count, readable_seconds
 from autolaunch.report.schedule_picture import schedule_text
-from autolaunch_strategies.config import AXES
+from autolaunch_strategies.config import AXES, SHARDING_AXES
 from autolaunch_strategies.schedules.schedule import Timeline
 
 WIDEST = 100
@@ -307,7 +307,7 @@ def _precision(job: Mapping[str, Any]) -> str:
 
 
 def _sharded(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
-    axes = [axis for axis in ("dp", "cp") if job["mesh"].get(axis, 1) > 1]
+    axes = [axis for axis in SHARDING_AXES if job["mesh"].get(axis, 1) > 1]
     if not axes:
         return ""
     dp = {**job["dp"], **describe.get("dp", {})}  # the strategy has worked out what the job leaves open

@@ -25,7 +25,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         _show_choice(job, job.choice)  # before torch is imported, which takes longer than the choice
     from autolaunch.report.screen import show_plan
     from autolaunch.report.summary import write_summary
-    from autolaunch_strategies.config import MeshShape
+    from autolaunch_strategies.config import AXES, MeshShape
 
     config = job.config
     account, parameters, schedule = _foreseen(config)
@@ -39,7 +39,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     if job.choice is not None:
         account = {"choice": job.choice, **account}
     path = write_plan(job.output_dir, config, account, job.choices)
-    mesh = MeshShape(**{axis: config["mesh"][axis] for axis in ("dp", "mp", "pp", "cp")})
+    mesh = MeshShape(**{axis: config["mesh"][axis] for axis in AXES})
     summary = {
         "task": "plan",
         "status": "finished",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autolaunch_strategies.apply.steps import BEGIN, STEPS, Look, Site, Step, without_cache
-from autolaunch_strategies.config import ParallelConfig
+from autolaunch_strategies.config import AXES, ParallelConfig
 from autolaunch_strategies.context.parallel import ContextParallelModule, both
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
@@ -70,7 +70,7 @@ def apply_parallelism(
     count = sum(parameter.numel() for parameter in module.parameters())
     if construction is not None:
         construction.remember(module)
-    share_values(_moved(module, device), mesh.group("pp", "dp", "cp", "mp"))
+    share_values(_moved(module, device), mesh.group(*AXES))
     blocks = find_blocks(module)
     with without_cache(module, config, keep=True):
         steps = _planned(Look(module, config, blocks, own_plan))

@@ -41,7 +41,7 @@ from autolaunch_strategies.checkpoint.optimizers import (
     room_for_optimizer,
     whole_groups,
 )
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import SAME_DATA_AXES, ConfigError
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.torch_private.meshes import local_index
 
@@ -292,7 +292,7 @@ def _gather_by_dp_rank(checkpoint: dict[str, Any], mesh: RankMesh) -> list[dict[
     """Random state and loader state of every dp rank, from the first rank of each replica."""
     position = mesh.coordinate
     mine = None
-    if all(position[axis] == 0 for axis in ("mp", "pp", "cp")):
+    if all(position[axis] == 0 for axis in SAME_DATA_AXES):
         mine = {"dp_rank": position["dp"], "random": random_state(), "loaders": _loader_state(checkpoint)}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)

@@ -11,15 +11,46 @@ from typing import Any
 
 from autolaunch_strategies.config.errors import ConfigError
 
-AXES = ("dp", "mp", "pp", "cp")
-"""The axes in the order in which `AxBxCxD` names them."""
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh, and what is true of the ranks along it."""
+
+    name: str
+    depth: int
+    """Its place in the usual order of ranks, 0 outermost: ranks along the innermost axis are neighbours."""
+    same_data: bool
+    """Whether these ranks are given the same batch, so that their random numbers have to agree."""
+    shards_state: bool
+    """Whether parameters, gradients and optimizer state are sharded over them."""
+    dims: tuple[str, ...]
+    """Of which dims of torch's mesh it is made, outermost first; those of size 1 are left out."""
+    spellings: tuple[str, ...] = ()
+    """Other names for it in `mesh=`."""
 
 
-DEFAULT_ORDER = ("pp", "dp", "cp", "mp")
+AXIS_TABLE = (
+    Axis("dp", depth=1, same_data=False, shards_state=True, dims=("dp_replicate", "dp_shard")),
+    Axis("mp", depth=3, same_data=True, shards_state=False, dims=("mp",), spellings=("tp",)),
+    Axis("pp", depth=0, same_data=True, shards_state=False, dims=("pp",)),
+    Axis("cp", depth=2, same_data=True, shards_state=True, dims=("cp_ring", "cp_ulysses", "cp")),
+)
+"""All axes, in the order in which `AxBxCxD` names them."""
+
+AXES = tuple(axis.name for axis in AXIS_TABLE)
+"""Their names, in this order."""
+
+DEFAULT_ORDER = tuple(axis.name for axis in sorted(AXIS_TABLE, key=lambda axis: axis.depth))
 """Outermost to innermost: ranks that differ in the last axis only are neighbours."""
 
+SAME_DATA_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.same_data)
+"""Ranks along these work on the same batch."""
 
-AXIS_SPELLINGS = {"dp": "dp", "mp": "mp", "tp": "mp", "pp": "pp", "cp": "cp"}
+SHARDING_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.shards_state)
+"""State is sharded over the ranks along these, taken together."""
+
+AXIS_SPELLINGS = {spelling: axis.name for axis in AXIS_TABLE for spelling in (axis.name, *axis.spellings)}
+"""What an axis may be called -> its name."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autolaunch_strategies.config import ConfigError, ContextParallel
+from autolaunch_strategies.config import AXES, ConfigError, ContextParallel
 from autolaunch_strategies.context.divided import DividedModule, Sequences
 from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.marked import Marked
@@ -85,7 +85,7 @@ def prepare_context(
         module.forward = functools.wraps(forward)(_using(calls, backend, forward))
     mp = mesh.sub_mesh("mp")
     ranks_along_mp = 1 if mp is None else mp.size()
-    together = mesh.group("dp", "cp", "mp")
+    together = mesh.group(*(axis for axis in AXES if axis != "pp"))
     return ContextParallelModule(Sequences(peers, calls, config.pad, device, together, ranks_along_mp))
 
 

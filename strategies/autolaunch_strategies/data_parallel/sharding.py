@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from autolaunch_strategies.config import DataParallel
+from autolaunch_strategies.config import SHARDING_AXES, DataParallel
 from autolaunch_strategies.data_parallel.gradients import GradientAverage
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
@@ -143,7 +143,7 @@ def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: Dat
     is done at all. A stage of a pipeline uses its blocks for one microbatch after the other: there they stay gathered
     for the whole step at level 3, too.
     """
-    group = mesh.group("dp", "cp")
+    group = mesh.group(*SHARDING_AXES)
     ranks = 1 if group is None else group.size()
     pipelined = mesh.shape.pp > 1
     if ranks == 1 and not dp.cpu_offload:

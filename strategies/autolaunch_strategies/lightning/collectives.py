@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autolaunch_strategies.config import SHARDING_AXES
 from autolaunch_strategies.lightning.place import PlacedStrategy
 from autolaunch_strategies.model.materialise import share_statistics
 
@@ -66,4 +67,4 @@ class CollectiveStrategy(PlacedStrategy):
 
     def _share_statistics(self) -> None:
         assert self.lightning_module is not None
-        share_statistics(self.lightning_module, self.rank_mesh.group("dp", "cp"))
+        share_statistics(self.lightning_module, self.rank_mesh.group(*SHARDING_AXES))

@@ -24,6 +24,7 @@ from autolaunch_strategies.apply.order import Parallelized, apply_parallelism
 from autolaunch_strategies.apply.registry import all_applied, applied_to, register
 from autolaunch_strategies.checkpoint.sharded import share_random_state
 from autolaunch_strategies.config import (
+    SAME_DATA_AXES,
     ConfigError,
     DataParallel,
     ModelParallel,
@@ -142,7 +143,7 @@ def parallelize_with(
     ranks = _join(place, settings, device)
     applied = apply_parallelism(model, settings, ranks, device)
     register(applied)
-    for axis in ("mp", "pp", "cp"):  # what several ranks hold whole, or compute again, must stay equal
+    for axis in SAME_DATA_AXES:  # what several ranks hold whole, or compute again, must stay equal
         if (group := ranks.group(axis)) is not None:
             share_random_state(group)
     _exchange_gradients(applied)

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autolaunch_strategies.config import AXES, MeshShape
+from autolaunch_strategies.config import AXES, AXIS_TABLE, SAME_DATA_AXES, SHARDING_AXES, MeshShape
 from autolaunch_strategies.mesh.layout import Peers
 from autolaunch_strategies.torch_private.meshes import flatten_mesh, join_meshes
 
-_PARTS = {"dp": ("dp_replicate", "dp_shard"), "cp": ("cp_ring", "cp_ulysses", "cp")}
-_SHARDED_OVER = ("dp_shard", *_PARTS["cp"])
+_DIMS = {axis.name: axis.dims for axis in AXIS_TABLE}
+_SHARDED_OVER = tuple(dim for axis in SHARDING_AXES for dim in _DIMS[axis] if dim != "dp_replicate")
 
 
 def coordinates(shape: MeshShape, rank: int) -> dict[str, int]:
@@ -78,13 +78,13 @@ class RankMesh:
         kept = {part for part, size in sizes.items() if size > 1 and part != "dp"}
         if not kept.intersection(_SHARDED_OVER) and (replicate > 1 or not kept):
             kept.add("dp_shard")  # `fully_shard` wants something to shard over, be it one rank
-        names = [part for axis in shape.order for part in _PARTS.get(axis, (axis,)) if part in kept]
+        names = [part for axis in shape.order for part in _DIMS[axis] if part in kept]
         dims = tuple(sizes[name] for name in names)
         if ranks is None or ranks == list(range(shape.size)):
             device_mesh = init_device_mesh(device_type, dims, mesh_dim_names=tuple(names))
             return cls(shape, dist.get_rank(), replicate, shard, device_mesh, ulysses)
         placed = torch.tensor(ranks).view([shape.sizes[axis] for axis in shape.order])
-        for axis in ("pp", "cp", "mp"):  # ranks sorted along one axis stay so when they are sorted along the next
+        for axis in SAME_DATA_AXES:  # ranks sorted along one axis stay so when they are sorted along the next
             placed = placed.sort(dim=shape.order.index(axis)).values
         device_mesh = DeviceMesh(device_type, placed.reshape(dims), mesh_dim_names=tuple(names))
         place = placed.flatten().tolist().index(dist.get_rank())
@@ -99,7 +99,7 @@ class RankMesh:
         """The 1-D mesh of this rank's peers along `axes` taken together; None if they have one rank in all."""
         assert self.device_mesh.mesh_dim_names is not None
         sizes = dict(zip(self.device_mesh.mesh_dim_names, self.device_mesh.shape, strict=True))
-        wanted = {part for axis in axes for part in _PARTS.get(axis, (axis,))}
+        wanted = {part for axis in axes for part in _DIMS[axis]}
         present = tuple(name for name, size in sizes.items() if name in wanted and size > 1)
         return flatten_mesh(self.device_mesh, present) if present else None
 

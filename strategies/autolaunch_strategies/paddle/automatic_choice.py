@@ -20,6 +20,7 @@ from autolaunch_strategies.config import (
     AXES,
     CP_BACKENDS,
     DEFAULT_ORDER,
+    SAME_DATA_AXES,
     ConfigError,
     MeshShape,
     ParallelConfig,
@@ -184,7 +185,7 @@ class _Space:
 
     def without_divided(self, mesh: MeshShape, error: ConfigError) -> bool:
         """Leave out what divides the model as `mesh` does, which `error` refuses; False if that was asked for."""
-        axis = next((axis for axis in ("cp", "pp", "mp") if mesh.sizes[axis] > 1), None)
+        axis = next((axis for axis in reversed(SAME_DATA_AXES) if mesh.sizes[axis] > 1), None)
         if self.mesh is not None or axis is None:
             return False
         self.sizes[axis] = [size for size in self.sizes[axis] if size != mesh.sizes[axis]]

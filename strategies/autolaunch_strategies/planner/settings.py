@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autolaunch_strategies.config import (
+    AXES,
     CP_BACKENDS,
     SCHEDULES,
     ConfigError,
@@ -71,7 +72,7 @@ def candidate_of(config: Mapping[str, Any], heads: int | None = None) -> Candida
         ConfigError: it accumulates batches that a pipeline cuts again, or has a schedule of its own: the planner knows
             nothing of that.
     """
-    sizes = {axis: int(config["mesh"][axis]) for axis in ("dp", "mp", "pp", "cp")}
+    sizes = {axis: int(config["mesh"][axis]) for axis in AXES}
     assert min(sizes.values()) > 0, "the mesh has an open size"
     fields: dict[str, Any] = {**sizes, "replicate": sizes["dp"]}
     dp = config["dp"]
