@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from autolaunch_strategies.config import SCHEDULES, ConfigError, ConfigErrors, PipelineParallel
+from autolaunch_strategies.config import SCHEDULE_SPECS, SCHEDULES, ConfigError, ConfigErrors, PipelineParallel
 from autolaunch_strategies.schedules.schedule import (
     Action,
     Kind,
@@ -491,9 +491,12 @@ def test_rules(pp: dict[str, Any], ranks: int, microbatches: int | None, told: l
 def test_the_rules_are_those_of_torch(name: str, ranks: int) -> None:
     from autolaunch_strategies.torch_private.pipeline_orders import pipeline_order
 
+    torch_class = SCHEDULE_SPECS[name].torch_class
+    assert torch_class is not None
+
     def torch_accepts(microbatches: int) -> bool:
         try:
-            return bool(pipeline_order(name, ranks, microbatches, 2))
+            return bool(pipeline_order(torch_class, ranks, microbatches, 2))
         except ValueError:
             return False
 

@@ -30,8 +30,9 @@ from autolaunch_strategies.config.mesh_shape import (
 from autolaunch_strategies.config.model_parallel import MP_NAMES, ModelParallel
 from autolaunch_strategies.config.options import option
 from autolaunch_strategies.config.parallel import ParallelConfig, parallel_config
-from autolaunch_strategies.config.pipeline import PP_NAMES, SCHEDULES, PipelineParallel
+from autolaunch_strategies.config.pipeline import PP_NAMES, PipelineParallel
 from autolaunch_strategies.config.recompute import RECOMPUTE_MODES, Recompute, parse_recompute
+from autolaunch_strategies.config.schedules import SCHEDULE_SPECS, SCHEDULES, ScheduleSpec
 
 __all__ = [
     "AXES",
@@ -45,6 +46,7 @@ __all__ = [
     "RECOMPUTE_MODES",
     "SAME_DATA_AXES",
     "SCHEDULES",
+    "SCHEDULE_SPECS",
     "SHARDING_AXES",
     "Axis",
     "ConfigError",
@@ -56,6 +58,7 @@ __all__ = [
     "ParallelConfig",
     "PipelineParallel",
     "Recompute",
+    "ScheduleSpec",
     "cp_backend",
     "divides_alike",
     "looks_like_mesh",

@@ -6,17 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autolaunch_strategies.config.options import option
-
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "looped_bfs",
-    "interleaved_1f1b",
-    "interleaved_zero_bubble",
-    "zbv_zero_bubble",
-    "dualpipev",
-)
-"""Pipeline schedules by name; the path of a CSV file is one, too."""
+from autolaunch_strategies.config.schedules import SCHEDULES
 
 
 @dataclass

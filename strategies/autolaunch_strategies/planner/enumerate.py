@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.config import AXES, CP_BACKENDS, SCHEDULES, ulysses_degree
+from autolaunch_strategies.config import AXES, CP_BACKENDS, SCHEDULE_SPECS, SCHEDULES, ulysses_degree
 from autolaunch_strategies.planner.candidate import (
     FIELDS,
     FULL,
@@ -42,7 +42,7 @@ WORTH_BALANCING = 0.02
 
 GATHER, RING, ULYSSES, USP = (CP_BACKENDS.index(name) for name in ("gather", "ring", "ulysses", "usp"))
 _PIPELINE = {name: number for number, name in enumerate(PIPELINES)}
-_IN_ROUNDS = [_PIPELINE["interleaved_1f1b"], _PIPELINE["interleaved_zero_bubble"]]
+_IN_ROUNDS = [_PIPELINE[name] for name, spec in SCHEDULE_SPECS.items() if spec.equal_rounds]
 _OF_RUNTIME = ("exact", *SCHEDULES)
 _FIRST_LOOK = ("exact", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _INSTEAD = {"gpipe": "1f1b", "looped_bfs": "interleaved_1f1b"}
@@ -468,7 +468,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
                 + (
                     f"equal rounds of {c.pp} or more"
                     if c.pipeline in _IN_ROUNDS
-                    else f"{c.pp if c.pipeline_name == '1f1b' else 2 * c.pp} or more"
+                    else f"{SCHEDULE_SPECS[c.pipeline_name].least_microbatches * c.pp} or more"
                 )
             ),
         ),
@@ -529,17 +529,16 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
 def _per_rank(candidate: Candidate) -> tuple[bool, bool]:
     """(whether its schedule has several stages per rank, whether exactly two)."""
     name = candidate.pipeline_name
-    several = name in SCHEDULES and default_virtual_stages(name) > 1
-    return several, name in ("zbv_zero_bubble", "dualpipev")
+    spec = SCHEDULE_SPECS.get(name)
+    return spec is not None and spec.least_stages > 1, spec is not None and spec.most_stages == 2
 
 
 def _wrong_virtual_stages(columns: Any) -> NDArray[np.bool_]:
     """As `schedules.schedule.check_schedule`, for the names of `PIPELINES`."""
     least = np.ones(len(PIPELINES), dtype=np.int64)
-    for name in SCHEDULES:
-        least[_PIPELINE[name]] = default_virtual_stages(name)
-    most = np.where(least > 1, 2, 1)
-    most[[_PIPELINE[name] for name in ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")]] = 2**30
+    most = np.ones(len(PIPELINES), dtype=np.int64)
+    for name, spec in SCHEDULE_SPECS.items():
+        least[_PIPELINE[name]], most[_PIPELINE[name]] = spec.least_stages, spec.most_stages or 2**30
     wrong = (columns.virtual_stages < least[columns.pipeline]) | (columns.virtual_stages > most[columns.pipeline])
     return wrong
 
@@ -548,8 +547,10 @@ def _wrong_microbatches(columns: Any) -> NDArray[np.bool_]:
     """As `schedules.schedule.check_schedule`, for the names of `PIPELINES`."""
     pipeline, pp, parts = columns.pipeline, columns.pp, columns.microbatches
     uneven = np.isin(pipeline, _IN_ROUNDS) & (parts % np.maximum(1, parts // pp) != 0)
-    few = (pipeline == _PIPELINE["1f1b"]) & (parts < pp) | (pipeline == _PIPELINE["dualpipev"]) & (parts < 2 * pp)
-    return uneven | few
+    least = np.zeros(len(PIPELINES), dtype=np.int64)
+    for name, spec in SCHEDULE_SPECS.items():
+        least[_PIPELINE[name]] = spec.least_microbatches
+    return uneven | (parts < least[pipeline] * pp)
 
 
 def _is_dominated(columns: Any) -> NDArray[np.bool_]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.config import CP_BACKENDS
+from autolaunch_strategies.config import CP_BACKENDS, SCHEDULE_SPECS
 from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate, Candidates
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.profile import ModelProfile, Part, Recipe
@@ -34,7 +34,7 @@ CutOf = Callable[[str, int, int, int], Cut]
 PIECES = ("parameters", "gradients", "optimizer", "activations", "loss", "other")
 """What `memory_account` tells apart. `other` is working memory, the runtime's own, and what allocation wastes."""
 
-_ALL_AT_ONCE = ("exact", "gpipe", "looped_bfs")
+_ALL_AT_ONCE = ("exact", *(name for name, spec in SCHEDULE_SPECS.items() if spec.all_forward_first))
 """Every forward pass comes before every backward pass."""
 
 
@@ -357,7 +357,7 @@ def _groups(profile: ModelProfile, c: Candidates, columns: _Columns, cut_of: Cut
 def _kinds_of_flight(c: Candidates) -> Ints:
     """[n]: a number of microbatches with which as many of them are in flight."""
     name = np.asarray(PIPELINES)[c.pipeline]
-    rounds = np.isin(name, ("interleaved_1f1b", "interleaved_zero_bubble"))
+    rounds = np.isin(name, [name for name, spec in SCHEDULE_SPECS.items() if spec.equal_rounds])
     regular = rounds & (c.microbatches % c.pp == 0)
     few = np.minimum(c.microbatches, np.where(regular, 3 * c.pp, 2 * c.pp + 1))
     few = np.where(rounds & ~regular, c.microbatches, few)
@@ -382,7 +382,7 @@ def in_flight(pipeline: str, pp: int, virtual_stages: int, microbatches: int) ->
         most = {"1f1b": pp - rank, "zero_bubble_1p": pp + 0 * rank, "zero_bubble_2p": 2 * pp + 0 * rank}[pipeline]
         flying = np.minimum(most, microbatches)[:, None, None]
         return flying, np.zeros_like(flying)
-    if pipeline in ("zbv_zero_bubble", "dualpipev"):
+    if SCHEDULE_SPECS[pipeline].v_shaped:
         return _in_flight_v(pipeline, rank, pp, microbatches)
     return _in_flight_rounds(pipeline, rank, pp, virtual_stages, microbatches)
 

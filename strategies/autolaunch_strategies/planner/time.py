@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.config import CP_BACKENDS
+from autolaunch_strategies.config import CP_BACKENDS, SCHEDULE_SPECS
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, SELECTIVE, Candidates
 from autolaunch_strategies.planner.collectives import collective_time
 from autolaunch_strategies.planner.hardware import Hardware
@@ -422,7 +422,8 @@ def _held(profile: ModelProfile, pipeline: str, pp: int, virtual: int, split: in
 
 def _splits_backward(c: Candidates) -> Floats:
     """1 where gradients of weights are computed apart from those of inputs."""
-    names = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "zero_bubble_1p", "zero_bubble_2p")
+    ours = (name for name, spec in SCHEDULE_SPECS.items() if spec.splits_backward)
+    names = (*ours, "zero_bubble_1p", "zero_bubble_2p")
     return np.isin(c.pipeline, [PIPELINES.index(name) for name in names]).astype(np.float64)
 
 
@@ -454,7 +455,7 @@ def _bubble(c: Candidates, busiest: Floats, together: Floats) -> Floats:
     split = _splits_backward(c)
     through = busiest[0] + busiest[1] + (1 - split) * busiest[2]
     others = forward + backward + (1 - split) * weights
-    looped = np.where(where("zbv_zero_bubble", "dualpipev"), 1.0, virtual)
+    looped = np.where(where(*(name for name, spec in SCHEDULE_SPECS.items() if spec.v_shaped)), 1.0, virtual)
     shortest = others + through + (split * busiest[2] + (micro - 1) * through) / looped - micro * busiest.sum(axis=0)
     return np.where(c.pp > 1, np.maximum(result, shortest), 0.0)
 

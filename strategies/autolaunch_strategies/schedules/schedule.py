@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from autolaunch_strategies.config import SCHEDULES, ConfigError, PipelineParallel, nearest, raise_all
+from autolaunch_strategies.config import SCHEDULE_SPECS, SCHEDULES, ConfigError, PipelineParallel, nearest, raise_all
 
 
 class Kind(StrEnum):
@@ -78,14 +78,10 @@ class Schedule:
 
 # --- rules -------------------------------------------------------------------------------------------------------
 
-_ONE_STAGE = ("gpipe", "1f1b")
-_V_SHAPED = ("zbv_zero_bubble", "dualpipev")
-_IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
-
 
 def default_virtual_stages(name: str) -> int:
     """Stages per rank of a schedule by name where nothing else is asked for."""
-    return 1 if name in _ONE_STAGE else 2
+    return SCHEDULE_SPECS[name].least_stages
 
 
 def check_schedule(pp: PipelineParallel, ranks: int, microbatches: int | None) -> list[ConfigError]:
@@ -105,7 +101,7 @@ def check_schedule(pp: PipelineParallel, ranks: int, microbatches: int | None) -
                 f"pp.schedule={close}" if close else "",
             )
         ]
-    if pp.loss == "exact" and name != "gpipe":
+    if pp.loss == "exact" and (_is_file(name) or not SCHEDULE_SPECS[name].any_loss):
         return [
             ConfigError(
                 f"pp.loss=exact with pp.schedule={name}",
@@ -147,7 +143,7 @@ def fitting_microbatches(name: str, ranks: int, virtual_stages: int | None, want
         fixed = read_schedule(name, ranks, None, virtual_stages).microbatches
         return fixed if fixed <= batch else 0
     most = min(wanted or 4 * ranks, batch)
-    accepted = [number for number in range(most, 0, -1) if _accepts(name, ranks, number)]
+    accepted = [number for number in range(most, 0, -1) if SCHEDULE_SPECS[name].accepts(ranks, number)]
     if not accepted:
         return 0
     equal = next((number for number in accepted if batch % number == 0), 0)
@@ -158,16 +154,10 @@ def _is_file(name: str) -> bool:
     return name.endswith(".csv")
 
 
-def _accepts(name: str, ranks: int, microbatches: int) -> bool:
-    """The rules of torch 2.11 to 2.13 (torch/distributed/pipelining/schedules.py)."""
-    if name in _IN_ROUNDS:
-        return microbatches % max(1, microbatches // ranks) == 0
-    return microbatches >= {"1f1b": ranks, "dualpipev": 2 * ranks}.get(name, 1)
-
-
 def _check_numbers(name: str, ranks: int, microbatches: int | None, virtual_stages: int | None) -> list[ConfigError]:
     errors = []
-    usual, most = default_virtual_stages(name), 2 if name in _V_SHAPED else 1 if name in _ONE_STAGE else None
+    spec = SCHEDULE_SPECS[name]
+    usual, most = spec.least_stages, spec.most_stages
     if virtual_stages is not None and not (usual <= virtual_stages <= (most or virtual_stages)):
         errors.append(
             ConfigError(
@@ -177,11 +167,11 @@ def _check_numbers(name: str, ranks: int, microbatches: int | None, virtual_stag
                 f"pp.virtual_stages={usual}",
             )
         )
-    if microbatches is not None and not _accepts(name, ranks, microbatches):
+    if microbatches is not None and not spec.accepts(ranks, microbatches):
         where = f"pp.microbatches={microbatches} with pp.schedule={name}"
-        if name in _IN_ROUNDS:
-            below = next(n for n in range(microbatches, 0, -1) if _accepts(name, ranks, n))
-            above = next(n for n in itertools.count(microbatches) if _accepts(name, ranks, n))
+        if spec.equal_rounds:
+            below = next(n for n in range(microbatches, 0, -1) if spec.accepts(ranks, n))
+            above = next(n for n in itertools.count(microbatches) if spec.accepts(ranks, n))
             errors.append(
                 ConfigError(
                     where,
@@ -193,7 +183,7 @@ def _check_numbers(name: str, ranks: int, microbatches: int | None, virtual_stag
                 )
             )
         else:
-            least = ranks if name == "1f1b" else 2 * ranks
+            least = spec.least_microbatches * ranks
             errors.append(
                 ConfigError(
                     where,
@@ -226,15 +216,16 @@ def build_schedule(
     wanted = PipelineParallel(name, "microbatch", name, microbatches, virtual_stages)
     raise_all(check_schedule(wanted, ranks, microbatches))
     per_rank = virtual_stages or default_virtual_stages(name)
-    if name in _ONE_STAGE:
-        first = (microbatches if name == "gpipe" else ranks - rank for rank in range(ranks))
+    spec = SCHEDULE_SPECS[name]
+    if spec.torch_class is None:
+        first = (microbatches if spec.all_forward_first else ranks - rank for rank in range(ranks))
         actions = tuple(_alternating(rank, forwards, microbatches) for rank, forwards in enumerate(first))
     else:
         from autolaunch_strategies.torch_private.pipeline_orders import pipeline_order
 
         actions = tuple(
             tuple(Action(Kind(kind), stage, microbatch) for stage, kind, microbatch in row)
-            for row in pipeline_order(name, ranks, microbatches, per_rank)
+            for row in pipeline_order(spec.torch_class, ranks, microbatches, per_rank)
         )
     return Schedule(name, ranks, per_rank, microbatches, _placed(name, ranks, per_rank), actions)
 
@@ -277,7 +268,7 @@ def placement(pp: PipelineParallel, ranks: int) -> tuple[int, ...]:
 
 def _placed(name: str, ranks: int, per_rank: int) -> tuple[int, ...]:
     stages = range(ranks * per_rank)
-    if name in _V_SHAPED:
+    if SCHEDULE_SPECS[name].v_shaped:
         return tuple(stage if stage < ranks else 2 * ranks - 1 - stage for stage in stages)
     return tuple(stage % ranks for stage in stages)
 

@@ -14,23 +14,16 @@ def pipeline_order(
     out, and a forward and a backward that torch runs as one follow each other.
 
     Args:
-        name: looped_bfs, interleaved_1f1b, interleaved_zero_bubble, zbv_zero_bubble or dualpipev.
+        name: of a class in torch.distributed.pipelining.schedules.
     """
     from types import SimpleNamespace
 
     from torch.distributed.pipelining import schedules
 
-    class_of = {
-        "looped_bfs": schedules.ScheduleLoopedBFS,
-        "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
-        "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
-        "zbv_zero_bubble": schedules.ScheduleZBVZeroBubble,
-        "dualpipev": schedules.ScheduleDualPipeV,
-    }
     # A table depends on these numbers alone, and real stages would need process groups.
     shape = {"num_stages": ranks * virtual_stages, "group_size": ranks, "group_rank": 0, "submod": None}
     stages: Any = [SimpleNamespace(**shape) for _ in range(virtual_stages)]
-    order = class_of[name](stages, microbatches).pipeline_order
+    order = getattr(schedules, name)(stages, microbatches).pipeline_order
     return tuple(
         tuple(
             (part.stage_index, part.computation_type.value, part.microbatch_index)
