@@ -1,4 +1,4 @@
-"""README.md says what is so: its commands run, in its order, and its tables agree with the code."""
+"""README.md and docs/ say what is so: their commands run, in their order, and their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ import pytest
 from tests import ROOT
 from tests.support.ranks import environment, start, torchrun
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+"""In this order: checkpoints.md exports what models_and_data.md trains."""
+
+README = PAGES[0].read_text(encoding="utf-8")
 pytestmark = pytest.mark.timeout(330)
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced blocks of README.md in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    """The fenced blocks of all pages in one language."""
+    pattern = re.compile(rf"^```{language}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    return [block for page in PAGES for block in pattern.findall(page.read_text(encoding="utf-8"))]
 
 
 COMMANDS = [
@@ -42,7 +46,7 @@ with small ones, and one by one."""
 
 
 def commands() -> list[Any]:
-    """The parameters of `test_command`, in the order of README.md: some need what those before them have left."""
+    """The parameters of `test_command`, in the order of the pages: some need what those before them have left."""
     mine = [command for command in COMMANDS if not command.startswith("pytest")]
     return [pytest.param(item, marks=() if item.startswith(DAILY) else pytest.mark.full) for item in mine]
 
@@ -67,7 +71,7 @@ def in_a_shell(command: str, clone: Clone) -> subprocess.CompletedProcess[str]:
 
 
 def run(command: str, clone: Clone) -> subprocess.CompletedProcess[str]:
-    """Run a line of README.md."""
+    """Run a line of a page."""
     if command.startswith(IN_A_SHELL):
         return in_a_shell(command, clone)
     changed, directory, command = re.fullmatch(r"(cd (\S+) && )?(.*)", command).groups()  # type: ignore[union-attr]
@@ -120,6 +124,11 @@ def test_ci_runs_the_two_commands() -> None:
     assert [line.partition(" && ")[2].split()[0] for line in installing] == ["autolaunch", "pytest"]
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)]+)\)", README)
-    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_readme_leads_to_every_page() -> None:
+    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in README] == []

@@ -6,7 +6,7 @@ from typing import Any
 
 from autolaunch_strategies.planner.hardware import Hardware, Link
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
-from autolaunch_strategies.planner.shapes import transformer_profile
+from tests.support.transformer_profile import transformer_profile
 
 GIB = 2.0**30
 

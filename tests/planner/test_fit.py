@@ -13,9 +13,9 @@ from autolaunch_strategies.planner.constants import TIME_CONSTANTS, Constants
 from autolaunch_strategies.planner.fit import Run, fit, fit_constants
 from autolaunch_strategies.planner.hardware import Hardware, Link
 from autolaunch_strategies.planner.profile import Recipe
-from autolaunch_strategies.planner.shapes import transformer_profile
 from autolaunch_strategies.planner.time import step_time
 from tests.benchmarks import planner_published as published
+from tests.support.transformer_profile import transformer_profile
 
 PROFILE = transformer_profile(12, 1024, 16, 1024, 50304)
 RECIPE = Recipe(64, "bf16", 4, 2, 0, 4, 4, 8)

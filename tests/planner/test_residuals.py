@@ -14,8 +14,8 @@ from autolaunch_strategies.planner.fit import Run, fit
 from autolaunch_strategies.planner.hardware import Hardware, Link, hardware_to
 from autolaunch_strategies.planner.profile import Recipe
 from autolaunch_strategies.planner.residuals import FEATURES, LENGTH, Residuals, features, learned
-from autolaunch_strategies.planner.shapes import transformer_profile
 from autolaunch_strategies.planner.time import step_time
+from tests.support.transformer_profile import transformer_profile
 
 PROFILE = transformer_profile(12, 1024, 16, 1024, 50304)
 RECIPE = Recipe(64, "bf16", 4, 2, 0, 4, 4, 8)

@@ -12,7 +12,6 @@ from autolaunch_strategies.planner.candidate import Candidate, Candidates
 from autolaunch_strategies.planner.profile import Recipe
 from autolaunch_strategies.planner.residuals import features, learned
 from autolaunch_strategies.planner.search import Ask, Belief, Limits, Search
-from autolaunch_strategies.planner.shapes import transformer_profile
 from autolaunch_strategies.planner.trials import (
     CRASH,
     HANG,
@@ -29,6 +28,7 @@ from autolaunch_strategies.planner.trials import (
     read_record,
     timing,
 )
+from tests.support.transformer_profile import transformer_profile
 
 GIB = 2.0**30
 

@@ -14,10 +14,10 @@ from autolaunch_strategies.planner.collectives import collective_time, local_mem
 from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.hardware import Curve, Hardware, Link
 from autolaunch_strategies.planner.profile import Attention, MatMul, ModelProfile, Part, Recipe
-from autolaunch_strategies.planner.shapes import transformer_profile
 from autolaunch_strategies.planner.time import PARTS, StepTime, flops_per_step, soft_max, step_time
 from autolaunch_strategies.planner.uncertainty import sampled_times, spread
 from autolaunch_strategies.schedules.schedule import build_schedule, timeline
+from tests.support.transformer_profile import transformer_profile
 
 FREE = {
     **dict.fromkeys(("kernel_s", "mp_kernel_s", "hidden_dp", "hidden_mp", "hidden_cp", "hidden_pp"), 1e-30),

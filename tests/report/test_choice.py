@@ -335,7 +335,7 @@ def test_what_the_planner_says_is_shown(devices: int, tmp_path: Path) -> None:
     from autolaunch_strategies.planner.explain import why
     from autolaunch_strategies.planner.hardware import Hardware, Link
     from autolaunch_strategies.planner.profile import Recipe
-    from autolaunch_strategies.planner.shapes import transformer_profile
+    from tests.support.transformer_profile import transformer_profile
 
     profile = transformer_profile(8, 1024, 16, 2048, 32_000, name="a model")
     links = {"intra": Link(450e9, 5e-6), "inter": Link(50e9, 10e-6)}

@@ -24,8 +24,8 @@ from autolaunch.machine import this_machine
 from autolaunch.search import space
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.settings import candidate_of
-from autolaunch_strategies.planner.shapes import transformer_profile
 from tests.support.messages import Told, assert_only_told
+from tests.support.transformer_profile import transformer_profile
 
 Outcome = tuple[int, str, str]
 OOM = "rank 1 of 4 failed: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
