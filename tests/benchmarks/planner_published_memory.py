@@ -126,7 +126,7 @@ def _profile(item: Published, profile: ModelProfile) -> ModelProfile:
     """With the loss and the selective recomputation of PyTorch's own training stack."""
     if item.run.candidate.level != 3:
         return profile
-    logits = profile.after.divided_saved_bytes / 4  # they are kept in fp32
+    logits = profile.after.sharded_saved_bytes / 4  # they are kept in fp32
     loss = (FP32_LOSS if item.run.candidate.mp == 1 else FP32_LOSS_OVER_RANKS) - 4
     (kind,) = profile.kinds
     if item.row["recompute"] == "selective_op":
@@ -139,9 +139,9 @@ def _profile(item: Published, profile: ModelProfile) -> ModelProfile:
         kind = dataclasses.replace(
             kind,
             selective_bytes=query + key + up + hidden + query + hidden,
-            divided_selective_bytes=query + key + up + query,
+            sharded_selective_bytes=query + key + up + query,
         )
-    return dataclasses.replace(profile, kinds=(kind,), loss_bytes=loss * logits, divided_loss_bytes=loss * logits)
+    return dataclasses.replace(profile, kinds=(kind,), loss_bytes=loss * logits, sharded_loss_bytes=loss * logits)
 
 
 def _recipe(item: Published, recipe: Recipe) -> Recipe:

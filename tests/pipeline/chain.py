@@ -17,7 +17,7 @@ from autolaunch_strategies.model.blocks import find_blocks
 from autolaunch_strategies.pipeline.build import CutModel, plan_cut
 from autolaunch_strategies.pipeline.placement import group_rank
 from autolaunch_strategies.pipeline.run import Pipeline
-from autolaunch_strategies.pipeline.transfer import Line
+from autolaunch_strategies.pipeline.transfer import Channel
 from autolaunch_strategies.schedules.schedule import placement
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ class _Arrived:
         pass
 
 
-class _Mailbox(Line):
+class _Mailbox(Channel):
     def __init__(self, group: Any, boxes: dict[tuple[int, int], deque[torch.Tensor]]) -> None:
         super().__init__(group, CPU)
         self.boxes = boxes
@@ -83,7 +83,7 @@ class Chain:
         group = _Group(len(self.roots), group_rank(self.rank_of_stage, len(self.roots), rank))
         mesh: Any = SimpleNamespace(group=lambda axis: group, sub_mesh=lambda axis: None)
         pipeline = CutModel.make(root, self.cutting, self.config, mesh).pipeline(CPU)
-        pipeline.line = _Mailbox(group, self.boxes)
+        pipeline.channel = _Mailbox(group, self.boxes)
         pipeline._samples_checked = True  # it asks all ranks at once
         return pipeline
 

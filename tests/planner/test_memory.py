@@ -28,11 +28,11 @@ BARE = dataclasses.replace(Constants(), context_bytes=0.0, fragmentation=0.0)
 CPU = Hardware("cpu", "cpu", 1, 4, 16e9, {"fp32": 1e11}, 1e10, Link(1e9, 1e-4), Link(1e9, 1e-4), constants=BARE)
 
 BLOCK = Part(
-    "block", 1000, 800, saved_bytes=50_000, divided_saved_bytes=30_000, selective_bytes=20_000,
-    divided_selective_bytes=10_000, output_bytes=4_000, peak_bytes=7_000, divided_peak_bytes=5_000,
+    "block", 1000, 800, saved_bytes=50_000, sharded_saved_bytes=30_000, selective_bytes=20_000,
+    sharded_selective_bytes=10_000, output_bytes=4_000, peak_bytes=7_000, sharded_peak_bytes=5_000,
 )  # fmt: skip
 BEFORE = Part("before", 3000, 3000, saved_bytes=800, output_bytes=4_000)
-AFTER = Part("after", 2000, 2000, saved_bytes=9_000, divided_saved_bytes=6_000)
+AFTER = Part("after", 2000, 2000, saved_bytes=9_000, sharded_saved_bytes=6_000)
 LOSS = 24_000
 
 
@@ -124,7 +124,7 @@ def test_state_of_trained_parameters_only() -> None:
 
 def test_the_fullest_rank_need_not_be_the_first() -> None:
     """With a block less on both ends, as many publications have it, the second rank is the fullest."""
-    profile = model(14, loss_bytes=0.0, divided_loss_bytes=0.0, before=Part("before", 0), after=Part("after", 0))
+    profile = model(14, loss_bytes=0.0, sharded_loss_bytes=0.0, before=Part("before", 0), after=Part("after", 0))
     candidate = pipelined("1f1b", pp=4, microbatches=8)
     sizes = np.array([[3], [4], [4], [3]])
 
@@ -142,7 +142,7 @@ def test_the_fullest_rank_need_not_be_the_first() -> None:
 
 def test_loss_of_the_whole_batch() -> None:
     """`exact` computes it at once; schedules see microbatches."""
-    large = model(loss_bytes=1e7, divided_loss_bytes=1e7)
+    large = model(loss_bytes=1e7, sharded_loss_bytes=1e7)
     exact, gpipe = (total(pipelined(name, pp=2, microbatches=4), large) for name in ("exact", "gpipe"))
     assert exact - gpipe == pytest.approx(6e7)  # 8 sequences against 2
 

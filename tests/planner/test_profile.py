@@ -209,24 +209,24 @@ def test_what_mp_divides_in_llama() -> None:
     (block,) = profile.kinds
     assert profile.block_names[0] == "model.layers.0"
     assert block.matmuls[0] == MatMul(8192, 4096, 4096, 1, "columns")
-    assert block.parameters - block.divided_parameters == 2 * 4096
+    assert block.parameters - block.sharded_parameters == 2 * 4096
     assert (block.exchanges, block.exchange_bytes) == (2, 8192 * 4096 * 2)
     # Of one token in bf16: rotated queries and keys, values, what attention returns, its fp32 sums; gate, what SiLU
     # makes of it, up, and their product.
     attention = 2 * (4096 + 1024 + 1024 + 4096) + 4 * 32
-    assert block.divided_saved_bytes == 8192 * (attention + 4 * 2 * 14336)
+    assert block.sharded_saved_bytes == 8192 * (attention + 4 * 2 * 14336)
     # Inputs of q, k, v and of gate, up.
     assert block.gathered_saved_bytes == 8192 * 2 * 2 * 4096
     # Two norms each: the fp32 input, one number per row, the normalised bf16, the scaled bf16.
-    assert block.saved_bytes - block.divided_saved_bytes == 8192 * 2 * (4 * 4096 + 4 + 2 * 2 * 4096)
+    assert block.saved_bytes - block.sharded_saved_bytes == 8192 * 2 * (4 * 4096 + 4 + 2 * 2 * 4096)
     outputs = 2 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096) + 2 * 4096 + 4 * 32
     assert block.selective_bytes == 8192 * (outputs + 2 * 4096)
-    assert profile.after.divided_parameters == 4096 * 128256
+    assert profile.after.sharded_parameters == 4096 * 128256
     # Log-probabilities in fp32 are kept; their gradient and that of the scores come to it.
     logits = 8192 * 128256
-    assert profile.after.divided_saved_bytes == 4 * logits
+    assert profile.after.sharded_saved_bytes == 4 * logits
     assert profile.loss_bytes == pytest.approx(8 * logits, rel=0.02)
-    assert profile.divided_loss_bytes == pytest.approx(8 * logits, rel=0.02)
+    assert profile.sharded_loss_bytes == pytest.approx(8 * logits, rel=0.02)
 
 
 def test_kinds_of_blocks_and_tied_weights() -> None:
@@ -417,7 +417,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 def test_what_a_rank_of_mp_keeps(measured: dict[str, int], name: str, by_sequence: bool) -> None:
     profile = profile_of(name, MODELS[name]())
     whole = sum(part.saved_bytes for part in parts(profile))
-    divided = sum(part.divided_saved_bytes for part in parts(profile))
+    divided = sum(part.sharded_saved_bytes for part in parts(profile))
     gathered = sum(part.gathered_saved_bytes for part in parts(profile)) if by_sequence else 0
     rest = whole - divided - gathered
     expected = divided / 2 + gathered + (rest / 2 if by_sequence else rest)

@@ -82,7 +82,7 @@ def test_attention_backward_is_two_and_a_half_forwards() -> None:
 
 
 def test_moved_bytes_under_mp_and_sequence_parallelism() -> None:
-    block = Part("b", 0, moved_bytes=1e9, divided_moved_bytes=4e8)
+    block = Part("b", 0, moved_bytes=1e9, sharded_moved_bytes=4e8)
     found = of(model(block, 1), PLAIN, machine(), mp=[1, 4, 4], sequence_parallel=[0, 0, 1])
     expected = np.array([1e9, 6e8 + 1e8, 2.5e8]) * 2.6 * 8 / 1e12
     assert found.parts["elementwise"] == pytest.approx(expected)
@@ -107,7 +107,7 @@ def test_launching_kernels_matters_where_devices_have_less_to_do() -> None:
 
 def test_kernels_on_divided_tensors_cost_more() -> None:
     hardware = machine(constants={"kernel_s": 1e-5, "mp_kernel_s": 5e-5})
-    block = Part("b", 0, kernels=100, divided_kernels=40)
+    block = Part("b", 0, kernels=100, sharded_kernels=40)
     found = of(model(block, 1), PLAIN, hardware, mp=[1, 2])
     assert found.parts["kernels"] == pytest.approx([2.5 * 1e-3, 2.5 * 3e-3])
     whole = of(model(block, 1), PLAIN, hardware, mp=2, sequence_parallel=1)
@@ -494,7 +494,7 @@ def test_kept_bytes_follow_the_publication(heads: int, kv_heads: int, ffn: int) 
     ).kinds[0]
     if ffn == 4 * h and heads == kv_heads:
         assert block.saved_bytes == pytest.approx(s * h * (34 + 5 * heads * s / h))
-        assert block.divided_saved_bytes == pytest.approx(s * h * (24 + 5 * heads * s / h))
+        assert block.sharded_saved_bytes == pytest.approx(s * h * (24 + 5 * heads * s / h))
         assert block.selective_bytes == pytest.approx(34 * s * h)
     keys = kv_heads * 96
     assert block.saved_bytes == pytest.approx(s * (10 * h + 4 * h + 4 * keys + 4 * ffn) + 5 * heads * s * s)

@@ -21,8 +21,8 @@ from autolaunch_strategies.context.parallel import (
     ContextParallelModule,
     account_of_context,
     both,
-    divide,
     prepare_context,
+    shard_sequences,
 )
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule, apply_data_parallel, sharding_reasons
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
@@ -170,7 +170,9 @@ class Styles(Step):
     def begin(self, site: Site) -> None:
         assert site.model_parallel is not None and site.context_parallel is not None
         site.model_parallel.begin()
-        divide(site.context_parallel, site.module, site.blocks, self.marked, lambda part: not site.is_elsewhere(part))
+        shard_sequences(
+            site.context_parallel, site.module, site.blocks, self.marked, lambda part: not site.is_elsewhere(part)
+        )
 
 
 class Recomputes(Step):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from autolaunch_strategies.config import AXES, ConfigError, ContextParallel
-from autolaunch_strategies.context.divided import DividedModule, Sequences
 from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.marked import Marked
+from autolaunch_strategies.context.sharded_modules import Sequences, ShardedModule
 from autolaunch_strategies.context.transformers_attention import use_torch_attention
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
@@ -26,7 +26,7 @@ class ContextParallelModule:
     """A model whose sequences are divided: the context in which it runs, and what runs on parts of them."""
 
     sequences: Sequences | None = None
-    divided: list[DividedModule] = field(default_factory=list)
+    sharded: list[ShardedModule] = field(default_factory=list)
     _seen_is_checked: bool = False
 
     def running(self) -> AbstractContextManager[None]:
@@ -97,28 +97,28 @@ def _using(calls: AttentionCalls, backend: str, forward: Callable[..., Any]) -> 
     return run
 
 
-def divide(
+def shard_sequences(
     applied: ContextParallelModule,
     model: nn.Module,
     blocks: Blocks,
     marked: Marked,
-    is_here: Callable[[nn.Module], bool] = lambda module: True,
+    is_elsewhere: Callable[[nn.Module], bool] = lambda module: False,
 ) -> None:
     """Take over the calls of the modules that run on parts of sequences, once everything else has been applied.
 
     Args:
         blocks: of this rank.
-        is_here: whether this rank holds a module.
+        is_elsewhere: whether a module belongs to a stage of another rank.
     """
     if applied.sequences is None:
         return
-    chosen = divided_modules(model, [block.module for block in blocks], marked)
+    chosen = sharded_modules(model, [block.module for block in blocks], marked)
     for name, (module, is_block) in chosen.items():
-        if is_here(module):
+        if not is_elsewhere(module):
             if is_block:
                 _refuse_statistics(name, module, applied.sequences.peers.size)
             backend = marked.regions.get(name, applied.sequences.calls.backend)
-            applied.divided.append(DividedModule(name, module, applied.sequences, is_block, backend))
+            applied.sharded.append(ShardedModule(name, module, applied.sequences, is_block, backend))
 
 
 def _refuse_statistics(name: str, block: nn.Module, ranks: int) -> None:
@@ -131,7 +131,7 @@ def _refuse_statistics(name: str, block: nn.Module, ranks: int) -> None:
             )
 
 
-def divided_modules(model: nn.Module, blocks: list[nn.Module], marked: Marked) -> Mapping[str, tuple[nn.Module, bool]]:
+def sharded_modules(model: nn.Module, blocks: list[nn.Module], marked: Marked) -> Mapping[str, tuple[nn.Module, bool]]:
     """Name -> (module, whether it is a block): blocks, or what a plan marks, and layers with parameters around them."""
     names = {module: name for name, module in model.named_modules()}
     found: dict[str, tuple[nn.Module, bool]] = {}
@@ -163,7 +163,7 @@ def account_of_context(
     config: ContextParallel, ranks: int, model: nn.Module, blocks: list[nn.Module], marked: Marked
 ) -> dict[str, Any]:
     """What is done along cp, as plain data for plan.yaml."""
-    chosen = divided_modules(model, blocks, marked)
+    chosen = sharded_modules(model, blocks, marked)
     return {
         "backend": config.backend,
         "ranks": ranks,

@@ -35,7 +35,7 @@ from autolaunch_strategies.lightning.staged_steps import PipelinedSteps, refuse_
 from autolaunch_strategies.lightning.termination import Termination
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.model.materialise import WeightFiles
-from autolaunch_strategies.pipeline.cut import drop_stand_ins, whole_model
+from autolaunch_strategies.pipeline.cut import drop_placeholders, whole_model
 from autolaunch_strategies.pipeline.idle import idle_share
 from autolaunch_strategies.plan.choose import planned_part
 from autolaunch_strategies.tensor.views import plain
@@ -317,7 +317,7 @@ class MeshStrategy(CheckpointStrategy):
                     for optimizer in self.optimizers
                 ]
             for optimizer in self.optimizers:
-                drop_stand_ins(optimizer, pipeline.held)
+                drop_placeholders(optimizer, pipeline.held)
         for optimizer in self.optimizers:
             adapt_optimizer(optimizer)
             optimizer.register_step_post_hook(self._after_step)

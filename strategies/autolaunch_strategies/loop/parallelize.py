@@ -40,7 +40,7 @@ from autolaunch_strategies.loop.process_mesh import ProcessMesh, get_mesh, proce
 from autolaunch_strategies.loop.staged import forward_backward_of
 from autolaunch_strategies.mesh.process_group import check_world_size, ensure_process_group
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
-from autolaunch_strategies.pipeline.cut import drop_stand_ins, whole_model
+from autolaunch_strategies.pipeline.cut import drop_placeholders, whole_model
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.plan.context import context_config
 from autolaunch_strategies.plan.rules import read_plan
@@ -300,7 +300,7 @@ def _train_here(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, s
     else:
         with whole_model(applied.pipeline.held) as whole:
             follow_parameters(optimizer, names, whole)
-        drop_stand_ins(optimizer, applied.pipeline.held)
+        drop_placeholders(optimizer, applied.pipeline.held)
     adapt_optimizer(optimizer)
 
 

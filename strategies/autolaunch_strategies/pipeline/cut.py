@@ -336,7 +336,7 @@ class Held:
     root: nn.Module
     stages: tuple[int, ...]
     layout: list[tuple[nn.Module, list[str], dict[str, nn.Parameter]]] = field(default_factory=list)
-    """Module, names of its parameters in order, and stand-ins for those that are not held."""
+    """Module, names of its parameters in order, and placeholders for those that are not held."""
 
     def lacks(self, module: nn.Module) -> bool:
         """Whether some parameter of `module` is held by other stages only."""
@@ -344,9 +344,9 @@ class Held:
         return any(part in owners for part in module.modules())
 
     @property
-    def stand_ins(self) -> set[nn.Parameter]:
+    def placeholders(self) -> set[nn.Parameter]:
         """Parameters on meta that take the place of what other stages hold."""
-        return {stand_in for _, _, absent in self.layout for stand_in in absent.values()}
+        return {placeholder for _, _, absent in self.layout for placeholder in absent.values()}
 
 
 def hold(root: nn.Module, cutting: Cutting, stages: Sequence[int]) -> Held:
@@ -358,18 +358,18 @@ def hold(root: nn.Module, cutting: Cutting, stages: Sequence[int]) -> Held:
     names = {parameter: name for name, parameter in root.named_parameters()}
     absent = {p for p, name in names.items() if not mine & set(cutting.holders[name])}
     held = Held(root, tuple(stages))
-    stand_ins = {
+    placeholders = {
         parameter: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         for parameter in absent
     }
     for module in root.modules():
         own = {name: parameter for name, parameter in module._parameters.items() if parameter in absent}
         if own:
-            replaced = {name: stand_ins[parameter] for name, parameter in own.items() if parameter is not None}
+            replaced = {name: placeholders[parameter] for name, parameter in own.items() if parameter is not None}
             held.layout.append((module, list(module._parameters), replaced))
-            for name, stand_in in replaced.items():
+            for name, placeholder in replaced.items():
                 del module._parameters[name]
-                module.__dict__[name] = stand_in.data
+                module.__dict__[name] = placeholder.data
     elsewhere = {unit for unit, called_by in cutting.unit_stages().items() if not mine & set(called_by)}
     for unit in elsewhere:
         for module in root.get_submodule(cutting.name + unit).modules():
@@ -382,7 +382,7 @@ def hold(root: nn.Module, cutting: Cutting, stages: Sequence[int]) -> Held:
 
 @contextmanager
 def whole_model(held: Held) -> Iterator[nn.Module]:
-    """Within it stand-ins are where parameters are absent: code that looks for parameters sees those of all stages."""
+    """Within it placeholders stand where parameters are absent: code that looks for some sees those of all stages."""
     for module, order, absent in held.layout:
         present = dict(module._parameters)
         module._parameters.clear()
@@ -394,14 +394,14 @@ def whole_model(held: Held) -> Iterator[nn.Module]:
         yield held.root
     finally:
         for module, _, absent in held.layout:
-            for name, stand_in in absent.items():
+            for name, placeholder in absent.items():
                 module._parameters.pop(name, None)
-                module.__dict__[name] = stand_in.data
+                module.__dict__[name] = placeholder.data
 
 
-def drop_stand_ins(optimizer: torch.optim.Optimizer, held: Held) -> None:
+def drop_placeholders(optimizer: torch.optim.Optimizer, held: Held) -> None:
     """Take the parameters of other stages out of an optimizer; its groups stay, even if nothing is left in them."""
-    absent = held.stand_ins
+    absent = held.placeholders
     for group in optimizer.param_groups:
         kept = [place for place, parameter in enumerate(group["params"]) if parameter not in absent]
         for key in ("params", "param_names"):

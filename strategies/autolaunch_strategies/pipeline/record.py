@@ -128,14 +128,14 @@ def record(model: nn.Module, units: Sequence[str], args: Any, kwargs: Mapping[st
         Exception: whatever the model's forward raises on shapes alone.
     """
 
-    def attempt(stand_ins: Mapping[str, str]) -> Recording:
+    def attempt(placeholders: Mapping[str, str]) -> Recording:
         recorder = _Recorder(model, units, origin)
         try:
             recorder.run(args, kwargs)
         except Exception as error:
             raise Untraceable(recorder.inside, error) from error
-        recorder.recording.untraceable = dict(stand_ins)
-        recorder.recording.may_draw |= bool(stand_ins)
+        recorder.recording.untraceable = dict(placeholders)
+        recorder.recording.may_draw |= bool(placeholders)
         return recorder.recording
 
     return stepping_over(model, attempt)

@@ -33,7 +33,7 @@ from autolaunch_strategies.pipeline.placement import group_rank, pipe_rank, stag
 from autolaunch_strategies.pipeline.record import Leaf
 from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
 from autolaunch_strategies.pipeline.structure import Structure, Structures, batch_size
-from autolaunch_strategies.pipeline.transfer import Axes, Header, LeafMeta, Line, local_part
+from autolaunch_strategies.pipeline.transfer import Axes, Channel, Header, LeafMeta, local_part
 from autolaunch_strategies.pipeline.weight_gradients import PutOffWeights, WeightGradients, add_weight_gradients
 from autolaunch_strategies.schedules.schedule import (
     Kind,
@@ -110,7 +110,7 @@ class Pipeline:
         """Whether the other stages have done their part of the present step; they can be told of an error then."""
         self.number = 0
         """Of the present step: part of the seeds of what stages draw at random."""
-        self.line = Line(group, device)
+        self.channel = Channel(group, device)
         self.clock = IdleClock(device)
         self._own_call = intercepted(self.model)
         self.staged = StagedModel(self.model, cutting, self.stages, axes, device)
@@ -264,7 +264,7 @@ class Pipeline:
             with self._own_numbers("tail", 0, structure.may_draw), self.clock.busy():
                 todo = tail_of(structure, *filled.joined(self.axes))
                 output = self.staged.run(todo, whole_args, whole_kwargs, self._call)
-        self.line.finish()
+        self.channel.finish()
         return output
 
     def _run_forward(self, filled: Filled, leaves: list[Any], spec: Any, kind: Any) -> None:
@@ -312,7 +312,7 @@ class Pipeline:
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        self.line.finish()
+        self.channel.finish()
         told = [self._mixed_samples(structure, together, apart, leaves) if self.is_last else None]
         dist.broadcast_object_list(told, dist.get_global_rank(self.group, self.last_rank), group=self.group)
         if told[0] is not None:
@@ -358,8 +358,8 @@ class Pipeline:
                 if stage > 0 and self._is_here(stage - 1):
                     handed[Job(stage - 1, index)] = spread(sent, inputs)
                 elif stage > 0:
-                    self.line.send(sent, self._home(stage - 1))
-        self.line.finish()
+                    self.channel.send(sent, self._home(stage - 1))
+        self.channel.finish()
         with self.clock.busy():
             filled.differentiate_before()
         self.clock.end()
@@ -455,11 +455,11 @@ class Pipeline:
                     if before.stage >= 0 and self._is_here(before.stage):
                         gradients[before] = spread(made.pop(job), inputs), []
                 elif action.kind is Kind.SEND_B:
-                    self.line.send(made.pop(job), self._home(before.stage))
+                    self.channel.send(made.pop(job), self._home(before.stage))
                 elif action.kind is Kind.W:
                     with self.clock.busy():
                         add_weight_gradients(later.pop(job))
-        self.line.finish()
+        self.channel.finish()
         self.clock.end()
         self.others_wait = True
         return results
@@ -573,19 +573,19 @@ class Pipeline:
 
     def _send(self, job: Job, key: Any) -> None:
         work, to = self._works[job], self._home(job.stage + 1)
-        self.line.tell((job.stage + 1, key), work.header, to)
-        self.line.send(work.outputs, to)
+        self.channel.tell((job.stage + 1, key), work.header, to)
+        self.channel.send(work.outputs, to)
 
     def _receive(self, job: Job, key: Any) -> _Arrival:
         source = self._home(job.stage - 1)
-        header = self.line.ask((job.stage, key), source)
-        parts, works = self.line.receive(header.shapes(self.axes), source)
+        header = self.channel.ask((job.stage, key), source)
+        parts, works = self.channel.receive(header.shapes(self.axes), source)
         return _Arrival(parts, header, works)
 
     def _begin_gradients(self, job: Job) -> tuple[Gradients, list[dist.Work]]:
         outputs = self._works[job].outputs
         shapes = [(tuple(item.shape), item.dtype) for item in outputs if item.requires_grad]
-        buffers, works = self.line.receive(shapes, self._home(job.stage + 1))
+        buffers, works = self.channel.receive(shapes, self._home(job.stage + 1))
         return spread(buffers, outputs), works
 
     @contextmanager

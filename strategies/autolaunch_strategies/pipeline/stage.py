@@ -1,9 +1,9 @@
 """Running a part of a model through the model's own forward.
 
 Every stage runs the whole `forward` of the model on the original inputs. Units that belong to other stages return what
-they returned there: the values that arrived from the stage before, or, where nothing needs them, stand-ins of the same
-shape. The first unit call behind the stage ends the forward. So masks, positions and rotary tables between units are
-computed by the model's own code on every stage.
+they returned there: the values that arrived from the stage before, or, where nothing needs them, placeholders of the
+same shape. The first unit call behind the stage ends the forward. So masks, positions and rotary tables between units
+are computed by the model's own code on every stage.
 """
 
 from __future__ import annotations

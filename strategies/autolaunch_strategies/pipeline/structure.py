@@ -152,11 +152,11 @@ class Structures:
 
     def _try(self, leaves: list[Any], spec: Any, batched: tuple[bool, ...], size: int, training: bool) -> Recording:
         assert self.skeleton is not None
-        stand_ins = [
+        placeholders = [
             _resized(leaf, size if is_batched else None) if isinstance(leaf, torch.Tensor) else leaf
             for leaf, is_batched in zip(leaves, batched, strict=True)
         ]
-        args, kwargs = tree_unflatten(stand_ins, spec)
+        args, kwargs = tree_unflatten(placeholders, spec)
         self.skeleton.train(training)
         return record(self.skeleton, self.cutting.units, args, kwargs)
 

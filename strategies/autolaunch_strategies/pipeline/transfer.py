@@ -133,7 +133,7 @@ class Header:
 _MOST_HEADERS = 512
 
 
-class Line:
+class Channel:
     """The transfers of one rank of a pipeline.
 
     Shapes travel once for every kind of call: both ends remember what they know by the same key.

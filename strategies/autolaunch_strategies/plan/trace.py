@@ -33,7 +33,7 @@ _KNOWN_TO_WORK = frozenset(
     }
 )  # fmt: skip
 """Operators, next to elementwise ones, views and attention, that sharded tensors go through rightly and well."""
-_MOST_STAND_INS = 8
+_MOST_PLACEHOLDERS = 8
 
 
 @dataclass
@@ -119,13 +119,13 @@ def trace(model: nn.Module, example: Any = None) -> Trace:
 
 
 def _trace_with(model: nn.Module, inputs: ExampleInputs) -> Trace:
-    def attempt(stand_ins: Mapping[str, str]) -> Trace:
+    def attempt(placeholders: Mapping[str, str]) -> Trace:
         recorder = _Recorder(model, inputs)
         try:
             recorder.run()
         except Exception as error:
             raise Untraceable(recorder.inside, error) from error
-        recorder.trace.untraceable = dict(stand_ins)
+        recorder.trace.untraceable = dict(placeholders)
         return recorder.trace
 
     return stepping_over(model, attempt)
@@ -147,21 +147,26 @@ def stepping_over(model: nn.Module, attempt: Callable[[Mapping[str, str]], Resul
     Args:
         attempt: runs the model once, is told what is replaced and why, and raises `Untraceable`.
     """
-    stand_ins: dict[str, str] = {}
+    placeholders: dict[str, str] = {}
     first_error: Exception | None = None
     while True:
         try:
-            with _attributes_kept(model), _standing_in(model, stand_ins):
-                return attempt(stand_ins)
+            with _attributes_kept(model), _with_placeholders(model, placeholders):
+                return attempt(placeholders)
         except Untraceable as failure:
             first_error = first_error or failure.error
             within = failure.inside
             kind = type(model.get_submodule(within))
             of_torch = kind.__module__.startswith("torch.nn.")  # then it is what it was given that is wrong
-            if not within or of_torch or within in stand_ins or len(set(stand_ins.values())) == _MOST_STAND_INS:
+            if (
+                not within
+                or of_torch
+                or within in placeholders
+                or len(set(placeholders.values())) == _MOST_PLACEHOLDERS
+            ):
                 raise first_error from None
             first_line = (str(failure.error).strip() or type(failure.error).__name__).splitlines()[0]
-            stand_ins |= {name: first_line for name, module in model.named_modules() if type(module) is kind}
+            placeholders |= {name: first_line for name, module in model.named_modules() if type(module) is kind}
 
 
 @contextmanager
@@ -182,7 +187,7 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _standing_in(model: nn.Module, names: Mapping[str, str]) -> Iterator[None]:
+def _with_placeholders(model: nn.Module, names: Mapping[str, str]) -> Iterator[None]:
     modules = [model.get_submodule(name) for name in names]
     before = [module.__dict__.get("forward") for module in modules]
     for module in modules:

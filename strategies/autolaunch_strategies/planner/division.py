@@ -24,13 +24,13 @@ _ACROSS = {"_softmax": 1, "_safe_softmax": 1, "cumsum": 1}
 """Operators that keep shapes, but not along this argument's dim."""
 
 
-def divided_outputs(
+def sharded_outputs(
     name: str, pointwise: bool, args: Sequence[Any], dims: dict[int, int], outputs: Sequence[torch.Tensor]
 ) -> tuple[list[int | None], str]:
     """(for each output the dim that is divided, what ranks exchange for it).
 
     Args:
-        name: of the operator, without its overload; no matrix product (see `divided_product`).
+        name: of the operator, without its overload; no matrix product (see `sharded_product`).
         dims: `id` of a tensor argument -> its divided dim; of those that are divided.
     """
     first = args[0] if args else None
@@ -69,7 +69,7 @@ def divided_outputs(
     return _judged([_alike(given, dims, output) for output in outputs], least=1)
 
 
-def divided_product(left: int | None, right: int | None, batched: bool) -> tuple[str, int | None, str]:
+def sharded_product(left: int | None, right: int | None, batched: bool) -> tuple[str, int | None, str]:
     """(what of a `MatMul` is divided, the divided dim of the result, what ranks exchange).
 
     Args:

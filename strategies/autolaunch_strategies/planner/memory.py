@@ -184,7 +184,7 @@ def _put_states(
     parts += [("_before", 0, profile.before), ("_after", 0, profile.after), ("_shared", 0, _shared(profile))]
     largest: Any = 0.0
     for suffix, kind, part in parts:
-        count = _divided(part.parameters, part.divided_parameters, c.mp)
+        count = _divided(part.parameters, part.sharded_parameters, c.mp)
         for column in (f"state{suffix}", f"end{suffix}"):
             put("parameters", column, count * per_parameter, kind)
             put("optimizer", column, count * optimizer, kind)
@@ -217,7 +217,7 @@ def _put_states(
 def _shared(profile: ModelProfile) -> Part:
     """What the last stage holds of what runs before the blocks, as tied weights."""
     count = profile.shared_parameters
-    return Part("shared", count, min(count, profile.before.divided_parameters))
+    return Part("shared", count, min(count, profile.before.sharded_parameters))
 
 
 def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: Callable[..., None]) -> None:
@@ -236,15 +236,15 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
 
     def kept_by(part: Part) -> tuple[Floats, Floats, Floats]:
         gathered = 0.0 if recipe.gathers_again else part.exchanges * part.exchange_bytes
-        gathered = min(gathered, part.saved_bytes - part.divided_saved_bytes)
-        saved = of(part.saved_bytes - gathered, part.divided_saved_bytes) + of(gathered, 0.0, np.ones_like(c.mp))
-        selective = of(part.selective_bytes, part.divided_selective_bytes)
+        gathered = min(gathered, part.saved_bytes - part.sharded_saved_bytes)
+        saved = of(part.saved_bytes - gathered, part.sharded_saved_bytes) + of(gathered, 0.0, np.ones_like(c.mp))
+        selective = of(part.selective_bytes, part.sharded_selective_bytes)
         return saved, np.minimum(selective, saved), np.minimum(of(part.output_bytes), saved)
 
     for kind, part in enumerate(profile.kinds):
         saved, selective, given = kept_by(part)
         kept = np.where(c.recompute == FULL, given, np.where(c.recompute == SELECTIVE, selective, saved))
-        peak = of(part.peak_bytes, part.divided_peak_bytes) + _attention_over_cp(part, profile.element_bytes, c)
+        peak = of(part.peak_bytes, part.sharded_peak_bytes) + _attention_over_cp(part, profile.element_bytes, c)
         put("activations", "kept", flying * kept, kind)
         put("activations", "kept_done", -sequences * kept, kind)
         put("activations", "input", flying * given, kind)
@@ -252,7 +252,7 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
         put("other", "repeats", sequences * (saved - given + peak), kind)
         put("activations", "waits", sequences * _put_off(part, profile.element_bytes, c), kind)
     before, after = (
-        of(part.saved_bytes, part.divided_saved_bytes, around_mp) for part in (profile.before, profile.after)
+        of(part.saved_bytes, part.sharded_saved_bytes, around_mp) for part in (profile.before, profile.after)
     )
     put("activations", "before", flying * before)
     put("activations", "after", flying * after)
@@ -260,7 +260,7 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
     if not recipe.gathers_again:
         put("activations", "output", flying * of(max((part.output_bytes for part in profile.kinds), default=0.0)))
     put(
-        "other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.divided_peak_bytes, around_mp)
+        "other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.sharded_peak_bytes, around_mp)
     )
     # What has just arrived from a neighbour, and what is on its way to one.
     travelling = np.where(c.pp > 1, 2 * sequences, 0) * of(
@@ -270,8 +270,8 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
     for kind in range(len(profile.kinds)):
         put("other", "works", travelling, kind)
         put("other", "repeats", travelling, kind)
-    of_after = of(profile.after.peak_bytes, profile.after.divided_peak_bytes, around_mp)
-    of_loss = _divided(profile.loss_bytes, profile.divided_loss_bytes, c.mp) / c.cp
+    of_after = of(profile.after.peak_bytes, profile.after.sharded_peak_bytes, around_mp)
+    of_loss = _divided(profile.loss_bytes, profile.sharded_loss_bytes, c.mp) / c.cp
     put("other", "after_works", sequences * of_after)
     put("loss", "loss", np.where(exact, on_rank, sequences) * np.maximum(of_loss, of_after))
     # exact: outputs of all microbatches are joined; their gradients stay until the last of them is used.
@@ -308,20 +308,20 @@ def _attention_over_cp(part: Part, element_bytes: int, c: Candidates) -> Any:
 
 def _put_off(part: Part, element_bytes: int, c: Candidates) -> Floats:
     """Inputs and output gradients of linear layers: zero-bubble schedules make gradients of weights of them later."""
-    whole = divided_inner = divided_columns = 0.0
+    whole = sharded_inner = sharded_columns = 0.0
     for item in part.matmuls:
         if item.divided == "count" or not item.kept:
             continue  # no weight
         given, gradients = float(item.rows * item.inner), item.rows * item.columns * item.count
         if item.divided == "inner":
-            divided_inner += given
+            sharded_inner += given
             whole += gradients
         else:
             whole += given
-            divided_columns += gradients if item.divided else 0.0
+            sharded_columns += gradients if item.divided else 0.0
             whole += 0.0 if item.divided else gradients
     whole_mp = np.where(c.sequence_parallel == 1, c.mp, 1)
-    return element_bytes * (whole / whole_mp + (divided_inner + divided_columns) / c.mp) / c.cp
+    return element_bytes * (whole / whole_mp + (sharded_inner + sharded_columns) / c.mp) / c.cp
 
 
 def _outputs(profile: ModelProfile, c: Candidates) -> Floats:

@@ -93,8 +93,8 @@ def profile_module(
     for inputs in example_inputs(subject.model, given):
         try:
             passes = stepping_over(
-                subject.model, lambda stand_ins, inputs=inputs: _passes(  # type: ignore[misc]
-                    subject, division, settings, inputs, positions, stand_ins
+                subject.model, lambda placeholders, inputs=inputs: _passes(  # type: ignore[misc]
+                    subject, division, settings, inputs, positions, placeholders
                 )
             )  # fmt: skip
         except Exception as error:  # whatever a model's forward may raise: other inputs may do
@@ -270,7 +270,7 @@ def _passes(
     settings: _Settings,
     inputs: ExampleInputs,
     positions: int | None,
-    stand_ins: Mapping[str, str],
+    placeholders: Mapping[str, str],
 ) -> _Passes:
     made = {batch: _inputs_for(inputs, batch, positions) for batch in (1, 2, 3)}
     shown = _Runner(subject, division, settings)
@@ -280,7 +280,7 @@ def _passes(
         runner = _Runner(subject, division, settings)
         runs.append(runner.measure(*made[batch][:2], shown))
     return _Passes(
-        list(shown.order), shown.kinds(), shown, runs[0], runs[1], made[1][2], runner.element_bytes, stand_ins
+        list(shown.order), shown.kinds(), shown, runs[0], runs[1], made[1][2], runner.element_bytes, placeholders
     )
 
 
@@ -429,7 +429,7 @@ class _Runner:
                     tape.tally = self.after.tally
                     self.after.begin = len(tape.events)
                 self.running = False
-                output = self._stand_in(leaves, *made[first, turn])
+                output = self._placeholder(leaves, *made[first, turn])
                 if len(self.calls) == last:
                     returned.update(
                         storage_key(leaf) for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)
@@ -513,7 +513,7 @@ class _Runner:
         tape.tally = outer
         return output_spec, shapes
 
-    def _stand_in(self, leaves: list[Any], spec: TreeSpec, shapes: list[Any]) -> Any:
+    def _placeholder(self, leaves: list[Any], spec: TreeSpec, shapes: list[Any]) -> Any:
         """Tensors like those that a block returns, dependent on what it was given."""
         with self.tape.unheard():
             outputs = [
@@ -669,9 +669,9 @@ class _Assembly:
             after = dataclasses.replace(
                 after,
                 saved_bytes=after.saved_bytes + missing[0],
-                divided_saved_bytes=after.divided_saved_bytes + missing[1],
+                sharded_saved_bytes=after.sharded_saved_bytes + missing[1],
                 peak_bytes=0,
-                divided_peak_bytes=0,
+                sharded_peak_bytes=0,
             )
         # An embedding that is divided by the vocabulary costs an exchange in the forward pass alone, a head in the
         # backward pass: half of what one exchange in both costs.
@@ -700,7 +700,7 @@ class _Assembly:
             block_names=tuple(self.passes.order),
             after=after,
             loss_bytes=loss[0],
-            divided_loss_bytes=loss[1],
+            sharded_loss_bytes=loss[1],
             shared_parameters=shared,
             element_bytes=self.passes.element_bytes,
             mp_sizes=self._mp_sizes(),
@@ -748,9 +748,9 @@ class _Assembly:
             part,
             matmuls=(*part.matmuls, *self._replaced_products(first)),
             saved_bytes=part.saved_bytes - twice[0],
-            divided_saved_bytes=part.divided_saved_bytes - twice[1],
+            sharded_saved_bytes=part.sharded_saved_bytes - twice[1],
             selective_bytes=selective[0] + three.input - two.input,
-            divided_selective_bytes=selective[1],
+            sharded_selective_bytes=selective[1],
             output_bytes=three.output - two.output,
         )
 
@@ -776,7 +776,7 @@ class _Assembly:
         return self.passes.two.kinds[self.passes.kind_of[self.passes.order[place + 1]]].saved_input
 
     def _part(self, name: str, shown: Tally, two: _Span, three: _Span, names: Sequence[str]) -> Part:
-        parameters, divided_parameters = self._counts(names)
+        parameters, sharded_parameters = self._counts(names)
         less, more = two.tally, three.tally
         moved = _minus(more.moved, less.moved)
         saved = _minus(more.saved_bytes(), less.saved_bytes())
@@ -789,18 +789,18 @@ class _Assembly:
         return Part(
             name=name,
             parameters=parameters,
-            divided_parameters=divided_parameters,
+            sharded_parameters=sharded_parameters,
             matmuls=matmuls,
             attention=attention,
             moved_bytes=moved[0],
-            divided_moved_bytes=moved[1],
+            sharded_moved_bytes=moved[1],
             kernels=less.kernels[0],
-            divided_kernels=less.kernels[1],
+            sharded_kernels=less.kernels[1],
             saved_bytes=saved[0],
-            divided_saved_bytes=saved[1],
+            sharded_saved_bytes=saved[1],
             gathered_saved_bytes=more.gathered_bytes() - less.gathered_bytes(),
             peak_bytes=peak[0],
-            divided_peak_bytes=peak[1],
+            sharded_peak_bytes=peak[1],
             exchanges=less.exchanges,
             exchange_bytes=(more.exchanged - less.exchanged) / less.exchanges if less.exchanges else 0.0,
         )
@@ -890,11 +890,11 @@ def _with_loss(part: Part, two: Tally, three: Tally) -> Part:
         part,
         matmuls=part.matmuls + tuple(dataclasses.replace(item, count=item.count / 2) for item in two.matmuls),
         saved_bytes=part.saved_bytes + saved[0],
-        divided_saved_bytes=part.divided_saved_bytes + saved[1],
+        sharded_saved_bytes=part.sharded_saved_bytes + saved[1],
         moved_bytes=part.moved_bytes + moved[0],
-        divided_moved_bytes=part.divided_moved_bytes + moved[1],
+        sharded_moved_bytes=part.sharded_moved_bytes + moved[1],
         kernels=part.kernels + two.kernels[0],
-        divided_kernels=part.divided_kernels + two.kernels[1],
+        sharded_kernels=part.sharded_kernels + two.kernels[1],
     )
 
 
@@ -918,13 +918,13 @@ def _peak(
     else:  # another order of events: then a third of what three sequences take
         changes = [(size // 3, divided, born) for size, divided, born in three]
     ahead = other_after - other_begin
-    alive = divided_alive = most = share = 0.0
+    alive = sharded_alive = most = share = 0.0
     for place, (size, is_divided, born) in enumerate(changes):
         if born < other_begin:  # freed here, but not made here
             continue
         alive += size
-        divided_alive += size if is_divided else 0.0
+        sharded_alive += size if is_divided else 0.0
         if place >= ahead and alive > most:
-            most, share = alive, divided_alive
+            most, share = alive, sharded_alive
     most = max(0.0, most - kept[0])
     return most, min(most, max(0.0, share - kept[1]))

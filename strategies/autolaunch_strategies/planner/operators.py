@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from autolaunch_strategies.planner.division import GATHERED, REDUCED, divided_outputs, divided_product
+from autolaunch_strategies.planner.division import GATHERED, REDUCED, sharded_outputs, sharded_product
 from autolaunch_strategies.planner.profile import Attention, MatMul
 from autolaunch_strategies.torch_private.tracing import storage_key
 from autolaunch_strategies.training.recompute import SAVE_GROUPS
@@ -179,7 +179,7 @@ class Tape(TorchDispatchMode):
                 found: list[int | None] = [None]
                 exchange = REDUCED
             else:
-                found, exchange = divided_outputs(name, pointwise, args, dims, outputs)
+                found, exchange = sharded_outputs(name, pointwise, args, dims, outputs)
             for tensor, dim in zip(outputs, found, strict=False):
                 if dim is not None:
                     self.divide(tensor, dim)
@@ -288,7 +288,7 @@ class Tape(TorchDispatchMode):
             return GATHERED if dims else ""
         to_right = dims.get(id(right))
         if name == "linear":  # [..., inner] x [columns, inner]
-            which, dim, exchange = divided_product(
+            which, dim, exchange = sharded_product(
                 1 if dims.get(id(left)) == left.dim() - 1 else None if id(left) not in dims else 0,
                 None if to_right is None else 1 - to_right,
                 False,
@@ -297,7 +297,7 @@ class Tape(TorchDispatchMode):
             shape = (left.numel() // left.shape[-1], left.shape[-1], right.shape[0], 1)
         else:
             batched = left.dim() == 3
-            which, dim, exchange = divided_product(dims.get(id(left)), to_right, batched)
+            which, dim, exchange = sharded_product(dims.get(id(left)), to_right, batched)
             shape = (left.shape[-2], left.shape[-1], right.shape[-1], left.shape[0] if batched else 1)
         if dim is not None:
             self.divide(result, dim)

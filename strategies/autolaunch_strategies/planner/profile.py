@@ -59,38 +59,38 @@ class Attention:
 class Part:
     """One kind of block, or what runs before or after the blocks: its forward pass of one sequence.
 
-    Of a number X with a `divided_X` beside it, the latter is the share that mp divides (what lies between a
+    Of a number X with a `sharded_X` beside it, the latter is the share that mp divides (what lies between a
     column-wise and a row-wise layer); the rest is whole on every rank of mp, unless sequence parallelism divides it.
     """
 
     name: str
     parameters: int
-    divided_parameters: int = 0
+    sharded_parameters: int = 0
     matmuls: tuple[MatMul, ...] = ()
     attention: Attention | None = None
     moved_bytes: float = 0
     """Read and written by everything that is neither a matrix product nor fused attention."""
-    divided_moved_bytes: float = 0
+    sharded_moved_bytes: float = 0
     kernels: int = 0
     """Kernels that are launched (operators that compute, not views)."""
-    divided_kernels: int = 0
+    sharded_kernels: int = 0
     """Of these, those that work on divided tensors under mp (DTensors: each costs more host time)."""
     saved_bytes: float = 0
     """Kept for the backward pass without recomputation, its input included; parameters are not counted."""
-    divided_saved_bytes: float = 0
+    sharded_saved_bytes: float = 0
     gathered_saved_bytes: float = 0
-    """Of `saved_bytes` without `divided_saved_bytes`, what sequence parallelism leaves whole: inputs of column-wise
+    """Of `saved_bytes` without `sharded_saved_bytes`, what sequence parallelism leaves whole: inputs of column-wise
     layers."""
     selective_bytes: float = 0
     """Kept with `recompute=selective` (outputs of matrix products and attention), its input included."""
-    divided_selective_bytes: float = 0
+    sharded_selective_bytes: float = 0
     selective_share: float = 1.0
     """Of `moved_bytes` and `kernels`, what `recompute=selective` does again."""
     output_bytes: float = 0
     """What it hands on: kept with full recomputation, sent between stages."""
     peak_bytes: float = 0
     """Most that exists at one moment of its forward or backward pass beyond what is kept, without mp."""
-    divided_peak_bytes: float = 0
+    sharded_peak_bytes: float = 0
     exchanges: int = 0
     """All-reduces along mp in its forward pass (row-wise outputs); as many in its backward pass."""
     exchange_bytes: float = 0
@@ -120,7 +120,7 @@ class ModelProfile:
     """The rest, with the head and the loss."""
     loss_bytes: float = 0
     """Most that the loss needs beyond what is kept, for one sequence: logits in fp32 and their gradients."""
-    divided_loss_bytes: float = 0
+    sharded_loss_bytes: float = 0
     shared_parameters: int = 0
     """Parameters of `before` that `after` uses, too (tied weights): with a pipeline the last stage holds them, too."""
     element_bytes: int = 4

@@ -216,9 +216,9 @@ def _part_costs(
     attention_b = attention_f * (BACKWARD_ATTENTION + full)
 
     fused = COMPILED_MOVED if recipe.compiled else 1.0
-    moved = fused * local(part.moved_bytes, part.divided_moved_bytes) * ways.batch / ways.cp
+    moved = fused * local(part.moved_bytes, part.sharded_moved_bytes) * ways.batch / ways.cp
     again = full + selective * part.selective_share
-    weights = part.parameters - part.divided_parameters + part.divided_parameters / ways.mp
+    weights = part.parameters - part.sharded_parameters + part.sharded_parameters / ways.mp
     cast = weights * (recipe.gathered_bytes + recipe.cast_bytes) if recipe.cast_bytes else zero
     gradients = weights * recipe.trained * (recipe.gradient_bytes + ways.accumulates * recipe.gradient_bytes)
     elementwise_f = (moved + cast) / device.memory_rate
@@ -243,7 +243,7 @@ def _part_costs(
     calls = part.attention.count if part.attention is not None else 0
     exchanged = np.where(ways.mp > 1, part.exchanges * EXCHANGE_KERNELS, 0.0)
     # With sequences divided between what mp divides, everything works on DTensors.
-    divided = np.where(ways.sequence_parallel & (part.divided_kernels > 0), part.kernels, part.divided_kernels)
+    divided = np.where(ways.sequence_parallel & (part.sharded_kernels > 0), part.kernels, part.sharded_kernels)
     host = (kernels + exchanged) * constants.kernel_s + np.where(ways.mp > 1, divided * constants.mp_kernel_s, 0.0)
     host = host + np.where(ways.cp > 1, calls * constants.cp_s, 0.0)
     busy_f = compute_f + attention_f + elementwise_f + mp_f + cp_f
@@ -383,8 +383,8 @@ def _contents(profile: ModelProfile, c: Candidates, totals: Floats, way: Ints, l
         loss: [n] seconds of the last part that all ranks wait for; they count for none.
     """
     n, parts = len(c), (profile.before, *profile.kinds, profile.after)
-    whole = np.array([part.parameters - part.divided_parameters for part in parts], dtype=np.float64)
-    divided = np.array([part.divided_parameters for part in parts], dtype=np.float64)
+    whole = np.array([part.parameters - part.sharded_parameters for part in parts], dtype=np.float64)
+    divided = np.array([part.sharded_parameters for part in parts], dtype=np.float64)
     members, parameters = np.zeros((len(parts), n)), np.zeros(n)
     first, group = _distinct([c.pp, c.virtual_stages, c.split, c.pipeline])
     order = np.argsort(group, kind="stable")

@@ -66,16 +66,16 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer) -> None:
     _ADAPTED.add(optimizer)
     _run_per_parameter(optimizer)
     if isinstance(optimizer, (*_ON_PARTS, *_ON_WHOLE)):
-        stand_ins = _StandIns(whole=isinstance(optimizer, _ON_WHOLE))
-        optimizer.register_step_pre_hook(stand_ins.enter)
-        optimizer.register_step_post_hook(stand_ins.leave)
+        placeholders = _Placeholders(whole=isinstance(optimizer, _ON_WHOLE))
+        optimizer.register_step_pre_hook(placeholders.enter)
+        optimizer.register_step_post_hook(placeholders.leave)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class _StandIns:
+class _Placeholders:
     """Plain tensors in the place of sharded parameters, gradients and state during one step of an optimizer.
 
     For optimizers with operations that sharded tensors do not have: those that treat every element by itself get

@@ -31,7 +31,7 @@ class TorchStyle(Style):
     def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
         placed: dict[str, Any] = {
             key: parameter for key, parameter in module._parameters.items() if isinstance(parameter, DTensor)
-        }  # the first to place a parameter wins, but hooks stack: torch gets stand-ins to place
+        }  # the first to place a parameter wins, but hooks stack: torch gets placeholders to place
         for key, parameter in placed.items():
             module._parameters[key] = nn.Parameter(
                 torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False

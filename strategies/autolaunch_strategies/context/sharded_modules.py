@@ -105,7 +105,7 @@ _TRIAL_LENGTH = 1024
 """Positions of the sequence on which a call is tried out: what meets over a larger distance only is not seen."""
 
 
-class DividedModule:
+class ShardedModule:
     """One module whose calls run on this rank's part of the sequence."""
 
     def __init__(self, name: str, module: nn.Module, sequences: Sequences, is_block: bool, backend: str) -> None:
