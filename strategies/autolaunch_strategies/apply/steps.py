@@ -170,9 +170,7 @@ class Styles(Step):
     def begin(self, site: Site) -> None:
         assert site.model_parallel is not None and site.context_parallel is not None
         site.model_parallel.begin()
-        shard_sequences(
-            site.context_parallel, site.module, site.blocks, self.marked, lambda part: not site.is_elsewhere(part)
-        )
+        shard_sequences(site.context_parallel, site.module, site.blocks, self.marked, site.is_elsewhere)
 
 
 class Recomputes(Step):
