@@ -12,9 +12,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -22,70 +21,30 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities.distributed import gather_all_tensors
 
+from autolaunch_strategies.lightning.hooks import COLLECTING_HOOKS, OTHER_HOOKS, Hook
+from autolaunch_strategies.lightning.logs import Entry, LogCall, Part, Structure, merged, stacked, type_of
+from autolaunch_strategies.lightning.metrics import arrived, exchange_metrics_over, state_of
+from autolaunch_strategies.lightning.replacement import Replacement
 from autolaunch_strategies.pipeline.failure import StageFailedError
 from autolaunch_strategies.tensor.views import plain
 
 log = logging.getLogger(__name__)
 
-_LOOPS = ("train", "validation", "test", "predict")
-_COLLECTING_HOOKS = tuple(f"on_{loop}_{moment}_end" for loop in _LOOPS for moment in ("batch", "epoch"))
-"""Hooks that read what steps left behind, which is complete on the last stage only."""
-
-_OTHER_HOOKS = (
-    *(f"on_{loop}_{moment}start" for loop in _LOOPS[:3] for moment in ("", "epoch_", "batch_")),
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_zero_grad",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-)
-"""Further hooks that may log and in which no step runs."""
 
 _LOG_ARGUMENTS = (
     "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
     "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
 )  # fmt: skip
+
+
 _NEW, _FAILED = -1, -2
+
+
 _MOST_KNOWN_STRUCTURES = 512
-
-
-@dataclass
-class _Record:
-    """One call of `self.log`: a number or 0-dim tensor, or (`path`) a metric with its value of this batch, if any."""
-
-    name: str
-    value: Tensor | float | None
-    options: dict[str, Any]
-    batch_size: int | None = None
-    path: str | None = None
-
-
-@dataclass
-class _Part:
-    """What one run of the step logged, and how many samples it saw."""
-
-    samples: float
-    records: list[_Record] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A record without its numbers. `dtype` is None if there is no value."""
-
-    name: str
-    dtype: torch.dtype | None
-    has_batch_size: bool
-    path: str | None
-    options: tuple[tuple[str, Any], ...]
-
-
-_Structure = tuple[tuple[_Entry, ...], tuple[tuple[str, torch.dtype], ...]]
-"""The log calls of a step and the names and types of what travels with them."""
 
 
 class StageRelay:
@@ -115,10 +74,10 @@ class StageRelay:
         dist.all_reduce(last, dist.ReduceOp.MAX, group)
         self._last = int(last)
         assert self._last >= 0, "one rank of the group holds the last stage"
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._log: Callable[..., None] | None = None
-        self._structures: list[_Structure] = []
-        self._numbers: dict[_Structure, int] = {}
+        self._structures: list[Structure] = []
+        self._numbers: dict[Structure, int] = {}
         self._room = 0
         self._metrics_changed = True
         self._metrics_sent: set[str] = set()
@@ -130,9 +89,9 @@ class StageRelay:
     def install(self) -> None:
         """Wrap the module's hooks and the end of its trainer's epochs. Nothing happens if that was done."""
         self.remove()
-        for name in (*_COLLECTING_HOOKS, *_OTHER_HOOKS):
+        for name in (*COLLECTING_HOOKS, *OTHER_HOOKS):
             if is_overridden(name, self.module):
-                vars(self.module)[name] = _Hook(self, name, getattr(self.module, name), name in vars(self.module))
+                vars(self.module)[name] = Hook(self, name, getattr(self.module, name), name in vars(self.module))
         self._connector = self.module.trainer._logger_connector
         reached = self._connector.epoch_end_reached
 
@@ -148,7 +107,7 @@ class StageRelay:
     def remove(self) -> None:
         """Undo `install`; metrics keep exchanging their states with the ranks of `data_group` only."""
         for name, hook in list(vars(self.module).items()):
-            if isinstance(hook, _Hook):
+            if isinstance(hook, Hook):
                 if hook.was_on_instance:
                     vars(self.module)[name] = hook.method
                 else:
@@ -161,6 +120,7 @@ class StageRelay:
 
     @property
     def is_recording(self) -> bool:
+        """Whether a step or hook runs within `recording`."""
         return self._log is not None
 
     @contextmanager
@@ -169,8 +129,8 @@ class StageRelay:
         assert not self.is_recording, "a step within a step"
         attributes = vars(self.module)
         own = attributes.get("log")
-        self._log, self._parts, self._metrics_changed = self.module.log, [_Part(1.0)], True
-        attributes["log"] = _Stand(self._record, self._log)
+        self._log, self._parts, self._metrics_changed = self.module.log, [Part(1.0)], True
+        attributes["log"] = Replacement(self._record, self._log)
         try:
             yield
         finally:
@@ -187,19 +147,19 @@ class StageRelay:
         by `batch_size` where the step gives one.
         """
         assert self.is_recording
-        self._parts.append(_Part(samples))
+        self._parts.append(Part(samples))
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Within `recording`: what is logged and what metrics collect in it counts for nothing."""
-        parts, self._parts = self._parts, [_Part(1.0)]
-        states = {metric: copy.deepcopy(_state(metric)) for _, metric in self._metrics()}
+        parts, self._parts = self._parts, [Part(1.0)]
+        states = {metric: copy.deepcopy(state_of(metric)) for _, metric in self._metrics()}
         try:
             yield
         finally:
             self._parts = parts
             for metric, state in states.items():
-                vars(metric).update(tree_map(lambda value, on=metric.device: _arrive(value, on), state))
+                vars(metric).update(tree_map(lambda value, on=metric.device: arrived(value, on), state))
 
     def share(self, extra: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Log what the last stage recorded, on every rank. One broadcast; two more when its structure is a new one.
@@ -214,7 +174,7 @@ class StageRelay:
             StageFailedError: on the other ranks, when the last stage called `fail` instead.
         """
         if self.is_last:
-            structure, numbers = self._pack(_merged(self._parts), extra or {})
+            structure, numbers = self._pack(merged(self._parts), extra or {})
             values = self._send(structure, numbers)
         else:
             structure, values = self._receive()
@@ -237,8 +197,8 @@ class StageRelay:
         options = dict(zip(_LOG_ARGUMENTS, args, strict=False)) | kwargs
         batch_size = options.pop("batch_size", None)
         if options.pop("sync_dist_group", None) is not None:
-            self._warn_once("sync_dist_group", "sync_dist_group has no effect with pp: values are reduced over dp")
-        record = _Record(name, None, options, None if batch_size is None else int(batch_size))
+            self.warn_once("sync_dist_group", "sync_dist_group has no effect with pp: values are reduced over dp")
+        record = LogCall(name, None, options, None if batch_size is None else int(batch_size))
         if isinstance(value, Metric):
             record.path = next((path for path, found in self._metrics() if found is value), None)
             batch_value = value._forward_cache
@@ -253,12 +213,12 @@ class StageRelay:
             return
         self._parts[-1].records.append(record)
 
-    def _pack(self, records: Sequence[_Record], extra: Mapping[str, Tensor]) -> tuple[_Structure, list[Any]]:
+    def _pack(self, records: Sequence[LogCall], extra: Mapping[str, Tensor]) -> tuple[Structure, list[Any]]:
         entries, values = [], []
         for record in records:
-            dtype = _dtype(record.value)
+            dtype = type_of(record.value)
             entries.append(
-                _Entry(
+                Entry(
                     record.name,
                     dtype,
                     record.batch_size is not None,
@@ -271,7 +231,7 @@ class StageRelay:
         values += scalars.values()
         return (tuple(entries), tuple((name, value.dtype) for name, value in scalars.items())), values
 
-    def _replay(self, structure: _Structure, values: Tensor) -> dict[str, Tensor]:
+    def _replay(self, structure: Structure, values: Tensor) -> dict[str, Tensor]:
         numbers = iter(values.unbind())
         entries, extras = structure
         for entry in entries:
@@ -289,8 +249,8 @@ class StageRelay:
     # A packet is [number of its structure, values...] and always as long as the longest structure known to all needs:
     # the receivers have to know its length beforehand.
 
-    def _send(self, structure: _Structure, values: Sequence[Tensor | float]) -> Tensor:
-        content = _stacked(values, self.device)
+    def _send(self, structure: Structure, values: Sequence[Tensor | float]) -> Tensor:
+        content = stacked(values, self.device)
         number = self._numbers.get(structure, _NEW)
         packet = torch.zeros(1 + self._room, dtype=torch.float64, device=self.device)
         packet[0] = number
@@ -303,7 +263,7 @@ class StageRelay:
             self._learn(structure, len(values))
         return content
 
-    def _receive(self) -> tuple[_Structure, Tensor]:
+    def _receive(self) -> tuple[Structure, Tensor]:
         packet = torch.zeros(1 + self._room, dtype=torch.float64, device=self.device)
         self._broadcast(packet)
         number = int(packet[0])
@@ -317,7 +277,7 @@ class StageRelay:
         self._learn(structure, length)
         return structure, values
 
-    def _learn(self, structure: _Structure, length: int) -> None:
+    def _learn(self, structure: Structure, length: int) -> None:
         if len(self._structures) < _MOST_KNOWN_STRUCTURES:  # names with numbers in them would never end
             self._numbers[structure] = len(self._structures)
             self._structures.append(structure)
@@ -365,7 +325,7 @@ class StageRelay:
         if not self.is_last:
             for path, state in states.items():
                 metric = self._metric(path)
-                vars(metric).update(tree_map(functools.partial(_arrive, device=metric.device), state))
+                vars(metric).update(tree_map(functools.partial(arrived, device=metric.device), state))
 
     def _metric_states(self) -> dict[str, dict[str, Any]]:
         for item in self.module.modules():
@@ -375,208 +335,16 @@ class StageRelay:
         # An untouched metric is the same everywhere, except for one that a step has reset.
         sent = {path for path, metric in found.items() if metric.update_called or path in self._metrics_sent}
         self._metrics_sent = {path for path in sent if found[path].update_called}
-        return {path: _state(found[path]) for path in sent}
+        return {path: state_of(found[path]) for path in sent}
 
-    def _warn_once(self, key: str, message: str) -> None:
+    def warn_once(self, key: str, message: str) -> None:
+        """Log a warning, the first time that it is about `key`."""
         if key not in self._warned:
             self._warned.add(key)
             log.warning(message)
 
-    def _anywhere(self, condition: bool) -> bool:
+    def anywhere(self, condition: bool) -> bool:
+        """Whether it holds on any rank of the group. Collective."""
         flag = torch.tensor(int(condition), device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, self.group)
         return bool(flag)
-
-
-class _Hook:
-    """A hook of the module: runs on every rank; its logs, and whether it raised, are those of the last stage."""
-
-    def __init__(self, relay: StageRelay, name: str, method: Callable[..., Any], was_on_instance: bool) -> None:
-        functools.update_wrapper(self, method)  # lightning looks at signatures, and whether hooks are overridden
-        self.relay, self.name, self.method, self.was_on_instance = relay, name, method, was_on_instance
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.method,)  # a copy of the module has the hook itself
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        relay, error, returned = self.relay, None, None
-        if relay.is_recording:  # called by a step
-            return self.method(*args, **kwargs)
-        if self.name.endswith("_epoch_end"):
-            relay.share_metrics()
-        with relay.recording():
-            try:
-                returned = self.method(*args, **kwargs)
-            except Exception as raised:
-                error = raised
-        collecting = self.name in _COLLECTING_HOOKS
-        failed_somewhere = not collecting and relay._anywhere(error is not None)
-        if relay.is_last and error is not None:
-            relay.fail(error, self.name)
-            raise error
-        skip = torch.ones((), device=relay.device)
-        extra = relay.share({"skip": skip} if _is_skip(returned) else {})
-        if error is not None and not collecting:
-            raise error
-        if failed_somewhere:
-            raise StageFailedError(f"{self.name} failed on another pipeline stage")
-        if error is not None:
-            relay._warn_once(
-                self.name,
-                f"{self.name} raised {type(error).__name__} ({error}) on this pipeline stage, on which steps do not"
-                " finish and collect nothing. It succeeded on the last stage, whose logs count.",
-            )
-        if "skip" in extra:
-            return -1
-        return None if _is_skip(returned) else returned
-
-
-def _is_skip(returned: Any) -> bool:
-    """Whether a hook's answer skips the rest of the epoch: all stages have to do so together."""
-    return isinstance(returned, int) and returned == -1
-
-
-class _Stand:
-    """A function in place of another one; copies and pickles contain that one."""
-
-    def __init__(self, function: Callable[..., Any], original: Any) -> None:
-        self.function, self.original = function, original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.original,)
-
-
-class _HereOnly(_Stand):
-    """As a `_Stand`, but copies made in this process keep it: what it does is as true of them."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _HereOnly:
-        return self
-
-
-def _itself(item: Any) -> Any:
-    return item
-
-
-def exchange_metrics_over(group: dist.ProcessGroup | None, module: nn.Module) -> None:
-    """Let every torchmetrics metric of a module exchange its state over `group`, and not over all ranks.
-
-    So do copies of a metric; pickles don't. A group that the user gave a metric stays.
-
-    Args:
-        group: the ranks whose data differ; None if there is just one: nothing is exchanged then.
-    """
-    for metric in module.modules():
-        if not isinstance(metric, Metric) or metric.process_group not in (None, dist.group.WORLD):
-            continue
-        available, gather = (
-            item.original if isinstance(item, _Stand) else item
-            for item in (metric.distributed_available_fn, metric.dist_sync_fn)
-        )
-        metric.process_group = None
-        metric.distributed_available_fn = _HereOnly(functools.partial(_available, available, group), available)
-        if group is not None:
-            metric.dist_sync_fn = _HereOnly(functools.partial(_gather, gather or gather_all_tensors, group), gather)
-        else:
-            metric.dist_sync_fn = gather
-
-
-def _available(original: Callable[[], bool], group: dist.ProcessGroup | None) -> bool:
-    return group is not None and bool(original())
-
-
-def _gather(original: Callable[..., Any], own: dist.ProcessGroup, tensor: Tensor, group: Any = None) -> Any:
-    return original(tensor, group=own if group in (None, dist.group.WORLD) else group)
-
-
-_NO_STATE = {
-    *vars(nn.Module()), "update", "compute", "_update_signature", "process_group", "dist_sync_fn",
-    "distributed_available_fn", "_device", "_defaults", "_persistent", "_reductions", "_cache",
-}  # fmt: skip
-
-
-@dataclass
-class _OnDevice:
-    """A tensor on its way from one device of its metric to that of another rank's."""
-
-    tensor: Tensor
-
-
-def _state(metric: Metric) -> dict[str, Any]:
-    """What updates have changed: states, counters, and plain attributes that some metrics set."""
-    return {
-        name: tree_map(_depart, value) for name, value in vars(metric).items() if name not in _NO_STATE and _data(value)
-    }
-
-
-def _data(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_data, value.values()))
-    if isinstance(value, list | tuple | set):
-        return all(map(_data, value))
-    return value is None or isinstance(value, Tensor | bool | int | float | str | bytes | torch.dtype)
-
-
-def _depart(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    value = plain(value.detach())
-    return value if value.device.type == "cpu" else _OnDevice(value.cpu())
-
-
-def _arrive(value: Any, device: torch.device) -> Any:
-    return value.tensor.to(device) if isinstance(value, _OnDevice) else value
-
-
-def _dtype(value: Tensor | float | None) -> torch.dtype | None:
-    """The type of a logged value: lightning makes numbers floats of the default type, at least of 32 bits."""
-    if value is None or isinstance(value, Tensor):
-        return None if value is None else value.dtype
-    default = torch.get_default_dtype()
-    return default if default in (torch.float32, torch.float64) else torch.float32
-
-
-def _stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    if not values:
-        return torch.zeros(0, dtype=torch.float64, device=device)
-    return torch.stack([torch.as_tensor(value).to(device, torch.float64) for value in values])
-
-
-def _merged(parts: Iterable[_Part]) -> list[_Record]:
-    """What several runs of a step logged, as one run on the whole batch would have logged it."""
-    parts = [part for part in parts if part.records]
-    if len(parts) <= 1:
-        return parts[0].records if parts else []
-    calls: dict[tuple[str, int], list[tuple[float, _Record]]] = {}
-    for part in parts:
-        times: dict[str, int] = {}
-        for record in part.records:
-            times[record.name] = times.get(record.name, -1) + 1
-            weight = part.samples if record.batch_size is None else record.batch_size
-            calls.setdefault((record.name, times[record.name]), []).append((float(weight), record))
-    return [_merged_call(runs) for runs in calls.values()]
-
-
-def _merged_call(runs: Sequence[tuple[float, _Record]]) -> _Record:
-    weights, records = zip(*runs, strict=True)
-    first, latest = records[0], records[-1]
-    if len(records) == 1 or latest.path is not None:
-        return latest
-    sizes = [record.batch_size for record in records]
-    batch_size = sum(sizes) if None not in sizes else None
-    values = [torch.as_tensor(record.value, dtype=torch.float64) for record in records]
-    function = first.options.get("reduce_fx", "mean")
-    name = function.lower() if isinstance(function, str) else getattr(function, "__name__", "")
-    match name:
-        case "sum":
-            value = torch.stack(values).sum()
-        case "max" | "min":
-            value = getattr(torch.stack(values), name)()
-        case _:
-            total = sum(weights)
-            shares = [weight / total if total else 1 / len(weights) for weight in weights]
-            value = torch.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
-    dtype = first.value.dtype if isinstance(first.value, Tensor) and first.value.is_floating_point() else _dtype(0.0)
-    return replace(first, value=value.to(dtype), batch_size=batch_size)

@@ -30,7 +30,7 @@ from autolaunch_strategies.config import (
 )
 from autolaunch_strategies.data_parallel.gradients import clip_values, gradient_norm, scale_gradients
 from autolaunch_strategies.lightning.checkpoints import CheckpointStrategy
-from autolaunch_strategies.lightning.relay import exchange_metrics_over
+from autolaunch_strategies.lightning.metrics import exchange_metrics_over
 from autolaunch_strategies.lightning.staged_steps import PipelinedSteps, refuse_optimizers, refuse_what_cannot_run
 from autolaunch_strategies.lightning.termination import Termination
 from autolaunch_strategies.model.construction import Construction
