@@ -180,7 +180,6 @@ training(
     on("pp2xcp2", "ring", label="exact", pp="exact"),
     on("pp2xcp2", "gather", label="exact", pp="exact"),
     on("pp2xcp2", "ulysses", label="exact", pp="exact"),
-    on("2x2x1x2", "ring", label="level3", dp=3, mp="seq_parallel"),
     on("1x2x2x2", "ring", label="exact", mp="seq_parallel", pp="exact"),
     **TRAINED,
 )  # fmt: skip

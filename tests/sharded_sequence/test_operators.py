@@ -19,6 +19,7 @@ def results(request: pytest.FixtureRequest, group_of: GroupOf) -> tuple[int, Gro
     return request.param, group_of(SCRIPT, "all", request.param)
 
 
+@pytest.mark.parametrize("results", [2], indirect=True)  # a minute of processor time on four
 def test_functions_on_shards_are_those_on_whole_tensors(results: tuple[int, Group]) -> None:
     world, written = results
     for rank in range(world):
