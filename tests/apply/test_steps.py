@@ -11,7 +11,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 from autolaunch_strategies.apply.order import ORDER, foresee
-from autolaunch_strategies.apply.steps import Look, Recomputes, Site
+from autolaunch_strategies.apply.steps import Look, Recomputes, Site, without_cache
 from autolaunch_strategies.config import parallel_config
 from autolaunch_strategies.context.parallel import ContextParallelModule
 from autolaunch_strategies.model.blocks import Blocks, find_blocks
@@ -63,6 +63,19 @@ def test_a_preview_that_is_refused_changes_nothing() -> None:
     assert model.config.use_cache is True
 
 
+def test_planning_that_is_refused_leaves_the_cache_on() -> None:
+    """Also where it would stay off: in `apply_parallelism`."""
+    model = make("llama", use_cache=True)
+    config = parallel_config("1x1x2", pp="exact")
+    with pytest.raises(ValueError, match="refused"), without_cache(model, config, keep=True):
+        assert model.config.use_cache is False
+        raise ValueError("refused")
+    assert model.config.use_cache is True
+    with without_cache(model, config, keep=True):
+        pass
+    assert model.config.use_cache is False
+
+
 def test_what_is_recomputed_is_counted_in_the_whole_model() -> None:
     """Every second block of the model is computed again, not every second of a stage."""
     model = make("llama", num_hidden_layers=6)
@@ -72,7 +85,7 @@ def test_what_is_recomputed_is_counted_in_the_whole_model() -> None:
     assert list(foresee(model, config)["recompute"]["blocks"]) == names[::2]
     own = Blocks(blocks.found[3:], blocks.reasons)
     site = Site(
-        model, config, mesh=None, device=torch.device("cpu"), blocks=own,  # type: ignore[arg-type]
+        model, mesh=None, device=torch.device("cpu"), blocks=own,  # type: ignore[arg-type]
         model_parallel=ModelParallelModule(model), context_parallel=ContextParallelModule(),
     )  # fmt: skip
     Recomputes(Look(model, config, blocks)).apply(site)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autolaunch_strategies.apply.steps import BEGIN, STEPS, Look, Site, Step, without_cache
+from autolaunch_strategies.apply.steps import BEGIN, STEPS, Look, Site, Step, if_any, without_cache
 from autolaunch_strategies.config import AXES, ParallelConfig
 from autolaunch_strategies.context.parallel import ContextParallelModule, both
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule
@@ -65,7 +65,8 @@ def apply_parallelism(
         own_plan: the mp plan that comes with the model.
 
     Raises:
-        ConfigError: the config does not fit the module; nothing has been applied then, unless a style does not.
+        ConfigError: the config does not fit the module; apart from values and device that is as it was then, unless it is
+            a style that does not fit.
     """
     count = sum(parameter.numel() for parameter in module.parameters())
     if construction is not None:
@@ -74,15 +75,14 @@ def apply_parallelism(
     blocks = find_blocks(module)
     with without_cache(module, config, keep=True):
         steps = _planned(Look(module, config, blocks, own_plan))
-    site = Site(module, config, mesh, device, blocks, construction, files)
+    site = Site(module, mesh, device, blocks, construction, files)
     for step in steps.values():
         step.apply(site)
     for kind in BEGIN:
         steps[kind].begin(site)
-    applied = site.data_parallel, site.model_parallel, site.context_parallel
-    assert None not in applied
-    account = _account(config, blocks, steps)
-    return Parallelized(module, config, *applied, count, site.blocks, account, site.pipeline)  # type: ignore[arg-type]
+    dp, mp, cp = site.data_parallel, site.model_parallel, site.context_parallel
+    assert dp is not None and mp is not None and cp is not None
+    return Parallelized(module, config, dp, mp, cp, count, site.blocks, _account(config, blocks, steps), site.pipeline)
 
 
 def foresee(module: nn.Module, config: ParallelConfig, own_plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -106,10 +106,7 @@ def _account(config: ParallelConfig, blocks: Blocks, steps: Mapping[type[Step], 
     account: dict[str, Any] = {
         "order": list(ORDER),
         "mesh": {"shape": config.mesh.name, "ranks": config.mesh.size, "rank_order": list(config.mesh.order)},
-        "blocks": {
-            "found": [block.name for block in blocks],
-            **({"reasons": blocks.reasons} if blocks.reasons else {}),
-        },
+        "blocks": {"found": [block.name for block in blocks], **if_any("reasons", blocks.reasons)},
     }
     for step in steps.values():
         account |= step.account()

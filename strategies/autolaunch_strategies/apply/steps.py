@@ -61,7 +61,6 @@ class Site:
     """Where steps are applied on this rank, and what those before have left for those that follow."""
 
     module: nn.Module
-    config: ParallelConfig
     mesh: RankMesh
     device: torch.device
     blocks: Blocks
@@ -262,18 +261,21 @@ def without_cache(module: nn.Module, config: ParallelConfig, keep: bool = False)
 
     Args:
         config: where there are no stages, no sequences to divide and nothing to recompute, caches stay.
-        keep: leave it switched off afterwards.
+        keep: leave it switched off afterwards, unless what runs within it raises.
     """
     needed = config.mesh.pp * config.mesh.cp > 1 or config.recompute.mode != "none"
-    configs = [getattr(part, "config", None) for part in module.modules()] if needed else []
+    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()] if needed else []
     switched = {id(item): item for item in configs if getattr(item, "use_cache", None) is True}
     for item in switched.values():
-        item.use_cache = False  # type: ignore[union-attr]
+        item.use_cache = False
     try:
         yield
+    except BaseException:
+        keep = False
+        raise
     finally:
         for item in () if keep else switched.values():
-            item.use_cache = True  # type: ignore[union-attr]
+            item.use_cache = True
 
 
 def _rules(look: Look, model: nn.Module) -> list[Rule]:

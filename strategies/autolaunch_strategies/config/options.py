@@ -22,10 +22,16 @@ def option(
 
 
 def as_yaml(value: Any) -> str:
+    """A value as a message shows it: None is `null`."""
     return "null" if value is None else str(value)
 
 
 def from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:
+    """An object of a dataclass with these fields.
+
+    Raises:
+        ConfigError: a field that it has not, or a value that is not one of its choices; called `where.field`.
+    """
     fields = {item.name: item for item in dataclasses.fields(cls)}
     for key, value in values.items():
         if key not in fields:

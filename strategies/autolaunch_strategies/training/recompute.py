@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from autolaunch_strategies.config import ConfigError, Recompute
 from autolaunch_strategies.context.attention.operator import CONTEXT_ATTENTION
+from autolaunch_strategies.context.parallel import both
 from autolaunch_strategies.model.blocks import Block
 
 SAVE_GROUPS: dict[str, tuple[str, ...]] = {
@@ -77,13 +78,7 @@ def _contexts(
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """The contexts of a block's forward pass, which begins now, and of its repetition."""
     first, again = (nullcontext(), nullcontext()) if selective is None else selective()
-    return first, _both(running(), again)
-
-
-@contextmanager
-def _both(running: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
-    with running, inner:
-        yield
+    return first, both(running(), again)
 
 
 def _checkpointed(context_fn: Callable, forward: Callable) -> Callable:
