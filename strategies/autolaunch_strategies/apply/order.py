@@ -65,8 +65,8 @@ def apply_parallelism(
         own_plan: the mp plan that comes with the model.
 
     Raises:
-        ConfigError: the config does not fit the module; apart from values and device that is as it was then, unless it is
-            a style that does not fit.
+        ConfigError: the config does not fit the module. Apart from its values and device that is then as it was, unless
+            it is a style that does not fit.
     """
     count = sum(parameter.numel() for parameter in module.parameters())
     if construction is not None:
