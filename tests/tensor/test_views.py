@@ -71,3 +71,18 @@ def test_a_plain_tensor_that_is_changed_in_place_stays_plain(mesh: DeviceMesh) -
         table.add_(1)
     assert type(table) is torch.Tensor
     assert torch.equal(table[:, 4:], plain(sharded(mesh, 3, 4)) + 1)
+
+
+def test_a_plain_tensor_that_is_changed_in_place_between_two_uses_has_another_gradient(mesh: DeviceMesh) -> None:
+    def loss(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = factor * torch.ones(4)
+        first = weight + x
+        x.mul_(factor)
+        return (first + weight * x).sum()
+
+    factor, expected = (torch.tensor(3.0, requires_grad=True) for _ in range(2))
+    with MixedTensors(mesh):
+        loss(factor, sharded(mesh, 3, 4)).backward()
+    loss(expected, plain(sharded(mesh, 3, 4)).detach()).backward()
+    assert factor.grad is not None and expected.grad is not None
+    assert torch.allclose(factor.grad, expected.grad)
