@@ -72,8 +72,9 @@ def run_random(_: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, DTensor)]
     if func in _DROPOUTS:
-        default = func not in (F.alpha_dropout, F.feature_alpha_dropout)
-        if not {**dict(zip(_DROPOUT_ARGUMENTS, args, strict=False)), **kwargs}.get("training", default):
+        default = {"p": 0.5, "training": func not in (F.alpha_dropout, F.feature_alpha_dropout)}
+        named = default | dict(zip(_DROPOUT_ARGUMENTS, args, strict=False)) | kwargs
+        if not named["training"] or named["p"] == 0:  # torch draws nothing for it either
             return func(*args, **kwargs)
     from_generator = kwargs.get("generator") is not None  # the user's own: its numbers are for the whole tensor
     if func in _IN_PLACE and from_generator:
