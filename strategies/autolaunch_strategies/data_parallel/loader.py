@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import itertools
 import random
 from collections import deque
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from autolaunch_strategies.config import ConfigError
@@ -87,6 +89,8 @@ class DistributedLoader:
         self.weights: deque[float] = deque()
         """`weight` of every batch handed out in this pass; whoever uses them takes them from the left."""
         self._world, self._joined = world, joined
+        self._is_same = False
+        """Whether it has been seen that all ranks read the same stream."""
         self._inner = loader
         self._sizes: IndexShare | None = None
         self._is_cut_here = not _has_own_batches(loader) or type(loader).__iter__ is not DataLoader.__iter__
@@ -121,9 +125,11 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self._world == 1:
-            yield from self.loader
-            return
-        batches = self._by_index() if self._sizes is not None else self._in_step()
+            return iter(self.loader)
+        # A loader draws random numbers when a pass begins: now, as on one process, not with the first batch.
+        return self._pass(self._in_step() if self._sizes is None else self._by_index(iter(self._inner), self._sizes))
+
+    def _pass(self, batches: Iterator[tuple[int, Any]]) -> Iterator[Any]:
         weights = self.weights = deque()
         try:
             for size, batch in batches:
@@ -157,10 +163,8 @@ class DistributedLoader:
         dist.all_reduce(total)
         return total / self._world
 
-    def _by_index(self) -> Iterator[tuple[int, Any]]:
-        assert self._sizes is not None
-        batches = iter(self._inner)
-        sizes = self._sizes.sizes  # of this pass: the line above has begun it
+    def _by_index(self, batches: Iterator[Any], share: IndexShare) -> Iterator[tuple[int, Any]]:
+        sizes = share.sizes  # of this pass, which has begun
         for batch in batches:
             yield sizes.popleft(), batch
 
@@ -172,10 +176,13 @@ class DistributedLoader:
         while True:
             with same:
                 joined = list(itertools.islice(batches, self._joined if self._is_cut_here else 1))
+            if not self._is_same:
+                self._is_same = True
+                _refuse_other_data(joined if self._is_cut_here else [part[2] for part in joined])
             if not joined:
                 return
             if not self._is_cut_here:
-                yield joined[0]
+                yield joined[0][:2]
             elif self._joined == 1:
                 yield cut_batch(joined[0], self.share)
             else:  # whole ones, of which the last ranks may miss theirs at the end: then one that does not count
@@ -300,14 +307,47 @@ class IndexShare(Sampler[list[Any]]):
 
 
 class _CollateShare:
-    """Joins this rank's part of the samples of a batch: (samples in the whole of it, what `collate` makes)."""
+    """Joins this rank's part of the samples of a batch.
+
+    Gives (samples in the whole of it, what `collate` makes, what tells the first whole batch from another).
+    """
 
     def __init__(self, collate: Callable[[Any], Any], share: Share) -> None:
         self.collate, self.share = collate, share
+        self.is_first = True
 
-    def __call__(self, samples: Any) -> tuple[int, Any]:
+    def __call__(self, samples: Any) -> tuple[int, Any, str | None]:
         start, stop = self.share.taken(len(samples))
-        return len(samples), self.collate(samples[start:stop])
+        print_of_first = _fingerprint(samples) if self.is_first else None
+        self.is_first = False
+        return len(samples), self.collate(samples[start:stop]), print_of_first
+
+
+def _fingerprint(data: Any) -> str:
+    """Equal for equal tensors, arrays, numbers and texts, in lists, tuples or dicts; of anything else the type counts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in tree_leaves(data):
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        if isinstance(leaf, np.ndarray):
+            digest.update(f"{leaf.shape}{leaf.dtype}".encode() + np.ascontiguousarray(leaf).tobytes())
+        else:
+            digest.update((repr(leaf) if _is_plain(leaf) else type(leaf).__name__).encode())
+    return digest.hexdigest()
+
+
+def _refuse_other_data(first: Any) -> None:
+    """Collective. Raise ConfigError on every rank if the first batches of a stream differ between ranks."""
+    prints = [""] * dist.get_world_size()
+    dist.all_gather_object(prints, _fingerprint(first))
+    if len(set(prints)) > 1:
+        raise ConfigError(
+            _WHERE,
+            "its dataset gives each rank other samples, so it shares them out itself; each rank would get a part of "
+            "its part",
+            "a dataset that gives every rank all samples; or, with lightning, loaders that are left alone",
+            "Trainer(use_distributed_sampler=False)",
+        )
 
 
 def cut_batch(batch: Any, share: Share) -> tuple[int, Any]:
