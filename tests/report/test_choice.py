@@ -20,19 +20,17 @@ from rich.console import Console
 from autolaunch.report.choice_screen import show_choice, show_why
 from autolaunch.report.choice_words import (
     PARTS,
-    TimeUnit,
     command_of,
-    difference,
     mesh_name,
     mesh_words,
     option_differences,
     option_rows,
     option_words,
     parts_of,
-    share_of,
-    step_time,
     thinned,
 )
+from autolaunch.report.page import rows_shown
+from autolaunch.report.readable import TimeUnit, difference, share_of, step_time
 from tests.report.choice_cases import CHOICES, GIB, STRANGE, explanation, huge, nothing_fits, one_device, refusal, usual
 
 
@@ -312,10 +310,17 @@ def test_parts_are_in_one_order_and_none_is_lost() -> None:
     assert parts_of(parts, PARTS) == [("compute", 3.0), ("attention", 2.0), ("unknown", 1.0)]
 
 
-def test_thinning_keeps_the_ends_and_what_matters() -> None:
+@pytest.mark.parametrize("number", [9, 10, 15, 16, 23, 100])
+def test_thinning_keeps_the_ends_and_as_many_as_asked(number: int) -> None:
     assert thinned(list(range(5)), 8) == [0, 1, 2, 3, 4]
-    kept = thinned(list(range(100)), 8, keep=[41])
-    assert len(kept) == 8 and {0, 41, 99} <= set(kept) and kept == sorted(kept)
+    kept = thinned(list(range(number)), 8)
+    assert len(set(kept)) == 8 and {0, number - 1} <= set(kept) and kept == sorted(kept)
+
+
+def test_of_many_rows_some_are_left_out() -> None:
+    assert rows_shown(16) == list(range(16))
+    assert rows_shown(17) == [0, 1, 2, 3, 4, None, 7, 8, None, 12, 13, 14, 15, 16]
+    assert rows_shown(64, keep=40)[7:11] == [32, None, 40, None]
 
 
 def test_sizes_are_binary() -> None:

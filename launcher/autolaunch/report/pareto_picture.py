@@ -1,0 +1,206 @@
+"""Time against memory as SVG: the ways to run a model that nothing beats in both, the others, and the chosen one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autolaunch.report import svg
+from autolaunch.report.choice_pictures import LEFT, LIMIT_COLOUR, RIGHT, WIDTH, limit_line
+from autolaunch.report.choice_words import (
+    PARTS,
+    memory_limit,
+    mesh_name,
+    option_words,
+    pareto_front,
+    thinned,
+)
+from autolaunch.report.readable import BINARY_UNITS, TimeUnit, binary_power, is_number, readable_bytes
+
+FAR_APART = 8.0
+"""Slowest over fastest from which on the axis of time is logarithmic."""
+
+MOST_NAMES = 8
+"""Points of the front that get a name."""
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
+
+_CHOSEN = svg.circle(7, fill=PARTS["mp"].colour, stroke=svg.INK, stroke_width=1.5)
+_FRONT = svg.circle(4, fill=PARTS["compute"].colour)
+_OTHER = svg.circle(3.5, fill=svg.PAPER, stroke=svg.LINE, stroke_width=1.5)
+
+
+def pareto_svg(choice: Mapping[str, Any]) -> str:
+    """Time against memory: the ways that nothing beats in both, the others, the chosen one; empty with one way."""
+    front, chosen = pareto_front(choice), choice.get("chosen") or {}
+    if not front:
+        return ""
+    slowest = max(*(row["seconds"] for row in front), chosen.get("seconds") or 0.0)
+    others = [
+        row
+        for row in choice.get("alternatives") or ()
+        if is_number(row.get("seconds")) and is_number(row.get("memory_bytes")) and row["seconds"] <= 1.05 * slowest
+    ]
+    points = [*front, *others, *([chosen] if chosen else [])]
+    if len({_place_of(row) for row in points}) < 2:
+        return ""  # one point shows nothing
+    plot = _Plot.around(points, memory_limit(chosen))
+    unit = TimeUnit.of(chosen.get("seconds") or front[0]["seconds"])
+    places = [plot.place(row) for row in front]
+    line = "L".join(f"{x:.2f} {y:.2f}" for x, y in places)
+    title = "Time against memory"
+    parts = [
+        *svg.heading(LEFT, title, "on the line: ways that no other way beats in both"),
+        *plot.axes(unit),
+        svg.element("path", d=f"M{line}", stroke=PARTS["attention"].colour, stroke_width=2, fill="none"),
+        *(_OTHER(*plot.place(row), about=_about(row, unit)) for row in others),
+        *(_FRONT(*plot.place(row), about=_about(row, unit)) for row in front),
+    ]
+    labels = _Labels(plot, [*map(plot.place, points), *_along(places)])
+    if chosen:
+        labels.keep_off(plot.place(chosen), 9)
+    if plot.limit is not None:
+        parts += labels.limit(plot.limit)
+    if chosen:
+        parts.append(_CHOSEN(*plot.place(chosen), about=_about(chosen, unit)))
+        parts += labels.beside(plot.place(chosen), f"chosen: {mesh_name(chosen['mesh'])}", bold=True)
+    for row in _named(front, chosen):
+        parts += labels.beside(plot.place(row), mesh_name(row["mesh"]))
+    entries = [([_CHOSEN], "chosen")] if chosen else []
+    entries += [([_FRONT], "nothing is better in both")] + ([([_OTHER], "other alternatives")] if others else [])
+    legend, height = svg.legend(entries, LEFT, RIGHT, plot.bottom + 68)
+    return svg.picture(title, WIDTH, height, [*parts, *legend])
+
+
+@dataclass(frozen=True)
+class _Plot:
+    """Where seconds and bytes are on the picture; seconds by their logarithm where they are far apart."""
+
+    seconds: tuple[float, float]
+    logarithmic: bool
+    most_bytes: float
+    limit: float | None
+    left: float = LEFT + 62
+    right: float = RIGHT - 6
+    top: float = 92.0
+    bottom: float = 412.0
+
+    @classmethod
+    def around(cls, points: Sequence[Mapping[str, Any]], limit: float | None) -> _Plot:
+        """Room for all points, and for the limit if it is near."""
+        times = [point["seconds"] for point in points]
+        sizes = [point["memory_bytes"] for point in points]
+        near = limit if limit is not None and limit <= 1.6 * max(sizes) else None
+        logarithmic = max(times) > FAR_APART * min(times) > 0
+        seconds = (min(times) / 1.2, max(times) * 1.2) if logarithmic else _widened(min(times), max(times))
+        return cls(seconds, logarithmic, max(*sizes, near or 0.0) * 1.08 or 1.0, near)
+
+    def x(self, seconds: float) -> float:
+        low, high = self.seconds
+        share = math.log(seconds / low) / math.log(high / low) if self.logarithmic else (seconds - low) / (high - low)
+        return self.left + share * (self.right - self.left)
+
+    def y(self, size: float) -> float:
+        return self.bottom - size / self.most_bytes * (self.bottom - self.top)
+
+    def place(self, point: Mapping[str, Any]) -> tuple[float, float]:
+        return self.x(point["seconds"]), self.y(point["memory_bytes"])
+
+    def axes(self, unit: TimeUnit) -> Iterator[str]:
+        low, high = (seconds / unit.seconds for seconds in self.seconds)
+        numbers = svg.round_powers(low, high) if self.logarithmic else svg.round_numbers(low, high, 7)
+        ticks = [(self.x(number * unit.seconds), f"{number:,.10g}") for number in numbers]
+        yield from svg.axis_below(ticks, self.left, self.right, self.bottom, f"time of a step, {unit.name}", self.top)
+        power = binary_power(self.most_bytes)
+        for number in svg.round_numbers(0.0, self.most_bytes / 1024**power, 7):
+            y = self.y(number * 1024**power)
+            yield svg.element("path", d=f"M{self.left - 5} {y:.2f}H{self.right}", stroke=svg.GRID)
+            yield svg.words(self.left - 9, y + 4.2, f"{number:,.10g}", fill=svg.DIM, text_anchor="end")
+        frame = f"M{self.left} {self.top}V{self.bottom}H{self.right}"
+        yield svg.element("path", d=frame, stroke=svg.LINE, fill="none")
+        name = BINARY_UNITS[power] if power else "bytes"
+        yield svg.words(LEFT, self.top - 8, f"memory, {name}", fill=svg.DIM)
+
+
+class _Labels:
+    """Words beside points, never over points or other words; what has no room is left to the point's title."""
+
+    def __init__(self, plot: _Plot, points: Iterable[tuple[float, float]]) -> None:
+        self._plot = plot
+        self._taken: list[Box] = []
+        for point in points:
+            self.keep_off(point, 5)
+
+    def keep_off(self, point: tuple[float, float], distance: float) -> None:
+        """Let no words come nearer to a point."""
+        x, y = point
+        self._taken.append((x - distance, y - distance, x + distance, y + distance))
+
+    def limit(self, size: float) -> list[str]:
+        """A line across the plot at the memory of a device, and its name at the first free place along it."""
+        plot, y, text = self._plot, self._plot.y(size), f"limit {readable_bytes(size)}"
+        self._taken.append((plot.left, y - 2, plot.right, y + 2))
+        wide = svg.text_width(text)
+        lefts = [plot.right - 6 - wide - 20 * step for step in range(int((plot.right - plot.left - wide - 12) / 20))]
+        places = [(left, base) for base in (y - 7, y + 17) for left in lefts]
+        return [
+            limit_line(f"M{plot.left} {y:.2f}H{plot.right}"),
+            *self._at_free_place(text, [*places, (plot.right - wide, plot.top - 8)], fill=LIMIT_COLOUR),
+        ]
+
+    def beside(self, point: tuple[float, float], text: str, bold: bool = False) -> list[str]:
+        """Words at the first free place around a point; nothing if there is none."""
+        (x, y), text = point, svg.fitted(text, 250, bold=bold)
+        wide = svg.text_width(text, bold=bold)
+        left = -10 - wide
+        near = ((10, -8), (10, 16), (left, 16), (left, -8), (12, 4), (-wide / 2, -12), (-wide / 2, 22))
+        places = [(x + dx, y + dy) for dx, dy in (*near, (10, -16), (10, 24), (left, 24), (left, -16))]
+        return self._at_free_place(text, places, font_weight=600 if bold else None)
+
+    def _at_free_place(self, text: str, places: Iterable[tuple[float, float]], **attributes: Any) -> list[str]:
+        wide = svg.text_width(text, bold=bool(attributes.get("font_weight")))
+        for x, y in places:
+            box = (x, y - 11, x + wide, y + 3)
+            inside = self._plot.left < x and box[2] <= self._plot.right and box[3] < self._plot.bottom
+            if inside and not any(_overlap(box, other) for other in self._taken):
+                self._taken.append(box)
+                return [svg.words(x, y, text, **attributes)]
+        return []
+
+
+def _named(front: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Points of a front that get their mesh beside them: the ends, and where the mesh changes."""
+    others = [row for row in front if not chosen or _place_of(row) != _place_of(chosen)]
+    runs = [next(run) for _, run in itertools.groupby(others, key=lambda row: row["mesh"])]
+    last = [others[-1]] if others and others[-1] is not runs[-1] else []
+    return thinned([*runs, *last], MOST_NAMES)
+
+
+def _along(places: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Points on the lines between places."""
+    for (x, y), (to_x, to_y) in itertools.pairwise(places):
+        steps = math.ceil(max(abs(to_x - x), abs(to_y - y)) / 8) or 1
+        for step in range(steps):
+            yield x + (to_x - x) * step / steps, y + (to_y - y) * step / steps
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    margin = 0.06 * (high - low) or 0.1 * high or 1.0
+    return max(low - margin, 0.0), high + margin
+
+
+def _about(row: Mapping[str, Any], unit: TimeUnit) -> str:
+    way = ", ".join([mesh_name(row["mesh"]), *option_words(row["overrides"])])
+    return f"{way}: {unit.write(row['seconds'])}, {readable_bytes(row['memory_bytes'])}"
+
+
+def _place_of(row: Mapping[str, Any]) -> tuple[float, float]:
+    return row["seconds"], row["memory_bytes"]

@@ -1,0 +1,190 @@
+"""Drawing as SVG: words whose width is known before they are drawn, bars, ticks at round numbers, legends.
+
+Lengths are pixels, the origin is the upper left corner. `y` of words is their base line.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from xml.sax.saxutils import escape, quoteattr
+
+INK, DIM, LINE, GRID, PAPER, TROUGH = "#222222", "#555555", "#888888", "#E4E4E0", "#FFFFFF", "#F0F0EC"
+"""Colours of words, of words of less weight, of axes, of lines behind what is drawn, and what lies behind all that."""
+
+_FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue','DejaVu Sans',Arial,sans-serif"
+_SMALL = 12
+"""Size of words unless another one is named."""
+
+Mark = Callable[[float, float], str]
+"""Draws a sign of a legend around a point."""
+
+
+def picture(title: str, width: float, height: float, parts: Iterable[str]) -> str:
+    """A whole file, on white, with a title for those who do not see it."""
+    size = {"width": f"{width:.0f}", "height": f"{height:.0f}"}
+    attributes = _attributes(
+        {"xmlns": "http://www.w3.org/2000/svg", **size, "viewBox": f"0 0 {width:.0f} {height:.0f}"}
+        | {"role": "img", "font_family": _FONT, "font_size": _SMALL, "fill": INK}
+    )
+    lines = [f"<svg{attributes}>", element("title", title), element("rect", **size, fill=PAPER), *parts, "</svg>\n"]
+    return "\n".join(lines)
+
+
+def element(tag: str, content: str = "", about: str = "", **attributes: str | float | None) -> str:
+    """One element, its content as text.
+
+    Args:
+        about: what is shown when one points at it.
+        attributes: `font_size` is written as font-size, numbers with two digits; None is left out.
+    """
+    inner = (f"<title>{escaped(about)}</title>" if about else "") + escaped(content)
+    return f"<{tag}{_attributes(attributes)}>{inner}</{tag}>" if inner else f"<{tag}{_attributes(attributes)}/>"
+
+
+def words(x: float, y: float, text: str, size: float = _SMALL, **attributes: str | float | None) -> str:
+    """Words that start at a point, or end there (`text_anchor="end"`), or have their middle there."""
+    return element("text", text, x=x, y=y, font_size=None if size == _SMALL else size, **attributes)
+
+
+def heading(x: float, title: str, below: str) -> list[str]:
+    """A picture's title and a line of words below it; they end at 52 pixels."""
+    return [words(x, 32, title, 17, font_weight=600), words(x, 52, below, fill=DIM)]
+
+
+def bar(x: float, y: float, width: float, height: float, colour: str | None, about: str = "") -> str:
+    """A rectangle with a seam at its right end, through which shows what lies behind; None: its group's colour."""
+    return element("rect", "", about, x=x, y=y, width=width - min(1.0, width * 0.15), height=height, fill=colour)
+
+
+# --- words whose width is known --------------------------------------------------------------------------------------
+
+
+def text_width(text: str, size: float = _SMALL, bold: bool = False) -> float:
+    """What a text takes in a wide font (DejaVu Sans); in others it takes less."""
+    return size * sum(map(_sign_width, text)) * (1.12 if bold else 1.0)
+
+
+def _sign_width(sign: str) -> float:
+    if unicodedata.east_asian_width(sign) in "WF":
+        return 1.0
+    if sign in "ijl|'.,:; ":
+        return 0.34
+    if sign in "ftrI()[]-/!":
+        return 0.42
+    if sign in "mwMWQ%@+=<>…" or not sign.isascii():
+        return 0.98
+    return 0.72 if sign.isupper() else 0.64
+
+
+def fitted(text: str, room: float, size: float = _SMALL, bold: bool = False) -> str:
+    """The text, or as much of its beginning as there is room for."""
+    if text_width(text, size, bold) <= room:
+        return text
+    while text and text_width(text + "…", size, bold) > room:
+        text = text[:-1]
+    return text + "…" if text else ""
+
+
+def wrapped(phrases: Iterable[str], rooms: Sequence[float], size: float = _SMALL) -> list[str]:
+    """Phrases with commas between in lines that have so much room each; the last line is cut where there is more.
+
+    Args:
+        rooms: of each line; a phrase that is longer than its line stands there alone and is cut.
+    """
+    lines = [""]
+    for phrase in phrases:
+        longer = f"{lines[-1]}, {phrase}" if lines[-1] else phrase
+        if lines[-1] and len(lines) < len(rooms) and text_width(longer + ",", size) > rooms[len(lines) - 1]:
+            lines[-1] += ","
+            lines.append(phrase)
+        else:
+            lines[-1] = longer
+    return [fitted(line, room, size) for line, room in zip(lines, rooms, strict=False)]
+
+
+# --- axes and legends ------------------------------------------------------------------------------------------------
+
+
+def axis_below(
+    ticks: Iterable[tuple[float, str]], left: float, right: float, y: float, name: str, top: float | None = None
+) -> Iterator[str]:
+    """Ticks with their numbers, and the name of the axis below them; it ends at y + 40.
+
+    Args:
+        ticks: (x, number).
+        top: up to where a line goes behind what is drawn; None for an axis without one.
+    """
+    for x, number in ticks:
+        line = f"M{x:.2f} {y if top is None else top:.2f}V{y + 5:.2f}"
+        yield element("path", d=line, stroke=LINE if top is None else GRID)
+        yield words(x, y + 20, number, fill=DIM, text_anchor="middle")
+    if top is None:
+        yield element("path", d=f"M{left:.2f} {y:.2f}H{right:.2f}", stroke=LINE)
+    yield words((left + right) / 2, y + 39, name, fill=DIM, text_anchor="middle")
+
+
+def round_numbers(low: float, high: float, most: int) -> list[float]:
+    """At most so many round numbers (and one) within an interval, equally far apart."""
+    if high <= low:
+        return [low]
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if (high - low) / (power * factor) <= most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(count * step, 12) for count in range(first, last + 1)]
+
+
+def round_powers(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten within an interval; of many, the powers alone."""
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 2, 5) if high < 300 * low else (1,)
+    numbers = [round(factor * 10.0**power, 12) for power in exponents for factor in factors]
+    return [number for number in numbers if low <= number <= high]
+
+
+def square(colour: str) -> Mark:
+    """The sign of a kind of bar."""
+    return lambda x, y: element("rect", x=x - 7, y=y - 7, width=14, height=14, fill=colour)
+
+
+def circle(radius: float, **attributes: str | float) -> Callable[..., str]:
+    """The sign of a kind of point; takes `about` besides x and y."""
+    return lambda x, y, about="": element("circle", "", about, cx=x, cy=y, r=radius, **attributes)
+
+
+def legend(
+    entries: Iterable[tuple[Sequence[Mark], str]], left: float, right: float, y: float
+) -> tuple[list[str], float]:
+    """Signs with words, in as many lines as it takes, and where the picture ends below them."""
+    parts, x = [], left
+    for marks, text in entries:
+        wide = 14 * len(marks)
+        text = fitted(text, right - left - wide - 6)
+        if x > left and x + wide + 6 + text_width(text) > right:
+            x, y = left, y + 22
+        parts += [mark(x + 14 * index + 7, y - 4) for index, mark in enumerate(marks)]
+        parts.append(words(x + wide + 6, y, text))
+        x += wide + 6 + text_width(text) + 12
+    return parts, y + 20
+
+
+# --- XML -------------------------------------------------------------------------------------------------------------
+
+
+def escaped(text: str) -> str:
+    """As XML, without the signs that it forbids."""
+    return escape(_allowed(text))
+
+
+def _allowed(text: str) -> str:
+    return "".join(sign if sign >= " " or sign in "\t\n" else "\N{REPLACEMENT CHARACTER}" for sign in text)
+
+
+def _attributes(attributes: dict[str, str | float | None]) -> str:
+    written = {name: f"{value:.2f}" if isinstance(value, float) else str(value) for name, value in attributes.items()}
+    return "".join(
+        f" {name.replace('_', '-')}={quoteattr(_allowed(written[name]))}"
+        for name, value in attributes.items()
+        if value is not None
+    )
