@@ -18,19 +18,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from autolaunch.report.choice_screen import show_choice, show_why
-from autolaunch.report.choice_words import (
-    PARTS,
-    command_of,
-    mesh_name,
-    mesh_words,
-    option_differences,
-    option_rows,
-    option_words,
-    parts_of,
-    thinned,
-)
+from autolaunch.report.choice_words import PARTS, command_of, parts_of, thinned
 from autolaunch.report.page import rows_shown
 from autolaunch.report.readable import TimeUnit, difference, share_of, step_time
+from autolaunch.report.settings_words import mesh_name, mesh_words, option_differences, option_rows, option_words
 from tests.report.choice_cases import CHOICES, GIB, STRANGE, explanation, huge, nothing_fits, one_device, refusal, usual
 
 

@@ -26,9 +26,7 @@ from autolaunch.report.choice_words import (
     memory_limit,
     memory_of_stages,
     memory_title,
-    mesh_words,
     mfu_convention,
-    option_words,
     pareto_front,
     parts_of,
     ranked_rows,
@@ -46,6 +44,7 @@ from autolaunch.report.readable import (
     share_of,
     step_time,
 )
+from autolaunch.report.settings_words import mesh_words, option_words
 
 MOST_ALTERNATIVES = 10
 MOST_OF_FRONT = 8

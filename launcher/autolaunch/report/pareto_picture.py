@@ -10,15 +10,9 @@ from typing import Any
 
 from autolaunch.report import svg
 from autolaunch.report.choice_pictures import LEFT, LIMIT_COLOUR, RIGHT, WIDTH, limit_line
-from autolaunch.report.choice_words import (
-    PARTS,
-    memory_limit,
-    mesh_name,
-    option_words,
-    pareto_front,
-    thinned,
-)
+from autolaunch.report.choice_words import PARTS, memory_limit, pareto_front, thinned
 from autolaunch.report.readable import BINARY_UNITS, TimeUnit, binary_power, is_number, readable_bytes
+from autolaunch.report.settings_words import mesh_name, option_words
 
 FAR_APART = 8.0
 """Slowest over fastest from which on the axis of time is logarithmic."""

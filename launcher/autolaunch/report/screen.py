@@ -15,22 +15,16 @@ from rich.text import Text
 from autolaunch.config.against_schema import written
 from autolaunch.directories import shown
 from autolaunch.models.facts import ModelFacts, model_facts
-from autolaunch.report.choice_words import mesh_words
 from autolaunch.report.page import LEVELS, Page
 from autolaunch.report.pipeline import remarks, stage_table
 from autolaunch.report.readable import counted, joined, readable_bytes, readable_count, readable_seconds
 from autolaunch.report.schedule_screen import schedule_text
+from autolaunch.report.settings_words import SHARDED, mesh_words
 from autolaunch_strategies.config import AXES, SHARDING_AXES
 from autolaunch_strategies.schedules.schedule import Timeline
 
 WIDEST_PICTURE = 160
 """Columns of a schedule's picture, which has more to show the wider it is."""
-
-SHARDED = {
-    1: "optimizer state",
-    2: "gradients, optimizer state",
-    3: "parameters, gradients, optimizer state",
-}
 
 OUTCOMES = {"finished": "green", "failed": "red", "interrupted": "yellow"}
 
@@ -210,10 +204,10 @@ def _pipeline(describe: Mapping[str, Any]) -> str:
     pp = describe.get("pp", {})
     if not pp:
         return ""
-    how = "exact" if pp["loss"] == "exact" else Path(pp["schedule"]).name
+    schedule = "exact" if pp["loss"] == "exact" else Path(pp["schedule"]).name
     return joined(
         counted(len(pp["stages"]), "stage"),
-        f"{how}, {counted(pp['microbatches'], 'microbatch', 'es')}" if "microbatches" in pp else "",
+        f"{schedule}, {counted(pp['microbatches'], 'microbatch', 'es')}" if "microbatches" in pp else "",
         f"idle {pp['expected_idle_share']:.1%} expected" if "expected_idle_share" in pp else "",
     )
 
