@@ -7,6 +7,8 @@ import math
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from autolaunch.report.choice_html import write_choice
 from autolaunch.report.choice_pictures import memory_svg, time_svg
 from autolaunch.report.choice_words import MEMORY, PARTS
 from autolaunch.report.pareto_picture import pareto_svg
+from autolaunch.report.svg import text_width
 from tests.report.choice_cases import CHOICES, GIB, STRANGE, huge, nothing_fits, one_device, strange, usual
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -37,12 +40,27 @@ def number(shape: ElementTree.Element, key: str) -> float:
 
 
 def box(text: ElementTree.Element) -> tuple[float, float, float, float]:
-    """Where words are, by a usual width of letters."""
+    """Where words are in a wide font: left, top, right, bottom of their small letters' line."""
     words = "".join(text.itertext())
     size = float(text.get("font-size", 12))
-    wide, x, y = 0.53 * size * len(words), number(text, "x"), number(text, "y")
+    wide, x, y = text_width(words, size, bool(text.get("font-weight"))), number(text, "x"), number(text, "y")
     left = x - {"end": wide, "middle": wide / 2}.get(text.get("text-anchor", ""), 0.0)
-    return left, y - size, left + wide, y
+    return left, y - 0.8 * size, left + wide, y + 0.2 * size
+
+
+def check_words(root: ElementTree.Element) -> None:
+    """No words leave the picture, lie over other words or, in a plot, over a point."""
+    boxes = {text: box(text) for text in root.iter(f"{SVG}text")}
+    for text, (left, top, right, bottom) in boxes.items():
+        assert min(left, top) >= 0, text.text
+        assert right <= number(root, "width") and bottom <= number(root, "height"), text.text
+        for point in (shape for shape in root.iter(f"{SVG}circle") if about(shape)):
+            x, y = number(point, "cx"), number(point, "cy")
+            away = math.hypot(max(left - x, x - right, 0), max(top - y, y - bottom, 0))
+            assert away >= number(point, "r") - 0.01, (text.text, about(point))
+    for (one, (left, top, right, bottom)), (other, second) in itertools.combinations(boxes.items(), 2):
+        apart = right <= second[0] + 0.01 or second[2] <= left + 0.01 or bottom <= second[1] or second[3] <= top
+        assert apart, (one.text, other.text)
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -63,9 +81,7 @@ def test_pictures_are_whole(name: str, case: str) -> None:
         if shape.get("x"):
             assert number(shape, "x") + number(shape, "width") <= width + 0.01
             assert number(shape, "y") + number(shape, "height") <= height
-    for words in root.iter(f"{SVG}text"):
-        left, top, right, bottom = box(words)
-        assert left >= 0 and top >= 0 and right <= width and bottom <= height, "".join(words.itertext())
+    check_words(root)
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -126,14 +142,40 @@ def test_memory_of_64_stages_shows_each_of_them() -> None:
     assert "76.3 GiB · 103%" in words
 
 
-def test_names_in_the_plot_never_lie_over_each_other() -> None:
+def test_points_where_the_mesh_changes_have_names() -> None:
     for case in ("usual", "huge", "strange"):
-        root = ElementTree.fromstring(pareto_svg(CHOICES[case]()))
-        boxes = [box(text) for text in root.iter(f"{SVG}text") if "xpp" in "".join(text.itertext())]
-        assert 2 <= len(boxes) <= 9
-        for one, other in itertools.combinations(boxes, 2):
-            apart = one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] + 2 or other[3] <= one[1] + 2
-            assert apart, case
+        words = texts(ElementTree.fromstring(pareto_svg(CHOICES[case]())))
+        assert 2 <= sum("xpp" in word for word in words) <= 9
+
+
+def any_choice(random: Random) -> dict[str, Any]:
+    """Ways of any number, any distance from each other and any distance from the limit, some at the same place."""
+    limit = random.choice([24, 80]) * GIB
+    seconds, memory = random.choice([1e-4, 0.3, 4.0, 900.0]), limit * random.uniform(0.02, 1.2)
+    front = []
+    for _ in range(random.choice([2, 3, 5, 10, 20, 40, 90])):
+        mesh = f"{random.choice([1, 2, 16, 128])}x{random.choice([1, 8])}x{random.choice([1, 4, 16])}"
+        front.append({"seconds": seconds, "memory_bytes": memory, "mesh": mesh, "overrides": []})
+        seconds *= 1 + random.choice([0.001, 0.02, 0.3]) * random.random()
+        memory *= 1 - random.choice([0.0, 0.01, 0.1, 0.4]) * random.random()
+    others = [
+        {
+            **random.choice(front),
+            "seconds": random.choice(front)["seconds"] * random.uniform(1, 1.3),
+            "memory_bytes": random.choice(front)["memory_bytes"] * random.uniform(1, 1.3),
+        }
+        for _ in range(random.choice([0, 5, 10]))
+    ]
+    chosen = {**random.choice([*front, *others]), "memory_limit_bytes": limit}
+    return {"chosen": random.choice([chosen, chosen, None]), "pareto": front, "alternatives": others}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_words_of_a_plot_of_anything_are_apart(seed: int) -> None:
+    choice = any_choice(Random(seed))
+    root = ElementTree.fromstring(pareto_svg(choice))
+    check_words(root)
+    assert not choice["chosen"] or any(word.startswith("chosen: ") for word in texts(root))
 
 
 def test_the_plot_shows_every_way() -> None:

@@ -60,8 +60,8 @@ def pareto_svg(choice: Mapping[str, Any]) -> str:
     if plot.limit is not None:
         parts += labels.limit(plot.limit)
     if chosen:
+        parts += labels.pointing(plot.place(chosen), f"chosen: {mesh_name(chosen['mesh'])}")
         parts.append(_CHOSEN(*plot.place(chosen), about=_about(chosen, unit)))
-        parts += labels.beside(plot.place(chosen), f"chosen: {mesh_name(chosen['mesh'])}", bold=True)
     for row in _named(front, chosen):
         parts += labels.beside(plot.place(row), mesh_name(row["mesh"]))
     entries = [([_CHOSEN], "chosen")] if chosen else []
@@ -146,14 +146,27 @@ class _Labels:
             *self._at_free_place(text, [*places, (plot.right - wide, plot.top - 8)], fill=LIMIT_COLOUR),
         ]
 
-    def beside(self, point: tuple[float, float], text: str, bold: bool = False) -> list[str]:
+    def beside(self, point: tuple[float, float], text: str) -> list[str]:
         """Words at the first free place around a point; nothing if there is none."""
-        (x, y), text = point, svg.fitted(text, 250, bold=bold)
-        wide = svg.text_width(text, bold=bold)
-        left = -10 - wide
-        near = ((10, -8), (10, 16), (left, 16), (left, -8), (12, 4), (-wide / 2, -12), (-wide / 2, 22))
-        places = [(x + dx, y + dy) for dx, dy in (*near, (10, -16), (10, 24), (left, 24), (left, -16))]
-        return self._at_free_place(text, places, font_weight=600 if bold else None)
+        (x, y), text = point, svg.fitted(text, 250)
+        return self._at_free_place(text, _around(x, y, svg.text_width(text)))
+
+    def pointing(self, point: tuple[float, float], text: str) -> list[str]:
+        """The same in bold, and where there is no room beside the point, further away with a line to it."""
+        (x, y), text = point, svg.fitted(text, 250, bold=True)
+        wide = svg.text_width(text, bold=True)
+        if words := self._at_free_place(text, _around(x, y, wide), font_weight=600):
+            return words
+        for distance, degrees in itertools.product(range(24, 200, 16), range(0, 360, 30)):
+            end_x = x + distance * math.cos(math.radians(degrees))
+            end_y = y + distance * math.sin(math.radians(degrees))
+            left = end_x - 4 - wide if 90 < degrees < 270 else end_x + 4
+            if words := self._at_free_place(text, [(left, end_y + 4)], font_weight=600):
+                for place in _along([point, (end_x, end_y)]):
+                    self.keep_off(place, 2)
+                line = f"M{x:.2f} {y:.2f}L{end_x:.2f} {end_y:.2f}"
+                return [svg.element("path", d=line, stroke=svg.INK), *words]
+        return []
 
     def _at_free_place(self, text: str, places: Iterable[tuple[float, float]], **attributes: Any) -> list[str]:
         wide = svg.text_width(text, bold=bool(attributes.get("font_weight")))
@@ -180,6 +193,13 @@ def _along(places: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float
         steps = math.ceil(max(abs(to_x - x), abs(to_y - y)) / 8) or 1
         for step in range(steps):
             yield x + (to_x - x) * step / steps, y + (to_y - y) * step / steps
+
+
+def _around(x: float, y: float, wide: float) -> list[tuple[float, float]]:
+    """Where words may start that stand beside a point, the best place first."""
+    left = -10 - wide
+    near = ((10, -8), (10, 16), (left, 16), (left, -8), (12, 4), (-wide / 2, -12), (-wide / 2, 22))
+    return [(x + dx, y + dy) for dx, dy in (*near, (10, -16), (10, 24), (left, 24), (left, -16))]
 
 
 def _overlap(one: Box, other: Box) -> bool:
