@@ -16,7 +16,7 @@ from autolaunch.report.choice_html import write_choice
 from autolaunch.report.choice_pictures import memory_svg, time_svg
 from autolaunch.report.choice_words import MEMORY, PARTS
 from autolaunch.report.pareto_picture import pareto_svg
-from autolaunch.report.svg import text_width
+from autolaunch.report.svg import round_numbers_apart, text_width
 from tests.report.choice_cases import CHOICES, GIB, STRANGE, huge, nothing_fits, one_device, strange, usual
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -189,19 +189,32 @@ def test_the_plot_shows_every_way() -> None:
     assert "chosen: dp16xmp8xpp8" in texts(root)
 
 
-def test_times_that_are_far_apart_are_shown_by_their_logarithm() -> None:
+def test_ways_that_are_nearly_as_fast_stay_apart_from_each_other() -> None:
     choice = usual()
     choice["pareto"][-1]["seconds"] = 421.0
     root = ElementTree.fromstring(pareto_svg(choice))
-    assert {"5", "10", "20", "50", "100", "200", "500"} <= set(texts(root))
-    points = {
-        about(shape): number(shape, "cx")
-        for shape in root.iter(f"{SVG}circle")
-        if shape.find(f"{SVG}title") is not None
-    }
-    first, last = min(points.values()), max(points.values())
-    whole = math.log(421.0 * 1.2 / (4.18 / 1.2))
-    assert (last - first) / (534 - 82) == pytest.approx(math.log(421.0 / 4.18) / whole, abs=0.01)
+    assert {"50", "100", "200", "400"} <= set(texts(root))
+    points = (shape for shape in root.iter(f"{SVG}circle") if about(shape))
+    places = {about(shape).rpartition(": ")[2]: number(shape, "cx") for shape in points}
+    fastest, chosen, slowest = (places[key] for key in ("4.18 s, 66.1 GiB", "4.21 s, 56.3 GiB", "421.00 s, 8.0 GiB"))
+    assert (chosen - fastest) / (slowest - fastest) == pytest.approx(math.sqrt(0.03 / 416.82), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        pytest.param(7.05, 107, [10, 20, 30, 50, 70, 100], id="far-apart"),
+        pytest.param(390, 1150, [390, 400, 440, 500, 600, 800, 1000], id="near"),
+        pytest.param(4.18, 4.21, [4.18, 4.182, 4.185, 4.19, 4.2, 4.21], id="nearly-the-same"),
+        pytest.param(4.2, 4.2, [4.2], id="the-same"),
+    ],
+)
+def test_numbers_at_an_axis(low: float, high: float, expected: list[float]) -> None:
+    def place(number: float) -> float:
+        return 430 * math.sqrt((number - low) / (high - low)) if high > low else 0.0
+
+    numbers = round_numbers_apart(low, high, place, 48)
+    assert numbers == expected
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

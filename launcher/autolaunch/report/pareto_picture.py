@@ -14,9 +14,6 @@ from autolaunch.report.choice_words import PARTS, memory_limit, pareto_front, th
 from autolaunch.report.readable import BINARY_UNITS, TimeUnit, binary_power, is_number, readable_bytes
 from autolaunch.report.settings_words import mesh_name, option_words
 
-FAR_APART = 8.0
-"""Slowest over fastest from which on the axis of time is logarithmic."""
-
 MOST_NAMES = 8
 """Points of the front that get a name."""
 
@@ -24,7 +21,7 @@ Box = tuple[float, float, float, float]
 """Left, top, right and bottom."""
 
 _CHOSEN = svg.circle(7, fill=PARTS["mp"].colour, stroke=svg.INK, stroke_width=1.5)
-_FRONT = svg.circle(4, fill=PARTS["compute"].colour)
+_FRONT = svg.circle(4, fill=PARTS["compute"].colour, stroke=svg.PAPER, stroke_width=0.75)
 _OTHER = svg.circle(3.5, fill=svg.PAPER, stroke=svg.LINE, stroke_width=1.5)
 
 
@@ -72,10 +69,13 @@ def pareto_svg(choice: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Plot:
-    """Where seconds and bytes are on the picture; seconds by their logarithm where they are far apart."""
+    """Where seconds and bytes are on the picture.
 
-    seconds: tuple[float, float]
-    logarithmic: bool
+    Seconds by the root of what they are more than the fastest's: many ways are nearly as fast, few are much slower.
+    """
+
+    fastest: float
+    slowest: float
     most_bytes: float
     limit: float | None
     left: float = LEFT + 62
@@ -89,14 +89,11 @@ class _Plot:
         times = [point["seconds"] for point in points]
         sizes = [point["memory_bytes"] for point in points]
         near = limit if limit is not None and limit <= 1.6 * max(sizes) else None
-        logarithmic = max(times) > FAR_APART * min(times) > 0
-        seconds = (min(times) / 1.2, max(times) * 1.2) if logarithmic else _widened(min(times), max(times))
-        return cls(seconds, logarithmic, max(*sizes, near or 0.0) * 1.08 or 1.0, near)
+        return cls(min(times), max(times), max(*sizes, near or 0.0) * 1.08 or 1.0, near)
 
     def x(self, seconds: float) -> float:
-        low, high = self.seconds
-        share = math.log(seconds / low) / math.log(high / low) if self.logarithmic else (seconds - low) / (high - low)
-        return self.left + share * (self.right - self.left)
+        longer = (seconds - self.fastest) / (self.slowest - self.fastest) if self.slowest > self.fastest else 0.5
+        return self.left + 14 + math.sqrt(max(longer, 0.0)) * (self.right - self.left - 28)
 
     def y(self, size: float) -> float:
         return self.bottom - size / self.most_bytes * (self.bottom - self.top)
@@ -105,10 +102,12 @@ class _Plot:
         return self.x(point["seconds"]), self.y(point["memory_bytes"])
 
     def axes(self, unit: TimeUnit) -> Iterator[str]:
-        low, high = (seconds / unit.seconds for seconds in self.seconds)
-        numbers = svg.round_powers(low, high) if self.logarithmic else svg.round_numbers(low, high, 7)
-        ticks = [(self.x(number * unit.seconds), f"{number:,.10g}") for number in numbers]
-        yield from svg.axis_below(ticks, self.left, self.right, self.bottom, f"time of a step, {unit.name}", self.top)
+        numbers = svg.round_numbers_apart(
+            self.fastest / unit.seconds, self.slowest / unit.seconds, lambda number: self.x(number * unit.seconds), 48
+        )
+        ticks = [(self.x(number * unit.seconds), f"{number:,.6g}") for number in numbers]
+        name = f"time of a step, {unit.name}; the scale is wider near the fastest"
+        yield from svg.axis_below(ticks, self.left, self.right, self.bottom, name, self.top)
         power = binary_power(self.most_bytes)
         for number in svg.round_numbers(0.0, self.most_bytes / 1024**power, 7):
             y = self.y(number * 1024**power)
@@ -116,8 +115,7 @@ class _Plot:
             yield svg.words(self.left - 9, y + 4.2, f"{number:,.10g}", fill=svg.DIM, text_anchor="end")
         frame = f"M{self.left} {self.top}V{self.bottom}H{self.right}"
         yield svg.element("path", d=frame, stroke=svg.LINE, fill="none")
-        name = BINARY_UNITS[power] if power else "bytes"
-        yield svg.words(LEFT, self.top - 8, f"memory, {name}", fill=svg.DIM)
+        yield svg.words(LEFT, self.top - 8, f"memory, {BINARY_UNITS[power]}", fill=svg.DIM)
 
 
 class _Labels:
@@ -204,11 +202,6 @@ def _around(x: float, y: float, wide: float) -> list[tuple[float, float]]:
 
 def _overlap(one: Box, other: Box) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
-
-
-def _widened(low: float, high: float) -> tuple[float, float]:
-    margin = 0.06 * (high - low) or 0.1 * high or 1.0
-    return max(low - margin, 0.0), high + margin
 
 
 def _about(row: Mapping[str, Any], unit: TimeUnit) -> str:

@@ -135,12 +135,17 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
     return [round(count * step, 12) for count in range(first, last + 1)]
 
 
-def round_powers(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten within an interval; of many, the powers alone."""
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if high < 300 * low else (1,)
-    numbers = [round(factor * 10.0**power, 12) for power in exponents for factor in factors]
-    return [number for number in numbers if low <= number <= high]
+def round_numbers_apart(low: float, high: float, place: Callable[[float], float], apart: float) -> list[float]:
+    """Round numbers within an interval, as many as are `apart` from each other where `place` puts them."""
+    numbers: list[float] = []
+    highest = math.floor(math.log10(high))
+    for step in (factor * 10.0**power for power in range(highest, highest - 4, -1) for factor in (5, 2, 1)):
+        if high - low > 100 * step:
+            break
+        for number in (count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)):
+            if all(abs(place(number) - place(other)) >= apart for other in numbers):
+                numbers.append(round(number, 12))
+    return sorted(numbers) or [low]
 
 
 def square(colour: str) -> Mark:
