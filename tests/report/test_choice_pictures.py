@@ -204,7 +204,7 @@ def test_ways_that_are_nearly_as_fast_stay_apart_from_each_other() -> None:
     ("low", "high", "expected"),
     [
         pytest.param(7.05, 107, [10, 20, 30, 50, 70, 100], id="far-apart"),
-        pytest.param(390, 1150, [390, 400, 440, 500, 600, 800, 1000], id="near"),
+        pytest.param(390, 1150, [400, 440, 500, 600, 800, 1000], id="near"),
         pytest.param(4.18, 4.21, [4.18, 4.182, 4.185, 4.19, 4.2, 4.21], id="nearly-the-same"),
         pytest.param(4.2, 4.2, [4.2], id="the-same"),
     ],

@@ -140,7 +140,7 @@ def round_numbers_apart(low: float, high: float, place: Callable[[float], float]
     numbers: list[float] = []
     highest = math.floor(math.log10(high))
     for step in (factor * 10.0**power for power in range(highest, highest - 4, -1) for factor in (5, 2, 1)):
-        if high - low > 100 * step:
+        if high - low > 40 * step:
             break
         for number in (count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)):
             if all(abs(place(number) - place(other)) >= apart for other in numbers):
