@@ -19,7 +19,7 @@ from rich.console import Console
 
 from autolaunch.report.choice_screen import show_choice, show_why
 from autolaunch.report.choice_words import PARTS, command_of, parts_of, thinned
-from autolaunch.report.page import rows_shown
+from autolaunch.report.page import Phrases, rows_shown
 from autolaunch.report.readable import TimeUnit, difference, share_of, step_time
 from autolaunch.report.settings_words import mesh_name, mesh_words, option_differences, option_rows, option_words
 from tests.report.choice_cases import CHOICES, GIB, STRANGE, explanation, huge, nothing_fits, one_device, refusal, usual
@@ -107,6 +107,19 @@ def test_alternatives_say_what_differs() -> None:
     assert " ".join(rows[1]) == "2 dp16xmp8xpp8 64 microbatches - within the noise 4.18 s -0.7% 66.1 GiB yes"
     assert " ".join(rows[2]) == "3 dp32xmp8xpp4 4.31 s +2.4% 71.9 GiB tight"
     assert " ".join(rows[5]) == "6 dp64xmp8xcp2 hsdp, 8 replicas, ring 4.90 s +16.4% 70.0 GiB yes"
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (80, ["hsdp, 8 replicas, interleaved_zero_bubble, ring - needs least memory"]),
+        (24, ["hsdp, 8 replicas,", "interleaved_zero_bubble,", "ring - needs least", "memory"]),
+        (23, ["hsdp, 8 replicas,", "interleaved_zero_bubble", "ring - needs least", "memory"]),
+    ],
+)
+def test_options_go_on_in_the_next_line_between_them_alone(width: int, expected: list[str]) -> None:
+    options = Phrases(["hsdp", "8 replicas", "interleaved_zero_bubble", "ring"], "needs least memory")
+    assert shown(lambda console: console.print(options), width) == expected
 
 
 def test_what_less_memory_costs_leaves_out_what_costs_nothing() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -33,7 +33,7 @@ from autolaunch.report.choice_words import (
     rejected_rows,
     thinned,
 )
-from autolaunch.report.page import Page, rows_shown
+from autolaunch.report.page import Page, Phrases, rows_shown
 from autolaunch.report.readable import (
     TimeUnit,
     difference,
@@ -192,10 +192,9 @@ def _ranking(page: Page, rows: Sequence[Mapping[str, Any]], choice: Mapping[str,
     if numbered:
         table.add_column("fits", no_wrap=True)
     for number, way in enumerate(WayWords.of(rows, choice), start=1):
-        options = Text("" if way.chosen else page.writable(", ".join(way.options)))  # the panel says the chosen one's
-        if way.note:
-            options.append(page.writable(f"{' - ' if options else ''}{way.note}"), style="" if way.chosen else "dim")
-        cells: list[str | Text] = [Text(page.writable(way.mesh)), options, way.time, way.slower, way.memory]
+        phrases = [] if way.chosen else [page.writable(option) for option in way.options]  # the panel says the chosen's
+        options = Phrases(phrases, page.writable(way.note), "" if way.chosen else "dim")
+        cells: list[RenderableType] = [Text(page.writable(way.mesh)), options, way.time, way.slower, way.memory]
         if numbered:
             cells = [str(number), *cells, Text(way.fits, style=FITS.get(way.fits, ""))]
         table.add_row(*cells, style="bold" if way.chosen else "")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.box import ROUNDED
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -103,7 +103,7 @@ class Page:
         line.no_wrap, line.overflow = True, "crop"
         self.print(line)
 
-    def print(self, renderable: Any) -> None:
+    def print(self, renderable: RenderableType) -> None:
         """Whatever rich can show, as wide as the page at most."""
         self.console.print(renderable, width=self.width)
 
@@ -116,6 +116,26 @@ class Page:
                 style = text.style if isinstance(text, Text) else ""
                 table.add_row(self.writable(label), Text(self.writable(str(text)), style=style))
         return table
+
+
+class Phrases:
+    """Phrases with commas between and a note behind them, in a cell: broken between phrases, not within."""
+
+    def __init__(self, phrases: Sequence[str], note: str = "", style: str = "") -> None:
+        self._phrases, self._note, self._style = phrases, f"{' - ' if phrases and note else ''}{note}", style
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, Text(", ".join(self._phrases) + self._note))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        lines: list[str] = []
+        for phrase in self._phrases:
+            if lines and cell_len(f"{lines[-1]}, {phrase}") < options.max_width:
+                lines[-1] += f", {phrase}"
+            else:
+                lines.append(phrase)
+        ended = [f"{line}," if cell_len(line) < options.max_width else line for line in lines[:-1]]
+        yield Text("\n".join([*ended, *lines[-1:]]), overflow="fold").append(self._note, style=self._style)
 
 
 def rows_shown(number: int, most: int = 16, keep: int = 0) -> list[int | None]:
