@@ -20,13 +20,10 @@ from autolaunch.report.choice_words import (
     parts_of,
     ranked_rows,
 )
-from autolaunch.report.readable import TimeUnit, is_number, joined, readable_bytes, share_of
+from autolaunch.report.readable import TimeUnit, is_number, joined, readable_bytes, share_of, wrapped
 
 MOST_BARS = 6
 """Ways whose times are drawn: the chosen one and the best of the others."""
-
-MOST_LINES = 3
-"""Lines of what a way chooses, above its bar."""
 
 TOO_SLOW = 5.0
 """Ways that take so many times as long as the fastest are not drawn: nothing could be seen of the others."""
@@ -55,9 +52,9 @@ def time_svg(choice: Mapping[str, Any]) -> str:
         mesh = svg.fitted(way.mesh, RIGHT - LEFT - svg.text_width(time, 13, way.chosen) - 12, 13, way.chosen)
         bars.append(svg.words(LEFT, y + 15, mesh, 13, font_weight=weight))
         bars.append(svg.words(RIGHT, y + 15, time, 13, font_weight=weight, text_anchor="end"))
-        for line in filter(None, svg.wrapped(way.options, [RIGHT - LEFT] * MOST_LINES)):
+        for line in wrapped(way.options, lambda line: svg.text_width(line) <= RIGHT - LEFT):
             y += 17
-            bars.append(svg.words(LEFT, y + 15, line, fill=svg.DIM))
+            bars.append(svg.words(LEFT, y + 15, svg.fitted(line, RIGHT - LEFT), fill=svg.DIM))
         bars += _stacked(_positive(row["parts"]), PARTS, (LEFT, y + 22, 24), scale, unit.write, row["seconds"])
         y += 58
     ticks = [
@@ -90,7 +87,7 @@ def memory_svg(choice: Mapping[str, Any]) -> str:
     of = f"; a device has {readable_bytes(limit)}" if limit and not near else ""
     top = 92
     bottom = top + len(stages) * (height + gap) - gap
-    dim: dict[str, Any] = {"fill": svg.DIM, "text_anchor": "end"}
+    dim: dict[str, svg.Attribute] = {"fill": svg.DIM, "text_anchor": "end"}
     parts = [
         *svg.heading(LEFT, title, f"predicted peak of a step{of}"),
         svg.words(ranks_end, top - 10, "rank", **dim),
@@ -99,7 +96,9 @@ def memory_svg(choice: Mapping[str, Any]) -> str:
     for index, (stage, total) in enumerate(zip(stages, totals, strict=True)):
         y = top + index * (height + gap)
         base = y + height / 2 + size * 0.36
-        over = {"fill": LIMIT_COLOUR, "font_weight": 600} if limit and stage.total > limit else {}
+        over: dict[str, svg.Attribute] = (
+            {"fill": LIMIT_COLOUR, "font_weight": 600} if limit and stage.total > limit else {}
+        )
         parts += [
             svg.element("rect", x=left, y=y, width=right - left, height=height, fill=svg.TROUGH),
             svg.words(ranks_end, base, stage.rank, size, text_anchor="end"),

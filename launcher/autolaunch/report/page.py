@@ -13,8 +13,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from autolaunch.report.readable import wrapped
+
 WIDEST = 100
 """Columns: lines longer than this are hard to read, however wide the terminal is."""
+
+MOST_ROWS = 16
+"""Rows of one kind that are shown one by one; of more, some are left out."""
 
 LEVELS = "▁▂▃▄▅▆▇█"
 """Low to high, in a line's curve."""
@@ -128,25 +133,22 @@ class Phrases:
         return Measurement.get(console, options, Text(", ".join(self._phrases) + self._note))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        lines: list[str] = []
-        for phrase in self._phrases:
-            if lines and cell_len(f"{lines[-1]}, {phrase}") < options.max_width:
-                lines[-1] += f", {phrase}"
-            else:
-                lines.append(phrase)
-        ended = [f"{line}," if cell_len(line) < options.max_width else line for line in lines[:-1]]
-        yield Text("\n".join([*ended, *lines[-1:]]), overflow="fold").append(self._note, style=self._style)
+        lines = wrapped(self._phrases, lambda line: cell_len(line) <= options.max_width)
+        yield Text("\n".join(lines), overflow="fold").append(self._note, style=self._style)
 
 
-def rows_shown(number: int, most: int = 16, keep: int = 0) -> list[int | None]:
+def rows_shown(number: int, ends: int = 5, middle: int = 2, keep: int = 0) -> list[int | None]:
     """Indices of the rows to show, None where some are left out.
 
-    Of more than `most` these are the first, two of the middle, the last, and the one to keep.
+    Args:
+        ends: of many rows, how many of the first and of the last are shown;
+        middle: how many of those in the middle;
+        keep: and one more.
     """
-    if number <= most:
+    if number <= MOST_ROWS:
         return list(range(number))
-    middle = number // 2
-    indices = sorted({*range(5), middle - 1, middle, keep, *range(number - 5, number)})
+    inner = range((number - middle) // 2, (number + middle) // 2)
+    indices = sorted({*range(ends), *inner, keep, *range(number - ends, number)})
     rows: list[int | None] = [indices[0]]
     for before, index in itertools.pairwise(indices):
         rows += [index] if index == before + 1 else [None, index]

@@ -75,7 +75,7 @@ def stage_table(pp: Mapping[str, Any]) -> RenderableType:
     table.add_column("parts", overflow="fold", ratio=1)
     table.add_column("work", justify="right")
     table.add_column("parameters", justify="right")
-    for index in rows_shown(len(pp["stages"])):
+    for index in rows_shown(len(pp["stages"]), ends=8, middle=0):
         if index is None:
             table.add_row("...")
             continue

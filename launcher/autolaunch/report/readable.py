@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -117,3 +118,14 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
 def joined(*parts: str) -> str:
     """What is not empty, with dots between."""
     return " · ".join(part for part in parts if part)
+
+
+def wrapped(phrases: Iterable[str], fits: Callable[[str], bool]) -> list[str]:
+    """Phrases with commas between, in lines that fit; one that does not fit alone has a line of its own."""
+    lines: list[str] = []
+    for phrase in phrases:
+        if lines and fits(f"{lines[-1]}, {phrase},"):
+            lines[-1] += f", {phrase}"
+        else:
+            lines.append(phrase)
+    return [*(f"{line}," if fits(f"{line},") else line for line in lines[:-1]), *lines[-1:]]

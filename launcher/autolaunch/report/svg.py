@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
 INK, DIM, LINE, GRID, PAPER, TROUGH = "#222222", "#555555", "#888888", "#E4E4E0", "#FFFFFF", "#F0F0EC"
@@ -17,22 +17,24 @@ _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue','DejaVu Sans
 _SMALL = 12
 """Size of words unless another one is named."""
 
+Attribute = str | float | None
+
 Mark = Callable[[float, float], str]
 """Draws a sign of a legend around a point."""
 
 
 def picture(title: str, width: float, height: float, parts: Iterable[str]) -> str:
     """A whole file, on white, with a title for those who do not see it."""
-    size = {"width": f"{width:.0f}", "height": f"{height:.0f}"}
-    attributes = _attributes(
-        {"xmlns": "http://www.w3.org/2000/svg", **size, "viewBox": f"0 0 {width:.0f} {height:.0f}"}
-        | {"role": "img", "font_family": _FONT, "font_size": _SMALL, "fill": INK}
-    )
-    lines = [f"<svg{attributes}>", element("title", title), element("rect", **size, fill=PAPER), *parts, "</svg>\n"]
-    return "\n".join(lines)
+    wide, high = f"{width:.0f}", f"{height:.0f}"
+    attributes: dict[str, Attribute] = {
+        **{"xmlns": "http://www.w3.org/2000/svg", "width": wide, "height": high, "viewBox": f"0 0 {wide} {high}"},
+        **{"role": "img", "font_family": _FONT, "font_size": _SMALL, "fill": INK},
+    }
+    paper = element("rect", width=wide, height=high, fill=PAPER)
+    return "\n".join([f"<svg{_attributes(attributes)}>", element("title", title), paper, *parts, "</svg>\n"])
 
 
-def element(tag: str, content: str = "", about: str = "", **attributes: str | float | None) -> str:
+def element(tag: str, content: str = "", about: str = "", /, **attributes: Attribute) -> str:
     """One element, its content as text.
 
     Args:
@@ -43,7 +45,7 @@ def element(tag: str, content: str = "", about: str = "", **attributes: str | fl
     return f"<{tag}{_attributes(attributes)}>{inner}</{tag}>" if inner else f"<{tag}{_attributes(attributes)}/>"
 
 
-def words(x: float, y: float, text: str, size: float = _SMALL, **attributes: str | float | None) -> str:
+def words(x: float, y: float, text: str, size: float = _SMALL, /, **attributes: Attribute) -> str:
     """Words that start at a point, or end there (`text_anchor="end"`), or have their middle there."""
     return element("text", text, x=x, y=y, font_size=None if size == _SMALL else size, **attributes)
 
@@ -85,23 +87,6 @@ def fitted(text: str, room: float, size: float = _SMALL, bold: bool = False) -> 
     while text and text_width(text + "…", size, bold) > room:
         text = text[:-1]
     return text + "…" if text else ""
-
-
-def wrapped(phrases: Iterable[str], rooms: Sequence[float], size: float = _SMALL) -> list[str]:
-    """Phrases with commas between in lines that have so much room each; the last line is cut where there is more.
-
-    Args:
-        rooms: of each line; a phrase that is longer than its line stands there alone and is cut.
-    """
-    lines = [""]
-    for phrase in phrases:
-        longer = f"{lines[-1]}, {phrase}" if lines[-1] else phrase
-        if lines[-1] and len(lines) < len(rooms) and text_width(longer + ",", size) > rooms[len(lines) - 1]:
-            lines[-1] += ","
-            lines.append(phrase)
-        else:
-            lines[-1] = longer
-    return [fitted(line, room, size) for line, room in zip(lines, rooms, strict=False)]
 
 
 # --- axes and legends ------------------------------------------------------------------------------------------------
@@ -153,7 +138,7 @@ def square(colour: str) -> Mark:
     return lambda x, y: element("rect", x=x - 7, y=y - 7, width=14, height=14, fill=colour)
 
 
-def circle(radius: float, **attributes: str | float) -> Callable[..., str]:
+def circle(radius: float, **attributes: Attribute) -> Callable[..., str]:
     """The sign of a kind of point; takes `about` besides x and y."""
     return lambda x, y, about="": element("circle", "", about, cx=x, cy=y, r=radius, **attributes)
 
@@ -186,7 +171,7 @@ def _allowed(text: str) -> str:
     return "".join(sign if sign >= " " or sign in "\t\n" else "\N{REPLACEMENT CHARACTER}" for sign in text)
 
 
-def _attributes(attributes: dict[str, str | float | None]) -> str:
+def _attributes(attributes: Mapping[str, Attribute]) -> str:
     written = {name: f"{value:.2f}" if isinstance(value, float) else str(value) for name, value in attributes.items()}
     return "".join(
         f" {name.replace('_', '-')}={quoteattr(_allowed(written[name]))}"
