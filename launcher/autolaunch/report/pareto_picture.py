@@ -57,7 +57,7 @@ def pareto_svg(choice: Mapping[str, Any]) -> str:
     if plot.limit is not None:
         parts += labels.limit(plot.limit)
     if chosen:
-        parts += labels.pointing(plot.place(chosen), f"chosen: {mesh_name(chosen['mesh'])}")
+        parts += labels.beside(plot.place(chosen), f"chosen: {mesh_name(chosen['mesh'])}", bold=True, reach=200)
         parts.append(_CHOSEN(*plot.place(chosen), about=_about(chosen, unit)))
     for row in _named(front, chosen):
         parts += labels.beside(plot.place(row), mesh_name(row["mesh"]))
@@ -123,7 +123,7 @@ class _Labels:
 
     def __init__(self, plot: _Plot, points: Iterable[tuple[float, float]]) -> None:
         self._plot = plot
-        self._taken: list[Box] = []
+        self._taken: list[Box] = [(0, plot.top - 20, plot.left + 30, plot.top - 4)]  # the name of the axis
         for point in points:
             self.keep_off(point, 5)
 
@@ -133,44 +133,43 @@ class _Labels:
         self._taken.append((x - distance, y - distance, x + distance, y + distance))
 
     def limit(self, size: float) -> list[str]:
-        """A line across the plot at the memory of a device, and its name at the first free place along it."""
+        """A line across the plot at the memory of a device, and its name at the line's end or above the plot."""
         plot, y, text = self._plot, self._plot.y(size), f"limit {readable_bytes(size)}"
         self._taken.append((plot.left, y - 2, plot.right, y + 2))
-        wide = svg.text_width(text)
-        lefts = [plot.right - 6 - wide - 20 * step for step in range(int((plot.right - plot.left - wide - 12) / 20))]
-        places = [(left, base) for base in (y - 7, y + 17) for left in lefts]
-        return [
-            limit_line(f"M{plot.left} {y:.2f}H{plot.right}"),
-            *self._at_free_place(text, [*places, (plot.right - wide, plot.top - 8)], fill=LIMIT_COLOUR),
-        ]
+        left = plot.right - 6 - svg.text_width(text)
+        places = [(left, y - 7), (left, y + 17), (left, plot.top - 8)]
+        line = limit_line(f"M{plot.left} {y:.2f}H{plot.right}")
+        return [line, *self._at_free_place(text, places, fill=LIMIT_COLOUR)]
 
-    def beside(self, point: tuple[float, float], text: str) -> list[str]:
-        """Words at the first free place around a point; nothing if there is none."""
-        (x, y), text = point, svg.fitted(text, 250)
-        return self._at_free_place(text, _around(x, y, svg.text_width(text)))
+    def beside(self, point: tuple[float, float], text: str, bold: bool = False, reach: int = 0) -> list[str]:
+        """Words at the first free place around a point; nothing if there is none.
 
-    def pointing(self, point: tuple[float, float], text: str) -> list[str]:
-        """The same in bold, and where there is no room beside the point, further away with a line to it."""
-        (x, y), text = point, svg.fitted(text, 250, bold=True)
-        wide = svg.text_width(text, bold=True)
-        if words := self._at_free_place(text, _around(x, y, wide), font_weight=600):
+        Args:
+            reach: how far from the point they may stand where there is no room beside it, with a line to it.
+        """
+        (x, y), text, weight = point, svg.fitted(text, 250, bold=bold), 600 if bold else None
+        wide = svg.text_width(text, bold=bold)
+        left = -10 - wide
+        near = ((10, -8), (10, 16), (left, 16), (left, -8), (12, 4), (-wide / 2, -12), (-wide / 2, 22))
+        places = [(x + dx, y + dy) for dx, dy in (*near, (10, -16), (10, 24), (left, 24), (left, -16))]
+        if words := self._at_free_place(text, places, font_weight=weight):
             return words
-        for distance, degrees in itertools.product(range(24, 200, 16), range(0, 360, 30)):
+        for distance, degrees in itertools.product(range(24, reach + 1, 16), range(0, 360, 30)):
             end_x = x + distance * math.cos(math.radians(degrees))
             end_y = y + distance * math.sin(math.radians(degrees))
-            left = end_x - 4 - wide if 90 < degrees < 270 else end_x + 4
-            if words := self._at_free_place(text, [(left, end_y + 4)], font_weight=600):
+            start = end_x - 4 - wide if 90 < degrees < 270 else end_x + 4
+            if words := self._at_free_place(text, [(start, end_y + 4)], font_weight=weight):
                 for place in _along([point, (end_x, end_y)]):
                     self.keep_off(place, 2)
-                line = f"M{x:.2f} {y:.2f}L{end_x:.2f} {end_y:.2f}"
-                return [svg.element("path", d=line, stroke=svg.INK), *words]
+                return [svg.element("path", d=f"M{x:.2f} {y:.2f}L{end_x:.2f} {end_y:.2f}", stroke=svg.INK), *words]
         return []
 
     def _at_free_place(self, text: str, places: Iterable[tuple[float, float]], **attributes: Any) -> list[str]:
         wide = svg.text_width(text, bold=bool(attributes.get("font_weight")))
         for x, y in places:
             box = (x, y - 11, x + wide, y + 3)
-            inside = self._plot.left < x and box[2] <= self._plot.right and box[3] < self._plot.bottom
+            inside = self._plot.left < x and box[2] <= self._plot.right
+            inside = inside and self._plot.top - 20 <= box[1] and box[3] < self._plot.bottom
             if inside and not any(_overlap(box, other) for other in self._taken):
                 self._taken.append(box)
                 return [svg.words(x, y, text, **attributes)]
@@ -191,13 +190,6 @@ def _along(places: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float
         steps = math.ceil(max(abs(to_x - x), abs(to_y - y)) / 8) or 1
         for step in range(steps):
             yield x + (to_x - x) * step / steps, y + (to_y - y) * step / steps
-
-
-def _around(x: float, y: float, wide: float) -> list[tuple[float, float]]:
-    """Where words may start that stand beside a point, the best place first."""
-    left = -10 - wide
-    near = ((10, -8), (10, 16), (left, 16), (left, -8), (12, 4), (-wide / 2, -12), (-wide / 2, 22))
-    return [(x + dx, y + dy) for dx, dy in (*near, (10, -16), (10, 24), (left, 24), (left, -16))]
 
 
 def _overlap(one: Box, other: Box) -> bool:
