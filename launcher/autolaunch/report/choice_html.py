@@ -48,7 +48,7 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; overflow-wrap:
 th, td { text-align: left; vertical-align: top; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #ddd; }
 th { color: #555; font-weight: 400; }
 td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-td.options { min-width: 12rem; overflow-wrap: anywhere; }
+td.options { min-width: 14rem; overflow-wrap: anywhere; }
 tr.chosen td { font-weight: 600; background: #f4f4f1; }
 .tight { color: #8a4b00; } .no { color: #b00020; } .yes { color: #1b6b3a; }
 @media print {
