@@ -22,7 +22,18 @@ from autolaunch.report.choice_words import PARTS, command_of, parts_of, thinned
 from autolaunch.report.page import Phrases, rows_shown
 from autolaunch.report.readable import TimeUnit, difference, share_of, step_time
 from autolaunch.report.settings_words import mesh_name, mesh_words, option_differences, option_rows, option_words
-from tests.report.choice_cases import CHOICES, GIB, STRANGE, explanation, huge, nothing_fits, one_device, refusal, usual
+from tests.report.choice_cases import (
+    CHOICES,
+    GIB,
+    STRANGE,
+    explanation,
+    huge,
+    nothing_fits,
+    one_device,
+    planned,
+    refusal,
+    usual,
+)
 
 
 def shown(show: Callable[[Console], None], width: int = 80, encoding: str = "utf-8") -> list[str]:
@@ -339,19 +350,10 @@ def test_sizes_are_binary() -> None:
 @pytest.mark.parametrize("devices", [1, 4, 64])
 def test_what_the_planner_says_is_shown(devices: int, tmp_path: Path) -> None:
     from autolaunch.report.choice_html import write_choice
-    from autolaunch_strategies.planner.choose import make_plan
     from autolaunch_strategies.planner.document import document
     from autolaunch_strategies.planner.explain import why
-    from autolaunch_strategies.planner.hardware import Hardware, Link
-    from autolaunch_strategies.planner.profile import Recipe
-    from tests.support.transformer_profile import transformer_profile
 
-    profile = transformer_profile(8, 1024, 16, 2048, 32_000, name="a model")
-    links = {"intra": Link(450e9, 5e-6), "inter": Link(50e9, 10e-6)}
-    machines = Hardware(
-        "gpus", "cuda", max(devices // 8, 1), min(devices, 8), 80 * GIB, {"bf16": 9.9e14}, 3.3e12, **links
-    )
-    plan = make_plan(profile, Recipe(batch_size=256, compute="bf16"), machines)
+    plan = planned(devices)
     choice = document(plan)
     lines = lines_of(choice, 100)
     assert max(map(cell_len, lines[: lines.index("run it")])) <= 100

@@ -16,8 +16,10 @@ from autolaunch.report.choice_html import write_choice
 from autolaunch.report.choice_pictures import memory_svg, time_svg
 from autolaunch.report.choice_words import MEMORY, PARTS
 from autolaunch.report.pareto_picture import pareto_svg
+from autolaunch.report.settings_words import option_words
 from autolaunch.report.svg import round_numbers_apart, text_width
-from tests.report.choice_cases import CHOICES, GIB, STRANGE, huge, nothing_fits, one_device, strange, usual
+from autolaunch_strategies.planner.document import document
+from tests.report.choice_cases import CHOICES, GIB, STRANGE, huge, nothing_fits, one_device, planned, strange, usual
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = {"time": time_svg, "memory": memory_svg, "pareto": pareto_svg}
@@ -148,34 +150,62 @@ def test_points_where_the_mesh_changes_have_names() -> None:
         assert 2 <= sum("xpp" in word for word in words) <= 9
 
 
+OVERRIDES = (
+    *("dp=hsdp", "dp.replicate=16", "mp=seq_parallel", "pp=interleaved_zero_bubble", "pp.virtual_stages=16"),
+    *("pp.microbatches=1024", "pp.split_spec={model.layers.1: END}", "cp=usp", "cp.ulysses=8", "recompute=selective"),
+    *("data.microbatches=64", "mp.plan=/a/path/that/goes/on/and/on/and/on/and/on/and/on/and/on/and/on/plan.yaml"),
+)
+
+
 def any_choice(random: Random) -> dict[str, Any]:
     """Ways of any number, any distance from each other and any distance from the limit, some at the same place."""
+
+    def way(seconds: float, memory: float) -> dict[str, Any]:
+        shares = {name: random.choice([0.0, random.random() ** 3]) for name in PARTS} | {"compute": 1.0}
+        return {
+            "seconds": seconds,
+            "memory_bytes": memory,
+            "mesh": f"{random.choice([1, 2, 16, 128])}x{random.choice([1, 8])}x{random.choice([1, 4, 16])}",
+            "overrides": random.sample(OVERRIDES, random.randrange(len(OVERRIDES))),
+            "parts": {name: share * seconds / sum(shares.values()) for name, share in shares.items()},
+        }
+
     limit = random.choice([24, 80]) * GIB
     seconds, memory = random.choice([1e-4, 0.3, 4.0, 900.0]), limit * random.uniform(0.02, 1.2)
     front = []
     for _ in range(random.choice([2, 3, 5, 10, 20, 40, 90])):
-        mesh = f"{random.choice([1, 2, 16, 128])}x{random.choice([1, 8])}x{random.choice([1, 4, 16])}"
-        front.append({"seconds": seconds, "memory_bytes": memory, "mesh": mesh, "overrides": []})
+        front.append(way(seconds, memory))
         seconds *= 1 + random.choice([0.001, 0.02, 0.3]) * random.random()
         memory *= 1 - random.choice([0.0, 0.01, 0.1, 0.4]) * random.random()
     others = [
-        {
-            **random.choice(front),
-            "seconds": random.choice(front)["seconds"] * random.uniform(1, 1.3),
-            "memory_bytes": random.choice(front)["memory_bytes"] * random.uniform(1, 1.3),
-        }
+        way(random.choice(front)["seconds"] * random.uniform(1, 1.3), memory * random.uniform(1, 9))
         for _ in range(random.choice([0, 5, 10]))
     ]
-    chosen = {**random.choice([*front, *others]), "memory_limit_bytes": limit}
+    stages = [
+        {"pipe_rank": rank, "blocks": random.randrange(100), **kinds, "total": sum(kinds.values())}
+        for rank in range(random.choice([1, 8, 20, 128]))
+        for kinds in [{name: random.choice([0.0, limit * random.random() ** 3]) for name in MEMORY}]
+    ]
+    chosen = {**random.choice([*front, *others]), "memory_limit_bytes": limit, "stages": stages}
     return {"chosen": random.choice([chosen, chosen, None]), "pareto": front, "alternatives": others}
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_words_of_a_plot_of_anything_are_apart(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(30))
+def test_words_in_pictures_of_anything_are_apart(seed: int) -> None:
     choice = any_choice(Random(seed))
-    root = ElementTree.fromstring(pareto_svg(choice))
-    check_words(root)
-    assert not choice["chosen"] or any(word.startswith("chosen: ") for word in texts(root))
+    pictures = [ElementTree.fromstring(text) for draw in PICTURES.values() if (text := draw(choice))]
+    for root in pictures:
+        check_words(root)
+    assert not choice["chosen"] or any(word.startswith("chosen: ") for word in texts(pictures[-1]))
+
+
+@pytest.mark.parametrize("devices", [8, 64])
+def test_words_in_pictures_of_what_the_planner_says_are_apart(devices: int) -> None:
+    choice = document(planned(devices))
+    for draw in PICTURES.values():
+        check_words(ElementTree.fromstring(draw(choice)))
+    chosen_options = ", ".join(option_words(choice["chosen"]["overrides"]))
+    assert chosen_options in " ".join(texts(ElementTree.fromstring(time_svg(choice))))  # none of them is cut off
 
 
 def test_the_plot_shows_every_way() -> None:

@@ -96,14 +96,13 @@ def memory_svg(choice: Mapping[str, Any]) -> str:
     for index, (stage, total) in enumerate(zip(stages, totals, strict=True)):
         y = top + index * (height + gap)
         base = y + height / 2 + size * 0.36
-        over: dict[str, svg.Attribute] = (
-            {"fill": LIMIT_COLOUR, "font_weight": 600} if limit and stage.total > limit else {}
-        )
+        over = limit is not None and stage.total > limit
+        look: dict[str, svg.Attribute] = {"fill": LIMIT_COLOUR, "font_weight": 600} if over else {}
         parts += [
             svg.element("rect", x=left, y=y, width=right - left, height=height, fill=svg.TROUGH),
             svg.words(ranks_end, base, stage.rank, size, text_anchor="end"),
             svg.words(blocks_end, base, stage.blocks, size, **dim),
-            svg.words(RIGHT, base, total, size, text_anchor="end", **over),
+            svg.words(RIGHT, base, total, size, text_anchor="end", **look),
             *_stacked(stage.kinds, MEMORY, (left, y, height), scale, readable_bytes, stage.total, shares=False),
         ]
     if near:
