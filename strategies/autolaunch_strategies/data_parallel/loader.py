@@ -324,7 +324,7 @@ class _CollateShare:
 
 
 def _fingerprint(data: Any) -> str:
-    """Equal for equal tensors, arrays, numbers and texts, in lists, tuples or dicts; of anything else the type counts."""
+    """Equal for equal tensors, arrays, numbers and texts, in lists, tuples or dicts; of others the type counts."""
     digest = hashlib.blake2b(digest_size=16)
     for leaf in tree_leaves(data):
         if isinstance(leaf, torch.Tensor):
