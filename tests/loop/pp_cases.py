@@ -493,6 +493,17 @@ def refusals() -> dict[str, str]:
     return told
 
 
+@cases("two")
+def refused_batch_leaves_earlier_gradients() -> None:
+    """A loss that is refused behind its backward passes has added nothing to the gradients of earlier batches."""
+    _, model = built(loss="microbatch", schedule="1f1b", microbatches=4)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert "pp.loss=microbatch" in message(lambda: model.forward_backward(contrastive(model), tokens_of()))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, torch.ones_like(parameter)), name
+
+
 class WithOwnName(Chain):
     def forward_backward(self) -> None:
         """In the way."""

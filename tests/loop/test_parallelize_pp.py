@@ -54,6 +54,7 @@ def eight(group_of: GroupOf) -> Group:
             "optimizer_keeps_groups_state_and_scheduler",
             "clipping_together_with_a_module_outside",
             "one_loop_for_a_mesh_without_stages",
+            "refused_batch_leaves_earlier_gradients",
         ],
         lambda case: (
             case

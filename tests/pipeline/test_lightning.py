@@ -125,6 +125,11 @@ def test_what_one_rank_refuses_ends_the_run(refused: Group, case: str) -> None:
     assert MESSAGES[case] in str(raised.value)
 
 
+def test_a_batch_that_raises_leaves_accumulated_gradients(group_of: GroupOf) -> None:
+    for kept in group_of(SCRIPT, "raising", 2).read_all("while-accumulating"):
+        assert kept["kept"] > 0 and kept["equal"]
+
+
 FAILS = """
 import os
 import lightning as L

@@ -31,7 +31,12 @@ from autolaunch_strategies.config import (
 from autolaunch_strategies.data_parallel.gradients import clip_values, gradient_norm, scale_gradients
 from autolaunch_strategies.lightning.checkpoints import CheckpointStrategy
 from autolaunch_strategies.lightning.metrics import exchange_metrics_over
-from autolaunch_strategies.lightning.staged_steps import PipelinedSteps, refuse_optimizers, refuse_what_cannot_run
+from autolaunch_strategies.lightning.refusals import (
+    refuse_callbacks,
+    refuse_module_in_stages,
+    refuse_optimizers_in_stages,
+)
+from autolaunch_strategies.lightning.staged_steps import StagedSteps
 from autolaunch_strategies.lightning.termination import Termination
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.model.materialise import WeightFiles
@@ -106,7 +111,7 @@ class MeshStrategy(CheckpointStrategy):
         self._grad_norm: torch.Tensor | None = None
         self._in_manual_step = False
         self._failed = False
-        self._steps: PipelinedSteps | None = None
+        self._steps: StagedSteps | None = None
 
     # --- start and end ----------------------------------------------------------------------------------------------
 
@@ -123,17 +128,17 @@ class MeshStrategy(CheckpointStrategy):
         ):
             loop.inference_mode = False  # tensors made in inference mode can't be gathered and used in training again
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self.shape.pp > 1:
-            refuse_what_cannot_run(self.lightning_module, fitting)
+        if fitting and self.shape.pp > 1:
+            refuse_module_in_stages(self.lightning_module)
         if fitting:
             sharded = self.shape.dp * self.shape.cp > 1 and self.parallel.dp.sharding_level > 0
-            _refuse_what_cannot_work(trainer, sharded)
+            refuse_callbacks(trainer, sharded)
         self.model = self.lightning_module
         self._parallelize(self.lightning_module, fitting)
         if self.shape.mp * self.shape.pp * self.shape.cp > 1:
             exchange_metrics_over(self.rank_mesh.group("dp"), self.lightning_module)
         if self._applied.pipeline is not None:
-            self._steps = PipelinedSteps(
+            self._steps = StagedSteps(
                 self.lightning_module,
                 self._applied.pipeline,
                 self._applied.data_parallel,
@@ -310,7 +315,7 @@ class MeshStrategy(CheckpointStrategy):
         else:
             with whole_model(pipeline.held) as whole:  # what groups parameters sees those of every stage
                 super().setup_optimizers(trainer)
-                refuse_optimizers(self.optimizers)
+                refuse_optimizers_in_stages(self.optimizers)
                 names = {parameter: name for name, parameter in whole.named_parameters()}
                 self._optimizer_names = [
                     [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -379,23 +384,6 @@ def _constants_kept(module: nn.Module, precision: Any) -> Generator:
     if isinstance(precision, HalfPrecision):
         for owner, name, buffer in kept:
             owner._buffers[name] = buffer
-
-
-def _refuse_what_cannot_work(trainer: pl.Trainer, sharded: bool) -> None:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
-            raise ConfigError(
-                "StochasticWeightAveraging",
-                "it averages whole weights; here each rank may hold a part",
-                "averaging the weights of saved checkpoints",
-            )
-        if isinstance(callback, pl.callbacks.WeightAveraging) and sharded:
-            raise ConfigError(
-                type(callback).__name__,
-                "it averages whole weights; here each rank holds a part",
-                "sharding level 0, or averaging the weights of saved checkpoints",
-                "dp.sharding_level=0",
-            )
 
 
 StrategyRegistry.register(
