@@ -478,7 +478,8 @@ def refusals() -> dict[str, str]:
         "penalty": message(train(lambda x: model(x).sum() + sum(p.sum() for p in model.parameters()), tokens)),
         "no_grad": message(without_gradients),
         "no batch": message(lambda: microbatched.forward_backward(lambda: microbatched(tokens).sum())),
-        "another objective": message(lambda: microbatched.forward_backward(contrastive(microbatched), tokens)),
+        # A loss of 0.2547117, whose first six digits are those on any processor.
+        "another objective": message(lambda: microbatched.forward_backward(contrastive(microbatched), tokens[:, :3])),
         "part": message(lambda: model.blocks[3 * RANK](torch.ones(1, 6, 8), positions=torch.ones(6, 8), mask=None)),
         "own name": message(lambda: in_stages(WithOwnName())),
         "too few": message(lambda: in_stages(Chain(blocks=1), split_spec="blocks")),

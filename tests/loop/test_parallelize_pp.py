@@ -133,7 +133,7 @@ REFUSALS = {
     "no batch": "ConfigError: forward_backward: it was given no batch that could be cut into microbatches\n"
     "  allowed: the tensors of the batch as arguments: step is called with a part of them\n"
     "  write:   loss = model.forward_backward(step, *batch)",
-    "another objective": "ConfigError: pp.loss=microbatch: the loss of the first batch is 0.541369, but the mean over "
+    "another objective": "ConfigError: pp.loss=microbatch: the loss of the first batch is 0.254712, but the mean over "
     "its 8 microbatches is 0: training would minimise something else than on one device\n"
     "  allowed: pp.loss=exact, which computes the loss of the whole batch; or a loss that is a mean over samples\n"
     "  write:   pp=exact",

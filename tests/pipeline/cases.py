@@ -602,7 +602,8 @@ REFUSED: dict[str, Case] = {
     "penalty": lambda: failing(modules.Penalty),
     "masked-mean": lambda: failing(modules.Masked, data=MASKED, **MICROBATCH),
     "hf-masked-mean": lambda: failing(hf("llama"), data=TEXTS, **MICROBATCH),
-    "in-batch-contrastive": lambda: failing(modules.Contrastive, **MICROBATCH),
+    # Of twelve samples: the first six digits of the loss of eight, 0.7903865, differ between processors.
+    "in-batch-contrastive": lambda: failing(modules.Contrastive, data=batches(vectors, 12), **MICROBATCH),
 }
 """What is refused, before or at the first step, by every rank."""
 
