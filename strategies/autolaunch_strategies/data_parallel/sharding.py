@@ -174,9 +174,10 @@ def apply_data_parallel(
     }
     group_of = {parameter: groups[name] for name, parameter in root.named_parameters() if name not in scalars}
     for unit in (*(block.module for block in blocks), root):
-        for module, group in (*_of_other_groups(unit, group_of, usual), (unit, usual)):
-            if isinstance(module, FSDPModule):
-                continue  # all of the unit is of another group
+        parts = list(_of_other_groups(unit, group_of, usual))
+        if all(module is not unit for module, _ in parts):
+            parts.append((unit, usual))
+        for module, group in parts:
             frees = dp.sharding_level == 3 and not pipelined and unit is not root
             _shard(module, group, reshard_after_forward=frees, **options)
             if module is not root:
