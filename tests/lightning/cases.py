@@ -146,6 +146,25 @@ class SynchronisedClassifier(Classifier):
         self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
 
 
+class Thaws(pl.callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.encoder)
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.encoder, optimizer)
+
+
+class FineTuned(AutoEncoder):
+    """Its encoder is frozen in the first epoch."""
+
+    def configure_callbacks(self) -> Any:
+        return [Thaws()]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((item for item in self.parameters() if item.requires_grad), lr=0.05)
+
+
 class WithAdafactor(LanguageModel):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor((item for item in self.parameters() if item.requires_grad), lr=1e-3)
@@ -161,6 +180,7 @@ for level in LEVELS:
         f"accumulate-{level}", LanguageModel, {"level": level}, data=lambda: loader(4), val=loader,
         accumulate_grad_batches=5, val_check_interval=3, gradient_clip_val=0.5,
     )  # fmt: skip
+    parity(f"thawed-{level}", FineTuned, {"level": level}, max_epochs=2)
     parity(f"gan-{level}", Gan, {"level": level})
     parity(f"adafactor-{level}", WithAdafactor, {"level": level}, val=loader)
 for level in (0, 3):
@@ -175,6 +195,17 @@ for recompute in ("full", 2, "selective"):
 parity("compile", LanguageModel, {"level": 3, "compile": "default"})
 parity("compile-captured", LanguageModel, {"level": 3, "compile": True}, inside=no_compiler)
 parity("offload-3", LanguageModel, {"dp": {"sharding_level": 3, "cpu_offload": True}}, gradient_clip_val=0.5)
+for dtypes in ({"param_dtype": "bf16"}, {"param_dtype": "bf16", "reduce_dtype": "fp32"}):
+    _name = "-".join(("types", *dtypes))
+
+    @case("parity", name=_name)
+    def in_types(dtypes: dict[str, Any] = dtypes) -> Any:
+        """The first losses of a model that is computed with in bf16 on every mesh, also on that of one rank."""
+        pl.seed_everything(1, verbose=False)
+        strategy = MeshStrategy(mesh=str(WORLD), dp={"sharding_level": 2, **dtypes}, timeout=60)
+        return {"losses": train(LanguageModel(), strategy, max_steps=2)["losses"]}
+
+
 parity("offload-1", LanguageModel, {"dp": {"sharding_level": 1, "cpu_offload": True}}, gradient_clip_val=0.5)
 
 

@@ -65,6 +65,7 @@ SAME = [
             "gan",
             "adafactor",
             "parts-elsewhere",
+            "thawed",
         )
         for level in LEVELS
     ),
@@ -86,7 +87,8 @@ LONG = {
     "accumulate-2", "gan-0", "gan-1", "gan-2", "adafactor-0", "adafactor-2", "parts-elsewhere-0",
     "parts-elsewhere-1", "by-value-0", "own-clipping-0", "double-3", "hooks-0", "recompute-full",
     "recompute-selective", "compile", "in-order-0", "in-order-1", "in-order-2", "shuffled-1", "shuffled-3",
-    "synchronised-0", "offload-1", "compile-captured", "adafactor-3", "own-clipping-3", "parts-elsewhere-3",
+    "synchronised-0", "thawed-1", "thawed-2", "offload-1", "compile-captured", "adafactor-3", "own-clipping-3",
+    "parts-elsewhere-3",
 }  # fmt: skip
 """Of model x level and option x level: what is left when every two have met."""
 
@@ -102,6 +104,20 @@ def test_bf16_mixed_is_close(one: Group, two: Group, level: int) -> None:
     check_losses = [result.read(f"bf16-mixed-{level}")["losses"] for result in (one, two)]
     assert differences(*check_losses, 1e-2) == []
     assert differences(one.read(f"language-{level}")["losses"], check_losses[1], 1e-6) != []
+
+
+@pytest.mark.parametrize("types", ["types-param_dtype", "types-param_dtype-reduce_dtype"])
+def test_types_of_parameters_count_on_one_rank_too(one: Group, two: Group, types: str) -> None:
+    alone, losses = (result.read(types)["losses"] for result in (one, two))
+    assert differences(alone, losses, 1e-2) == []
+    assert differences(one.read("language-2")["losses"][: len(alone)], alone, 1e-5) != []
+
+
+@pytest.mark.parametrize("key", ["param_dtype", "reduce_dtype"])
+def test_types_of_parameters_are_refused_at_level_0(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MeshStrategy(mesh="2", dp={"sharding_level": 0, key: "bf16"})
+    assert_told(caught.value, f"dp.{key}=bf16 with dp.sharding_level=0", write=f"dp.sharding_level=3 dp.{key}=bf16")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,17 @@ def config_errors(config: ParallelConfig) -> list[ConfigError]:
                 "dp.sharding_level=3 dp.cpu_offload=true",
             )
         )
+    for key in ("param_dtype", "reduce_dtype"):
+        value = getattr(config.dp, key)
+        if value is not None and config.dp.sharding_level == 0:
+            errors.append(
+                ConfigError(
+                    f"dp.{key}={value} with dp.sharding_level=0",
+                    "level 0 computes with parameters and sums gradients in the type they are stored in",
+                    "dp.sharding_level 1, 2 or 3; or precision=bf16-mixed, bf16-true, ...",
+                    f"dp.sharding_level=3 dp.{key}={value}",
+                )
+            )
     if config.mesh.mp != 1 and config.mp is None:
         errors.append(
             ConfigError(

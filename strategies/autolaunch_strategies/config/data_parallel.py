@@ -31,6 +31,11 @@ class DataParallel:
     )
     cpu_offload: bool = option("Keep sharded parameters, gradients and optimizer state in host memory.", False)
 
+    @property
+    def acts_on_one_rank(self) -> bool:
+        """Whether it changes what a rank does that shares nothing: where state is kept, in what type it computes."""
+        return self.cpu_offload or (self.sharding_level > 0 and bool(self.param_dtype or self.reduce_dtype))
+
     def split(self, dp: int) -> tuple[int, int]:
         """(replicas, shards): into how many copies and shards the `dp` ranks of the axis hold the state.
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.hooks import RemovableHandle
 
 from autolaunch_strategies.data_parallel.groups import GradientGroup
 
@@ -23,6 +24,7 @@ class GradientAverage:
 
     Used for everything at sharding level 0, and at the other levels for what `fully_shard` cannot hold (scalars).
     A parameter without a gradient on this rank counts as zero if another rank has one, and keeps none otherwise.
+    Parameters may be frozen and unfrozen between backward passes, on all ranks alike.
 
     Args:
         groups: parameters in the order of definition, each with its group; gradients are expected in about the reverse
@@ -31,35 +33,49 @@ class GradientAverage:
 
     def __init__(self, groups: Mapping[nn.Parameter, GradientGroup]) -> None:
         self.enabled = True
-        self._buckets = _buckets({key: group for key, group in groups.items() if key.requires_grad})
-        self._bucket_of = {
-            parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket.parameters
-        }
-        self._ready: list[set[nn.Parameter]] = [set() for _ in self._buckets]
-        self._next = 0
+        self._groups = dict(groups)
+        self._trained: list[bool] = []
+        """Of every parameter whether it was trained when buckets were filled."""
         self._running: list[tuple[_Bucket, torch.Tensor, dist.Work | None]] = []
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._gradient_ready) for parameter in self._bucket_of
-        ]
+        self._fill_buckets()
+        self._hooks = [_when_accumulated(parameter, self._gradient_ready) for parameter in self._groups]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Whose gradients are averaged."""
+        self._fill_buckets()
         return list(self._bucket_of)
+
+    def _fill_buckets(self) -> None:
+        """Share out what is trained now, before anything of a pass is on its way."""
+        trained = [parameter.requires_grad for parameter in self._groups]
+        if trained == self._trained:
+            return
+        self._trained = trained
+        self._buckets = _buckets({key: group for key, group in self._groups.items() if key.requires_grad})
+        self._bucket_of = {
+            parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket.parameters
+        }
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        self._running.clear()
+        self._ready: list[set[nn.Parameter]] = [set() for _ in self._buckets]
+        self._next, self._has_begun = 0, False
 
     def finish(self) -> None:
         """Wait until every gradient is the average. Every rank calls it once after each synchronised backward."""
         if not self.enabled:
             return
+        if not self._has_begun:  # this rank has no gradients at all
+            self._fill_buckets()
         while self._next < len(self._buckets):
             self._start(self._next)
         for bucket, flat, work in self._running:
             if work is not None:
                 work.wait()
             unpack_gradients(bucket.parameters, flat.div_(bucket.group.divisor))
-        self._running.clear()
-        self._ready = [set() for _ in self._buckets]
-        self._next = 0
+        self._forget_pass()
 
     def remove(self) -> None:
         """Take the hooks off the parameters again."""
@@ -69,6 +85,9 @@ class GradientAverage:
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         if not self.enabled:
             return
+        if not self._has_begun:
+            self._fill_buckets()
+            self._has_begun = True
         self._ready[self._bucket_of[parameter]].add(parameter)
         # In order on every rank, whatever the order of the gradients: collectives must match.
         while self._next < len(self._buckets) and (
@@ -82,6 +101,15 @@ class GradientAverage:
         work = None if ranks is None else dist.all_reduce(flat, group=ranks, async_op=True)
         self._running.append((bucket, flat, work))
         self._next = index + 1
+
+
+def _when_accumulated(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
+    """Call a hook when a gradient has been added up; frozen parameters, which take no hooks, may be trained later."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trained)
+    return handle
 
 
 @dataclass(frozen=True)

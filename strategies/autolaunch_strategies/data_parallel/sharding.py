@@ -157,16 +157,16 @@ def apply_data_parallel(
 ) -> DataParallelModule:
     """Apply a sharding level to `root` in place: one unit of parameters per block, one for everything else.
 
-    Parameters may be on meta. Names of parameters do not change. With one rank along dp and cp and no offload nothing
-    is done at all. A stage of a pipeline uses its blocks for one microbatch after the other: there they stay gathered
-    for the whole step at level 3, too.
+    Parameters may be on meta. Names of parameters do not change. With one rank along dp and cp nothing is done at all,
+    unless state is kept elsewhere or computed with in another type. A stage of a pipeline uses its blocks for one
+    microbatch after the other: there they stay gathered for the whole step at level 3, too.
 
     Args:
         other_groups: names of parameters -> their gradient group, if it is not that of all ranks along dp and cp. To be
             sharded, they stand in modules whose parameters are all of one group: each is a unit of its own.
     """
     pipelined = mesh.shape.pp > 1
-    if mesh.group(*SHARDING_AXES) is None and not dp.cpu_offload:
+    if mesh.group(*SHARDING_AXES) is None and not dp.acts_on_one_rank:
         return DataParallelModule(root, 0)
     usual = GradientGroup.of_mesh(mesh, sharded=dp.sharding_level > 0)
     groups = {name: other_groups.get(name, usual) for name, _ in root.named_parameters()}
@@ -232,7 +232,7 @@ def sharding_reasons(
     root: nn.Module, blocks: Blocks, dp: DataParallel, ranks: int, pipelined: bool = False
 ) -> dict[str, str]:
     """What `apply_data_parallel` does to which parameters of `root`, and why; `ranks` along dp and cp together."""
-    if ranks == 1 and not dp.cpu_offload:
+    if ranks == 1 and not dp.acts_on_one_rank:
         return {"all parameters": "one rank along dp: nothing to exchange"}
     if dp.sharding_level == 0:
         return {"all parameters": "level 0: whole on every rank; gradients averaged in buckets during backward"}

@@ -76,7 +76,7 @@ class RankMesh:
         if 1 < ulysses < shape.cp:
             sizes |= {"cp": 1, "cp_ring": shape.cp // ulysses, "cp_ulysses": ulysses}
         kept = {part for part, size in sizes.items() if size > 1 and part != "dp"}
-        if not kept.intersection(_SHARDED_OVER) and (replicate > 1 or not kept):
+        if not kept.intersection(_SHARDED_OVER):
             kept.add("dp_shard")  # `fully_shard` wants something to shard over, be it one rank
         names = [part for axis in shape.order for part in _DIMS[axis] if part in kept]
         dims = tuple(sizes[name] for name in names)
