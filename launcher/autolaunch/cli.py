@@ -5,13 +5,12 @@ Exit codes: 0 done, 2 wrong config, 1 a run failed, 130 Ctrl-C, 143 SIGTERM.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from autolaunch import __version__
-from autolaunch.config.command_line import HYDRA_INFO, CommandLine, parse
+from autolaunch.config.command_line import HYDRA_INFO, CommandLine, parse, users_want_tracebacks
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 
 
@@ -25,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         return _run(parse(argv))
     except (ConfigError, ConfigErrors) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if users_want_tracebacks():
             raise
         print(error, file=sys.stderr)
         return 2
@@ -39,23 +38,22 @@ def _run(line: CommandLine) -> int:
         print(f"autolaunch {__version__}")
         return 0
     if line.help or (line.info is not None and line.info not in HYDRA_INFO):
-        return _print_page(line)
+        return _print_own_page(line)
     if line.runs:
         from autolaunch.jobs.run import run_jobs
 
         return run_jobs(line)
-    from autolaunch.config.compose import compose, enter_hydra
+    from autolaunch.config.compose import compose, print_config, print_page
 
     if line.cfg is not None or line.info is not None:
-        raise_all(compose(line).errors)  # Hydra's own messages speak of its inner workings
-    return enter_hydra(line, line.hydra_flags, line.overrides, _nothing)
+        composed = compose(line)
+        raise_all(composed.errors)  # Hydra's own messages speak of its inner workings
+        if line.cfg is not None:
+            return print_config(line, composed.config)
+    return print_page(line)
 
 
-def _nothing(config: object) -> None:
-    raise AssertionError("Hydra was asked for a page and ran a job")
-
-
-def _print_page(line: CommandLine) -> int:
+def _print_own_page(line: CommandLine) -> int:
     from autolaunch.config.help import print_help, print_info
     from autolaunch.directories import CONF
     from autolaunch.report.terminal import Terminal

@@ -56,14 +56,12 @@ def _environment() -> dict[str, str]:
 
 def profiled(model: str) -> dict[str, Any]:
     sys.path[:0] = _environment()["PYTHONPATH"].split(os.pathsep)
-    import yaml
-
+    from autolaunch.config.schema import LLAMA_PLANS
     from autolaunch_strategies.planner.module_profile import profile_module
 
     module, plan = _module(model), None
     if model.startswith("llama"):
-        path = Path(__file__).resolve().parents[2] / "conf" / "model" / "llama.yaml"
-        plan = yaml.safe_load(path.read_text())["mp_plans"]["tensor_parallel"]
+        plan = LLAMA_PLANS["tensor_parallel"]
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin, processor = time.perf_counter(), time.process_time()
     profile = profile_module(module, POSITIONS.get(model, 8192), own_plan=plan, precision="bf16-true")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from autolaunch import cli
 from autolaunch.config import across_keys
@@ -80,6 +81,36 @@ def test_a_run_gets_what_was_checked(command: Callable[..., Outcome], ran: list[
     assert job.config["output_dir"] == str(job.output_dir) == job.config["logger"]["own"]["save_dir"]
     assert ResolvedJob.read(job.path) == job
     assert (job.output_dir / ".hydra" / "overrides.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("argv", "count"),
+    [
+        pytest.param(["mesh=2x2x2", "mp=seq_parallel", "data.seq_len=64"], 1, id="run"),
+        pytest.param(["experiment=smoke"], 1, id="experiment"),
+        pytest.param(["plan", "mesh=2"], 1, id="plan"),
+        pytest.param(["mesh=2", "--cfg", "job"], 1, id="cfg"),
+        # Ours to check what was typed, Hydra's of the sweep, and two of each job: to check it, and to run it.
+        pytest.param(["-m", "optimizer.lr=0.1,0.2,0.3"], 8, id="sweep"),
+    ],
+)
+def test_a_run_is_composed_once(
+    argv: list[str],
+    count: int,
+    command: Callable[..., Outcome],
+    ran: list[tuple[ResolvedJob, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compositions = []
+    compose = ConfigLoaderImpl._load_configuration_impl
+
+    def counted(self: ConfigLoaderImpl, *arguments: object, **options: object) -> object:
+        compositions.append(options)
+        return compose(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", counted)
+    assert command(*argv)[0] == 0
+    assert len(compositions) == count
 
 
 def test_a_plan_needs_one_process(command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]) -> None:

@@ -12,16 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from autolaunch.config.schema import DATA
 from autolaunch.data import build_data, synthetic, text, tokens
 from autolaunch.data.counts import split_counts, window_count
 from autolaunch.data.documents import find_files
 from autolaunch.data.windows import Sequences, TokenFile, Windows
-from tests import ROOT
-
-CONF = ROOT / "conf" / "data"
 
 
 def config(kind: str, **changes: Any) -> dict[str, Any]:
@@ -38,20 +34,6 @@ def everything(sequences: Sequences) -> np.ndarray:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "autolaunch"
-
-
-# --- the config group ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", DATA)
-def test_the_yaml_file_lists_every_key_with_its_default(kind: str) -> None:
-    written = yaml.safe_load((CONF / f"{kind}.yaml").read_text())
-    defaults = {
-        field.name: "???" if field.default is dataclasses.MISSING else field.default
-        for field in dataclasses.fields(DATA[kind])
-    }
-    assert written == defaults
-    assert list(written) == list(defaults)
 
 
 # --- windows -------------------------------------------------------------------------------------------------------

@@ -9,9 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import yaml
 
-from autolaunch.config.schema import Launch
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place, check_master_resolves, place
 from autolaunch.machine.devices import visible_devices
@@ -131,12 +129,6 @@ def test_cpu_build_of_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("autolaunch.machine.devices.metadata.version", lambda name: "2.13.0+cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert visible_devices("auto") == ("cpu", None)
-
-
-def test_launch_group_is_the_schema() -> None:
-    from dataclasses import asdict
-
-    assert yaml.safe_load((ROOT / "conf/launch/local.yaml").read_text()) == asdict(Launch())
 
 
 def test_job_survives_the_file(tmp_path: Path) -> None:

@@ -10,22 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from autolaunch.config.schema import MODELS, Job, Optimizer, Scheduler
+from autolaunch.config.schema import Job, Optimizer, Scheduler
 from autolaunch.models import build_model, build_module
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.models.language_model import LanguageModel, SupervisedModule, build_loss
 from autolaunch.models.optimizer import build_optimizer, learning_rate_factor
 from autolaunch_strategies.config import ConfigError
-from tests import ROOT
 from tests.support.messages import Told, assert_only_told, assert_told
-
-CONF = ROOT / "conf" / "model"
 
 
 def job(**keys: Any) -> dict[str, Any]:
@@ -349,16 +345,6 @@ def test_mse_does_not_broadcast() -> None:
 
 
 # --- configs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_config_group_lists_the_schema(name: str) -> None:
-    written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    schema = {}
-    for field in dataclasses.fields(MODELS[name]):
-        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        schema[field.name] = "???" if made is dataclasses.MISSING else made
-    assert written == schema
 
 
 def test_facts_of_a_model_of_ones_own_are_unknown() -> None:

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import nn
 
+from autolaunch.config.schema import LLAMA_PLANS
 from autolaunch.models.language_model import LanguageModel
 from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
@@ -30,10 +30,8 @@ from autolaunch_strategies.planner.module_profile import default_loss, profile_m
 from autolaunch_strategies.planner.profile import MatMul, ModelProfile
 from autolaunch_strategies.planner.profile_cache import cached_profile, fingerprint
 from autolaunch_strategies.planner.recipe import recipe_of
-from tests import ROOT
 from tests.support.tiers import tiered
 
-PLANS = yaml.safe_load((ROOT / "conf" / "model" / "llama.yaml").read_text())["mp_plans"]
 POSITIONS, VOCABULARY = 32, 96
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64,
@@ -135,7 +133,7 @@ def batch_for(name: str, batch: int) -> torch.Tensor:
 
 
 def profile_of(name: str, model: nn.Module, **arguments: Any) -> ModelProfile:
-    plan = PLANS["tensor_parallel"] if name == "llama" else None
+    plan = LLAMA_PLANS["tensor_parallel"] if name == "llama" else None
     return profile_module(model, POSITIONS, own_plan=plan, **{"device_type": "cpu", **arguments})
 
 
@@ -184,7 +182,7 @@ def test_flops_of_llama_follow_the_formula(size: str) -> None:
         model = Llama(config)
     positions = 64 if size == "debug" else 4096
     begin, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    profile = profile_module(model, positions, own_plan=PLANS["tensor_parallel"], precision="bf16-true")
+    profile = profile_module(model, positions, own_plan=LLAMA_PLANS["tensor_parallel"], precision="bf16-true")
     seconds = time.process_time() - begin
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     width, head = config.hidden_size, config.head_dim
@@ -205,7 +203,7 @@ def test_what_mp_divides_in_llama() -> None:
     config = llama_config({"size": "8b"})
     with torch.device("meta"):
         model = LanguageModel(Llama(config), {}, {}, 1)
-    profile = profile_module(model, 8192, own_plan=PLANS["tensor_parallel"], precision="bf16-true")
+    profile = profile_module(model, 8192, own_plan=LLAMA_PLANS["tensor_parallel"], precision="bf16-true")
     (block,) = profile.kinds
     assert profile.block_names[0] == "model.layers.0"
     assert block.matmuls[0] == MatMul(8192, 4096, 4096, 1, "columns")
@@ -441,7 +439,7 @@ def measure(out: str) -> None:
     for name, by_sequence in DIVIDED:
         torch.manual_seed(0)
         model = MODELS[name]()
-        own = PLANS["seq_parallel" if by_sequence else "tensor_parallel"] if name == "llama" else None
+        own = LLAMA_PLANS["seq_parallel" if by_sequence else "tensor_parallel"] if name == "llama" else None
         rules = plan_for(model, ModelParallel(sequence_parallel=by_sequence), own, 2)
         plan = {rule.pattern: [style.to_yaml() for style in rule.styles] for rule in rules if rule.styles}
         parallelize(model, None, ProcessMesh([[0, 1]], ["dp", "mp"]), {"mp_config": {"parallelize_plan": plan}})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,22 +56,25 @@ def check(
         The mesh, with a size of -1 filled in, and every problem found.
     """
     errors: list[ConfigError] = []
-    mesh = _mesh(config, started_ranks, errors)
+    mesh: MeshShape | None = None
+    with _collected(errors):
+        mesh = _mesh(config, started_ranks)
     if mesh is not None:
         parallel = {axis: config[axis] for axis in AXES}
         errors += config_errors(parallel_config(mesh, **parallel, compile=config["compile"]))
         errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
-    try:
+    with _collected(errors):
         parse_recompute(config["recompute"], config["recompute_save"])
-    except ConfigError as error:
-        errors.append(error)
     errors += _plans(config, mesh)
     errors += _schedule(config, where)
-    errors += _checkpoint(config, output_dir, where)
+    with _collected(errors):
+        _checkpoint(config, output_dir)
     errors += _own_objects(config)
     errors += _planning(config, where)
     if config["module"] is None:
-        facts = _facts(config["model"], errors)
+        facts: ModelFacts | None = None
+        with _collected(errors):
+            facts = model_facts(config["model"])
         if mesh is not None:
             errors += _divisibility(config, mesh, facts, where)
         settled = config if mesh is None else with_batch_parts(config, mesh.pp)
@@ -78,16 +82,22 @@ def check(
     return mesh or MeshShape(), errors
 
 
-def _mesh(config: Mapping[str, Any], started_ranks: int | None, errors: list[ConfigError]) -> MeshShape | None:
-    values = config["mesh"]
+@contextmanager
+def _collected(errors: list[ConfigError]) -> Iterator[None]:
+    """Add what is raised within to the errors."""
     try:
-        # By the rules of a typed mesh, so that `mesh.dp=0` is refused like `mesh=0`.
-        typed_sizes = MeshShape(**{axis: values[axis] for axis in AXES}).name
-        shape = parse_mesh(typed_sizes, parse_order(values["order"]))
-        return _fitted(shape, config, started_ranks)
+        yield
+    except ConfigErrors as several:
+        errors += several.errors
     except ConfigError as error:
         errors.append(error)
-        return None
+
+
+def _mesh(config: Mapping[str, Any], started_ranks: int | None) -> MeshShape:
+    values = config["mesh"]
+    # By the rules of a typed mesh, so that `mesh.dp=0` is refused like `mesh=0`.
+    typed_sizes = MeshShape(**{axis: values[axis] for axis in AXES}).name
+    return _fitted(parse_mesh(typed_sizes, parse_order(values["order"])), config, started_ranks)
 
 
 def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | None) -> MeshShape:
@@ -156,16 +166,6 @@ def _with_ranks(shape: MeshShape, ranks: int) -> str:
     """The mesh with dp changed so that it has so many ranks, or plain dp if the other axes do not divide them."""
     rest = shape.size // shape.dp
     return (replace(shape, dp=ranks // rest) if ranks % rest == 0 else MeshShape(dp=ranks)).name
-
-
-def _facts(model: Mapping[str, Any], errors: list[ConfigError]) -> ModelFacts | None:
-    try:
-        return model_facts(model)
-    except ConfigErrors as several:
-        errors += several.errors
-    except ConfigError as error:
-        errors.append(error)
-    return None
 
 
 def _divisibility(
@@ -279,23 +279,15 @@ def _schedule(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
         )
 
 
-def _checkpoint(config: Mapping[str, Any], output_dir: Path, where: Where) -> Iterator[ConfigError]:
-    path = config["ckpt_path"]
-    if path is None:
-        if config["task"] == "export":
-            yield ConfigError(
-                "autolaunch export",
-                "which checkpoint is to be exported is not said",
-                "the path of a checkpoint, or `last` with the output_dir of the run",
-                "autolaunch export ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
-            )
-        return
-    try:
-        resolve_ckpt_path(config, output_dir)
-    except ConfigErrors as several:
-        yield from several.errors
-    except ConfigError as error:
-        yield error
+def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:
+    if config["ckpt_path"] is None and config["task"] == "export":
+        raise ConfigError(
+            "autolaunch export",
+            "which checkpoint is to be exported is not said",
+            "the path of a checkpoint, or `last` with the output_dir of the run",
+            "autolaunch export ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
+        )
+    resolve_ckpt_path(config, output_dir)
 
 
 def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, Union
 
-from autolaunch.config.schema import DATA, MODELS, CustomData, CustomModel, Job
+from autolaunch.config.schema import FAMILIES, MISSING, Job, default_of
 from autolaunch_strategies.config import ConfigError, nearest
 
 Where = Callable[[str, Any], str]
 """Says where the value of a dotted key came from, as the person wrote it: the command line or a YAML file."""
 
-_FAMILIES: dict[str, tuple[dict[str, type], type]] = {"model": (MODELS, CustomModel), "data": (DATA, CustomData)}
 _NOUNS = {
     bool: "true or false",
     int: "a whole number",
@@ -27,7 +26,6 @@ _NOUNS = {
     list: "a list",
     dict: "a mapping",
 }
-MISSING = "???"
 
 
 def written(value: Any) -> str:
@@ -56,12 +54,11 @@ def field_types(schema: type) -> dict[str, Any]:
 
 def node_schema(key: str, values: Any) -> tuple[type | None, bool]:
     """(schema, open) of the node at a dotted key: its dataclass, if it has one; whether it takes keys of any name."""
-    if key in _FAMILIES:
-        named, custom = _FAMILIES[key]
+    if key in FAMILIES:
         values = values if isinstance(values, Mapping) else {}
         if values.get("_target_") is not None:
-            return custom, True
-        return named.get(str(values.get("name"))), False
+            return FAMILIES[key]["custom"], True
+        return FAMILIES[key].get(str(values.get("name"))), False
     schema: Any = Job
     for part in key.split(".") if key else []:
         schema = group_schema(field_types(schema).get(part)) if dataclasses.is_dataclass(schema) else None  # type: ignore[arg-type]
@@ -84,7 +81,7 @@ def validate(config: Mapping[str, Any], where: Where = typed) -> tuple[dict[str,
 
 def _node(values: Mapping[str, Any], key: str, where: Where, errors: list[ConfigError]) -> dict[str, Any]:
     schema, is_open = node_schema(key, values)
-    if key in _FAMILIES and schema is None:
+    if key in FAMILIES and schema is None:
         errors.append(_unknown_family(key, values, where))
         return dict(values)
     assert schema is not None
@@ -108,22 +105,19 @@ def _node(values: Mapping[str, Any], key: str, where: Where, errors: list[Config
 
 
 def _default(item: dataclasses.Field[Any], path: str, errors: list[ConfigError]) -> Any:
-    if item.default is not dataclasses.MISSING:
-        return item.default
-    if item.default_factory is not dataclasses.MISSING:
-        value = item.default_factory()
-        return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
-    errors.append(ConfigError(path, "must be given", item.metadata.get("help", ""), f"+{path}=..."))
-    return None
+    value = default_of(item)
+    if value == MISSING:
+        errors.append(ConfigError(path, "must be given", help_of(item), f"+{path}=..."))
+    return value
 
 
 def _value(
     value: Any, item: dataclasses.Field[Any], wanted: Any, path: str, where: Where, errors: list[ConfigError]
 ) -> Any:
     if value == MISSING:
-        errors.append(ConfigError(path, "must be given", _sentence(item), f"{path}=..."))
+        errors.append(ConfigError(path, "must be given", help_of(item), f"{path}=..."))
         return value
-    if group_schema(wanted) is not None or path in _FAMILIES:
+    if group_schema(wanted) is not None or path in FAMILIES:
         if isinstance(value, Mapping):
             return _node(value, path, where, errors)
         if value is None and types.NoneType in _alternatives(wanted):
@@ -171,6 +165,14 @@ def _alternatives(wanted: Any) -> tuple[Any, ...]:
 def group_schema(wanted: Any) -> type | None:
     """The dataclass of a hint `Group` or `Group | None`; None of any other."""
     return next((option for option in _alternatives(wanted) if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
+
+
+def schemas_of(group: str) -> dict[str, type]:
+    """The schemas of a config group: by name where its options have their own, else one without a name, or none."""
+    if group in FAMILIES:
+        return FAMILIES[group]
+    schema = group_schema(field_types(Job).get(group))
+    return {} if schema is None else {"": schema}
 
 
 def _fit(value: Any, options: tuple[Any, ...]) -> Any:
@@ -230,12 +232,13 @@ def _broken(value: float, metadata: Mapping[str, Any]) -> str:
     return "" if holds else limits_text(metadata)
 
 
-def _sentence(item: dataclasses.Field[Any]) -> str:
+def help_of(item: dataclasses.Field[Any]) -> str:
+    """The sentence of help of a field; empty if it has none."""
     return str(item.metadata.get("help", ""))
 
 
 def _unknown_family(key: str, values: Mapping[str, Any], where: Where) -> ConfigError:
-    known = [name for name in _FAMILIES[key][0] if name != "custom"]
+    known = [name for name in FAMILIES[key] if name != "custom"]
     name = values.get("name")
     if name is None:
         return ConfigError(

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class IntraLink:
-    """Between devices of one fast domain: NVLink, or the memory that the processes of a node share."""
-
+class _Link:
     gb_per_s: float | None = option("Bandwidth of one device in one direction, 10^9 bytes per second.", None, gt=0)
     latency_us: float | None = option("Microseconds before the first byte arrives.", None, gt=0)
 
 
 @dataclass
-class InterLink:
-    """Between nodes: the network."""
+class IntraLink(_Link):
+    """Between devices of one fast domain: NVLink, or the memory that the processes of a node share."""
 
-    gb_per_s: float | None = option("Bandwidth of one device in one direction, 10^9 bytes per second.", None, gt=0)
-    latency_us: float | None = option("Microseconds before the first byte arrives.", None, gt=0)
+
+@dataclass
+class InterLink(_Link):
+    """Between nodes: the network."""
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,11 +31,15 @@ class CommandLine:
     """`--info`: one of `HYDRA_INFO` or a key of the config."""
     help: bool = False
     version: bool = False
+    package: str | None = None
+    """`--package`: the key of the part that `--cfg` prints."""
+    resolve: bool = False
+    """`--resolve`: print `--cfg` with every `${...}` replaced."""
     hydra_flags: list[str] = field(default_factory=list)
-    """Flags that only Hydra reads."""
+    """Flags of a page that only Hydra prints."""
     config_dir: Path | None = None
     config_path: Path | None = None
-    config_name: str | None = None
+    config_name: str = "config"
 
     @property
     def runs(self) -> bool:
@@ -94,9 +99,6 @@ def parse(argv: Sequence[str]) -> CommandLine:
     if known.package and not known.cfg:
         raise ConfigError(f"--package {known.package}", "needs --cfg", write=f"autolaunch --cfg job -p {known.package}")
     hydra_flags = ["--hydra-help"] * known.hydra_help + ["--shell-completion"] * known.shell_completion
-    if known.cfg:
-        hydra_flags += ["--cfg", known.cfg, *(["--package", known.package] if known.package else [])]
-        hydra_flags += ["--resolve"] * known.resolve
     if known.info in HYDRA_INFO:
         hydra_flags += ["--info", known.info]
     overrides = known.overrides if known.shell_completion else _overrides(known.overrides)
@@ -109,10 +111,12 @@ def parse(argv: Sequence[str]) -> CommandLine:
         info=known.info,
         help=known.help,
         version=known.version,
+        package=known.package,
+        resolve=known.resolve,
         hydra_flags=hydra_flags,
         config_dir=known.config_dir.resolve() if known.config_dir else None,
         config_path=known.config_path.resolve() if known.config_path else None,
-        config_name=known.config_name,
+        config_name=known.config_name or "config",
     )
 
 
@@ -190,3 +194,8 @@ def unquoted(override: str) -> str:
     if override.startswith("mesh="):
         return override.replace("'", "")
     return override.removeprefix("++") if _is_open(override[2:]) else override
+
+
+def users_want_tracebacks() -> bool:
+    """Whether the person asked Hydra for tracebacks instead of messages."""
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"

@@ -1,13 +1,14 @@
 """conf/ and the overrides, composed once before anything is run, so that a mistake costs a message and no more.
 
-Hydra stops at the first override that it cannot apply and speaks of its own workings. Here the override is set aside,
-the rest composed again, and every mistake told in the words of the command line.
+What is then run or printed is that very config; Hydra does not compose it again. Hydra stops at the first override that
+it cannot apply and speaks of its own workings. Here the override is set aside, the rest composed again, and every
+mistake told in the words of the command line.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,9 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import run_and_report
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,13 +29,13 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from autolaunch.config.against_schema import MISSING, alike, field_types, keys_text, node_schema
-from autolaunch.config.command_line import CommandLine, unquoted
+from autolaunch.config.against_schema import alike, field_types, keys_text, node_schema
+from autolaunch.config.command_line import CommandLine, unquoted, users_want_tracebacks
 from autolaunch.config.origin import Origin
-from autolaunch.config.schema import Job
+from autolaunch.config.schema import MISSING, Job
 from autolaunch.config.sources import ExperimentFileSource, MeshSearchPath, register
 from autolaunch.directories import CONF, shown
 from autolaunch_strategies.config import ConfigError, nearest, raise_all
@@ -54,8 +58,21 @@ class Composed:
     origin: Origin
 
 
+class _Composed(ConfigLoaderImpl):
+    """A loader that has its config already: Hydra does with it what it does with one that it composes."""
+
+    def __init__(self, config: DictConfig, loader: ConfigLoader) -> None:
+        super().__init__(loader.get_search_path())
+        self._config = config
+
+    def load_configuration(self, *_: Any, **options: Any) -> DictConfig:
+        config = copy.deepcopy(self._config)  # Hydra takes apart what it prints
+        OmegaConf.set_readonly(config.hydra, False)
+        return config
+
+
 @contextmanager
-def search_path(line: CommandLine) -> Iterator[str]:
+def _search_path(line: CommandLine) -> Iterator[str]:
     """Have Hydra look where this command line says; yields the directory of the primary config."""
     register()
     MeshSearchPath.config_dir = line.config_dir
@@ -67,24 +84,29 @@ def search_path(line: CommandLine) -> Iterator[str]:
         ExperimentFileSource.chosen = frozenset()
 
 
+@contextmanager
+def _initialized(line: CommandLine) -> Iterator[ConfigLoader]:
+    """Have Hydra at hand for this command line, as its own main function has; yields what composes."""
+    with _search_path(line) as directory, hydra.initialize_config_dir(directory, JOB_NAME, **VERSION_BASE):
+        yield GlobalHydra.instance().config_loader()
+
+
 def compose(line: CommandLine) -> Composed:
     """Compose a command line; for a sweep, every combination of its config groups.
 
     Raises:
         ConfigError, ConfigErrors: nothing can be composed, be it without the overrides that are wrong.
     """
-    name = line.config_name or "config"
-    with search_path(line) as directory, hydra.initialize_config_dir(directory, JOB_NAME, **VERSION_BASE):
-        loader = GlobalHydra.instance().config_loader()
+    with _initialized(line) as loader:
         multirun = line.multirun or _wants_multirun(line.overrides)
         errors: list[ConfigError] = []
         parsed = _parse(line.overrides, loader, errors)
-        if not multirun and line.runs:
+        if not multirun and (line.runs or line.cfg is not None):
             errors += [_sweep_without_m(item, loader) for item in parsed if item.is_sweep_override()]
             parsed = [item for item in parsed if not item.is_sweep_override()]
         composed = None
         for overrides in _combinations(parsed, loader, errors):
-            config = _compose(name, overrides, loader, line, errors)
+            config = _compose(overrides, loader, line, errors)
             composed = composed or config
         errors = list({str(error): error for error in errors}.values())  # a combination repeats those of another
         if composed is None:
@@ -94,21 +116,61 @@ def compose(line: CommandLine) -> Composed:
         return Composed(composed, multirun or (mode is not None and mode.name == "MULTIRUN"), errors, origin)
 
 
-def enter_hydra(
-    line: CommandLine, flags: Sequence[str], overrides: Sequence[str], task_function: Callable[[DictConfig], Any]
-) -> int:
-    """Let Hydra do what these flags and overrides say, running jobs by `task_function`; returns the exit code."""
+def run_once(line: CommandLine, config: DictConfig, directory: Path, task: Callable[[DictConfig], Any]) -> int:
+    """Have Hydra run the config that a line was composed to, in a directory, by a task; returns the exit code."""
+    with read_write(config.hydra):
+        config.hydra.run.dir = str(directory)
+    with _initialized(line) as loader:
+        composed = Hydra(JOB_NAME, _Composed(config, loader))
+        return _exit_code(lambda: run_and_report(lambda: composed.run(line.config_name, task, line.overrides)))
+
+
+def run_sweep(line: CommandLine, directory: Path, task: Callable[[DictConfig], Any]) -> int:
+    """Have Hydra's sweeper run the jobs of a line, in a directory, each by a task; returns the exit code."""
+    overrides = [*line.overrides, f"hydra.sweep.dir={_quoted(directory)}", "hydra.mode=MULTIRUN"]
+    with _initialized(line):
+        sweeping = GlobalHydra.instance().hydra
+        assert sweeping is not None
+        return _exit_code(lambda: run_and_report(lambda: sweeping.multirun(line.config_name, task, overrides)))
+
+
+def print_config(line: CommandLine, config: DictConfig) -> int:
+    """Print what `--cfg` asks for of the config that a line was composed to; returns the exit code."""
+    assert line.cfg is not None
+    with _initialized(line) as loader:
+        composed = Hydra(JOB_NAME, _Composed(config, loader))
+        options = (line.config_name, line.overrides, line.cfg, line.package, line.resolve)
+        return _exit_code(lambda: run_and_report(lambda: composed.show_cfg(*options)))
+
+
+def print_page(line: CommandLine) -> int:
+    """Let Hydra print a page of its own: `--info`, `--hydra-help` or a completion; returns the exit code."""
     typed = sys.argv
     # Hydra reads sys.argv itself. Its own flags first: Hydra 1.3 does not take overrides in two groups.
-    sys.argv = [typed[0], *flags, *overrides]
+    sys.argv = [typed[0], *line.hydra_flags, *line.overrides]
     try:
-        with search_path(line) as directory:
-            hydra.main(config_path=directory, config_name=line.config_name or "config", **VERSION_BASE)(task_function)()
-        return 0
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        with _search_path(line) as directory:
+            return _exit_code(hydra.main(config_path=directory, config_name=line.config_name, **VERSION_BASE)(_nothing))
     finally:
         sys.argv = typed
+
+
+def _nothing(config: DictConfig) -> None:
+    raise AssertionError("Hydra was asked for a page and ran a job")
+
+
+def _exit_code(call: Callable[[], Any]) -> int:
+    """The exit code with which a call ends: Hydra ends the process where something failed."""
+    try:
+        call()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    return 0
+
+
+def _quoted(path: Path) -> str:
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
 
 
 def _wants_multirun(overrides: Sequence[str]) -> bool:
@@ -132,11 +194,6 @@ def _parse(overrides: Sequence[str], loader: ConfigLoader, errors: list[ConfigEr
                 raise
             errors.append(_unreadable(override, error))
     return parsed
-
-
-def users_want_tracebacks() -> bool:
-    """Whether the person asked Hydra for tracebacks instead of messages."""
-    return os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
@@ -207,14 +264,14 @@ def _is_group(loader: ConfigLoader, name: str) -> bool:
 
 
 def _compose(
-    name: str, overrides: list[str], loader: ConfigLoader, line: CommandLine, errors: list[ConfigError]
+    overrides: list[str], loader: ConfigLoader, line: CommandLine, errors: list[ConfigError]
 ) -> DictConfig | None:
     """Compose; each override that cannot be applied is set aside with an error. None if the YAML itself is at fault."""
     rest = list(overrides)
     refused: list[tuple[str, Exception]] = []
     while True:
         try:
-            config = hydra.compose(name, rest, return_hydra_config=True)
+            config = hydra.compose(line.config_name, rest, return_hydra_config=True)
             break
         except Exception as error:
             if users_want_tracebacks():
@@ -222,7 +279,7 @@ def _compose(
             culprit = next((item for item in rest if _is_about(item, error)), None)
             if culprit is None:
                 errors.extend(_refusal(item, problem, {}, loader) for item, problem in refused)
-                errors.append(_yaml_at_fault(error, name, line))
+                errors.append(_yaml_at_fault(error, line))
                 return None
             rest.remove(culprit)
             refused.append((culprit, error))
@@ -402,7 +459,7 @@ def _first_line(error: BaseException) -> str:
     return (text.splitlines() or [type(error).__name__])[0].strip('."')
 
 
-def _yaml_at_fault(error: Exception, name: str, line: CommandLine) -> ConfigError:
+def _yaml_at_fault(error: Exception, line: CommandLine) -> ConfigError:
     """An error that no override caused: a primary config or an experiment that is absent, or a broken YAML file."""
     for link in _chain(error):
         if isinstance(link, ConfigError):
@@ -413,7 +470,7 @@ def _yaml_at_fault(error: Exception, name: str, line: CommandLine) -> ConfigErro
             where = f"{_shown(mark.name)}, line {mark.line + 1}"
             return ConfigError(where, "not YAML; the mistake is here or just above")
         if isinstance(link, MissingConfigException):
-            return _missing_file(link, name, line)
+            return _missing_file(link, line)
     for link in _chain(error):
         if isinstance(link, GrammarParseError | OmegaConfBaseException):
             key = getattr(link, "full_key", None)
@@ -421,8 +478,8 @@ def _yaml_at_fault(error: Exception, name: str, line: CommandLine) -> ConfigErro
     return ConfigError("config", " ".join(str(error).split()))
 
 
-def _missing_file(error: MissingConfigException, name: str, line: CommandLine) -> ConfigError:
-    path = str(error.missing_cfg_file)
+def _missing_file(error: MissingConfigException, line: CommandLine) -> ConfigError:
+    path, name = str(error.missing_cfg_file), line.config_name
     if path == name:
         directories = [directory for directory in (line.config_path or CONF, line.config_dir) if directory]
         names = sorted({file.stem for directory in directories for file in directory.glob("*.yaml")})

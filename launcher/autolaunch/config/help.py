@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autolaunch.config.against_schema import field_types, group_schema, limits_text, written
+from autolaunch.config.against_schema import field_types, group_schema, help_of, limits_text, schemas_of, written
 from autolaunch.config.command_line import HYDRA_INFO
-from autolaunch.config.schema import DATA, MODELS, TASKS, Job
+from autolaunch.config.schema import FAMILIES, GROUPS, TASKS, Job, default_of
 from autolaunch.config.sources import SHAPES
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.plan.context import CONTEXT_STYLES
 from autolaunch_strategies.plan.rules import STYLES
-
-_FAMILIES: dict[str, Mapping[str, type]] = {"model": MODELS, "data": DATA}
-
-GROUPS = {
-    "model": "what is trained",
-    "data": "on what",
-    "mesh": "how many ranks along each axis: dp x mp x pp x cp",
-    "dp": "data parallel: what is sharded",
-    "mp": "model (tensor) parallel",
-    "pp": "pipeline parallel: in which order the stages work",
-    "cp": "context parallel: how attention sees sequences that are divided",
-    "optimizer": "",
-    "scheduler": "the learning rate over the steps",
-    "trainer": "arguments of Lightning's Trainer",
-    "logger": "loggers beside metrics.csv",
-    "launch": "how processes are started",
-    "cluster": "for which machines `plan` chooses: h100x1024 is 1,024 of them; or the path of a YAML file",
-    "search": "-m search=auto: measure what the planner proposes, and keep the fastest",
-    "experiment": "several choices at once; or the path of a YAML file, such as a plan.yaml",
-}
 
 _TYPED_KEYS = (
     "model.size", "data.path", "data.seq_len", "data.batch_size", "data.microbatches", "optimizer.lr",
@@ -100,10 +80,10 @@ def _section(title: str, rows: Sequence[tuple[str, str]], console: Console) -> N
 
 def _groups(directories: Sequence[Path]) -> Iterator[tuple[str, str]]:
     yield from GROUPS.items()
-    found = {
+    folders = {
         entry.name for path in directories for entry in path.iterdir() if entry.is_dir() and any(entry.glob("*.yaml"))
     }
-    for name in sorted(found - set(GROUPS) - {"hydra"}):
+    for name in sorted(folders - set(GROUPS) - {"hydra"}):
         yield name, ""
 
 
@@ -124,8 +104,8 @@ def _fields(key: str) -> Iterator[tuple[type, dataclasses.Field[Any]]]:
     parents: list[type] = [Job]
     *groups, name = key.split(".")
     for depth, group in enumerate(groups):
-        if depth == 0 and group in _FAMILIES:
-            parents = list(_FAMILIES[group].values())
+        if depth == 0 and group in FAMILIES:
+            parents = list(FAMILIES[group].values())
         else:
             hints = [field_types(parent).get(group) for parent in parents]
             parents = [schema for hint in hints if (schema := group_schema(hint)) is not None]
@@ -134,16 +114,7 @@ def _fields(key: str) -> Iterator[tuple[type, dataclasses.Field[Any]]]:
 
 
 def _help_of(key: str) -> str:
-    return next(str(item.metadata.get("help", "")) for _, item in _fields(key))
-
-
-def _schemas(key: str) -> list[type]:
-    """The dataclasses that describe a group: one, or one per name for `model` and `data`."""
-    if key in _FAMILIES:
-        return list(_FAMILIES[key].values())
-    hint = field_types(Job).get(key)
-    schema = group_schema(hint)
-    return [] if schema is None else [schema]
+    return next(help_of(item) for _, item in _fields(key))
 
 
 def known_keys() -> list[str]:
@@ -152,7 +123,7 @@ def known_keys() -> list[str]:
     for item in dataclasses.fields(Job):
         if item.name not in keys:
             keys.append(item.name)
-        for schema in _schemas(item.name):
+        for schema in schemas_of(item.name).values():
             keys += [f"{item.name}.{inner.name}" for inner in dataclasses.fields(schema)]
     return list(dict.fromkeys(keys))
 
@@ -179,9 +150,9 @@ def print_info(key: str, directories: Sequence[Path], console: Console) -> None:
         )
     if key in GROUPS or own:
         _print_group(key, chosen, directories, console)
-    schemas = _schemas(key)
+    schemas = schemas_of(key)
     if schemas:
-        for schema in schemas:
+        for schema in schemas.values():
             _print_schema(key, schema, console)
     else:
         for parent, item in _fields(key):
@@ -226,9 +197,9 @@ def _print_schema(key: str, schema: type, console: Console) -> None:
 
 def _print_key(key: str, parent: type, item: dataclasses.Field[Any], console: Console) -> None:
     hint = field_types(parent)[item.name]
-    of = f"  ({(parent.__doc__ or '').split(':')[0]})" if key.split(".")[0] in _FAMILIES else ""
+    of = f"  ({(parent.__doc__ or '').split(':')[0]})" if key.split(".")[0] in FAMILIES else ""
     console.print(Text(f"{key}{of}", style="bold"))
-    rows = [("", str(item.metadata.get("help", ""))), ("type", type_text(hint)), ("default", _default_text(item))]
+    rows = [("", help_of(item)), ("type", type_text(hint)), ("default", _default_text(item))]
     if item.metadata.get("choices"):
         rows.append(("choices", ", ".join(map(written, item.metadata["choices"]))))
     if limits := limits_text(item.metadata):
@@ -241,20 +212,14 @@ def _print_key(key: str, parent: type, item: dataclasses.Field[Any], console: Co
 
 
 def _sentence(item: dataclasses.Field[Any], hint: Any) -> str:
-    sentence = str(item.metadata.get("help", ""))
     choices = item.metadata.get("choices")
     if choices:
-        return f"{sentence} [{', '.join(map(written, choices))}]"
-    return f"{sentence} [{type_text(hint)}{', ' + limits if (limits := limits_text(item.metadata)) else ''}]"
+        return f"{help_of(item)} [{', '.join(map(written, choices))}]"
+    return f"{help_of(item)} [{type_text(hint)}{', ' + limits if (limits := limits_text(item.metadata)) else ''}]"
 
 
 def _default_text(item: dataclasses.Field[Any]) -> str:
-    if item.default is not dataclasses.MISSING:
-        return written(item.default)
-    if item.default_factory is not dataclasses.MISSING:
-        value = item.default_factory()
-        return "" if dataclasses.is_dataclass(value) else written(value)
-    return "???"
+    return "" if dataclasses.is_dataclass(item.default_factory) else written(default_of(item))
 
 
 def type_text(hint: Any) -> str:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from autolaunch.config.against_schema import written
 from autolaunch.config.command_line import unquoted
+from autolaunch.config.sources import schema_defaults
 from autolaunch.directories import shown
 
 
@@ -33,7 +34,7 @@ class Origin:
         self._overrides: list[str] = [unquoted(item) for item in (*typed["hydra"], *typed["task"])]
         self._config_name, self._loader = hydra.job.config_name, loader
         self._directories = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
-        self._files: list[tuple[str, str, Any]] | None = None
+        self._files: list[tuple[str, Any]] | None = None
 
     def __call__(self, key: str, value: Any) -> str:
         for override in reversed(self._overrides):
@@ -50,13 +51,13 @@ class Origin:
         """The YAML file that set `key` last, as one would type its path; empty if no file is found that did."""
         if self._files is None:
             self._files = self._defaults()
-        for _, path, values in reversed(self._files):
+        for path, values in reversed(self._files):
             if _has(values, key.split(".")):
                 return path
         return ""
 
-    def _defaults(self) -> list[tuple[str, str, Any]]:
-        """(config path, file, its content placed under its package) of every file of the defaults list, in order."""
+    def _defaults(self) -> list[tuple[str, Any]]:
+        """(file, what it sets placed under its package) of every file of the defaults list, in order."""
         if self._loader is None and not GlobalHydra.instance().is_initialized():
             return []
         try:
@@ -65,19 +66,21 @@ class Origin:
             defaults = loader.compute_defaults_list(self._config_name, singles, RunMode.RUN)
         except Exception:
             return []  # a file name in a message is a convenience; the message itself must come
-        found = []
+        files = []
         for default in defaults.defaults:
-            if default.config_path is None or default.config_path.startswith("hydra/"):
+            # What is in a schema is the default of the file that builds on it.
+            values: Any = schema_defaults().get(default.config_path or "")
+            path = default.config_path if values is None else default.parent
+            if path is None or path.startswith("hydra/"):
                 continue
-            for directory in self._directories:
-                file = directory / (default.config_path.removesuffix(".yaml") + ".yaml")
-                if file.is_file():
-                    values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-                    for part in reversed(default.package.split(".") if default.package else []):
-                        values = {part: values}
-                    found.append((default.config_path, shown(file), values))
-                    break
-        return found
+            named = (directory / (path.removesuffix(".yaml") + ".yaml") for directory in self._directories)
+            file = next((file for file in named if file.is_file()), None)
+            if file is not None:
+                values = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if values is None else values
+                for part in reversed(default.package.split(".") if default.package else []):
+                    values = {part: values}
+                files.append((shown(file), values))
+        return files
 
 
 def _has(values: Any, parts: list[str]) -> bool:

@@ -50,8 +50,8 @@ def _candidates(directory: Path) -> list[Path]:
     """What stands in a checkpoint directory, oldest first; not what was being written when its run was killed."""
     if not directory.is_dir():
         return []
-    found = [item for item in directory.iterdir() if item.is_dir() and not item.name.endswith((WRITING, ".replaced"))]
-    return sorted(found, key=lambda item: item.stat().st_mtime_ns)
+    entries = [item for item in directory.iterdir() if item.is_dir() and not item.name.endswith((WRITING, ".replaced"))]
+    return sorted(entries, key=lambda item: item.stat().st_mtime_ns)
 
 
 def _check(path: Path, where: str) -> None:

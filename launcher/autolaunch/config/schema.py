@@ -1,10 +1,12 @@
-"""The schema of what `conf/` composes to: one dataclass per config group, a sentence of help under every key.
+"""The schema of what `conf/` composes to: one dataclass per config group, every key with its default and its help.
 
-Torch-free. `autolaunch.config.against_schema` checks a composed config against it; `autolaunch.config.help` prints it.
+Torch-free. The files of conf/ say what differs from it (`autolaunch.config.sources` serves it to Hydra as `_schema_`);
+`autolaunch.config.against_schema` checks a composed config against it; `autolaunch.config.help` prints it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,25 @@ TASKS = {
     "export": "write a checkpoint as safetensors that `transformers` loads",
 }
 """The first word of the command line; `fit` if there is none."""
+
+GROUPS = {
+    "model": "what is trained",
+    "data": "on what",
+    "mesh": "how many ranks along each axis: dp x mp x pp x cp",
+    "dp": "data parallel: what is sharded",
+    "mp": "model (tensor) parallel",
+    "pp": "pipeline parallel: in which order the stages work",
+    "cp": "context parallel: how attention sees sequences that are divided",
+    "optimizer": "",
+    "scheduler": "the learning rate over the steps",
+    "trainer": "arguments of Lightning's Trainer",
+    "logger": "loggers beside metrics.csv",
+    "launch": "how processes are started",
+    "cluster": "for which machines `plan` chooses: h100x1024 is 1,024 of them; or the path of a YAML file",
+    "search": "-m search=auto: measure what the planner proposes, and keep the fastest",
+    "experiment": "several choices at once; or the path of a YAML file, such as a plan.yaml",
+}
+"""The config groups of conf/, and what is chosen by each; all other keys are in no group."""
 
 IN_ONE_PROCESS = ("plan", "export", "calibrate")
 """Tasks that one process does for a mesh of any size, without its devices."""
@@ -68,7 +89,9 @@ LLAMA_PLANS: dict[str, Any] = {
         "lm_head": [{"SequenceParallelEnd": {"need_transpose": False}}, "ColWiseParallel"],
     },
 }
-"""How mp divides a Llama: what conf/model/llama.yaml says."""
+"""How mp divides a Llama."""
+
+_PLANS_HELP = "Plans for mp that come with this model: {tensor_parallel: {pattern: style}, seq_parallel: {...}}."
 
 
 @dataclass
@@ -94,9 +117,7 @@ class LlamaModel:
     norm_eps: float | None = option("Epsilon of the RMS norms (null: the size's own).", None, gt=0)
     tie_embeddings: bool | None = option("Use the embedding as the output head (null: the size's own).", None)
     init_std: float = option("Standard deviation of the initial weights.", 0.02, gt=0)
-    mp_plans: dict[str, Any] = option(
-        "Plans for mp that come with this model: {tensor_parallel: {pattern: style}, seq_parallel: {...}}.", LLAMA_PLANS
-    )
+    mp_plans: dict[str, Any] = option(_PLANS_HELP, LLAMA_PLANS)
 
 
 @dataclass
@@ -113,9 +134,7 @@ class HFModel:
     attn_implementation: str = option(
         "Attention of `transformers`.", "sdpa", choices=("sdpa", "eager", "flash_attention_2")
     )
-    mp_plans: dict[str, Any] = option(
-        "Plans for mp that come with this model: {tensor_parallel: {pattern: style}, seq_parallel: {...}}.", {}
-    )
+    mp_plans: dict[str, Any] = option(_PLANS_HELP, {})
 
 
 @dataclass(kw_only=True)
@@ -128,9 +147,7 @@ class CustomModel:
         "Loss of (output, target): cross_entropy, mse, or {_target_: ...}; `output` for a model that returns its loss.",
         "cross_entropy",
     )
-    mp_plans: dict[str, Any] = option(
-        "Plans for mp that come with this model: {tensor_parallel: {pattern: style}, seq_parallel: {...}}.", {}
-    )
+    mp_plans: dict[str, Any] = option(_PLANS_HELP, {})
 
 
 _MICROBATCHES = (
@@ -310,6 +327,8 @@ class Job:
         "A LightningModule of your own: {_target_: ..., arguments}; then model, optimizer and scheduler are its own.",
         None,
     )
+    why: str | None = option("With `plan cluster=...`: why not this one, e.g. `mp=4,pp=2` (as --why).", None)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     mesh: Mesh = field(default_factory=Mesh)
     model: Any = field(default_factory=LlamaModel)
     data: Any = field(default_factory=TextData)
@@ -320,13 +339,32 @@ class Job:
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
     trainer: Trainer = field(default_factory=Trainer)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     logger: dict[str, Any] = option("Loggers beside metrics.csv: {name: {_target_: ...}}.", {})
     launch: Launch = field(default_factory=Launch)
     cluster: Cluster | None = option("Machines that `plan` and `-m search=auto` choose a mesh for.", None)
     search: Search | None = option("How `-m search=auto` looks for the fastest run.", None)
-    why: str | None = option("With `plan cluster=...`: why not this one, e.g. `mp=4,pp=2` (as --why).", None)
 
 
 MODELS: dict[str, type] = {"llama": LlamaModel, "hf": HFModel, "custom": CustomModel}
 DATA: dict[str, type] = {"text": TextData, "tokens": TokenData, "synthetic": SyntheticData, "custom": CustomData}
+
+FAMILIES: dict[str, dict[str, type]] = {"model": MODELS, "data": DATA}
+"""Groups whose options have schemas of their own, by the `name` in them; `custom` is that of any `_target_`."""
+
+MISSING = "???"
+"""The value of a key that has to be set, as OmegaConf writes it."""
+
+
+def default_of(item: dataclasses.Field[Any]) -> Any:
+    """The default of a key as plain data: a mapping if the key is a group of keys, `???` if there is no default."""
+    if item.default is not dataclasses.MISSING:
+        return item.default
+    if item.default_factory is dataclasses.MISSING:
+        return MISSING
+    value = item.default_factory()
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def defaults_of(schema: type) -> dict[str, Any]:
+    """Every key of a schema with its default, in the order in which they are declared."""
+    return {item.name: default_of(item) for item in dataclasses.fields(schema)}

@@ -1,8 +1,8 @@
-"""Config options that are no files of conf/: `mesh=<shape>`, `cluster=<profile>x<devices>`, `experiment=<file>.yaml`.
+"""What is no file of conf/: `mesh=<shape>`, `cluster=<profile>x<devices>`, `experiment=<file>.yaml`, and schemas.
 
-Hydra asks every source of its search path for `mesh/4x2`, `cluster/h100x1024` or `experiment/outputs/.../plan.yaml`;
-the sources here answer for these groups, after conf/ and the directories of the user, so that a YAML file of that name
-always wins.
+Hydra asks every source of its search path for `mesh/4x2`, `cluster/h100x1024`, `experiment/outputs/.../plan.yaml` or
+`trainer/_schema_`; the sources here answer, after conf/ and the directories of the user, so that a YAML file of that
+name always wins.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import builtins
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
+from autolaunch.config.against_schema import schemas_of
+from autolaunch.config.schema import GROUPS, Job, defaults_of
 from autolaunch.machine.this_machine import this_machine
 from autolaunch_strategies.config import ConfigError, looks_like_mesh, parse_mesh
 
@@ -37,8 +40,56 @@ LOCAL, THIS_MACHINE = "local", "this_machine"
 _SIZED = re.compile(r"([A-Za-z_][\w.-]*?)x(\d+)")
 
 
-class _GroupSource(ConfigSource):
-    """Serves the options of one config group that are made when they are asked for."""
+class _MadeSource(ConfigSource):
+    """Serves configs that are made when they are asked for."""
+
+    def available(self) -> bool:
+        return True
+
+    def _result(self, values: Any, package: str | None = None) -> ConfigResult:
+        config = OmegaConf.create(values)
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header={"package": package})
+
+
+class SchemaSource(_MadeSource):
+    """Serves all keys of a group with their defaults, so that a file of conf/ lists only those that it sets.
+
+    In a file of the group, `defaults: [_schema_]`; in one of a group whose options have schemas of their own,
+    `defaults: [_llama_schema_]`; in a primary config, `_schema_` has the keys that are in no group. They are no options
+    and so not listed as such.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "schema"
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path in schema_defaults()
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> builtins.list[str]:
+        return []
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        return self._result(schema_defaults()[config_path])
+
+
+@cache
+def schema_defaults() -> dict[str, dict[str, Any]]:
+    """Path of a config that `SchemaSource` serves -> its keys with their defaults."""
+    schemas = {
+        f"{group}/_{name}_schema_" if name else f"{group}/_schema_": schema
+        for group in GROUPS
+        for name, schema in schemas_of(group).items()
+    }
+    in_no_group = {key: value for key, value in defaults_of(Job).items() if key not in GROUPS}
+    return {"_schema_": in_no_group, **{path: defaults_of(schema) for path, schema in schemas.items()}}
+
+
+class _GroupSource(_MadeSource):
+    """Serves the options of one config group."""
 
     group: str
 
@@ -47,15 +98,8 @@ class _GroupSource(ConfigSource):
         prefix = f"{self.group}/"
         return config_path[len(prefix) :] if config_path.startswith(prefix) else ""
 
-    def available(self) -> bool:
-        return True
-
     def is_group(self, config_path: str) -> bool:
         return config_path.rstrip("/") in ("", self.group)
-
-    def _result(self, values: Any, package: str | None) -> ConfigResult:
-        config = OmegaConf.create(values)
-        return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header={"package": package})
 
 
 class MeshSource(_GroupSource):
@@ -82,7 +126,7 @@ class MeshSource(_GroupSource):
             shape = parse_mesh(self._option(config_path))
         except ConfigError as error:
             raise ConfigCompositionException(str(error)) from error
-        return self._result({**shape.sizes, "order": builtins.list(shape.order)}, package=None)
+        return self._result({**shape.sizes, "order": builtins.list(shape.order)})
 
 
 class ExperimentFileSource(_GroupSource):
@@ -147,12 +191,12 @@ class ClusterSource(_GroupSource):
         option = self._option(config_path)
         try:
             if option == THIS_MACHINE:
-                return self._result(this_machine(), package=None)
+                return self._result(this_machine())
             if _is_cluster_file(option):
-                return self._result(_cluster_file(option), package=None)
+                return self._result(_cluster_file(option))
             sized = _SIZED.fullmatch(option)
             assert sized is not None
-            return self._result(self._sized(sized[1], sized[2]), package=None)
+            return self._result(self._sized(sized[1], sized[2]))
         except ConfigError as error:
             raise ConfigCompositionException(str(error)) from error
 
@@ -225,6 +269,7 @@ class MeshSearchPath(SearchPathPlugin):
             search_path.append("command-line", f"file://{self.config_dir}")
         directories = [item.path.removeprefix("file://") for item in search_path.get_path() if item.path]
         profiles = os.pathsep.join(path for path in directories if Path(path).is_dir())
+        search_path.append("autolaunch", "schema://")
         search_path.append("autolaunch", "mesh://")
         search_path.append("autolaunch", f"cluster://{profiles}")
         search_path.append("autolaunch", "experiment://")
@@ -232,5 +277,5 @@ class MeshSearchPath(SearchPathPlugin):
 
 def register() -> None:
     """Make the sources known to this process. Hydra 1.3 sees no entry points, so the command calls this itself."""
-    for plugin in (MeshSource, ClusterSource, ExperimentFileSource, MeshSearchPath):
+    for plugin in (SchemaSource, MeshSource, ClusterSource, ExperimentFileSource, MeshSearchPath):
         Plugins.instance().register(plugin)

@@ -12,6 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autolaunch.directories import shown
+from autolaunch.job import write_beside
+
 END_FILE = ".hydra/end.json"
 """Where a job says how it ended, in its own directory."""
 
@@ -34,9 +37,7 @@ class JobEnd:
         """Write it into the job's directory, for the process that prints the table."""
         path = Path(self.directory) / END_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        part.replace(path)
+        write_beside(path, json.dumps(asdict(self)))
 
 
 def forget_ends(directory: Path) -> None:
@@ -47,14 +48,14 @@ def forget_ends(directory: Path) -> None:
 
 def read_ends(directory: Path) -> list[JobEnd]:
     """Every job that has ended in this directory or below, by number."""
-    found = [JobEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in directory.rglob(END_FILE)]
-    return sorted(found, key=lambda end: end.number)
+    ends = [JobEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in directory.rglob(END_FILE)]
+    return sorted(ends, key=lambda end: end.number)
 
 
 def print_table(jobs: Sequence[JobEnd], sweep_dir: Path, console: Console) -> None:
     """Print one row per job: number, what it has of its own, status, loss, step time, directory in the sweep's."""
     failed = sum(job.exit_code != 0 for job in jobs)
-    console.print(Text(f"\n{len(jobs)} jobs, {failed} failed, in {_relative(sweep_dir)}", style="bold"), soft_wrap=True)
+    console.print(Text(f"\n{len(jobs)} jobs, {failed} failed, in {shown(sweep_dir)}", style="bold"), soft_wrap=True)
     table = Table()
     table.add_column("job", justify="right")
     table.add_column("overrides", overflow="fold")
@@ -83,7 +84,3 @@ def _summary(directory: Path) -> dict[str, Any]:
 
 def _number(value: Any, form: str) -> str:
     return form.format(value) if isinstance(value, int | float) else "-"
-
-
-def _relative(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -23,7 +23,7 @@ from autolaunch import __version__
 from autolaunch.config.across_keys import check
 from autolaunch.config.against_schema import validate
 from autolaunch.config.command_line import CommandLine, quoted_mesh, unquoted
-from autolaunch.config.compose import Composed, compose, enter_hydra, resolved, unresolvable
+from autolaunch.config.compose import Composed, compose, resolved, run_once, run_sweep, unresolvable
 from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.config.origin import Origin
 from autolaunch.config.resume import resolve_ckpt_path
@@ -67,10 +67,10 @@ def run_jobs(line: CommandLine) -> int:
         raise_all(composed.errors)
         raise_all(unresolvable(composed.config, composed.origin))
         _refuse_cluster_of_sweep(composed.config)
-        return _run_sweep(line, composed.config)
+        return _run_jobs_of_sweep(line, composed.config)
     line, composed, choice = _with_choice(line, composed, chooses)
-    directory, overrides = _prepare(line, composed)
-    code = enter_hydra(line, [], overrides, lambda config: run_job(config, choice))
+    directory = _prepare(line, composed)
+    code = run_once(line, composed.config, directory, lambda config: run_job(config, choice))
     ends = read_ends(directory)
     return ends[0].exit_code if ends else code
 
@@ -99,7 +99,7 @@ def _for_a_cluster(line: CommandLine, here: Place) -> tuple[CommandLine, bool]:
             AUTO,
             "every job of a sweep would choose for itself",
             "-m search=auto, which measures what the planner proposes",
-            " ".join(["autolaunch -m search=auto", *map(unquoted, overrides)]),
+            _as_sweep(["search=auto", *overrides]),
         )
     typed = typed_keys(overrides)
     if "cluster" not in typed:
@@ -108,6 +108,11 @@ def _for_a_cluster(line: CommandLine, here: Place) -> tuple[CommandLine, bool]:
         if here.world_size > here.local_world_size:
             overrides.append(f"cluster.nodes={here.world_size // here.local_world_size}")
     return replace(line, overrides=overrides), True
+
+
+def _as_sweep(overrides: Sequence[str]) -> str:
+    """The command line of a sweep with these overrides."""
+    return " ".join(["autolaunch -m", *map(unquoted, overrides)])
 
 
 def _with_choice(
@@ -124,8 +129,7 @@ def _with_choice(
 
     raise_all(composed.errors)
     hydra = composed.config.hydra
-    directory = Path(composed.config.get("output_dir") or hydra.run.dir).absolute()
-    job = resolve_job(composed.config, hydra, directory, None, composed.origin)
+    job = resolve_job(composed.config, hydra, _output_dir(composed.config, hydra.run), None, composed.origin)
     chosen, choice = choice_of(job.config, line.overrides)
     settled = typed_keys(chosen)  # said twice, Hydra would refuse a group
     kept = [item for item in line.overrides if not typed_keys([item]).keys() & settled.keys()]
@@ -136,20 +140,20 @@ def _with_choice(
     return line, compose(line), choice
 
 
-def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = None) -> tuple[Path, list[str]]:
-    """Check a single run and create its directory; returns that, and the overrides with which Hydra uses it."""
+def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = None) -> Path:
+    """Check a single run and create its directory."""
     hydra = composed.config.hydra
     if (launcher := hydra.runtime.choices["hydra/launcher"]) != "basic":
         raise ConfigError(
             f"hydra/launcher={launcher}",
             "starts the jobs of a sweep, and this is a single run",
-            write=f"autolaunch -m {' '.join(map(unquoted, line.overrides))}",
+            write=_as_sweep(line.overrides),
         )
     if composed.config.get("search") is not None:
         raise ConfigError(
             f"search={composed.config.search.get('name')}",
             "a search runs several jobs, and this is a single run",
-            write=f"autolaunch -m {' '.join(map(unquoted, line.overrides))}",
+            write=_as_sweep(line.overrides),
         )
     cluster, task = composed.config.get("cluster"), composed.config.task
     if cluster is not None and task not in ("plan", "calibrate"):
@@ -162,11 +166,11 @@ def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = 
     # The name of the directory may hold one of them.
     unresolved = unresolvable(composed.config, composed.origin)
     raise_all([*composed.errors, *unresolved] if unresolved else [])
-    directory = Path(composed.config.get("output_dir") or hydra.run.dir).absolute()
+    directory = _output_dir(composed.config, hydra.run)
     resolve_job(composed.config, hydra, directory, started_ranks, composed.origin, composed.errors)
     directory = _claim(directory, composed.config, hydra.run)
     forget_ends(directory)
-    return directory, [*line.overrides, f"hydra.run.dir={_quoted(directory)}"]
+    return directory
 
 
 def _run_as_rank(line: CommandLine, here: Place) -> int:
@@ -182,22 +186,22 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
                 "-m",
                 f"a sweep starts its own processes, and these {here.world_size} were started by {here.kind}",
                 "a single run here, or the sweep without it",
-                f"autolaunch -m {' '.join(map(unquoted, line.overrides))}",
+                _as_sweep(line.overrides),
             )
         settled, composed, choice = _with_choice(chosen_for, composed, chooses)
-        _, overrides = _prepare(settled, composed, here.world_size)
-        made: list[ResolvedJob] = []
+        directory = _prepare(settled, composed, here.world_size)
+        jobs: list[ResolvedJob] = []
 
         def make(config: DictConfig) -> None:
             hydra = hydra_node()
             resolved_job = resolve_job(config, hydra, Path(hydra.runtime.output_dir), here.world_size)
-            made.append(replace(resolved_job, choice=choice))
-            made[0].write()
+            jobs.append(replace(resolved_job, choice=choice))
+            jobs[0].write()
 
-        code = enter_hydra(settled, [], overrides, make)
-        if not made:
+        code = run_once(settled, composed.config, directory, make)
+        if not jobs:
             sys.exit(code)  # Hydra has said why
-        return made[0]
+        return jobs[0]
 
     try:
         store = connect(here, START_TIMEOUT)
@@ -208,7 +212,7 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
     leave(run_rank(job, here, store))
 
 
-def _run_sweep(line: CommandLine, config: DictConfig) -> int:
+def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
     swept = [
         item.key_or_group
         for item in OverridesParser.create().parse_overrides(line.overrides)
@@ -221,11 +225,11 @@ def _run_sweep(line: CommandLine, config: DictConfig) -> int:
             "one directory",
             "output_dir=outputs/sweep",
         )
-    directory = Path(config.get("output_dir") or config.hydra.sweep.dir).absolute()
+    directory = _output_dir(config, config.hydra.sweep)
     directory = _claim(directory, config, config.hydra.sweep)
     forget_ends(directory)
     try:
-        code = enter_hydra(line, ["--multirun"], [*line.overrides, f"hydra.sweep.dir={_quoted(directory)}"], run_job)
+        code = run_sweep(line, directory, run_job)
     finally:
         ends = [] if is_trial(config) else read_ends(directory)  # a search tells of its trials itself
         if ends:
@@ -351,8 +355,7 @@ def resolve_job(
     values = with_sequence_parts(with_batch_parts(values, mesh.pp), mesh)
     if values["pp"] is not None and values["pp"]["schedule"].endswith(".csv"):
         values["pp"] = {**values["pp"], "schedule": str(Path(values["pp"]["schedule"]).absolute())}
-    choices = {group: option for group, option in hydra.runtime.choices.items() if option is not None}
-    choices["mesh"] = mesh.name
+    choices = {**chosen_options(hydra), "mesh": mesh.name}
     ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
     if values["task"] == "calibrate":
         from autolaunch.tasks.calibrate.job import calibration
@@ -365,6 +368,11 @@ def hydra_node() -> DictConfig:
     """The `hydra` node of the job that Hydra is running."""
     node: Any = HydraConfig.get()  # declared as the dataclass of its schema
     return node
+
+
+def chosen_options(hydra: DictConfig) -> dict[str, str]:
+    """Config group -> the option that a job was composed with."""
+    return {group: option for group, option in hydra.runtime.choices.items() if option is not None}
 
 
 def typed_overrides(hydra: DictConfig) -> list[str]:
@@ -381,6 +389,11 @@ def let_imports_see_the_working_directory() -> None:
         sys.path.append(here)
 
 
+def _output_dir(config: DictConfig, node: DictConfig) -> Path:
+    """Where a run or a sweep writes: `output_dir`, or what its node of Hydra (`hydra.run`, `hydra.sweep`) says."""
+    return Path(config.get("output_dir") or node.dir).absolute()
+
+
 def _claim(directory: Path, config: DictConfig, node: DictConfig) -> Path:
     """Create the directory of a run or a sweep; where its name is a time, one that nobody else has."""
     named_by_time = config.get("output_dir") is None and "${now" in OmegaConf.to_container(node, resolve=False)["dir"]  # type: ignore[index,call-overload]
@@ -395,8 +408,3 @@ def _claim(directory: Path, config: DictConfig, node: DictConfig) -> Path:
                 raise ConfigError(f"output_dir={shown(directory)}", reason, "a directory that can be written") from None
             number += 1
             candidate = directory.with_name(f"{directory.name}_{number}")
-
-
-def _quoted(path: Path) -> str:
-    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'

@@ -74,8 +74,8 @@ def read_outcome(directory: Path, steps: int, launcher_error: str = "") -> Outco
     if bad := next((row for row in rows if row["loss"] is not None and not math.isfinite(row["loss"])), None):
         return Outcome(NOT_A_NUMBER, f"the loss of step {bad['step']} is {bad['loss']}", memory_bytes=memory)
     if not seconds:
-        made = summary.get("steps")
-        return Outcome(CRASH, f"it finished, but after {made} steps: more than {WARM_UP} are needed for a time")
+        done = summary.get("steps")
+        return Outcome(CRASH, f"it finished, but after {done} steps: more than {WARM_UP} are needed for a time")
     tokens = [row["tokens"] for row in rows if row["tokens"] is not None]
     per_step = (tokens[-1] - tokens[0]) / (len(tokens) - 1) if len(tokens) > 1 else None
     per_second = per_step / (sum(seconds) / len(seconds)) if per_step else None
@@ -84,7 +84,7 @@ def read_outcome(directory: Path, steps: int, launcher_error: str = "") -> Outco
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Step, loss, tokens and seconds of every whole row; a number that is absent is None."""
-    found = []
+    rows = []
     if path.is_file():
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
@@ -92,8 +92,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
                 if row.get("step", "").isdecimal() and None not in row.values():
                     numbers = {name: float(row[name]) if row[name] else None for name in ("loss", "step_time_s")}
                     tokens = int(row["tokens"]) if row["tokens"] else None
-                    found.append({"step": int(row["step"]), "tokens": tokens, **numbers})
-    return found
+                    rows.append({"step": int(row["step"]), "tokens": tokens, **numbers})
+    return rows
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -47,9 +47,9 @@ def profile_apart(job: ResolvedJob, device: str) -> tuple[ModelProfile, Recipe]:
     if not answer.is_file():
         said = ended.stderr.decode(errors="replace").strip().splitlines()[-20:]
         raise ConfigError("model", "it could not be profiled:\n" + "\n".join(said))
-    found = json.loads(answer.read_text(encoding="utf-8"))
-    raise_all([ConfigError(*error) for error in found.get("errors", ())])
-    return ModelProfile.from_json(found["profile"]), Recipe(**found["recipe"])
+    values = json.loads(answer.read_text(encoding="utf-8"))
+    raise_all([ConfigError(*error) for error in values.get("errors", ())])
+    return ModelProfile.from_json(values["profile"]), Recipe(**values["recipe"])
 
 
 def main() -> None:
@@ -59,14 +59,14 @@ def main() -> None:
 
     let_imports_see_the_working_directory()
     job, answer, device = ResolvedJob.read(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    found: dict[str, Any]
+    values: dict[str, Any]
     try:
         profile, recipe = profile_of(job.config, device)
-        found = {"profile": profile.to_json(), "recipe": dataclasses.asdict(recipe)}
+        values = {"profile": profile.to_json(), "recipe": dataclasses.asdict(recipe)}
     except (ConfigError, ConfigErrors) as error:
         errors = error.errors if isinstance(error, ConfigErrors) else [error]
-        found = {"errors": [(item.where, item.problem, item.allowed, item.write) for item in errors]}
-    answer.write_text(json.dumps(found), encoding="utf-8")
+        values = {"errors": [(item.where, item.problem, item.allowed, item.write) for item in errors]}
+    answer.write_text(json.dumps(values), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ class _Trials:
         Raises:
             ConfigError: there is none.
         """
-        found = read_record(self.directory / RECORD, self.context)
+        trials = read_record(self.directory / RECORD, self.context)
         if resume is not None:
             path = Path(resume)
             where = f"search.resume={resume}"
@@ -118,8 +118,8 @@ class _Trials:
             if path.resolve() != self.directory.resolve():
                 # Their directories are not below this one.
                 earlier = read_record(path / RECORD, self.context)
-                found += [replace(trial, directory=str(path.resolve() / trial.directory)) for trial in earlier]
-        return found
+                trials += [replace(trial, directory=str(path.resolve() / trial.directory)) for trial in earlier]
+        return trials
 
     def measure(self, asks: Sequence[Ask]) -> Iterator[Trial]:
         """Launch the runs, wait for them, and read from their directories what became of them."""

@@ -22,7 +22,7 @@ from autolaunch.config.command_line import unquoted
 from autolaunch.config.compose import resolved
 from autolaunch.config.origin import Origin
 from autolaunch.job import ResolvedJob
-from autolaunch.jobs.run import resolve_job
+from autolaunch.jobs.run import chosen_options, resolve_job
 from autolaunch.planning.wanted import CHOSEN_GROUPS, typed_keys, wanted_by
 from autolaunch.search.profile import profile_apart
 from autolaunch_strategies.config import AXES, ConfigError, raise_all
@@ -181,8 +181,7 @@ def _job(config: DictConfig, directory: Path, here: bool) -> ResolvedJob:
     values, wrong = validate(resolved(config), Origin(hydra))
     raise_all(wrong)
     values["output_dir"] = str(directory)
-    choices = {group: option for group, option in hydra.runtime.choices.items() if option is not None}
-    return ResolvedJob(values, directory, 1, [], __version__, choices)
+    return ResolvedJob(values, directory, 1, [], __version__, chosen_options(hydra))
 
 
 def _belongs(override: str, keys: Sequence[str]) -> bool:

@@ -20,31 +20,8 @@ from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.strategy import MeshStrategy
 from autolaunch_strategies.model.construction import Construction
 
-TRAINER_ARGUMENTS = (
-    "max_steps",
-    "max_epochs",
-    "max_time",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "val_check_interval",
-    "check_val_every_n_epoch",
-    "num_sanity_val_steps",
-    "log_every_n_steps",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "deterministic",
-    "benchmark",
-    "detect_anomaly",
-    "fast_dev_run",
-    "overfit_batches",
-    "enable_progress_bar",
-    "enable_model_summary",
-    "sync_batchnorm",
-    "profiler",
-)
-"""Keys of `trainer` that are arguments of lightning's Trainer by the same name."""
+NOT_OF_LIGHTNING = ("accelerator", "accumulate_grad_batches", "callbacks")
+"""Keys of `trainer` that lightning's Trainer is not given as they are; all others are arguments of it."""
 
 
 def build_strategy(config: Mapping[str, Any]) -> MeshStrategy:
@@ -86,7 +63,7 @@ def build_trainer(
     saving = checkpoints["enabled"] and not trainer["fast_dev_run"]
     if saving and config["task"] == "fit":
         callbacks = [*callbacks, Checkpoints(job.output_dir / "checkpoints", checkpoints)]
-    arguments = {name: trainer[name] for name in TRAINER_ARGUMENTS}
+    arguments = {name: value for name, value in trainer.items() if name not in NOT_OF_LIGHTNING}
     arguments["max_epochs"] = -1 if trainer["max_epochs"] is None else trainer["max_epochs"]
     return pl.Trainer(
         strategy=strategy,

@@ -9,18 +9,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from omegaconf import OmegaConf
 
 from autolaunch.config.against_schema import validate
 from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.data import build_data
-from autolaunch.directories import CONF
 from autolaunch.job import ResolvedJob
 from autolaunch.machine.devices import visible_devices
 from autolaunch.models import build_module
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, own_plan, quiet_lightning
-from autolaunch_strategies.config import CP_BACKENDS, raise_all
+from autolaunch_strategies.config import CP_BACKENDS, CP_NAMES, MP_NAMES, PP_NAMES, raise_all
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate
 from autolaunch_strategies.planner.module_profile import profile_module
@@ -31,8 +29,6 @@ STEPS, MORE = 7, 10
 
 GPU_PRECISION, CPU_PRECISION = "bf16-mixed", "32-true"
 """What most people train with there."""
-
-GROUPS = {"optimizer": "adamw", "scheduler": "constant", "trainer": "default", "launch": "local"}
 
 
 @dataclass(frozen=True)
@@ -51,36 +47,36 @@ class Training:
     def config(self, job: ResolvedJob) -> dict[str, Any]:
         """The resolved config of this training, with the seed and the devices of `job`."""
         c = self.candidate
-        values: dict[str, Any] = {name: _group(name, option) for name, option in GROUPS.items()}
-        values |= {
+        values: dict[str, Any] = {
             "task": "fit",
             "precision": GPU_PRECISION
             if visible_devices(job.config["trainer"]["accelerator"])[0] == "gpu"
             else CPU_PRECISION,
             "seed": job.config["seed"],
             "mesh": {**c.mesh.sizes, "order": list(c.mesh.order)},
-            "model": {**_group("model", "llama"), **self.model},
+            "model": {"name": "llama", **self.model},
             "data": {
-                **_group("data", "synthetic"),
+                "name": "synthetic",
                 "seq_len": self.positions,
                 "batch_size": self.batch,
                 "microbatches": c.microbatches,
             },
-            "dp": {**_group("dp", "fsdp"), "sharding_level": c.level},
-            "mp": _group("mp", "seq_parallel" if c.sequence_parallel else "tensor_parallel"),
-            "pp": _group("pp", c.pipeline_name if c.pp > 1 else "exact"),
-            "cp": _group("cp", c.backend_name),
+            "dp": {"sharding_level": c.level},
+            "mp": _fields(MP_NAMES["seq_parallel" if c.sequence_parallel else "tensor_parallel"]),
+            "pp": _fields(PP_NAMES[c.pipeline_name if c.pp > 1 else "exact"]),
+            "cp": _fields(CP_NAMES[c.backend_name]),
+            "scheduler": {"name": "constant"},
+            "trainer": {
+                "accelerator": job.config["trainer"]["accelerator"],
+                "max_steps": self.steps,
+                "limit_val_batches": 0,
+                "enable_progress_bar": False,
+            },
             "recompute": c.recompute_name,
             "checkpoint": {"enabled": False},
             "logger": {},
         }
-        values["trainer"] |= {
-            "accelerator": job.config["trainer"]["accelerator"],
-            "max_steps": self.steps,
-            "limit_val_batches": 0,
-            "enable_progress_bar": False,
-        }
-        config, wrong = validate(values)
+        config, wrong = validate(values)  # and every other key at its default
         raise_all(wrong)
         return with_batch_parts(config, c.pp)
 
@@ -101,7 +97,7 @@ class Training:
     def described(self, job: ResolvedJob) -> tuple[ModelProfile, Recipe]:
         """What the planner is told of it."""
         config = self.config(job)
-        own = own_plan({**config, "mp": _group("mp", "tensor_parallel")})
+        own = own_plan({**config, "mp": _fields(MP_NAMES["tensor_parallel"])})
         with Construction(config["seed"]).recording():
             module = build_module(config)
         device = "cuda" if config["precision"] != CPU_PRECISION else "cpu"
@@ -160,6 +156,5 @@ def trainings(ranks: int, local_ranks: int) -> Iterator[Training]:
     yield each("dp, recomputed", 4, dp=ranks, recompute=FULL)
 
 
-def _group(group: str, option: str) -> dict[str, Any]:
-    values: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))  # PyYAML reads 1e-3 as a text
-    return dict(values)
+def _fields(axis: Any) -> dict[str, Any]:
+    return dataclasses.asdict(axis)
