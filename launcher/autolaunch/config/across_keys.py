@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autolaunch.config.against_schema import Where, typed, written
 from autolaunch.config.microbatches import check_batch_parts, with_batch_parts
 from autolaunch.config.resume import resolve_ckpt_path
 from autolaunch.config.schema import IN_ONE_PROCESS
@@ -33,6 +32,7 @@ from autolaunch_strategies.config import (
     parse_order,
     parse_recompute,
 )
+from autolaunch_strategies.config.values import Where, typed, written
 from autolaunch_strategies.plan.context import check_backends, read_context_plan
 from autolaunch_strategies.plan.rules import read_plan
 from autolaunch_strategies.schedules.schedule import default_virtual_stages

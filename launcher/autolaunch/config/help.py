@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autolaunch.config.against_schema import field_types, group_schema, help_of, limits_text, schemas_of, written
+from autolaunch.config.against_schema import field_types, group_schema, help_of, schemas_of
 from autolaunch.config.command_line import HYDRA_INFO
 from autolaunch.config.schema import FAMILIES, GROUPS, TASKS, Job, default_of
 from autolaunch.config.sources import SHAPES
 from autolaunch_strategies.config import ConfigError, nearest
+from autolaunch_strategies.config.values import limits_text, written
 from autolaunch_strategies.plan.context import CONTEXT_STYLES
 from autolaunch_strategies.plan.rules import STYLES
 

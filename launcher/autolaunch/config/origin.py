@@ -15,10 +15,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from autolaunch.config.against_schema import written
 from autolaunch.config.command_line import unquoted
 from autolaunch.config.sources import schema_defaults
 from autolaunch.directories import shown
+from autolaunch_strategies.config.values import written
 
 
 class Origin:

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autolaunch.config.against_schema import written
 from autolaunch.directories import shown
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.report.page import LEVELS, Page
@@ -21,6 +20,7 @@ from autolaunch.report.readable import counted, joined, readable_bytes, readable
 from autolaunch.report.schedule_screen import schedule_text
 from autolaunch.report.settings_words import SHARDED, mesh_words
 from autolaunch_strategies.config import AXES, SHARDING_AXES
+from autolaunch_strategies.config.values import written
 from autolaunch_strategies.schedules.schedule import Timeline
 
 WIDEST_PICTURE = 160

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Any
 
 from autolaunch_strategies.config.errors import ConfigError, nearest
+from autolaunch_strategies.config.values import checked_value
 
 
 def option(
@@ -27,12 +29,15 @@ def as_yaml(value: Any) -> str:
 
 
 def from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:
-    """An object of a dataclass with these fields.
+    """An object of a dataclass with these fields, checked as if they stood in a YAML file.
 
     Raises:
-        ConfigError: a field that it has not, or a value that is not one of its choices; called `where.field`.
+        ConfigError: a field that it has not, or a value of another type, or that is not one of its choices, or out of
+            its limits; called `where.field`.
     """
     fields = {item.name: item for item in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    checked = {}
     for key, value in values.items():
         if key not in fields:
             close = nearest(str(key), fields)
@@ -41,9 +46,7 @@ def from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:
                 "no such key" + (f"; did you mean {where}.{close}?" if close else ""),
                 ", ".join(fields),
             )
-        choices = fields[key].metadata.get("choices")
-        if choices and (value not in choices or isinstance(value, bool) != isinstance(choices[0], bool)):
-            raise ConfigError(
-                f"{where}.{key}={value}", "not one of the choices", ", ".join(as_yaml(c) for c in choices)
-            )
-    return cls(**values)
+        checked[key], error = checked_value(value, fields[key], hints[key], f"{where}.{key}")
+        if error is not None:
+            raise error
+    return cls(**checked)
