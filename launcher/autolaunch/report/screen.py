@@ -20,7 +20,7 @@ from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.report.pipeline import remarks, stage_table
 from autolaunch.report.readable import readable_bytes, readable_count, readable_seconds
 from autolaunch.report.schedule_picture import schedule_text
-from autolaunch_strategies.config import AXES, SHARDING_AXES
+from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, SHARDING_AXES
 from autolaunch_strategies.schedules.schedule import Timeline
 
 WIDEST = 100
@@ -235,7 +235,8 @@ def _sequences(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
     if not cp:
         return ""
     ranks, ulysses = cp["ranks"], cp["ulysses"] or 1
-    places = f" (ring of {ranks // ulysses} × ulysses of {ulysses})" if cp["backend"] == "usp" else ""
+    mixed = CP_BACKEND_SPECS[cp["backend"]].is_mixed
+    places = f" (ring of {ranks // ulysses} × ulysses of {ulysses})" if mixed else ""
     tokens = ""
     if (length := job["data"].get("seq_len")) and "_target_" not in job["data"]:
         padded = -(-length // (2 * ranks)) * 2 * ranks

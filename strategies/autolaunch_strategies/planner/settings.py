@@ -7,12 +7,12 @@ from typing import Any
 
 from autolaunch_strategies.config import (
     AXES,
+    CP_BACKEND_SPECS,
     CP_BACKENDS,
     SCHEDULES,
     ConfigError,
     cp_backend,
     parse_recompute,
-    ulysses_degree,
 )
 from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
@@ -47,7 +47,7 @@ def overrides(candidate: Candidate, profile: ModelProfile, recipe: Recipe) -> li
             found.append(f"pp.split_spec={{{ends}}}")
     if c.cp > 1:
         found.append(f"cp={c.backend_name}")
-        if c.backend_name == "usp":
+        if c.context_backend.is_mixed:
             found.append(f"cp.ulysses={c.ulysses}")
     found.append(f"recompute={c.recompute_name}")
     found.append(f"data.microbatches={c.microbatches if c.pp == 1 else 1}")
@@ -92,9 +92,7 @@ def candidate_of(config: Mapping[str, Any], heads: int | None = None) -> Candida
         backend = cp_backend(cp["backend"])
         alone = heads // sizes["mp"] if heads is not None and heads % sizes["mp"] == 0 else None
         fields["backend"] = CP_BACKENDS.index(backend)
-        fields["ulysses"] = {"ulysses": sizes["cp"], "usp": cp.get("ulysses")}.get(backend, 1) or ulysses_degree(
-            sizes["cp"], alone
-        )
+        fields["ulysses"] = CP_BACKEND_SPECS[backend].neighbours(sizes["cp"], alone, cp.get("ulysses"))
     mode = parse_recompute(config["recompute"]).mode
     fields["recompute"] = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}.get(str(mode), mode)
     return Candidate(**fields)
