@@ -35,7 +35,7 @@ KEY_PHRASES: dict[str, tuple[str, ...]] = {
     "sequence-first": (f"{_UNSEEN}SequenceFirst", "[b, heads, s, d]", "batch_first=True"),
     "ring-dropout": ("cp=ring: attention drops out 0.5 of its weights, which a ring cannot", "write:   cp=gather"),
     "ring-hf-dropout": ("cp=ring: attention drops out 0.5 of its weights", "attn_pdrop", "write:   cp=gather"),
-    "ulysses-heads": ("cp=ulysses: 3 heads of attention cannot be divided among 2 ranks", "write:   cp=gather"),
+    "ulysses-heads": ("cp=ulysses: 3 heads of attention cannot be shared evenly by 2 ranks", "write:   cp=gather"),
     **{
         f"mixes-{kind}": (_BLOCK, _DIFFERS, _ATTENTION)
         for kind in ("convolution", "cumsum", "own-attention", "positions", "last", "far")
