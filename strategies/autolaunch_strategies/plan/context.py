@@ -12,7 +12,7 @@ from autolaunch_strategies.plan.rules import Rule, StyleSpec, read_plan
 CONTEXT_STYLES = ("PrepareContextParallel", "ContextParallel")
 """Styles that speak of cp; every other one speaks of mp."""
 
-_PADDLE_BACKEND = "ring"  # p2p is the default of Paddle's styles
+_PADDLE_BACKEND = cp_backend("p2p")  # the default of its styles
 
 
 def read_context_plan(plan: Any, backend: str | None, source: str = "cp.plan") -> list[Rule]:
