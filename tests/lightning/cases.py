@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from autolaunch_strategies import MeshStrategy
+from autolaunch_strategies.config import ConfigError
 from tests.lightning.modules import AutoEncoder, Classifier, Gan, LanguageModel, LateLanguageModel
 from tests.support.cases import OUT, RANK, WORLD, no_compiler, serve
 
@@ -33,12 +35,11 @@ def case(*groups: str, name: str = "") -> Callable[[Case], Case]:
     return add
 
 
-def samples(count: int = 48, pairs: bool = False) -> TensorDataset:
-    """Floats [count, 16] and labels [count]; with `pairs` each sample twice, one for each of two ranks."""
+def samples(count: int = 48) -> TensorDataset:
+    """Floats [count, 16] and labels [count]."""
     generator = torch.Generator().manual_seed(5)
-    x = torch.randn(count // 2 if pairs else count, 16, generator=generator)
-    y = torch.randint(0, 4, (len(x),), generator=generator)
-    return TensorDataset(*(item.repeat_interleave(2, 0) if pairs else item for item in (x, y)))
+    x = torch.randn(count, 16, generator=generator)
+    return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
 
 
 def loader(global_batch: int = 8, **kwargs: Any) -> DataLoader:
@@ -58,7 +59,8 @@ class Rows(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if "loss" in (outputs or {}):
-            self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach())))
+            counts = getattr(trainer.strategy, "batch_weight", 1.0)
+            self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach() * counts)))
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         from autolaunch_strategies.data_parallel.gradients import gradient_norm
@@ -128,16 +130,20 @@ def parity(
     GROUPS.setdefault("parity", {})[name] = run
 
 
-def pairs() -> DataLoader:
-    return loader(pairs=True)
-
-
 class OwnClipping(LanguageModel):
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, **kwargs: Any) -> None:
         if self.global_step % 2:
             self.clip_gradients(optimizer, 0.01, "value")
         else:
             self.clip_gradients(optimizer, 0.3, "norm")
+
+
+class SynchronisedClassifier(Classifier):
+    """On one process its batch norm is as any other; torch's own exchange knows GPUs only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
 
 
 class WithAdafactor(LanguageModel):
@@ -148,7 +154,8 @@ class WithAdafactor(LanguageModel):
 LEVELS = (0, 1, 2, 3)
 for level in LEVELS:
     parity(f"autoencoder-{level}", AutoEncoder, {"level": level}, val=loader)
-    parity(f"classifier-{level}", Classifier, {"level": level}, data=pairs, val=pairs, max_epochs=2)
+    parity(f"classifier-{level}", Classifier, {"level": level}, val=loader, max_epochs=2)
+    parity(f"synchronised-{level}", SynchronisedClassifier, {"level": level}, val=loader)
     parity(f"language-{level}", LanguageModel, {"level": level}, val=loader, gradient_clip_val=0.5)
     parity(
         f"accumulate-{level}", LanguageModel, {"level": level}, data=lambda: loader(4), val=loader,
@@ -278,23 +285,25 @@ for _level in LEVELS:
     case("parity", name=f"parts-elsewhere-{_level}")(lambda level=_level: parts_elsewhere(level))  # type: ignore[misc]
 
 
-@case("parity")
-def own_sampler_left_alone() -> Any:
-    """One rank along dp keeps the loader's order; more get a DistributedSampler over dp that sees each sample once."""
-    seen: list[float] = []
+def own_loader(batch_size: int | None = 8, **options: Any) -> DataLoader:
+    """As people write it for one process; the last batch has three samples, which two ranks can't share evenly."""
+    return DataLoader(samples(51), batch_size=batch_size, **options)
 
-    class Looks(AutoEncoder):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.extend(batch[0][:, 0].tolist())
-            return super().training_step(batch, batch_idx)
 
-    pl.seed_everything(1, verbose=False)
-    trainer = make_trainer(mesh_strategy(3), use_distributed_sampler=True)
-    trainer.fit(Looks(), DataLoader(samples(), batch_size=8 // WORLD))
-    gathered = trainer.strategy.all_gather(torch.tensor(seen))
-    sampler = trainer.train_dataloader.sampler
-    assert getattr(sampler, "num_replicas", 1) == WORLD
-    return sorted(gathered.flatten().tolist())
+for level in LEVELS:
+    for order, options in (("in-order", {}), ("shuffled", {"shuffle": True})):
+        parity(
+            f"{order}-{level}", LanguageModel, {"level": level}, data=partial(own_loader, **options), val=own_loader,
+            max_epochs=2, use_distributed_sampler=True,
+        )  # fmt: skip
+parity(
+    "per-rank", LanguageModel, {"batch_size": "per_rank"}, data=lambda: own_loader(8 // WORLD, shuffle=True),
+    max_epochs=2, use_distributed_sampler=True,
+)  # fmt: skip
+parity(
+    "own-batches", LanguageModel, data=lambda: own_loader(None, sampler=BatchSampler(range(51), 8, False)),
+    use_distributed_sampler=True,
+)  # fmt: skip
 
 
 @case("parity")
@@ -613,23 +622,80 @@ def augmentation_differs() -> Any:
 
 @case("ranks")
 def statistics_agree() -> Any:
-    """Running statistics are each rank's own in training, and the first rank's in validation and checkpoints."""
+    """What a module collects itself is each rank's own in training, the first rank's in validation and checkpoints."""
     seen: list[float] = []
 
-    class Looks(Classifier):
+    class Collects(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("lately", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.lately.lerp_(batch[0].mean(), 0.1)
+            return super().training_step(batch, batch_idx)
+
         def on_train_end(self) -> None:
-            seen.append(float(self.model[1].running_mean.sum()))
+            seen.append(float(self.lately))
 
         def on_validation_epoch_end(self) -> None:
             super().on_validation_epoch_end()
-            seen.append(float(self.model[1].running_mean.sum()))
+            seen.append(float(self.lately))
 
     pl.seed_everything(1, verbose=False)
-    module = Looks()
+    module = Collects()
     trainer = make_trainer(mesh_strategy(3))
     trainer.fit(module, loader())
     trainer.validate(module, loader(), verbose=False)
     return seen
+
+
+class Numbers(IterableDataset):
+    """0 to 9 in the first feature; `step` and `start` as of a dataset that shares them out itself."""
+
+    def __init__(self, start: int = 0, step: int = 1) -> None:
+        self.numbers = range(start, 10, step)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers:
+            yield torch.full((16,), float(number)), torch.tensor(0)
+
+
+@case("ranks")
+def streams() -> Any:
+    def firsts(data: IterableDataset, batch_size: int, **options: Any) -> list[float]:
+        seen: list[float] = []
+
+        class Looks(AutoEncoder):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                seen.extend(batch[0][:, 0].tolist())
+                return super().training_step(batch, batch_idx)
+
+        trainer = make_trainer(mesh_strategy(3), **options)
+        trainer.fit(Looks(), DataLoader(data, batch_size=batch_size))
+        return seen
+
+    shared = firsts(Numbers(), 4, use_distributed_sampler=True)
+    left_alone = firsts(Numbers(RANK, WORLD), 2, use_distributed_sampler=False)
+    try:
+        firsts(Numbers(RANK, WORLD), 2, use_distributed_sampler=True)
+    except ConfigError as error:
+        return {"shared": shared, "left alone": left_alone, "refused": str(error)}
+
+
+@case("ranks")
+def predicted() -> Any:
+    class Predicts(AutoEncoder):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch[0][:, 0]
+
+    class Looks(pl.callbacks.BasePredictionWriter):
+        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+            self.indices = batch_indices
+
+    looks = Looks("epoch")
+    data = [(torch.full((16,), float(number)), 0) for number in range(10)]
+    make_trainer(mesh_strategy(3), looks, use_distributed_sampler=True).predict(Predicts(), DataLoader(data, 4))
+    return looks.indices[0]
 
 
 # --- checkpoints: saved on two ranks, resumed on any mesh --------------------------------------------------------

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from autolaunch_strategies import MeshStrategy
+from autolaunch_strategies.config import ConfigError
+from tests.support.messages import assert_told
 from tests.support.ranks import Group, GroupOf, differences
 from tests.support.tiers import tiered
 
@@ -65,18 +68,25 @@ SAME = [
         )
         for level in LEVELS
     ),
-    *(f"{case}-{level}" for case in ("by-value", "own-clipping", "double", "hooks") for level in (0, 3)),
+    *(
+        f"{case}-{level}"
+        for case in ("by-value", "own-clipping", "double", "hooks", "synchronised")
+        for level in (0, 3)
+    ),
     *("recompute-full", "recompute-2", "recompute-selective", "compile", "compile-captured", "offload-1", "offload-3"),
-    *("tasks_after_each_other", "own_sampler_left_alone", "logged_once", "early_stopping"),
+    *("tasks_after_each_other", "logged_once", "early_stopping"),
+    *(f"{order}-{level}" for order in ("in-order", "shuffled") for level in LEVELS),
+    *("per-rank", "own-batches"),
 ]
 
 
 LONG = {
     "adafactor-1", "parts-elsewhere-2", "language-1", "autoencoder-3", "early_stopping", "recompute-2",
     "autoencoder-0", "autoencoder-2", "classifier-1", "classifier-3", "language-0", "language-2", "accumulate-1",
-    "accumulate-2", "gan-0", "gan-1", "gan-2", "adafactor-0", "adafactor-2", "parts-elsewhere-0", "parts-elsewhere-1",
-    "by-value-0", "own-clipping-0", "double-3", "hooks-0", "recompute-full", "recompute-selective", "compile",
-    "offload-1", "compile-captured", "adafactor-3", "own-clipping-3", "parts-elsewhere-3",
+    "accumulate-2", "gan-0", "gan-1", "gan-2", "adafactor-0", "adafactor-2", "parts-elsewhere-0",
+    "parts-elsewhere-1", "by-value-0", "own-clipping-0", "double-3", "hooks-0", "recompute-full",
+    "recompute-selective", "compile", "in-order-0", "in-order-1", "in-order-2", "shuffled-1", "shuffled-3",
+    "synchronised-0", "offload-1", "compile-captured", "adafactor-3", "own-clipping-3", "parts-elsewhere-3",
 }  # fmt: skip
 """Of model x level and option x level: what is left when every two have met."""
 
@@ -189,10 +199,28 @@ def test_collectives_are_over_the_ranks_whose_data_differ(ranks: Group) -> None:
 
 def test_ranks_draw_different_random_numbers(ranks: Group) -> None:
     drawn = ranks.read("augmentation_differs", 0) + ranks.read("augmentation_differs", 1)
-    assert len(set(drawn)) == len(drawn) == 8
+    assert len(set(drawn)) == len(drawn) == 16
 
 
 def test_statistics_are_the_first_ranks_wherever_they_count(ranks: Group) -> None:
     (training_0, validation_0), (training_1, validation_1) = (ranks.read("statistics_agree", rank) for rank in (0, 1))
     assert training_0 != training_1
     assert validation_0 == validation_1 == training_0
+
+
+def test_a_stream_is_shared_out_unless_it_does_so_itself(ranks: Group) -> None:
+    first, second = (ranks.read("streams", rank) for rank in (0, 1))
+    assert (first["shared"], second["shared"]) == ([0.0, 1.0, 4.0, 5.0, 8.0], [2.0, 3.0, 6.0, 7.0, 9.0])
+    assert (first["left alone"], second["left alone"]) == ([0.0, 2.0, 4.0, 6.0, 8.0], [1.0, 3.0, 5.0, 7.0, 9.0])
+    for rank in (first, second):
+        assert_told(rank["refused"], "dataloader", "other samples", write="Trainer(use_distributed_sampler=False)")
+
+
+def test_predictions_tell_which_samples_they_are_of(ranks: Group) -> None:
+    assert [ranks.read("predicted", rank) for rank in (0, 1)] == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
+
+
+def test_an_unknown_batch_size_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        MeshStrategy(batch_size="per rank")
+    assert_told(caught.value, "batch_size='per rank'", "per_rank", write="MeshStrategy(batch_size='per_rank')")

@@ -43,7 +43,8 @@ def results(output: str) -> list[list[int]]:
     return sorted(json.loads(found) for found in re.findall(r"RESULT (\[.*?\])", output))
 
 
-TWO = [[0, 2, 0, 2, 2], [1, 2, 1, 2, 2]]
+TWO = [[0, 2, 0, 2, 4], [1, 2, 1, 2, 4]]
+"""As many steps as on one process: the loader's batches are those of all ranks."""
 
 
 @pytest.mark.parametrize("mesh", ["2", "auto"])

@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
 from autolaunch_strategies import ConfigError, InputSpec, ToDistributedConfig, clip_grad_norm_, to_distributed
-from autolaunch_strategies.paddle.loader import DistributedLoader, Share
+from autolaunch_strategies.data_parallel.loader import DistributedLoader, Share
 from tests import ROOT
 from tests.support.cases import RANK, WORLD, serve
 

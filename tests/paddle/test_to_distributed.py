@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autolaunch_strategies import ConfigError, InputSpec, ToDistributedConfig
+from autolaunch_strategies.data_parallel.loader import Share, check_loader, cut_batch, first_batch, global_batch_size
 from autolaunch_strategies.paddle.example_batch import example_of
-from autolaunch_strategies.paddle.loader import Share, check_loader, cut_batch, first_batch, global_batch_size
 from tests import ROOT
 from tests.support.ranks import Group, GroupOf, start, torchrun
 from tests.support.tiers import tiered

@@ -207,6 +207,52 @@ class Convolutions(nn.Sequential):
         super().__init__(parts | ends)
 
 
+class RotaryBlock(Block):
+    """As torchtune's attention: positions of all layers come from one module without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions: nn.Module = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.positions(x))
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(32, WIDTH), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table[: x.shape[1]]
+
+
+class SharedPositions(Stack):
+    kind = RotaryBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        positions = Positions()
+        for layer in self.layers:
+            layer.positions = positions
+
+
+class ListsOfParts(Stack):
+    """As x-transformers' layers: lists of [norm, what is called, nothing] that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.ModuleList([nn.LayerNorm(WIDTH)]), layer, nn.Identity()]) for layer in self.layers
+        )
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        for (norm,), layer, nothing in self.layers:
+            x = nothing(x + layer(norm(x)))
+        return self.head(self.norm(x))
+
+
 class Structured(Stack):
     """Blocks with outputs in a class of `transformers`."""
 
@@ -327,6 +373,8 @@ CASES = {
     "t5": (hf("T5", **T5), (), translation()),
     "stack": (Stack, (ids(),), {}),
     "keywords, tuples and masks": (Masked, (ids(),), {"mask": ids() % 5 > 0}),
+    "a module that all layers share": (SharedPositions, (ids(),), {}),
+    "lists of parts": (ListsOfParts, (ids(),), {}),
     "batch == length": (Masked, (ids(5, 5),), {"mask": ids(5, 5) % 4 > 0}),
     "skips": (UNet, (images(),), {}),
     "called twice": (Repeating, (ids(),), {}),

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from autolaunch_strategies.planner.choose import make_plan
+from autolaunch_strategies.planner.hardware import Hardware, Link
+from autolaunch_strategies.planner.plan import Plan
+from autolaunch_strategies.planner.profile import Recipe
+from tests.support.transformer_profile import transformer_profile
+
 GIB = 2.0**30
 
 PARTS = {
@@ -221,6 +227,16 @@ CHOICES = {
     "nothing-fits": nothing_fits,
     "strange": strange,
 }
+
+
+def planned(devices: int) -> Plan:
+    """What the planner chooses for a model of 8 blocks on so many GPUs."""
+    links = {"intra": Link(450e9, 5e-6), "inter": Link(50e9, 10e-6)}
+    machines = Hardware(
+        "gpus", "cuda", max(devices // 8, 1), min(devices, 8), 80 * GIB, {"bf16": 9.9e14}, 3.3e12, **links
+    )
+    profile = transformer_profile(8, 1024, 16, 2048, 32_000, name="a model")
+    return make_plan(profile, Recipe(batch_size=256, compute="bf16"), machines)
 
 
 def explanation() -> dict[str, Any]:

@@ -18,22 +18,22 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from autolaunch.report.choice_screen import show_choice, show_why
-from autolaunch.report.choice_words import (
-    PARTS,
-    TimeUnit,
-    command_of,
-    difference,
-    mesh_name,
-    mesh_words,
-    option_differences,
-    option_rows,
-    option_words,
-    parts_of,
-    share_of,
-    step_time,
-    thinned,
+from autolaunch.report.choice_words import PARTS, command_of, parts_of, thinned
+from autolaunch.report.page import Phrases, rows_shown
+from autolaunch.report.readable import TimeUnit, difference, share_of, step_time
+from autolaunch.report.settings_words import mesh_name, mesh_words, option_differences, option_rows, option_words
+from tests.report.choice_cases import (
+    CHOICES,
+    GIB,
+    STRANGE,
+    explanation,
+    huge,
+    nothing_fits,
+    one_device,
+    planned,
+    refusal,
+    usual,
 )
-from tests.report.choice_cases import CHOICES, GIB, STRANGE, explanation, huge, nothing_fits, one_device, refusal, usual
 
 
 def shown(show: Callable[[Console], None], width: int = 80, encoding: str = "utf-8") -> list[str]:
@@ -118,6 +118,19 @@ def test_alternatives_say_what_differs() -> None:
     assert " ".join(rows[1]) == "2 dp16xmp8xpp8 64 microbatches - within the noise 4.18 s -0.7% 66.1 GiB yes"
     assert " ".join(rows[2]) == "3 dp32xmp8xpp4 4.31 s +2.4% 71.9 GiB tight"
     assert " ".join(rows[5]) == "6 dp64xmp8xcp2 hsdp, 8 replicas, ring 4.90 s +16.4% 70.0 GiB yes"
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (80, ["hsdp, 8 replicas, interleaved_zero_bubble, ring - needs least memory"]),
+        (24, ["hsdp, 8 replicas,", "interleaved_zero_bubble,", "ring - needs least", "memory"]),
+        (23, ["hsdp, 8 replicas,", "interleaved_zero_bubble", "ring - needs least", "memory"]),
+    ],
+)
+def test_options_go_on_in_the_next_line_between_them_alone(width: int, expected: list[str]) -> None:
+    options = Phrases(["hsdp", "8 replicas", "interleaved_zero_bubble", "ring"], "needs least memory")
+    assert shown(lambda console: console.print(options), width) == expected
 
 
 def test_what_less_memory_costs_leaves_out_what_costs_nothing() -> None:
@@ -312,10 +325,17 @@ def test_parts_are_in_one_order_and_none_is_lost() -> None:
     assert parts_of(parts, PARTS) == [("compute", 3.0), ("attention", 2.0), ("unknown", 1.0)]
 
 
-def test_thinning_keeps_the_ends_and_what_matters() -> None:
+@pytest.mark.parametrize("number", [9, 10, 15, 16, 23, 100])
+def test_thinning_keeps_the_ends_and_as_many_as_asked(number: int) -> None:
     assert thinned(list(range(5)), 8) == [0, 1, 2, 3, 4]
-    kept = thinned(list(range(100)), 8, keep=[41])
-    assert len(kept) == 8 and {0, 41, 99} <= set(kept) and kept == sorted(kept)
+    kept = thinned(list(range(number)), 8)
+    assert len(set(kept)) == 8 and {0, number - 1} <= set(kept) and kept == sorted(kept)
+
+
+def test_of_many_rows_some_are_left_out() -> None:
+    assert rows_shown(16) == list(range(16))
+    assert rows_shown(17) == [0, 1, 2, 3, 4, None, 7, 8, None, 12, 13, 14, 15, 16]
+    assert rows_shown(64, keep=40)[7:11] == [32, None, 40, None]
 
 
 def test_sizes_are_binary() -> None:
@@ -330,19 +350,10 @@ def test_sizes_are_binary() -> None:
 @pytest.mark.parametrize("devices", [1, 4, 64])
 def test_what_the_planner_says_is_shown(devices: int, tmp_path: Path) -> None:
     from autolaunch.report.choice_html import write_choice
-    from autolaunch_strategies.planner.choose import make_plan
     from autolaunch_strategies.planner.document import document
     from autolaunch_strategies.planner.explain import why
-    from autolaunch_strategies.planner.hardware import Hardware, Link
-    from autolaunch_strategies.planner.profile import Recipe
-    from tests.support.transformer_profile import transformer_profile
 
-    profile = transformer_profile(8, 1024, 16, 2048, 32_000, name="a model")
-    links = {"intra": Link(450e9, 5e-6), "inter": Link(50e9, 10e-6)}
-    machines = Hardware(
-        "gpus", "cuda", max(devices // 8, 1), min(devices, 8), 80 * GIB, {"bf16": 9.9e14}, 3.3e12, **links
-    )
-    plan = make_plan(profile, Recipe(batch_size=256, compute="bf16"), machines)
+    plan = planned(devices)
     choice = document(plan)
     lines = lines_of(choice, 100)
     assert max(map(cell_len, lines[: lines.index("run it")])) <= 100

@@ -7,13 +7,19 @@ import math
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
 from autolaunch.report.choice_html import write_choice
-from autolaunch.report.choice_pictures import memory_svg, pareto_svg, time_svg
+from autolaunch.report.choice_pictures import memory_svg, time_svg
 from autolaunch.report.choice_words import MEMORY, PARTS
-from tests.report.choice_cases import CHOICES, GIB, STRANGE, huge, nothing_fits, one_device, strange, usual
+from autolaunch.report.pareto_picture import pareto_svg
+from autolaunch.report.settings_words import option_words
+from autolaunch.report.svg import round_numbers_apart, text_width
+from autolaunch_strategies.planner.document import document
+from tests.report.choice_cases import CHOICES, GIB, STRANGE, huge, nothing_fits, one_device, planned, strange, usual
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = {"time": time_svg, "memory": memory_svg, "pareto": pareto_svg}
@@ -36,12 +42,27 @@ def number(shape: ElementTree.Element, key: str) -> float:
 
 
 def box(text: ElementTree.Element) -> tuple[float, float, float, float]:
-    """Where words are, by a usual width of letters."""
+    """Where words are in a wide font: left, top, right, bottom of their small letters' line."""
     words = "".join(text.itertext())
-    size = float(text.get("font-size", 13))
-    wide, x, y = 0.53 * size * len(words), number(text, "x"), number(text, "y")
+    size = float(text.get("font-size", 12))
+    wide, x, y = text_width(words, size, bool(text.get("font-weight"))), number(text, "x"), number(text, "y")
     left = x - {"end": wide, "middle": wide / 2}.get(text.get("text-anchor", ""), 0.0)
-    return left, y - size, left + wide, y
+    return left, y - 0.8 * size, left + wide, y + 0.2 * size
+
+
+def check_words(root: ElementTree.Element) -> None:
+    """No words leave the picture, lie over other words or, in a plot, over a point."""
+    boxes = {text: box(text) for text in root.iter(f"{SVG}text")}
+    for text, (left, top, right, bottom) in boxes.items():
+        assert min(left, top) >= 0, text.text
+        assert right <= number(root, "width") and bottom <= number(root, "height"), text.text
+        for point in (shape for shape in root.iter(f"{SVG}circle") if about(shape)):
+            x, y = number(point, "cx"), number(point, "cy")
+            away = math.hypot(max(left - x, x - right, 0), max(top - y, y - bottom, 0))
+            assert away >= number(point, "r") - 0.01, (text.text, about(point))
+    for (one, (left, top, right, bottom)), (other, second) in itertools.combinations(boxes.items(), 2):
+        apart = right <= second[0] + 0.01 or second[2] <= left + 0.01 or bottom <= second[1] or second[3] <= top
+        assert apart, (one.text, other.text)
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -62,9 +83,7 @@ def test_pictures_are_whole(name: str, case: str) -> None:
         if shape.get("x"):
             assert number(shape, "x") + number(shape, "width") <= width + 0.01
             assert number(shape, "y") + number(shape, "height") <= height
-    for words in root.iter(f"{SVG}text"):
-        left, top, right, bottom = box(words)
-        assert left >= 0 and top >= 0 and right <= width and bottom <= height, "".join(words.itertext())
+    check_words(root)
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -89,7 +108,7 @@ def test_bars_are_as_long_as_their_times() -> None:
             assert number(one, "x") + number(one, "width") <= number(other, "x") + 0.01
     words = texts(root)
     assert "4.21 s · chosen" in words and "4.90 s · +16.4%" in words
-    assert "dp64xmp8xcp2hsdp, 8 replicas, ring" in words
+    assert "dp64xmp8xcp2" in words and "hsdp, 8 replicas, ring" in words
 
 
 def test_what_takes_many_times_as_long_is_not_drawn() -> None:
@@ -125,14 +144,68 @@ def test_memory_of_64_stages_shows_each_of_them() -> None:
     assert "76.3 GiB · 103%" in words
 
 
-def test_names_in_the_plot_never_lie_over_each_other() -> None:
+def test_points_where_the_mesh_changes_have_names() -> None:
     for case in ("usual", "huge", "strange"):
-        root = ElementTree.fromstring(pareto_svg(CHOICES[case]()))
-        boxes = [box(text) for text in root.iter(f"{SVG}text") if "xpp" in "".join(text.itertext())]
-        assert 2 <= len(boxes) <= 9
-        for one, other in itertools.combinations(boxes, 2):
-            apart = one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] + 2 or other[3] <= one[1] + 2
-            assert apart, case
+        words = texts(ElementTree.fromstring(pareto_svg(CHOICES[case]())))
+        assert 2 <= sum("xpp" in word for word in words) <= 9
+
+
+OVERRIDES = (
+    *("dp=hsdp", "dp.replicate=16", "mp=seq_parallel", "pp=interleaved_zero_bubble", "pp.virtual_stages=16"),
+    *("pp.microbatches=1024", "pp.split_spec={model.layers.1: END}", "cp=usp", "cp.ulysses=8", "recompute=selective"),
+    *("data.microbatches=64", "mp.plan=/a/path/that/goes/on/and/on/and/on/and/on/and/on/and/on/and/on/plan.yaml"),
+)
+
+
+def any_choice(random: Random) -> dict[str, Any]:
+    """Ways of any number, any distance from each other and any distance from the limit, some at the same place."""
+
+    def way(seconds: float, memory: float) -> dict[str, Any]:
+        shares = {name: random.choice([0.0, random.random() ** 3]) for name in PARTS} | {"compute": 1.0}
+        return {
+            "seconds": seconds,
+            "memory_bytes": memory,
+            "mesh": f"{random.choice([1, 2, 16, 128])}x{random.choice([1, 8])}x{random.choice([1, 4, 16])}",
+            "overrides": random.sample(OVERRIDES, random.randrange(len(OVERRIDES))),
+            "parts": {name: share * seconds / sum(shares.values()) for name, share in shares.items()},
+        }
+
+    limit = random.choice([24, 80]) * GIB
+    seconds, memory = random.choice([1e-4, 0.3, 4.0, 900.0]), limit * random.uniform(0.02, 1.2)
+    front = []
+    for _ in range(random.choice([2, 3, 5, 10, 20, 40, 90])):
+        front.append(way(seconds, memory))
+        seconds *= 1 + random.choice([0.001, 0.02, 0.3]) * random.random()
+        memory *= 1 - random.choice([0.0, 0.01, 0.1, 0.4]) * random.random()
+    others = [
+        way(random.choice(front)["seconds"] * random.uniform(1, 1.3), memory * random.uniform(1, 9))
+        for _ in range(random.choice([0, 5, 10]))
+    ]
+    stages = [
+        {"pipe_rank": rank, "blocks": random.randrange(100), **kinds, "total": sum(kinds.values())}
+        for rank in range(random.choice([1, 8, 20, 128]))
+        for kinds in [{name: random.choice([0.0, limit * random.random() ** 3]) for name in MEMORY}]
+    ]
+    chosen = {**random.choice([*front, *others]), "memory_limit_bytes": limit, "stages": stages}
+    return {"chosen": random.choice([chosen, chosen, None]), "pareto": front, "alternatives": others}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_words_in_pictures_of_anything_are_apart(seed: int) -> None:
+    choice = any_choice(Random(seed))
+    pictures = [ElementTree.fromstring(text) for draw in PICTURES.values() if (text := draw(choice))]
+    for root in pictures:
+        check_words(root)
+    assert not choice["chosen"] or any(word.startswith("chosen: ") for word in texts(pictures[-1]))
+
+
+@pytest.mark.parametrize("devices", [8, 64])
+def test_words_in_pictures_of_what_the_planner_says_are_apart(devices: int) -> None:
+    choice = document(planned(devices))
+    for draw in PICTURES.values():
+        check_words(ElementTree.fromstring(draw(choice)))
+    chosen_options = ", ".join(option_words(choice["chosen"]["overrides"]))
+    assert chosen_options in " ".join(texts(ElementTree.fromstring(time_svg(choice))))  # none of them is cut off
 
 
 def test_the_plot_shows_every_way() -> None:
@@ -146,19 +219,32 @@ def test_the_plot_shows_every_way() -> None:
     assert "chosen: dp16xmp8xpp8" in texts(root)
 
 
-def test_times_that_are_far_apart_are_shown_by_their_logarithm() -> None:
+def test_ways_that_are_nearly_as_fast_stay_apart_from_each_other() -> None:
     choice = usual()
     choice["pareto"][-1]["seconds"] = 421.0
     root = ElementTree.fromstring(pareto_svg(choice))
-    assert {"5", "10", "20", "50", "100", "200", "500"} <= set(texts(root))
-    points = {
-        about(shape): number(shape, "cx")
-        for shape in root.iter(f"{SVG}circle")
-        if shape.find(f"{SVG}title") is not None
-    }
-    first, last = min(points.values()), max(points.values())
-    whole = math.log(421.0 * 1.2 / (4.18 / 1.2))
-    assert (last - first) / (534 - 82) == pytest.approx(math.log(421.0 / 4.18) / whole, abs=0.01)
+    assert {"50", "100", "200", "400"} <= set(texts(root))
+    points = (shape for shape in root.iter(f"{SVG}circle") if about(shape))
+    places = {about(shape).rpartition(": ")[2]: number(shape, "cx") for shape in points}
+    fastest, chosen, slowest = (places[key] for key in ("4.18 s, 66.1 GiB", "4.21 s, 56.3 GiB", "421.00 s, 8.0 GiB"))
+    assert (chosen - fastest) / (slowest - fastest) == pytest.approx(math.sqrt(0.03 / 416.82), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        pytest.param(7.05, 107, [10, 20, 30, 50, 70, 100], id="far-apart"),
+        pytest.param(390, 1150, [400, 440, 500, 600, 800, 1000], id="near"),
+        pytest.param(4.18, 4.21, [4.18, 4.182, 4.185, 4.19, 4.2, 4.21], id="nearly-the-same"),
+        pytest.param(4.2, 4.2, [4.2], id="the-same"),
+    ],
+)
+def test_numbers_at_an_axis(low: float, high: float, expected: list[float]) -> None:
+    def place(number: float) -> float:
+        return 430 * math.sqrt((number - low) / (high - low)) if high > low else 0.0
+
+    numbers = round_numbers_apart(low, high, place, 48)
+    assert numbers == expected
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.utils.data import DataLoader
 
 from autolaunch.report import metrics
-from autolaunch.report.metrics import COLUMNS, MetricsCsv, StepMetrics, count_tokens
+from autolaunch.report.metrics import StepMetrics, count_tokens
+from autolaunch.report.metrics_csv import COLUMNS, MetricsCsv
 from tests.support.ranks import start, torchrun
 
 
@@ -235,7 +236,8 @@ TWO_RANKS = """
 import sys
 import lightning.pytorch as pl, torch
 from torch.utils.data import DataLoader
-from autolaunch.report.metrics import MetricsCsv, StepMetrics
+from autolaunch.report.metrics import StepMetrics
+from autolaunch.report.metrics_csv import MetricsCsv
 from autolaunch.report.summary import collect_summary
 
 class Rank(pl.LightningModule):

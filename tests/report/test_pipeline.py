@@ -20,7 +20,7 @@ from autolaunch.jobs.run import resolve_job
 from autolaunch.launch.place import Place
 from autolaunch.report.pipeline import foreseen_timeline, remarks, stage_table, with_expectation
 from autolaunch.report.plan_file import read_plan
-from autolaunch.report.schedule_picture import schedule_text
+from autolaunch.report.schedule_screen import schedule_text
 from autolaunch.tasks import plan
 from autolaunch_strategies.pipeline import idle
 from autolaunch_strategies.pipeline.idle import IdleClock

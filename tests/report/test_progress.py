@@ -21,7 +21,8 @@ SCRIPT = """
 import logging, sys, time
 import lightning.pytorch as pl, torch
 from torch.utils.data import DataLoader
-from autolaunch.report.metrics import MetricsCsv, StepMetrics
+from autolaunch.report.metrics import StepMetrics
+from autolaunch.report.metrics_csv import MetricsCsv
 from autolaunch.report.progress import ProgressLine
 
 output_dir, ending = sys.argv[1:]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autolaunch.report.schedule_picture import schedule_text, write_schedule_svg
+from autolaunch.report.schedule_screen import schedule_text
+from autolaunch.report.schedule_svg import write_schedule_svg
 from autolaunch_strategies.config import SCHEDULES
 from autolaunch_strategies.schedules.schedule import Timeline, build_schedule, timeline
 

@@ -20,7 +20,8 @@ from autolaunch import cli
 from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
 from autolaunch.launch.end import RunEnd
-from autolaunch.report.metrics import MetricsCsv, StepMetrics
+from autolaunch.report.metrics import StepMetrics
+from autolaunch.report.metrics_csv import MetricsCsv
 from autolaunch.report.summary import collect_summary, write_summary
 
 KEYS = [

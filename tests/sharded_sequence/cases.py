@@ -62,20 +62,25 @@ def counted(*args: Any) -> torch.Tensor:
 sequence_shard.gather_parts = counted  # type: ignore[attr-defined]
 
 
-class Given:
+class Operands:
     """What functions are called with besides their first argument, all plain: parameters, and tables of length `s`."""
 
     def __init__(self, size: int) -> None:
         random = torch.Generator().manual_seed(1)
 
-        def made(*shape: int) -> torch.Tensor:
+        def parameter(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=random, dtype=torch.float64).requires_grad_()
 
         self.size = size
-        self.w, self.square, self.b, self.scale = made(CLASSES, WIDTH), made(WIDTH, WIDTH), made(CLASSES), made(WIDTH)
-        self.batched = made(2, WIDTH, 3)
-        self.table, self.rows, self.column = made(size, WIDTH), made(2, size, WIDTH), made(size, 1)
-        self.embedding = made(7, WIDTH)
+        self.w, self.square, self.b, self.scale = (
+            parameter(CLASSES, WIDTH),
+            parameter(WIDTH, WIDTH),
+            parameter(CLASSES),
+            parameter(WIDTH),
+        )
+        self.batched = parameter(2, WIDTH, 3)
+        self.table, self.rows, self.column = parameter(size, WIDTH), parameter(2, size, WIDTH), parameter(size, 1)
+        self.embedding = parameter(7, WIDTH)
         self.parameters = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
         self.mask = torch.rand(2, size, generator=random) > 0.4
         self.mask[:, 0] = True
@@ -88,11 +93,11 @@ class Given:
         self.index = torch.tensor([3, 0, 2])
 
 
-def scores(x: Any, g: Given) -> Any:
+def scores(x: Any, g: Operands) -> Any:
     return F.linear(x, g.w, g.b)
 
 
-def in_place(x: Any, g: Given) -> Any:
+def in_place(x: Any, g: Operands) -> Any:
     y = x * 1.0
     same = y
     y += g.table
@@ -103,18 +108,18 @@ def in_place(x: Any, g: Given) -> Any:
     return y
 
 
-def of_plain(x: Any, g: Given) -> Any:
+def of_plain(x: Any, g: Operands) -> Any:
     y = g.rows * 1.0
     y += x
     y[:, :, 0] = x[:, :, 1]
     return y
 
 
-def iterated(x: Any, g: Given) -> Any:
+def iterated(x: Any, g: Operands) -> Any:
     return torch.stack(list(x))
 
 
-LOCAL: dict[str, Callable[[Any, Given], Any]] = {
+LOCAL: dict[str, Callable[[Any, Operands], Any]] = {
     "add": lambda x, g: x + 1,
     "radd": lambda x, g: 2.0 + x,
     "rsub": lambda x, g: 1 - x,
@@ -269,7 +274,7 @@ LOCAL: dict[str, Callable[[Any, Given], Any]] = {
 }
 """Computed without a gather."""
 
-WHOLE: dict[str, Callable[[Any, Given], Any]] = {
+WHOLE: dict[str, Callable[[Any, Operands], Any]] = {
     "first position": lambda x, g: x[:, 0],
     "last position": lambda x, g: x[torch.arange(2), g.mask.sum(-1) - 1],
     "masked": lambda x, g: x[g.mask],
@@ -298,7 +303,9 @@ WHOLE: dict[str, Callable[[Any, Given], Any]] = {
 }
 
 
-def outcome(function: Callable[[Any, Given], Any], x: Any, g: Given) -> tuple[list[Any], list[torch.Tensor | None]]:
+def outcome(
+    function: Callable[[Any, Operands], Any], x: Any, g: Operands
+) -> tuple[list[Any], list[torch.Tensor | None]]:
     outputs = [item for item in tree_flatten(function(x, g))[0] if isinstance(item, torch.Tensor)]
     random = torch.Generator().manual_seed(2)
     loss: Any = 0.0
@@ -316,26 +323,26 @@ def mean_over_ranks(gradient: torch.Tensor | None, like: torch.Tensor, group: An
     return gradient / group.size()
 
 
-def expect_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def expect_equal(result: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(
-        found, expected, rtol=1e-6, atol=1e-7, equal_nan=True, check_stride=False, msg=lambda text: f"{what}: {text}"
+        result, expected, rtol=1e-6, atol=1e-7, equal_nan=True, check_stride=False, msg=lambda text: f"{what}: {text}"
     )
 
 
-def compare(function: Callable[[Any, Given], Any], layout: Layout, stays: bool) -> None:
+def compare(function: Callable[[Any, Operands], Any], layout: Layout, stays: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
     start = torch.randn(2, layout.size, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     whole, ours = (start.clone().requires_grad_() for _ in range(2))
-    expected, gradients = outcome(function, whole, g := Given(layout.size))
+    expected, gradients = outcome(function, whole, g := Operands(layout.size))
     positions = Positions.of_layout(layout)
-    g = Given(layout.size)
+    g = Operands(layout.size)
     GATHERS.clear()
-    found, own = outcome(function, SequenceShard.of(cut(ours, 1, positions, group), 1, positions, group), g)
+    results, own = outcome(function, SequenceShard.of(cut(ours, 1, positions, group), 1, positions, group), g)
     if stays:
         assert not GATHERS, f"{len(GATHERS)} gathers"
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
+    assert len(results) == len(expected)
+    for one, other in zip(results, expected, strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype, (one.shape, other.shape, one.dtype, other.dtype)
         assert one.device == other.device and one.dim() == other.dim() and len(one) == len(other) if one.dim() else True
         assert one.requires_grad == other.requires_grad
@@ -557,14 +564,14 @@ def narrow_types() -> None:
             lambda x: F.cross_entropy(x.view(-1, CLASSES), labels.view(-1)),
             lambda x: F.mse_loss(x, torch.zeros_like(x)),
         ):
-            found = function(shard)
-            assert found.dtype == function(x).dtype == dtype
-            torch.testing.assert_close(found.float(), function(x.float()), rtol=1e-2, atol=1e-2)
+            result = function(shard)
+            assert result.dtype == function(x).dtype == dtype
+            torch.testing.assert_close(result.float(), function(x.float()), rtol=1e-2, atol=1e-2)
     x = torch.randn(2, 4 * WORLD, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
-        found = [F.linear(item, torch.ones(CLASSES, WIDTH)) for item in (shard_of(x), x)]
-        assert found[0].dtype == found[1].dtype == torch.bfloat16
-        losses = [F.cross_entropy(item.flatten(0, 1), torch.zeros(8 * WORLD, dtype=torch.int64)) for item in found]
+        products = [F.linear(item, torch.ones(CLASSES, WIDTH)) for item in (shard_of(x), x)]
+        assert products[0].dtype == products[1].dtype == torch.bfloat16
+        losses = [F.cross_entropy(item.flatten(0, 1), torch.zeros(8 * WORLD, dtype=torch.int64)) for item in products]
         assert losses[0].dtype == losses[1].dtype, losses
         torch.testing.assert_close(*losses)
 
@@ -581,8 +588,8 @@ def kept_tables_serve_every_mode() -> None:
     assert leaf.grad is not None
     other = torch.randn(2, 11 * WORLD, 3)
     with torch.device("meta"):
-        found = shard_of(other).whole()
-    expect_equal(found, other, "device mode")
+        whole = shard_of(other).whole()
+    expect_equal(whole, other, "device mode")
 
 
 # --- with mp ----------------------------------------------------------------------------------------------------------
@@ -645,21 +652,21 @@ def mp() -> dict[str, str]:
         loss = function(expected["x"], expected)
         loss.backward()
         ours = tensors()
-        given: dict[str, Any] = dict(ours)
+        operands: dict[str, Any] = dict(ours)
         for key, placement in (("w", Shard(0)), ("up", Shard(0)), ("down", Shard(1))):
-            given[key] = distribute_tensor(ours[key].detach(), mp, [placement]).requires_grad_()
+            operands[key] = distribute_tensor(ours[key].detach(), mp, [placement]).requires_grad_()
         positions = Positions.of_layout(Layout(size, 2))
         try:
             GATHERS.clear()
             with MixedTensors(mp):
-                shard = SequenceShard.of(cut(given["x"], 1, positions, group), 1, positions, group)
-                found = function(shard, given)
+                shard = SequenceShard.of(cut(operands["x"], 1, positions, group), 1, positions, group)
+                result = function(shard, operands)
                 if stays:
                     assert not GATHERS, "gathered"
-                found.backward()
-            expect_equal(plain(found).detach(), loss.detach(), "loss")
+                result.backward()
+            expect_equal(plain(result).detach(), loss.detach(), "loss")
             for key, right in expected.items():
-                gradient = given[key].grad
+                gradient = operands[key].grad
                 if isinstance(gradient, DTensor):
                     gradient = gradient.full_tensor()
                 expect_equal(mean_over_ranks(gradient, right, group), zero_if_none(right), key)
@@ -669,9 +676,9 @@ def mp() -> dict[str, str]:
     for placement in (Replicate(), Shard(1), Shard(2), Shard(0)):
         positions = Positions.of_layout(Layout(size, 2))
         local = distribute_tensor(cut(whole, 1, positions, group), mp, [placement])
-        made = SequenceShard.of(local, 1, positions, group).whole()
-        assert isinstance(made, DTensor) and made.shape == whole.shape
-        expect_equal(made.full_tensor(), whole, str(placement))
+        gathered = SequenceShard.of(local, 1, positions, group).whole()
+        assert isinstance(gathered, DTensor) and gathered.shape == whole.shape
+        expect_equal(gathered.full_tensor(), whole, str(placement))
         expect_equal(plain(SequenceShard.of(local, 1, positions, group)), whole, f"plain {placement}")
     return failures
 

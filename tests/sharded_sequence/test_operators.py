@@ -23,10 +23,10 @@ def results(request: pytest.FixtureRequest, group_of: GroupOf) -> tuple[int, Gro
 def test_functions_on_shards_are_those_on_whole_tensors(results: tuple[int, Group]) -> None:
     world, written = results
     for rank in range(world):
-        found = written.read("functions", rank)
-        assert len(found) >= 4
-        assert not any(found.values()), "\n".join(
-            f"{layout}, {name}: {text}" for layout, failed in found.items() for name, text in failed.items()
+        failures = written.read("functions", rank)
+        assert len(failures) >= 4
+        assert not any(failures.values()), "\n".join(
+            f"{layout}, {name}: {text}" for layout, failed in failures.items() for name, text in failed.items()
         )
 
 
@@ -57,14 +57,14 @@ def test_what_torch_functions_do_not_see_is_an_error(results: tuple[int, Group])
 def test_random_numbers(results: tuple[int, Group]) -> None:
     world, written = results
     each = [written.read("random_numbers", rank) for rank in range(world)]
-    assert len({str(found["rows"]) for found in each}) == world  # masks of their own
-    assert len({found["after"] for found in each}) == 1  # and default generators in step
-    assert len({found["same elsewhere"] for found in each}) == 1
-    assert len({found["noise"][2] for found in each}) == world
-    for found in each:
-        assert found["repeats"] and found["nothing is drawn"]
-        assert 0.4 < found["share"] < 0.6
-        assert all(0.8 < spread < 1.2 for spread in found["noise"][:2])
+    assert len({str(numbers["rows"]) for numbers in each}) == world  # masks of their own
+    assert len({numbers["after"] for numbers in each}) == 1  # and default generators in step
+    assert len({numbers["same elsewhere"] for numbers in each}) == 1
+    assert len({numbers["noise"][2] for numbers in each}) == world
+    for numbers in each:
+        assert numbers["repeats"] and numbers["nothing is drawn"]
+        assert 0.4 < numbers["share"] < 0.6
+        assert all(0.8 < spread < 1.2 for spread in numbers["noise"][:2])
 
 
 def test_shards_of_sharded_tensors(results: tuple[int, Group]) -> None:
@@ -79,8 +79,8 @@ def test_positions(layout: Layout) -> None:
     positions = Positions.of_layout(layout)
     size = layout.size
 
-    def entries(found: Positions) -> list[list[int]]:
-        return [found.of_rank(rank).tolist() for rank in range(layout.ranks)]
+    def entries(these: Positions) -> list[list[int]]:
+        return [these.of_rank(rank).tolist() for rank in range(layout.ranks)]
 
     held = [layout.positions(rank).tolist() for rank in range(layout.ranks)]
     assert entries(positions) == held and positions.size == size
@@ -94,10 +94,10 @@ def test_positions(layout: Layout) -> None:
     some = flat.narrowed(2, 2 * size)
     assert some.rows is None
     assert entries(some) == [[entry - 2 for entry in row if 2 <= entry < 2 * size] for row in entries(flat)]
-    for found in (positions, part, flat, some):
-        together = torch.cat([found.of_rank(rank) for rank in range(layout.ranks)])
-        order = found.order(torch.device("cpu"))
+    for these in (positions, part, flat, some):
+        together = torch.cat([these.of_rank(rank) for rank in range(layout.ranks)])
+        order = these.order(torch.device("cpu"))
         in_order = together if order is None else together[order]
-        assert in_order.tolist() == list(range(found.size))
-        assert found.of_rank(0) is found.of_rank(0)  # kept
-        assert [found.held_before(found.size, rank) for rank in range(layout.ranks)] == list(found.counts)
+        assert in_order.tolist() == list(range(these.size))
+        assert these.of_rank(0) is these.of_rank(0)  # kept
+        assert [these.held_before(these.size, rank) for rank in range(layout.ranks)] == list(these.counts)

@@ -12,6 +12,11 @@ ALLOWED, WRITE = "  allowed: ", "  write:   "
 """How the lines begin that `ConfigError` adds to a problem."""
 
 
+def rounded(message: str) -> str:
+    """A message with its decimal numbers at three digits: the sixth of a loss is another one on another processor."""
+    return re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.3g}", message)
+
+
 @dataclass(frozen=True, init=False)
 class Told:
     """What a test expects of one error of a message.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional as F
 
 from autolaunch_strategies.tensor import views
 from autolaunch_strategies.tensor.views import MixedTensors, plain
@@ -71,3 +72,31 @@ def test_a_plain_tensor_that_is_changed_in_place_stays_plain(mesh: DeviceMesh) -
         table.add_(1)
     assert type(table) is torch.Tensor
     assert torch.equal(table[:, 4:], plain(sharded(mesh, 3, 4)) + 1)
+
+
+def test_a_plain_tensor_that_is_changed_in_place_between_two_uses_has_another_gradient(mesh: DeviceMesh) -> None:
+    def loss(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = factor * torch.ones(4)
+        first = weight + x
+        x.mul_(factor)
+        return (first + weight * x).sum()
+
+    factor, expected = (torch.tensor(3.0, requires_grad=True) for _ in range(2))
+    with MixedTensors(mesh):
+        loss(factor, sharded(mesh, 3, 4)).backward()
+    loss(expected, plain(sharded(mesh, 3, 4)).detach()).backward()
+    assert factor.grad is not None and expected.grad is not None
+    assert torch.allclose(factor.grad, expected.grad)
+
+
+@pytest.mark.parametrize("drops", [lambda x: F.dropout(x, 0.0), lambda x: F.dropout(x, 0.5, training=False)])
+def test_dropout_of_nothing_draws_nothing(mesh: DeviceMesh, drops: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What comes next draws what it draws on one process."""
+    tensor = sharded(mesh, 3, 4)
+    torch.manual_seed(3)
+    with MixedTensors(mesh):
+        kept = drops(tensor)
+    drawn = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(2))
+    assert torch.equal(plain(kept), plain(tensor))

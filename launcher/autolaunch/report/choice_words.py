@@ -6,14 +6,23 @@ A choice is the plain data of `planner.document`: `chosen`, `alternatives`, `par
 
 from __future__ import annotations
 
-import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
-from autolaunch.report.readable import readable_bytes, readable_count
-from autolaunch_strategies.config import AXES, ConfigError, parse_mesh
+from autolaunch.report.readable import (
+    TimeUnit,
+    counted,
+    difference,
+    is_number,
+    joined,
+    of_limit,
+    readable_bytes,
+    readable_count,
+    share_of,
+)
+from autolaunch.report.settings_words import mesh_name, mesh_words, option_differences, option_rows, option_words
 
 
 @dataclass(frozen=True)
@@ -55,91 +64,17 @@ MEMORY = {
 }
 """Kinds of memory, in the order in which they are shown."""
 
+CHOSEN = "chosen"
+"""The note of the way that was chosen."""
+
 NEAR_LIMIT = 0.1
 """Share of the limit from which on bars of memory are drawn against it; below, against the largest of them."""
-
-HOW_DP = {
-    "ddp": "every rank holds all of it",
-    "zero1": "optimizer state sharded",
-    "zero2": "gradients, optimizer state sharded",
-    "fsdp": "parameters, gradients, optimizer state sharded",
-    "hsdp": "parameters, gradients, optimizer state sharded within replicas",
-}
 
 MFU = "flops of matrix products and attention (fused causal attention as half), none of recomputation, over the peak"
 """The convention of the figure, unless the choice names another one."""
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TimeUnit:
-    """One unit and one precision for all times that are compared with each other."""
-
-    name: str
-    seconds: float
-    digits: int
-
-    @classmethod
-    def of(cls, seconds: float | None) -> TimeUnit:
-        """The unit in which this time has three digits or so."""
-        seconds = seconds if is_number(seconds) and seconds > 0 else 1.0
-        name, unit = next(
-            ((name, unit) for name, unit in (("s", 1.0), ("ms", 1e-3)) if seconds >= 0.9995 * unit), ("us", 1e-6)
-        )
-        return cls(name, unit, max(0, 2 - math.floor(math.log10(seconds / unit * 1.0005))))
-
-    def write(self, seconds: float | None) -> str:
-        """A time with its unit: ``4.21 s``, ``312 ms``."""
-        return f"{self.number(seconds)} {self.name}" if is_number(seconds) else "?"
-
-    def number(self, seconds: float | None) -> str:
-        """The time without its unit."""
-        if not is_number(seconds):
-            return "?"
-        amount = seconds / self.seconds
-        return f"{amount:,.{self.digits if abs(amount) < 1000 else 0}f}"
-
-
-def step_time(seconds: float | None) -> str:
-    """A step's time with three digits: ``125 us``, ``31.2 ms``, ``4.21 s``, ``1,004 s``."""
-    return TimeUnit.of(seconds).write(seconds)
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number."""
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def share_of(part: float, whole: float) -> str:
-    """A share in percent; what is more than nothing is never written as 0%."""
-    share = part / whole if whole else 0.0
-    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
-
-
-def difference(share: float | None) -> str:
-    """How much longer, relatively: ``+4.5%``, ``-0.3%``, from twice as long on ``x 2.4``."""
-    if not is_number(share):
-        return "?"
-    if share < 0.9995:
-        return f"{share:+.1%}"
-    return f"x {1 + share:.1f}" if share < 8.95 else f"x {1 + share:,.0f}"
-
-
-def of_limit(size: float | None, limit: float | None) -> str:
-    """Memory of what there is: ``61.2 GiB of 74.0 GiB, 83%``."""
-    if not is_number(size):
-        return "?"
-    if not is_number(limit) or not limit:
-        return readable_bytes(size)
-    return f"{readable_bytes(size)} of {readable_bytes(limit)}, {share_of(size, limit)}"
-
-
-def memory_limit(chosen: Mapping[str, Any]) -> float | None:
-    """What a device has; None if that is not known."""
-    limit: Any = chosen.get("memory_limit_bytes")
-    return float(limit) if is_number(limit) and limit > 0 else None
+# --- what is compared -------------------------------------------------------------------------------------------------
 
 
 def parts_of(parts: Mapping[str, float] | None, looks: Mapping[str, Look]) -> list[tuple[str, float]]:
@@ -154,135 +89,121 @@ def look_of(name: str, looks: Mapping[str, Look]) -> Look:
     return looks.get(name) or Look(name, "#777777", "#FFFFFF", "?")
 
 
-def fits_within(row: Mapping[str, Any], limit: float | None) -> str:
-    """`yes`, `tight` or `no`: as the row says, else by its memory; empty if that is not known."""
+def ranked_rows(choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The chosen way, if there is one, and the alternatives in their order."""
+    chosen, alternatives = choice.get("chosen"), choice.get("alternatives") or ()
+    return [*([{**chosen, "slower_by": 0.0, "note": CHOSEN}] if chosen else []), *alternatives]
+
+
+def pareto_front(choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The ways that nothing beats in both time and memory, the fastest first."""
+    front = [row for row in choice.get("pareto") or () if is_number(row["seconds"]) and is_number(row["memory_bytes"])]
+    return sorted(front, key=lambda row: (row["seconds"], row["memory_bytes"]))
+
+
+def thinned(rows: Sequence[Any], most: int) -> list[Any]:
+    """At most `most` of the rows, evenly spread, the first and the last among them."""
+    if len(rows) <= most:
+        return list(rows)
+    return [rows[round(step * (len(rows) - 1) / (most - 1))] for step in range(most)]
+
+
+@dataclass(frozen=True)
+class WayWords:
+    """What is written of one way to run it, in a table or beside its bar."""
+
+    chosen: bool
+    mesh: str
+    options: list[str]
+    """All of the chosen way's; of another, those that are other than there."""
+    note: str
+    time: str
+    slower: str
+    """Than the chosen way; empty for itself, and where nothing was chosen."""
+    memory: str
+    fits: str
+    """`yes`, `tight` or `no`; empty if that is not known."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]], choice: Mapping[str, Any]) -> list[WayWords]:
+        """What is written of each of these ways, their times in one unit."""
+        chosen = choice.get("chosen") or {}
+        unit = TimeUnit.of(chosen.get("seconds", rows[0].get("seconds") if rows else None))
+        return [cls._of_row(row, chosen, unit) for row in rows]
+
+    @classmethod
+    def _of_row(cls, row: Mapping[str, Any], chosen: Mapping[str, Any], unit: TimeUnit) -> WayWords:
+        first = bool(chosen) and row.get("note") == CHOSEN
+        other = bool(chosen) and not first
+        options = option_differences(row["overrides"], chosen["overrides"]) if other else option_words(row["overrides"])
+        size, slower = row.get("memory_bytes"), row.get("slower_by")
+        if slower is None and is_number(row.get("seconds")) and chosen.get("seconds"):
+            slower = row["seconds"] / chosen["seconds"] - 1
+        return cls(
+            chosen=first,
+            mesh=mesh_name(row["mesh"]),
+            options=options,
+            note=str(row.get("note") or ""),
+            time=unit.write(row.get("seconds")),
+            slower=difference(slower) if other else "",
+            memory=readable_bytes(size) if is_number(size) else "?",
+            fits=_fits_within(row, chosen.get("memory_limit_bytes")),
+        )
+
+
+def _fits_within(row: Mapping[str, Any], limit: float | None) -> str:
+    """As the row says, else by its memory."""
     if row.get("fits"):
         return str(row["fits"])
     size: Any = row.get("memory_bytes")
     return ("yes" if size <= limit else "no") if is_number(size) and is_number(limit) else ""
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
-
-
-def mesh_words(mesh: str | Mapping[str, int]) -> str:
-    """A mesh's axes in words: ``dp 16 × mp 8``."""
-    sizes = _mesh_sizes(mesh)
-    if sizes is None:
-        return str(mesh)
-    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
-
-
-def mesh_name(mesh: str | Mapping[str, int]) -> str:
-    """A mesh as it may be typed, axes by name: ``dp16xmp8``."""
-    sizes = _mesh_sizes(mesh)
-    if sizes is None:
-        return str(mesh)
-    return "x".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "1"
-
-
-def _mesh_sizes(mesh: str | Mapping[str, int]) -> dict[str, int] | None:
-    if isinstance(mesh, Mapping):
-        return {axis: int(mesh.get(axis, 1)) for axis in AXES}
-    try:
-        return parse_mesh(mesh).sizes
-    except ConfigError:
-        return None
-
-
-def option_words(overrides: Iterable[str]) -> list[str]:
-    """What overrides choose beside the mesh, in few words; what is off, or is of an axis without ranks, is left out."""
-    return [option.words for option in _options(overrides)]
-
-
-def option_differences(overrides: Iterable[str], chosen: Iterable[str]) -> list[str]:
-    """What overrides choose that others don't, and what they leave out of the axes that they use."""
-    here, there = _options(overrides), _options(chosen)
-    words = {option.words for option in there}
-    settings, groups = {option.setting for option in here}, {option.group for option in here}
-    more = [option for option in here if option.words not in words]
-    changed = {option.group for option in more if option.setting in AXES}
-    gone = [
-        _OFF.get(option.setting, f"without {option.words}")
-        for option in there
-        if option.setting not in settings
-        and (option.group not in AXES or option.group in groups - changed)
-        and option.setting not in AXES
-    ]
-    return [*(option.words for option in more), *gone]
-
-
-def option_rows(overrides: Iterable[str]) -> list[tuple[str, str]]:
-    """(axis or group, what is chosen there), one for each that is used."""
-    rows: dict[str, list[str]] = {}
-    for option in _options(overrides):
-        rows.setdefault(option.group, []).append(option.words.removeprefix(f"{option.group} "))
-    if rows.get("dp") and (how := HOW_DP.get(rows["dp"][0])):
-        rows["dp"].append(how)
-    order = (*AXES, "data", "recompute")
-    names = [*(name for name in order if name in rows), *(name for name in rows if name not in order)]
-    return [(name, " · ".join(rows[name])) for name in names]
-
-
 @dataclass(frozen=True)
-class _Option:
-    group: str
-    """An axis, or the group of another key."""
-    setting: str
-    """The key; alike for keys that mean the same."""
-    words: str
+class StageMemory:
+    """Memory of a rank in one stage of the pipeline, and what is written of it."""
+
+    rank: str
+    blocks: str
+    total: float
+    kinds: list[tuple[str, float]]
+    """Name and bytes of each kind of which there is any, in the order of `MEMORY`."""
+    size: str
+    share: str
+    """Of the limit; empty without one."""
 
 
-_WORDS = {
-    "dp.sharding_level": "level {}",
-    "dp.replicate": "{} replicas",
-    "dp.shard": "{} ranks each",
-    "pp.virtual_stages": "{} stages per rank",
-    "pp.split": "cuts {}",
-    "pp.split_spec": "balanced cuts",
-    "cp.ulysses": "ulysses of {}",
-    "data.microbatches": "{} microbatches",
-    "pp.microbatches": "{} microbatches",
-    "recompute": "recompute {}",
-}
-
-_OFF = {
-    "microbatches": "1 microbatch",
-    "recompute": "no recompute",
-    "pp.virtual_stages": "usual stages per rank",
-    "pp.split_spec": "even cuts",
-    "dp.replicate": "1 replica",
-}
+def memory_of_stages(chosen: Mapping[str, Any]) -> list[StageMemory]:
+    """Memory of a rank in every stage, in their order."""
+    limit = memory_limit(chosen)
+    return [
+        StageMemory(
+            rank=str(stage.get("pipe_rank", index)),
+            blocks=str(stage.get("blocks", "")),
+            total=stage["total"],
+            kinds=[(name, size) for name, size in parts_of(stage, MEMORY) if name in MEMORY and size > 0],
+            size=readable_bytes(stage["total"]),
+            share=share_of(stage["total"], limit) if limit else "",
+        )
+        for index, stage in enumerate(chosen.get("stages") or ())
+    ]
 
 
-def _options(overrides: Iterable[str]) -> list[_Option]:
-    pairs = [(item.lstrip("+").partition("=")[::2], item) for item in overrides]
-    sizes = next((_mesh_sizes(value) for (key, value), _ in pairs if key == "mesh"), None)
-    unused = {"dp"} if sizes and sizes["dp"] * sizes["cp"] == 1 else set()
-    options = []
-    for (key, value), item in pairs:
-        group = key.partition(".")[0]
-        setting = "microbatches" if key in ("data.microbatches", "pp.microbatches") else key
-        off = value in ("none", "null", "") or (setting == "microbatches" and value == "1")
-        if key == "mesh" or group in unused or off:
-            continue
-        if key == "recompute" and value.isdigit():
-            value = "full" if value == "1" else f"every {value} blocks"
-        words = value if key in AXES else _WORDS[key].format(value) if key in _WORDS else item.lstrip("+")
-        options.append(_Option(group if "." in key or key in _WORDS or key in AXES else key, setting, words))
-    return options
+def memory_title(stages: Sequence[StageMemory]) -> str:
+    """What the memory of these stages is called."""
+    return "memory of a rank" if len(stages) == 1 else "memory of a rank in each stage of the pipeline"
 
 
-def command_of(choice: Mapping[str, Any], plan: str = "") -> list[str]:
-    """The words of the command that runs the choice, quoted for a shell; empty if nothing was chosen.
+def memory_limit(chosen: Mapping[str, Any]) -> float | None:
+    """What a device has; None if that is not known."""
+    limit: Any = chosen.get("memory_limit_bytes")
+    return float(limit) if is_number(limit) and limit > 0 else None
 
-    Args:
-        plan: the file with it; without one the command sets what was chosen, and nothing else.
-    """
-    chosen = choice.get("chosen")
-    if not chosen:
-        return []
-    return ["autolaunch", *map(shlex.quote, [f"+plan={plan}"] if plan else chosen["overrides"])]
+
+def limit_in_sight(chosen: Mapping[str, Any], stages: Sequence[StageMemory]) -> float | None:
+    """The limit, if bars of memory reach near enough to it to be drawn against it."""
+    limit = memory_limit(chosen)
+    return limit if limit and max(stage.total for stage in stages) >= NEAR_LIMIT * limit else None
 
 
 # --- sentences -------------------------------------------------------------------------------------------------------
@@ -315,19 +236,16 @@ def mfu_convention(choice: Mapping[str, Any]) -> str:
     return f"MFU: {choice.get('mfu_convention') or MFU}"
 
 
-def searched(counts: Mapping[str, Any] | None) -> str:
-    """How many ways were looked at and how many of them fit."""
-    if not counts or not is_number(counts.get("considered")):
-        return ""
-    return f"{counted(counts['considered'], 'way')} considered, {counts.get('fit', 0):,} fit"
-
-
-def plateau_words(plateau: Mapping[str, int] | None) -> str:
-    """How many are nearly as fast as the fastest."""
-    if not plateau:
-        return ""
-    listed = [f"{number:,} within {band}" for band, number in plateau.items()]
-    return f"of them, {', '.join(listed)} of the fastest"
+def looked_at(choice: Mapping[str, Any]) -> str:
+    """How many ways were looked at, how many of them fit, and how many of these are nearly as fast as the fastest."""
+    counts, plateau = choice.get("counts") or {}, choice.get("plateau") or {}
+    parts = []
+    if is_number(counts.get("considered")):
+        parts.append(f"{counted(counts['considered'], 'way')} considered, {counts.get('fit', 0):,} fit")
+    if plateau:
+        near = ", ".join(f"{number:,} within {band}" for band, number in plateau.items())
+        parts.append(f"of them, {near} of the fastest")
+    return "; ".join(parts)
 
 
 def rejected_rows(counts: Mapping[str, Any] | None, most: int) -> list[tuple[str, str]]:
@@ -340,37 +258,16 @@ def rejected_rows(counts: Mapping[str, Any] | None, most: int) -> list[tuple[str
     return rows
 
 
-def ranked_rows(choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The chosen way, if there is one, and the alternatives in their order."""
-    chosen, alternatives = choice.get("chosen"), choice.get("alternatives") or ()
-    return [*([{**chosen, "slower_by": 0.0, "note": "chosen"}] if chosen else []), *alternatives]
+def command_of(choice: Mapping[str, Any], plan: str = "") -> list[str]:
+    """The words of the command that runs the choice, quoted for a shell; empty if nothing was chosen.
 
-
-def pareto_front(choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The ways that nothing beats in both time and memory, the fastest first."""
-    front = [row for row in choice.get("pareto") or () if is_number(row["seconds"]) and is_number(row["memory_bytes"])]
-    return sorted(front, key=lambda row: (row["seconds"], row["memory_bytes"]))
-
-
-def thinned(rows: Sequence[Any], most: int, keep: Sequence[int] = ()) -> list[Any]:
-    """At most `most` of the rows, evenly spread, the first and the last and those at `keep` among them."""
-    if len(rows) <= most:
-        return list(rows)
-    kept = {0, len(rows) - 1, *keep}
-    for index in (round(step * (len(rows) - 1) / (most - 1)) for step in range(most)):
-        if len(kept) < most:
-            kept.add(index)
-    return [rows[index] for index in sorted(kept)]
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: ``1 way``, ``1,024 ways``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def joined(*parts: str) -> str:
-    """What is not empty, with dots between."""
-    return " · ".join(part for part in parts if part)
+    Args:
+        plan: the file with it; without one the command sets what was chosen, and nothing else.
+    """
+    chosen = choice.get("chosen")
+    if not chosen:
+        return []
+    return ["autolaunch", *map(shlex.quote, [f"+plan={plan}"] if plan else chosen["overrides"])]
 
 
 def _model(model: Mapping[str, Any]) -> str:

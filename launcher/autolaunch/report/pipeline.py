@@ -12,12 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autolaunch.report.page import rows_shown
 from autolaunch.report.readable import readable_count
 from autolaunch_strategies.config import PipelineParallel
 from autolaunch_strategies.schedules.schedule import Timeline, schedule_for_batch, timeline
-
-MOST_ROWS = 16
-"""Stages that the table shows one by one; of more it shows the first and the last."""
 
 MOST_SHARED = 4
 """Parameters of several stages that are named."""
@@ -77,10 +75,11 @@ def stage_table(pp: Mapping[str, Any]) -> RenderableType:
     table.add_column("parts", overflow="fold", ratio=1)
     table.add_column("work", justify="right")
     table.add_column("parameters", justify="right")
-    for stage in _shown(pp["stages"]):
-        if stage is None:
+    for index in rows_shown(len(pp["stages"]), ends=8, middle=0):
+        if index is None:
             table.add_row("...")
             continue
+        stage = pp["stages"][index]
         table.add_row(
             str(stage["stage"]),
             stage["ranks"],
@@ -117,11 +116,6 @@ def _backward(account: Mapping[str, Any]) -> float:
     """The time of a backward in forwards: twice as much to multiply, and what is recomputed."""
     modes = list(account["recompute"].get("blocks", {}).values())
     return 2.0 + modes.count("full") / max(1, len(account["blocks"]["found"]))
-
-
-def _shown(stages: list[dict[str, Any]]) -> Iterable[dict[str, Any] | None]:
-    half = MOST_ROWS // 2
-    return stages if len(stages) <= MOST_ROWS else [*stages[:half], None, *stages[-half:]]
 
 
 def _shared_lines(shared: Mapping[str, Any]) -> Iterable[str]:

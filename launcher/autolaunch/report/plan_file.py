@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from autolaunch.job import write_beside
 from autolaunch_strategies.config import AXES
 
 SECTIONS = {
@@ -63,9 +64,8 @@ def write_plan(
         text += ["\n# --- What was applied, and why (not read back) ---\n", _yaml({"reasons": reasons})]
     path = Path(output_dir) / "plan.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name("plan.yaml.new")
-    beside.write_text("".join(text), encoding="utf-8")
-    return beside.replace(path)
+    write_beside(path, "".join(text))
+    return path
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -28,11 +28,11 @@ from rich.text import Text
 
 from autolaunch.report.memory import peak_memory_bytes
 from autolaunch.report.metrics import StepMetrics
+from autolaunch.report.page import WIDEST
 from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch.report.terminal import Terminal
 
 SECONDS_BETWEEN_LINES = 10.0
-WIDEST_BAR = 100
 
 
 class ProgressLine(ProgressBar):
@@ -227,7 +227,7 @@ class _Bar(Progress):
         )
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        yield Constrain(self.make_tasks_table(self.tasks), WIDEST_BAR)
+        yield Constrain(self.make_tasks_table(self.tasks), WIDEST)
         if self.values:
             line = Text(no_wrap=True, overflow="ellipsis")
             for label, value in self.values:

@@ -5,40 +5,28 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import ROUNDED
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from autolaunch.config.against_schema import written
+from autolaunch.directories import shown
 from autolaunch.models.facts import ModelFacts, model_facts
+from autolaunch.report.page import LEVELS, Page
 from autolaunch.report.pipeline import remarks, stage_table
-from autolaunch.report.readable import readable_bytes, readable_count, readable_seconds
-from autolaunch.report.schedule_picture import schedule_text
+from autolaunch.report.readable import counted, joined, readable_bytes, readable_count, readable_seconds
+from autolaunch.report.schedule_screen import schedule_text
+from autolaunch.report.settings_words import SHARDED, mesh_words
 from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, SHARDING_AXES
 from autolaunch_strategies.schedules.schedule import Timeline
-
-WIDEST = 100
-"""Columns: lines longer than this are hard to read, however wide the terminal is."""
 
 WIDEST_PICTURE = 160
 """Columns of a schedule's picture, which has more to show the wider it is."""
 
-SHARDED = {
-    1: "optimizer state",
-    2: "gradients, optimizer state",
-    3: "parameters, gradients, optimizer state",
-}
-
 OUTCOMES = {"finished": "green", "failed": "red", "interrupted": "yellow"}
-
-BLOCKS = "▁▂▃▄▅▆▇█"
-PLAIN_SIGNS = str.maketrans(BLOCKS + "·×→", "_.,-=+*#-x>")
 
 
 def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Console, parameters: int = 0) -> None:
@@ -60,10 +48,10 @@ def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Con
         ("training", _training(job) if job["task"] == "fit" else ""),
         ("precision", _precision(job)),
         ("sharded", _sharded(job, describe)),
-        ("output", _short_path(job.get("output_dir"))),
+        ("output", _shown(job.get("output_dir"))),
     ]
     name = f" · {job['name']}" if job.get("name") not in (None, "run") else ""
-    _show_panel(f"autolaunch {job['task']}{name}", "cyan", rows, console)
+    Page(console).panel(f"autolaunch {job['task']}{name}", "cyan", rows)
 
 
 def show_plan(
@@ -86,42 +74,39 @@ def show_plan(
         picture: where it was drawn.
     """
     show_start(account, job, console, parameters)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("order", _writable(" → ".join(account["order"]), console))
-    for name, reason in account["blocks"].get("reasons", {}).items():
-        table.add_row("blocks", Text(f"{name}: {reason}"))
-    mp = account.get("mp", {})
-    for pattern, styles in mp.get("plan", {}).items():
-        matched = _count(mp["modules"][pattern], "module")
-        table.add_row("mp", Text(f"{pattern}: {_styles(styles)} ({matched}; {mp['reasons'][pattern]})"))
-    for warning in mp.get("warnings", ()):
-        table.add_row("mp", Text(warning, style="yellow"))
-    cp = account.get("cp", {})
-    for kind, names in _divided(cp):
-        table.add_row("cp", Text(f"{names}: {kind}"))
-    for warning in cp.get("warnings", ()):
-        table.add_row("cp", Text(warning, style="yellow"))
-    for step in ("recompute", "compile"):
-        if blocks := account[step].get("blocks"):
-            table.add_row(
-                step, Text(f"{len(blocks)} of {len(account['blocks']['found'])} blocks: {account[step]['mode']}")
-            )
-    for names, reason in _alike(account["dp"]["groups"]):
-        table.add_row("dp", Text(f"{names}: {reason}"))
-    console.print(table)
+    page = Page(console)
+    page.rows(_steps(account))
     if schedule is not None:
         console.print()
-        console.print(stage_table(account["pp"]), width=min(console.width, WIDEST))
+        page.print(stage_table(account["pp"]))
         console.print()
         console.print(schedule_text(schedule, min(console.width, WIDEST_PICTURE)))
         for line in remarks(account, job):
-            console.print(Text(line))
+            page.text(line)
         console.print()
-    written = Table.grid(padding=(0, 2))
-    written.add_row(Text("written", style="dim"), ", ".join(_short_path(item) for item in (path, picture) if item))
-    console.print(written)
+    page.rows([("written", ", ".join(_shown(item) for item in (path, picture) if item))])
+
+
+def _steps(account: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]:
+    """(step, what it would do, and why)."""
+    yield "order", " → ".join(account["order"])
+    for name, reason in account["blocks"].get("reasons", {}).items():
+        yield "blocks", f"{name}: {reason}"
+    mp, cp = account.get("mp", {}), account.get("cp", {})
+    for pattern, styles in mp.get("plan", {}).items():
+        matches = counted(mp["modules"][pattern], "module")
+        yield "mp", f"{pattern}: {_styles(styles)} ({matches}; {mp['reasons'][pattern]})"
+    for warning in mp.get("warnings", ()):
+        yield "mp", Text(warning, style="yellow")
+    for kind, names in _sharded_sequences(cp):
+        yield "cp", f"{names}: {kind}"
+    for warning in cp.get("warnings", ()):
+        yield "cp", Text(warning, style="yellow")
+    for step in ("recompute", "compile"):
+        if blocks := account[step].get("blocks"):
+            yield step, f"{len(blocks)} of {len(account['blocks']['found'])} blocks: {account[step]['mode']}"
+    for names, reason in _alike(account["dp"]["groups"]):
+        yield "dp", f"{names}: {reason}"
 
 
 def _alike(groups: Mapping[str, str]) -> Iterable[tuple[str, str]]:
@@ -147,12 +132,12 @@ def show_end(summary: Mapping[str, Any], console: Console, losses: Sequence[floa
         ("pipeline", _idle(summary.get("pipeline") or {})),
         ("memory", _peak(summary)),
         *((name, f"{value:.6g}") for name, value in (summary.get("metrics") or {}).items()),
-        ("checkpoint", _short_path(summary.get("checkpoint"))),
-        ("output", _short_path(summary.get("output_dir"))),
+        ("checkpoint", _shown(summary.get("checkpoint"))),
+        ("output", _shown(summary.get("output_dir"))),
         ("error", str(summary.get("error") or "")),
     ]
     title = summary["status"] if fit else f"{summary['task']} {summary['status']}"
-    _show_panel(title, OUTCOMES.get(summary["status"], "cyan"), rows, console)
+    Page(console).panel(title, OUTCOMES.get(summary["status"], "cyan"), rows)
 
 
 def loss_sparkline(values: Iterable[float], width: int = 32) -> str:
@@ -173,8 +158,8 @@ def loss_sparkline(values: Iterable[float], width: int = 32) -> str:
     if not finite:
         return "×" * width
     low, high = min(finite), max(finite)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((mean - low) * scale)] if math.isfinite(mean) else "×" for mean in means)
+    scale = (len(LEVELS) - 1) / (high - low) if high > low else 0.0
+    return "".join(LEVELS[round((mean - low) * scale)] if math.isfinite(mean) else "×" for mean in means)
 
 
 # --- lines of the first panel ----------------------------------------------------------------------------------------
@@ -186,22 +171,19 @@ def _model(job: Mapping[str, Any], parameters: int) -> str:
     else:
         model = job["model"]
         name = f"{model['name']} {model['size']}" if "size" in model else str(model.get("path") or model["name"])
-    return _joined(name, f"{readable_count(parameters)} parameters" if parameters else "")
+    return joined(name, f"{readable_count(parameters)} parameters" if parameters else "")
 
 
 def _mesh(job: Mapping[str, Any]) -> str:
-    sizes = {axis: job["mesh"].get(axis, 1) for axis in AXES}
-    ranks = math.prod(sizes.values())
-    if ranks == 1:
-        return "1 rank"
-    return _joined(" × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1), f"{ranks} ranks")
+    ranks = math.prod(job["mesh"].get(axis, 1) for axis in AXES)
+    return "1 rank" if ranks == 1 else joined(mesh_words(job["mesh"]), f"{ranks} ranks")
 
 
 def _choice(describe: Mapping[str, Any]) -> str:
     """That the planner chose the mesh, and what it expects."""
     if (choice := describe.get("choice")) is None:
         return ""
-    return _joined("by the planner", f"{readable_seconds(choice['chosen']['seconds'])} per step expected")
+    return joined("by the planner", f"{readable_seconds(choice['chosen']['seconds'])} per step expected")
 
 
 def _plan(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
@@ -210,10 +192,10 @@ def _plan(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
         return ""
     facts = ModelFacts("") if job.get("module") else model_facts(job["model"])
     kv_heads = facts.num_kv_heads or ranks
-    return _joined(
+    return joined(
         job["mp"]["name"],
-        _count(len(mp["plan"]), "rule"),
-        _count(len(mp["warnings"]), "rule") + " matching nothing" if mp.get("warnings") else "",
+        counted(len(mp["plan"]), "rule"),
+        counted(len(mp["warnings"]), "rule") + " matching nothing" if mp.get("warnings") else "",
         f"keys and values gathered ({kv_heads} heads for {ranks} ranks)" if kv_heads % ranks else "",
     )
 
@@ -222,10 +204,10 @@ def _pipeline(describe: Mapping[str, Any]) -> str:
     pp = describe.get("pp", {})
     if not pp:
         return ""
-    how = "exact" if pp["loss"] == "exact" else Path(pp["schedule"]).name
-    return _joined(
-        _count(len(pp["stages"]), "stage"),
-        f"{how}, {_count(pp['microbatches'], 'microbatch', 'es')}" if "microbatches" in pp else "",
+    schedule = "exact" if pp["loss"] == "exact" else Path(pp["schedule"]).name
+    return joined(
+        counted(len(pp["stages"]), "stage"),
+        f"{schedule}, {counted(pp['microbatches'], 'microbatch', 'es')}" if "microbatches" in pp else "",
         f"idle {pp['expected_idle_share']:.1%} expected" if "expected_idle_share" in pp else "",
     )
 
@@ -241,11 +223,11 @@ def _sequences(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
     if (length := job["data"].get("seq_len")) and "_target_" not in job["data"]:
         padded = -(-length // (2 * ranks)) * 2 * ranks
         tokens = f"{length:,} → {padded // ranks:,} tokens per rank" + (", padded" if padded > length else "")
-    return _joined(cp["backend"], f"{ranks} ranks{places}", tokens)
+    return joined(cp["backend"], f"{ranks} ranks{places}", tokens)
 
 
-def _divided(cp: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """(what happens there, names of modules) of each kind of layer that a divided sequence goes through."""
+def _sharded_sequences(cp: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """(what happens there, names of modules) of each kind of layer that sharded sequences go through."""
     if names := [*cp.get("regions", ()), *cp.get("layers", ())]:
         yield f"each rank has 1/{cp['ranks']} of the positions", _names(names)
     for backend, run in itertools.groupby((cp.get("attention") or {}).items(), key=lambda item: item[1]):
@@ -268,17 +250,13 @@ def _styles(styles: Any) -> str:
     return ", ".join(map(_styles, styles)) if isinstance(styles, list | tuple) else str(styles)
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
-
-
 def _data(job: Mapping[str, Any]) -> str:
     data = job["data"]
     name = str(data.get("name", "custom"))
     if "seq_len" not in data or "batch_size" not in data:
         return name
     sequences, length, microbatches = data["batch_size"], data["seq_len"], data.get("microbatches", 1)
-    return _joined(
+    return joined(
         name,
         f"{sequences:,} × {length:,} = {sequences * length:,} tokens per step",
         f"{microbatches} microbatches" if microbatches > 1 else "",
@@ -296,7 +274,7 @@ def _training(job: Mapping[str, Any]) -> str:
         limits.append(str(trainer["max_time"]))
     if job.get("module"):
         return " or ".join(limits)
-    return _joined(" or ".join(limits), f"{optimizer['name']}, lr {optimizer['lr']:g} {job['scheduler']['name']}")
+    return joined(" or ".join(limits), f"{optimizer['name']}, lr {optimizer['lr']:g} {job['scheduler']['name']}")
 
 
 def _precision(job: Mapping[str, Any]) -> str:
@@ -304,7 +282,7 @@ def _precision(job: Mapping[str, Any]) -> str:
     if isinstance(recompute, int) and not isinstance(recompute, bool):
         recompute = f"every {recompute} blocks" if recompute > 1 else "full"
     mode = "on" if compiled is True else compiled or "off"
-    return _joined(job["precision"], f"recompute {recompute}", f"compile {mode}")
+    return joined(job["precision"], f"recompute {recompute}", f"compile {mode}")
 
 
 def _sharded(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
@@ -316,7 +294,7 @@ def _sharded(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
         return f"nothing: every rank of {' and '.join(axes)} holds all of it"
     replicas = dp.get("replicate") or 1
     blocks = len(describe.get("blocks", {}).get("found", ()))
-    return _joined(
+    return joined(
         f"{SHARDED[dp['sharding_level']]} over {' × '.join(axes) if replicas == 1 else 'each replica'}",
         f"{replicas} replicas" if replicas > 1 else "",
         f"{blocks} blocks" if blocks else "",
@@ -338,7 +316,7 @@ def _loss(summary: Mapping[str, Any], losses: Sequence[float]) -> str:
 
 def _speed(summary: Mapping[str, Any]) -> str:
     rate, step_time = summary.get("tokens_per_second"), summary.get("step_time_s")
-    return _joined(
+    return joined(
         f"{readable_count(rate)} tokens/s" if rate else "",
         f"{readable_seconds(step_time)} per step (median)" if step_time else "",
     )
@@ -356,43 +334,5 @@ def _peak(summary: Mapping[str, Any]) -> str:
     return f"{readable_bytes(summary['peak_memory_bytes'])} at its peak{rank}"
 
 
-# --- the panel -------------------------------------------------------------------------------------------------------
-
-
-def _show_panel(title: str, colour: str, rows: Iterable[tuple[str, str]], console: Console) -> None:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in rows:
-        if text:
-            table.add_row(label, Text(_writable(text, console)))
-    panel = Panel(
-        table,
-        title=Text(_writable(title, console), style=f"bold {colour}"),
-        title_align="left",
-        border_style=colour,
-        box=ROUNDED,
-        width=min(console.width, WIDEST),
-        padding=(0, 1),
-    )
-    console.print(panel)
-
-
-def _writable(text: str, console: Console) -> str:
-    """The text with plain letters in place of signs that the console's encoding lacks."""
-    if console.encoding.lower().startswith("utf"):
-        return text
-    plain = text.translate(PLAIN_SIGNS)
-    return plain.encode(console.encoding, "replace").decode(console.encoding)
-
-
-def _joined(*parts: str) -> str:
-    return " · ".join(part for part in parts if part)
-
-
-def _short_path(path: Any) -> str:
-    """The path as seen from the working directory, if it is below that."""
-    if not path:
-        return ""
-    path, here = Path(path), Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+def _shown(path: Any) -> str:
+    return shown(Path(path)) if path else ""

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
+from autolaunch.job import write_beside
 from autolaunch.report.memory import peak_memory_bytes
 from autolaunch.report.metrics import StepMetrics
 
@@ -78,9 +79,8 @@ def write_summary(output_dir: str | os.PathLike[str], summary: Mapping[str, Any]
     """Write `<output_dir>/summary.json` and return its path; NaN and infinity, which JSON lacks, become null."""
     path = Path(output_dir) / "summary.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name("summary.json.new")
-    beside.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    return beside.replace(path)
+    write_beside(path, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+    return path
 
 
 def _finite(value: Any) -> Any:

@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from autolaunch.data import build_data
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
-from autolaunch.report.metrics import MetricsCsv, StepMetrics
+from autolaunch.report.metrics import StepMetrics
+from autolaunch.report.metrics_csv import MetricsCsv
 from autolaunch.report.pipeline import foreseen_timeline, pipeline_summary, with_expectation
 from autolaunch.report.plan_file import write_plan
 from autolaunch.report.progress import ProgressLine

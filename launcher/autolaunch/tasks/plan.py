@@ -32,7 +32,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     picture = None
     if schedule is not None:
         from autolaunch.report.pipeline import pipeline_summary, with_expectation
-        from autolaunch.report.schedule_picture import write_schedule_svg
+        from autolaunch.report.schedule_svg import write_schedule_svg
 
         account = with_expectation(account, config, schedule)
         picture = write_schedule_svg(schedule, job.output_dir / "schedule.svg", account["pp"]["loss"] == "exact")

@@ -36,6 +36,7 @@ from autolaunch_strategies.plan.choose import plan_for, planned_part
 from autolaunch_strategies.plan.context import context_rules, other_rules, with_context_plan
 from autolaunch_strategies.plan.rules import Rule, read_plan
 from autolaunch_strategies.tensor.model_parallel import ModelParallelModule, account_of_plan, apply_plan, matched
+from autolaunch_strategies.training.batch_statistics import batch_norms, share_batch_statistics
 from autolaunch_strategies.training.recompute import apply_compile, apply_recompute, recomputed_blocks
 
 log = logging.getLogger(__name__)
@@ -126,6 +127,22 @@ class CutStages(Step):
     def begin(self, site: Site) -> None:
         if site.cut is not None:
             site.pipeline = site.cut.pipeline(site.device)
+
+
+class SharesStatistics(Step):
+    """Let batch norm see the whole batch: the samples of all ranks along dp."""
+
+    name = "batch statistics (dp)"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        self.names = list(batch_norms(look.module)) if look.config.mesh.dp > 1 else []
+
+    def account(self) -> dict[str, Any]:
+        return if_any("batch_statistics", self.names)
+
+    def apply(self, site: Site) -> None:
+        share_batch_statistics(site.module, site.mesh.group("dp"))
 
 
 class Styles(Step):
@@ -246,7 +263,7 @@ class Materialises(Step):
         materialise(site.module, site.device, site.construction, site.files)
 
 
-STEPS: tuple[type[Step], ...] = (CutStages, Styles, Recomputes, Compiles, Shards, Materialises)
+STEPS: tuple[type[Step], ...] = (CutStages, SharesStatistics, Styles, Recomputes, Compiles, Shards, Materialises)
 """In the order in which they are applied."""
 
 BEGIN: tuple[type[Step], ...] = (Styles, Shards, CutStages)

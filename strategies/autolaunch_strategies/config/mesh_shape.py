@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autolaunch_strategies.config.errors import ConfigError
+from autolaunch_strategies.config.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,30 @@ def parse_mesh(text: str | int, order: Iterable[str] | str = DEFAULT_ORDER) -> M
     if list(sizes.values()).count(-1) > 1:
         raise ConfigError(where, "more than one size is -1", "every size is 1 or more; one may be -1 (what is left)")
     return MeshShape(**sizes, order=parse_order(order))
+
+
+def mesh_of_sizes(sizes: Mapping[str, Any]) -> MeshShape:
+    """Read a mesh from ``{dp: 4, tp: 2, order: [...]}``: axes by any of their spellings; those left out have size 1.
+
+    Raises:
+        ConfigError: a key that is no axis, an axis twice, a size that is no whole number of 1 or more (one may be -1).
+    """
+    order = sizes.get("order") or DEFAULT_ORDER
+    parts: list[str] = []
+    for key, size in sizes.items():
+        if key == "order":
+            continue
+        if key not in AXIS_SPELLINGS:
+            close = nearest(str(key), AXIS_SPELLINGS)
+            raise ConfigError(
+                f"mesh.{key}",
+                "no such key" + (f"; did you mean mesh.{close}?" if close else ""),
+                f"{', '.join(AXES)} (tp is mp), order",
+            )
+        if not isinstance(size, int) or isinstance(size, bool) or size < -1:
+            raise ConfigError(f"mesh.{key}={size}", "not a size", "a whole number of 1 or more; one may be -1")
+        parts.append(f"{key}{size}")
+    return parse_mesh("x".join(parts), order) if parts else MeshShape(order=parse_order(order))
 
 
 def parse_order(order: Iterable[str] | str) -> tuple[str, ...]:

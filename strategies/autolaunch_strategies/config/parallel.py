@@ -9,7 +9,7 @@ from typing import Any
 from autolaunch_strategies.config.context import ContextParallel, context_parallel
 from autolaunch_strategies.config.data_parallel import DataParallel
 from autolaunch_strategies.config.errors import ConfigError
-from autolaunch_strategies.config.mesh_shape import AXES, DEFAULT_ORDER, MeshShape, parse_mesh, parse_order
+from autolaunch_strategies.config.mesh_shape import MeshShape, mesh_of_sizes, parse_mesh
 from autolaunch_strategies.config.model_parallel import MP_NAMES, ModelParallel
 from autolaunch_strategies.config.options import from_mapping
 from autolaunch_strategies.config.pipeline import PP_NAMES, PipelineParallel
@@ -57,8 +57,7 @@ def parallel_config(
         ConfigError: an unknown field, a wrong shape or a wrong value.
     """
     if isinstance(mesh, Mapping):
-        known = {key: mesh[key] for key in AXES if key in mesh}
-        mesh = MeshShape(**known, order=parse_order(mesh.get("order") or DEFAULT_ORDER))
+        mesh = mesh_of_sizes(mesh)
     elif not isinstance(mesh, MeshShape):
         mesh = parse_mesh(mesh)
     if isinstance(dp, int):

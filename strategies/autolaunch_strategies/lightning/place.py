@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from autolaunch_strategies.apply.check import config_errors
+from autolaunch_strategies.checkpoint.sharded import share_random_state
 from autolaunch_strategies.config import MeshShape, ParallelConfig, raise_all
 from autolaunch_strategies.mesh.process_group import JoinedEnvironment, check_world_size, ensure_process_group
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
@@ -157,9 +158,10 @@ class PlacedStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         assert self.accelerator is not None and self.cluster_environment is not None
         self.accelerator.setup_device(self.root_device)
-        reset_seed()
         self.set_world_ranks()
         ensure_process_group(self.shape, self.cluster_environment, self.root_device, self._backend, self._timeout)
+        assert dist.group.WORLD is not None
+        share_random_state(dist.group.WORLD)  # what one process would draw
         _set_rank(dist.get_rank())
         if self._rank_mesh is None:
             replicate, shard = self.parallel.dp.split(self.shape.dp)
@@ -171,7 +173,12 @@ class PlacedStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Seed loader workers by dp rank: ranks that hold parts of one replica draw the same augmentations."""
-        if isinstance(dataloader, DataLoader) and dataloader.num_workers and dataloader.worker_init_fn is None:
+        if (
+            isinstance(dataloader, DataLoader)
+            and not isinstance(dataloader.dataset, IterableDataset)  # every rank reads the same stream
+            and dataloader.num_workers
+            and dataloader.worker_init_fn is None
+        ):
             dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.dp_rank)
         return dataloader
 

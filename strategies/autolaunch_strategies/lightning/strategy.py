@@ -29,6 +29,7 @@ from autolaunch_strategies.config import (
     parse_mesh,
 )
 from autolaunch_strategies.data_parallel.gradients import clip_values, gradient_norm, scale_gradients
+from autolaunch_strategies.lightning.batches import Batches
 from autolaunch_strategies.lightning.checkpoints import CheckpointStrategy
 from autolaunch_strategies.lightning.metrics import exchange_metrics_over
 from autolaunch_strategies.lightning.staged_steps import PipelinedSteps, refuse_optimizers, refuse_what_cannot_run
@@ -63,6 +64,9 @@ class MeshStrategy(CheckpointStrategy):
         trust_checkpoints: unpickle checkpoint metadata of any type (hyperparameters held in OmegaConf containers
             need it). False restricts it to what `torch.load(weights_only=True)` allows.
         own_plan: the mp plan that comes with the model, if it brings one.
+        batch_size: what the batch size of a `DataLoader` counts: the samples of all ranks (global), so that every mesh
+            trains on the batches of one process, in their order; or those of each rank (per_rank), which are then as
+            many of these batches, one after the other. ``Trainer(use_distributed_sampler=False)`` leaves loaders alone.
         construction, files: where the values of a module on meta come from (see `apply_parallelism`).
 
     Raises:
@@ -89,6 +93,7 @@ class MeshStrategy(CheckpointStrategy):
         construction: Construction | None = None,
         files: WeightFiles | None = None,
         own_plan: Mapping[str, Any] | None = None,
+        batch_size: str = "global",
         **plugins: Any,
     ) -> None:
         if mesh == "auto":
@@ -102,6 +107,7 @@ class MeshStrategy(CheckpointStrategy):
             **plugins,
         )
         self.construction, self.files, self.own_plan = construction, files, own_plan
+        self._batches = Batches(batch_size)
         self._forward_redirection = _ForwardRedirection()
         self._grad_norm: torch.Tensor | None = None
         self._in_manual_step = False
@@ -115,6 +121,7 @@ class MeshStrategy(CheckpointStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         Termination(trainer, self.root_device)
+        self._batches.connect(trainer)
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -221,8 +228,23 @@ class MeshStrategy(CheckpointStrategy):
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
+        with self._batches.step(), self.precision_plugin.train_step_context():
             return self._as_forward("training_step", *args, **kwargs)
+
+    @property
+    def batch_weight(self) -> float:
+        """What a mean over this rank's part of the last training batch counts in the mean over dp: 1 if it divides."""
+        return self._batches.weight
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks whose data differ; what a training step logs is a mean over samples."""
+        if self._batches.is_in_step and reduce_op in ("mean", "avg") and isinstance(tensor, torch.Tensor):
+            tensor = tensor * self.batch_weight
+        return super().reduce(tensor, group, reduce_op)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        dataloader = super().process_dataloader(dataloader)
+        return self._batches.share(dataloader, self.dp_rank, self.dp_size, self.shape.size)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
@@ -253,6 +275,8 @@ class MeshStrategy(CheckpointStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
+        if self.batch_weight != 1:
+            closure_loss = closure_loss * self.batch_weight
         with self._applied.running():  # recomputed blocks run their forward within it
             if self._steps is None:
                 return super().backward(closure_loss, optimizer, *args, **kwargs)

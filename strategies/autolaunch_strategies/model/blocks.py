@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -34,8 +35,9 @@ def find_blocks(root: nn.Module) -> Blocks:
     """The outermost repeated sub-modules of `root`.
 
     A container (ModuleList, Sequential, ModuleDict) in which at least two children are of one class and have parts of
-    their own holds blocks; all its children with parameters and parts are blocks. Blocks do not nest. Blocks that
-    share a parameter with another module are left out, since their parameters can't be sharded by themselves.
+    their own holds blocks; all its children with parameters and parts are blocks. A ModuleList or ModuleDict is never
+    a block, since nothing calls it: its children stand in its place. Blocks do not nest. Blocks that share a parameter
+    with another module are left out, since their parameters can't be sharded by themselves.
     """
     found: list[Block] = []
     reasons: dict[str, str] = {}
@@ -44,6 +46,7 @@ def find_blocks(root: nn.Module) -> Blocks:
     def visit(module: nn.Module, name: str) -> None:
         children = {key: child for key, child in module.named_children() if _is_compound(child)}
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            children = {key: child for key, child in _called_children(module) if _is_compound(child)}
             kinds = Counter(type(child) for child in children.values())
             repeated = [kind for kind, count in kinds.items() if count > 1]
             if repeated:
@@ -63,6 +66,15 @@ def find_blocks(root: nn.Module) -> Blocks:
 
     visit(root, "")
     return Blocks(found, reasons)
+
+
+def _called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children of a container, by their dotted name in it; for lists among them, their children."""
+    for key, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward:
+            yield from ((f"{key}.{name}", inner) for name, inner in _called_children(child))
+        else:
+            yield key, child
 
 
 def _is_compound(module: nn.Module) -> bool:

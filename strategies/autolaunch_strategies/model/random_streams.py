@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map
 
-from autolaunch_strategies.torch_private.random_state import saved_random_state
+from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 
-_PER_ELEMENT: frozenset[Any] = frozenset(
+_EACH: frozenset[Any] = frozenset(
     {
         F.dropout, F.alpha_dropout, F.rrelu, torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_,
         torch.rrelu, torch.rrelu_, torch.bernoulli, torch.poisson, torch.normal, torch.rand_like, torch.randn_like,
@@ -47,7 +47,9 @@ _DROPOUTS: frozenset[Any] = frozenset(
 )
 _DROPOUT_ARGUMENTS = ("input", "p", "training", "inplace")
 
-RANDOM_FUNCTIONS = _PER_ELEMENT | _IN_PLACE | _PER_GROUP
+PER_ELEMENT = _EACH | _IN_PLACE
+"""Functions that draw a number for each element, independent of all others."""
+RANDOM_FUNCTIONS = PER_ELEMENT | _PER_GROUP
 
 
 @contextmanager
@@ -58,10 +60,20 @@ def own_stream(sharded: DTensor) -> Iterator[None]:
     if not place:
         yield
         return
+    with stream_of(str(place), sharded.device):
+        yield
+
+
+@contextmanager
+def stream_of(place: str, device: torch.device) -> Iterator[None]:
+    """Within it this rank draws numbers for its `place`; every default generator then stands where the others' do.
+
+    Every rank that shares a default generator enters it together.
+    """
     number = int(torch.randint(2**62, (), device="cpu"))
     digest = hashlib.blake2b(f"{number}:{place}".encode(), digest_size=8).digest()
-    with saved_random_state(sharded.device):
-        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    with saved_random_state(device):
+        seed_torch(int.from_bytes(digest, "little") >> 1, device)
         yield
 
 
@@ -72,8 +84,9 @@ def run_random(_: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, DTensor)]
     if func in _DROPOUTS:
-        default = func not in (F.alpha_dropout, F.feature_alpha_dropout)
-        if not {**dict(zip(_DROPOUT_ARGUMENTS, args, strict=False)), **kwargs}.get("training", default):
+        default = {"p": 0.5, "training": func not in (F.alpha_dropout, F.feature_alpha_dropout)}
+        named = default | dict(zip(_DROPOUT_ARGUMENTS, args, strict=False)) | kwargs
+        if not named["training"] or named["p"] == 0:  # torch draws nothing for it either
             return func(*args, **kwargs)
     from_generator = kwargs.get("generator") is not None  # the user's own: its numbers are for the whole tensor
     if func in _IN_PLACE and from_generator:

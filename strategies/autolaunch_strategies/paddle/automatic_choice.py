@@ -29,9 +29,9 @@ from autolaunch_strategies.config import (
     parse_recompute,
     raise_all,
 )
+from autolaunch_strategies.data_parallel.loader import first_batch, global_batch_size
 from autolaunch_strategies.paddle.config import ToDistributedConfig
 from autolaunch_strategies.paddle.example_batch import ExampleBatch, example_of
-from autolaunch_strategies.paddle.loader import first_batch, global_batch_size
 from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate
 from autolaunch_strategies.planner.hardware import Hardware, hardware_from
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from autolaunch_strategies.config import AXES, DEFAULT_ORDER, ConfigError, ConfigErrors, MeshShape
+from autolaunch_strategies.data_parallel.loader import DistributedLoader, Share, check_loader
 from autolaunch_strategies.loop.parallelize import parallelize_with, refuse_second_time
 from autolaunch_strategies.loop.process_mesh import ProcessMesh, set_mesh
 from autolaunch_strategies.mesh.process_group import ensure_process_group
 from autolaunch_strategies.paddle.automatic_choice import Choice, choose, example_named
 from autolaunch_strategies.paddle.config import ToDistributedConfig, checked_config
-from autolaunch_strategies.paddle.loader import DistributedLoader, Share, check_loader
 
 log = logging.getLogger(__name__)
 

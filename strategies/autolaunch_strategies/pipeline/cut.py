@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -370,14 +370,29 @@ def hold(root: nn.Module, cutting: Cutting, stages: Sequence[int]) -> Held:
             for name, placeholder in replaced.items():
                 del module._parameters[name]
                 module.__dict__[name] = placeholder.data
-    elsewhere = {unit for unit, called_by in cutting.unit_stages().items() if not mine & set(called_by)}
-    for unit in elsewhere:
-        for module in root.get_submodule(cutting.name + unit).modules():
-            for name in list(module._buffers):
-                buffer = module._buffers.pop(name)
-                module._non_persistent_buffers_set.discard(name)
-                module.__dict__[name] = None if buffer is None else torch.empty_like(buffer, device="meta")
+    elsewhere = {cutting.name + unit for unit, called_by in cutting.unit_stages().items() if not mine & set(called_by)}
+    for module in _modules_within_alone(root, elsewhere):
+        for name in list(module._buffers):
+            buffer = module._buffers.pop(name)
+            module._non_persistent_buffers_set.discard(name)
+            module.__dict__[name] = None if buffer is None else torch.empty_like(buffer, device="meta")
     return held
+
+
+def _modules_within_alone(root: nn.Module, names: Collection[str]) -> Iterator[nn.Module]:
+    """The modules that are parts of these, and of nothing else: one that all layers share (rotary positions) is not."""
+
+    def parts(module: nn.Module, name: str) -> Iterator[nn.Module]:
+        if name in names:
+            return
+        yield module
+        for key, child in module._modules.items():
+            if child is not None:
+                yield from parts(child, f"{name}.{key}" if name else key)
+
+    others = set(parts(root, ""))
+    seen = {module for name in names for module in root.get_submodule(name).modules()}
+    yield from seen - others
 
 
 @contextmanager

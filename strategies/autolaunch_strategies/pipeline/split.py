@@ -148,9 +148,12 @@ def choose_cuts(
     ends = {order.end(name): name for name in sorted(candidates, key=lambda name: -name.count("."))}
     names = [ends[end] for end in sorted(ends)]
     if len(names) < stages:
+        places = (
+            f"{_count(len(names), 'place')} to end a stage, {_among(names)}," if names else "no place to end a stage"
+        )
         raise ConfigError(
             _where(spec),
-            f"{_count(len(names), 'place')} to end a stage, {_among(names)}, but {stages} stages",
+            f"{places} but {stages} stages",
             f"at most {_count(len(names), 'stage')} (pp x virtual stages), or more names in pp.split_spec",
         )
     if split == "balanced":

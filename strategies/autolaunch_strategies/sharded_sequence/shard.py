@@ -1,7 +1,7 @@
 """What stands between two regions: a tensor of which each rank of the cp axis holds some positions of the sequence.
 
 Code between regions is the model's own. It sees the shapes of the whole sequence, and what it calls is computed on the
-positions of this rank where each stands for itself, and on the gathered tensor otherwise (`sequence_functions`).
+positions of this rank where each stands for itself, and on the gathered tensor otherwise (`functions`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Positions:
 
     @classmethod
     def of_layout(cls, layout: Layout) -> Positions:
-        """All positions of a sequence that is divided as `layout` says; ranks that hold padding hold fewer."""
+        """All positions of a sequence that is sharded as `layout` says; ranks that hold padding hold fewer."""
         return cls(layout, 0, layout.size, 1, 0, layout.size)
 
     @property
@@ -127,11 +127,11 @@ class SequenceShard(torch.Tensor):
 
     _local: torch.Tensor
     sequence_dim: int
-    """Which dim is divided (>= 0); `dim()` is what it is for every tensor: their number."""
+    """Which dim is sharded (>= 0); `dim()` is what it is for every tensor: their number."""
     positions: Positions
     """Which entries each rank holds."""
     group: dist.ProcessGroup
-    """The ranks among which the dim is divided."""
+    """The ranks over which the dim is sharded."""
     computes: ClassVar[Callable[[Any, Any, Any], Any]]
     """What a torch function of such tensors gives: (function, args, kwargs) -> result. `functions` puts it here."""
     sizes: tuple[int, ...]
@@ -207,7 +207,7 @@ class SequenceShard(torch.Tensor):
 _UNSEEN = (
     "got a tensor of which each rank holds a part of the sequence (cp), and not by the way of torch functions, which "
     "would compute it part by part. A torch.autograd.Function, or what is called from C++, needs `tensor.whole()`, or "
-    "to run in a module of its own that is one of the divided ones."
+    "to run in a module of its own that is one of the sharded ones."
 )
 
 

@@ -27,7 +27,7 @@ from autolaunch_strategies.model.random_streams import RANDOM_FUNCTIONS, own_str
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.tensor.sharding_errors import raise_explained
 from autolaunch_strategies.tensor.vocabulary_loss import vocabulary_cross_entropy
-from autolaunch_strategies.torch_private.backward import run_backward
+from autolaunch_strategies.torch_private.backward import run_backward, version_of
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +42,19 @@ class Replicator:
         self.mesh = mesh
         self.remembers = True
         """Off where every operation has to be repeated: whether a tensor was remembered is not always the same."""
-        self._last: tuple[weakref.ref[torch.Tensor], bool, DTensor] | None = None
+        self._last: tuple[weakref.ref[torch.Tensor], tuple[bool, int], DTensor] | None = None
 
     def __call__(self, tensor: torch.Tensor) -> DTensor:
         """`tensor` (equal on every rank of the mesh) as a DTensor; one that is a DTensor already stays."""
         if isinstance(tensor, DTensor):
             return tensor
-        grad = torch.is_grad_enabled()
-        if self._last is not None and self._last[0]() is tensor and self._last[1] == grad:
+        state = torch.is_grad_enabled(), version_of(tensor)  # changed in place, it has another history
+        if self._last is not None and self._last[0]() is tensor and self._last[1] == state:
             return self._last[2]
-        made = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        replica = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         if self.remembers and not isinstance(tensor, torch.nn.Parameter):
-            self._last = (weakref.ref(tensor, self._forget), grad, made)
-        return made
+            self._last = (weakref.ref(tensor, self._forget), state, replica)
+        return replica
 
     def _forget(self, _: Any) -> None:
         self._last = None

@@ -40,3 +40,8 @@ def run_backward(
 def is_differentiating() -> bool:
     """Whether a backward pass is on its way in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or what it is a view of, was changed in place; -1 for those of inference mode."""
+    return -1 if tensor.is_inference() else tensor._version

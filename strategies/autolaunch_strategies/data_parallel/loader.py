@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from autolaunch_strategies.config import ConfigError
@@ -46,7 +49,7 @@ class Share:
 
 
 class DistributedLoader:
-    """The batches of `loader`, of each the part that belongs to this rank's place along dp. `to_distributed` makes it.
+    """The batches of `loader`, of each the part that belongs to this rank's place along dp.
 
     The parts of all ranks along dp, one after the other, are the batches of one process, in its order: samplers run on
     every rank with the random state of the first one. Ranks along other axes get the same part. The first batch of a
@@ -58,24 +61,38 @@ class DistributedLoader:
     Of a last batch that does not divide, the first ranks have one sample more, and a rank for which nothing is left
     gets one that does not count: gradients that flow through the model's outputs are weighed by `weight`.
 
-    `len()`, and every attribute that is not named here (``dataset``, ``batch_size``, ``sampler``, ...), are those of
-    `loader`: the batch size is that of all ranks.
+    Every attribute that is not named here (``dataset``, ``batch_size``, ``sampler``, ...) is that of `loader`.
 
     Args:
         loader: see `check_loader`.
         share: this rank's part.
         world: how many ranks there are; with one, batches are those of `loader` itself.
         plan: what was decided, for people to read.
-        only_even: refuse batches that do not divide (stages and divided sequences can't be weighed).
+        only_even: refuse batches that do not divide (stages and sharded sequences can't be weighed).
+        joined: how many consecutive batches of `loader` are one of all ranks: 1 where its batch size is that of all
+            ranks, as many as there are parts where it is that of each.
     """
 
-    def __init__(self, loader: DataLoader, share: Share, world: int, plan: Any = None, only_even: bool = False) -> None:
+    def __init__(
+        self,
+        loader: DataLoader,
+        share: Share,
+        world: int,
+        plan: Any = None,
+        only_even: bool = False,
+        joined: int = 1,
+    ) -> None:
+        assert joined in (1, share.count)
         self.loader, self.share, self.plan, self.only_even = loader, share, plan, only_even
         self.weight = 1.0
         """What the mean over the batch handed out last counts in the mean over all ranks: samples here / mean of it."""
-        self._world = world
+        self.weights: deque[float] = deque()
+        """`weight` of every batch handed out in this pass; whoever uses them takes them from the left."""
+        self._world, self._joined = world, joined
+        self._is_same = False
+        """Whether it has been seen that all ranks read the same stream."""
         self._inner = loader
-        self._sizes: _IndexShare | None = None
+        self._sizes: IndexShare | None = None
         self._is_cut_here = not _has_own_batches(loader) or type(loader).__iter__ is not DataLoader.__iter__
         if world == 1:
             return
@@ -85,16 +102,17 @@ class DistributedLoader:
         if isinstance(loader.dataset, IterableDataset):
             self._inner = DataLoader(
                 loader.dataset,
-                batch_size=loader.batch_size,
+                batch_size=_whole(loader.batch_size) * joined,
                 drop_last=loader.drop_last,
                 **{**_options(loader), "collate_fn": _CollateShare(loader.collate_fn, share)},
             )
         else:
-            self._sizes = _IndexShare(loader, share)
+            assert loader.batch_sampler is not None
+            self._sizes = IndexShare(loader.batch_sampler, generators_of(loader), share, joined)
             self._inner = DataLoader(loader.dataset, batch_sampler=self._sizes, **_options(loader))
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self._inner) if self._inner is not self.loader else -(-len(self.loader) // self._joined)
 
     def __call__(self) -> Iterator[Any]:
         """A new pass, as ``iter(loader)``."""
@@ -107,12 +125,16 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self._world == 1:
-            yield from self.loader
-            return
-        batches = self._by_index() if self._sizes is not None else self._in_step()
+            return iter(self.loader)
+        # A loader draws random numbers when a pass begins: now, as on one process, not with the first batch.
+        return self._pass(self._in_step() if self._sizes is None else self._by_index(iter(self._inner), self._sizes))
+
+    def _pass(self, batches: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+        weights = self.weights = deque()
         try:
             for size, batch in batches:
                 self.weight = self.share.weight(size)
+                weights.append(self.weight)
                 if self.only_even and size % self.share.count:
                     raise ConfigError(
                         _WHERE,
@@ -141,10 +163,8 @@ class DistributedLoader:
         dist.all_reduce(total)
         return total / self._world
 
-    def _by_index(self) -> Iterator[tuple[int, Any]]:
-        assert self._sizes is not None
-        batches = iter(self._inner)
-        sizes = self._sizes.sizes  # of this pass: the line above has begun it
+    def _by_index(self, batches: Iterator[Any], share: IndexShare) -> Iterator[tuple[int, Any]]:
+        sizes = share.sizes  # of this pass, which has begun
         for batch in batches:
             yield sizes.popleft(), batch
 
@@ -155,13 +175,18 @@ class DistributedLoader:
             batches = iter(self._inner)
         while True:
             with same:
-                found = next(batches, _END)
-            if found is _END:
+                joined = list(itertools.islice(batches, self._joined if self._is_cut_here else 1))
+            if not self._is_same:
+                self._is_same = True
+                _refuse_other_data(joined if self._is_cut_here else [part[2] for part in joined])
+            if not joined:
                 return
-            yield cut_batch(found, self.share) if self._is_cut_here else found
-
-
-_END: Any = object()
+            if not self._is_cut_here:
+                yield joined[0][:2]
+            elif self._joined == 1:
+                yield cut_batch(joined[0], self.share)
+            else:  # whole ones, of which the last ranks may miss theirs at the end: then one that does not count
+                yield len(joined), joined[self.share.taken(len(joined))[0]]
 
 
 def check_loader(loader: Any) -> None:
@@ -207,7 +232,7 @@ def first_batch(loader: DataLoader) -> Any:
         one, other = iter(data), iter(data)
         if one is other:
             return None
-    generators = _generators(loader)
+    generators = generators_of(loader)
     own, states = _random_states(), [generator.get_state() for generator in generators]
     try:
         if type(loader).__iter__ is not DataLoader.__iter__:
@@ -241,17 +266,25 @@ def _samples(dataset: Any, indices: list[Any]) -> Any:
 # --- who reads what ----------------------------------------------------------------------------------------------
 
 
-class _IndexShare(Sampler[list[Any]]):
-    """Of every batch of indices this rank's part; `sizes`, the samples of whole batches of the pass begun last."""
+class IndexShare(Sampler[list[Any]]):
+    """Of every batch of indices this rank's part; `sizes`, the samples of whole batches of the pass begun last.
 
-    def __init__(self, loader: DataLoader, share: Share) -> None:
-        self.batches: Iterable[list[Any]] = loader.batch_sampler  # type: ignore[assignment]
-        self.generators = _generators(loader)
-        self.share = share
+    Args:
+        batches: of all ranks, drawn with the random state of the first one.
+        generators: those with which they are drawn.
+        share: this rank's part.
+        joined: how many consecutive ones are one batch of all ranks.
+    """
+
+    def __init__(
+        self, batches: Iterable[list[Any]], generators: list[torch.Generator], share: Share, joined: int = 1
+    ) -> None:
+        self.batches, self.generators = batches, generators
+        self.share, self.joined = share, joined
         self.sizes: deque[int] = deque()
 
     def __len__(self) -> int:
-        return len(self.batches)  # type: ignore[arg-type]
+        return -(-len(self.batches) // self.joined)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[list[Any]]:
         self.sizes = deque()
@@ -264,24 +297,57 @@ class _IndexShare(Sampler[list[Any]]):
             batches = iter(self.batches)
         while True:
             with same:
-                indices = next(batches, None)
-            if indices is None:
+                joined = list(itertools.islice(batches, self.joined))
+            if not joined:
                 return
-            listed = list(indices)
+            listed = [index for indices in joined for index in indices]
             sizes.append(len(listed))
             start, stop = self.share.taken(len(listed))
             yield listed[start:stop]
 
 
 class _CollateShare:
-    """Joins this rank's part of the samples of a batch: (samples in the whole of it, what `collate` makes)."""
+    """Joins this rank's part of the samples of a batch.
+
+    Gives (samples in the whole of it, what `collate` makes, what tells the first whole batch from another).
+    """
 
     def __init__(self, collate: Callable[[Any], Any], share: Share) -> None:
         self.collate, self.share = collate, share
+        self.is_first = True
 
-    def __call__(self, samples: Any) -> tuple[int, Any]:
+    def __call__(self, samples: Any) -> tuple[int, Any, str | None]:
         start, stop = self.share.taken(len(samples))
-        return len(samples), self.collate(samples[start:stop])
+        print_of_first = _fingerprint(samples) if self.is_first else None
+        self.is_first = False
+        return len(samples), self.collate(samples[start:stop]), print_of_first
+
+
+def _fingerprint(data: Any) -> str:
+    """Equal for equal tensors, arrays, numbers and texts, in lists, tuples or dicts; of others the type counts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in tree_leaves(data):
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        if isinstance(leaf, np.ndarray):
+            digest.update(f"{leaf.shape}{leaf.dtype}".encode() + np.ascontiguousarray(leaf).tobytes())
+        else:
+            digest.update((repr(leaf) if _is_plain(leaf) else type(leaf).__name__).encode())
+    return digest.hexdigest()
+
+
+def _refuse_other_data(first: Any) -> None:
+    """Collective. Raise ConfigError on every rank if the first batches of a stream differ between ranks."""
+    prints = [""] * dist.get_world_size()
+    dist.all_gather_object(prints, _fingerprint(first))
+    if len(set(prints)) > 1:
+        raise ConfigError(
+            _WHERE,
+            "its dataset gives each rank other samples, so it shares them out itself; each rank would get a part of "
+            "its part",
+            "a dataset that gives every rank all samples; or, with lightning, loaders that are left alone",
+            "Trainer(use_distributed_sampler=False)",
+        )
 
 
 def cut_batch(batch: Any, share: Share) -> tuple[int, Any]:
@@ -361,6 +427,11 @@ def _is_plain(item: Any) -> bool:
     return scalar or item is None or isinstance(item, str | bytes | int | float | complex | np.generic)
 
 
+def _whole(batch_size: int | None) -> int:
+    assert batch_size is not None, "a loader that joins samples has a batch size"
+    return batch_size
+
+
 def _has_own_batches(loader: DataLoader) -> bool:
     return loader.batch_sampler is not None
 
@@ -432,7 +503,7 @@ def _samplers(loader: DataLoader) -> list[Any]:
     return [loader.sampler, batches, getattr(batches, "sampler", None)]
 
 
-def _generators(loader: DataLoader) -> list[torch.Generator]:
+def generators_of(loader: DataLoader) -> list[torch.Generator]:
     """Those that the loader and its samplers hold, each once."""
     holders = [loader, *_samplers(loader)]
     found = [getattr(holder, "generator", None) for holder in holders]
@@ -440,7 +511,7 @@ def _generators(loader: DataLoader) -> list[torch.Generator]:
 
 
 def _share_generators(loader: DataLoader) -> None:
-    _share_states(_generators(loader))
+    _share_states(generators_of(loader))
 
 
 def _share_states(generators: list[torch.Generator]) -> None:

@@ -1,0 +1,130 @@
+"""Which part of the batches of a DataLoader a rank works on: together, ranks see what one process would.
+
+Lightning would put a `DistributedSampler` into the loader, which always shuffles training data, deals single samples
+out to ranks in turn, and repeats some where they do not divide: other batches than one process trains on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch.utils.data import DataLoader, DistributedSampler
+
+from autolaunch_strategies.config import ConfigError, nearest
+from autolaunch_strategies.data_parallel.loader import DistributedLoader, IndexShare, Share, check_loader, generators_of
+
+log = logging.getLogger(__name__)
+
+BATCH_SIZES = ("global", "per_rank")
+"""What the batch size of a loader may count: the samples of all ranks, or those of each."""
+
+
+class Batches:
+    """Shares out the batches of a Trainer's loaders among the ranks along dp, and knows what each part counts.
+
+    Args:
+        batch_size: one of `BATCH_SIZES`.
+
+    Raises:
+        ConfigError: something else.
+    """
+
+    def __init__(self, batch_size: str) -> None:
+        if batch_size not in BATCH_SIZES:
+            close = nearest(str(batch_size), BATCH_SIZES)
+            raise ConfigError(
+                f"batch_size={batch_size!r}",
+                "not what the batch size of a loader counts" + (f"; did you mean {close}?" if close else ""),
+                "global (the samples of all ranks, as on one device), per_rank (those of each)",
+                f"MeshStrategy(batch_size={close or 'global'!r})",
+            )
+        self.batch_size = batch_size
+        self._are_shared: bool | None = None
+        self._told = False
+        self._trainer: pl.Trainer | None = None
+        self._weight: float | None = 1.0
+        self.is_in_step = False
+
+    def connect(self, trainer: pl.Trainer) -> None:
+        """Take the place of the sampler that Lightning would insert, unless the Trainer was told to insert none."""
+        connector = trainer._accelerator_connector
+        if self._are_shared is None:
+            self._are_shared = connector.use_distributed_sampler
+        connector.use_distributed_sampler = False
+        self._trainer = trainer
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A training step runs within it."""
+        self._weight, self.is_in_step = None, True
+        try:
+            yield
+        finally:
+            self.is_in_step = False
+            _ = self.weight  # a step that nobody asked about has used its batch up, too
+
+    @property
+    def weight(self) -> float:
+        """What this rank's mean over the batch of the last training step counts in the mean over all ranks along dp.
+
+        Raises:
+            ConfigError: there are several loaders, whose batches do not agree on it.
+        """
+        if self._weight is None:
+            self._weight = self._next_weight()
+        return self._weight
+
+    def _next_weight(self) -> float:
+        assert self._trainer is not None
+        combined = self._trainer.fit_loop._combined_loader
+        loaders = [] if combined is None else [x for x in combined.flattened if isinstance(x, DistributedLoader)]
+        weights = {loader.weights.popleft() for loader in loaders if loader.weights}
+        if len(weights) > 1:
+            raise ConfigError(
+                "train_dataloader",
+                "batches of several loaders are not shared out alike: in one of them the samples can't be divided "
+                "evenly among the ranks along dp",
+                "batch sizes that divide",
+                "DataLoader(..., drop_last=True)",
+            )
+        return weights.pop() if weights else 1.0
+
+    def share(self, loader: Any, rank: int, ranks: int, world: int) -> Any:
+        """The loader of this rank: its part of every batch of `loader`.
+
+        What is no `DataLoader`, or shares out its data by a `DistributedSampler` of the user's own, stays as it is; so
+        does everything with ``Trainer(use_distributed_sampler=False)``.
+
+        Args:
+            rank, ranks: this rank's place along dp, and how many there are.
+            world: ranks of the whole mesh.
+
+        Raises:
+            ConfigError: a loader whose batches come in no order.
+        """
+        if ranks == 1 or not self._are_shared or not isinstance(loader, DataLoader):
+            return loader
+        if isinstance(loader.sampler, DistributedSampler):
+            return loader
+        check_loader(loader)
+        if not self._told and loader.batch_size is not None:
+            self._told = True
+            log.info(self._in_words(loader.batch_size, ranks))
+        share, joined = Share(rank, ranks), 1 if self.batch_size == "global" else ranks
+        if isinstance(predicted := loader.batch_sampler, _IndexBatchSamplerWrapper):  # it shows which samples those are
+            predicted._batch_sampler = IndexShare(predicted._batch_sampler, generators_of(loader), share, joined)
+            return loader
+        return DistributedLoader(loader, share, world, joined=joined)
+
+    def _in_words(self, size: int, ranks: int) -> str:
+        if self.batch_size == "per_rank":
+            return f"batch_size={size} of the loader is that of each rank along dp: {size * ranks} samples in a step"
+        return (
+            f"batch_size={size} of the loader is that of all {ranks} ranks along dp, as on one device; "
+            "MeshStrategy(batch_size='per_rank') if it is that of each"
+        )

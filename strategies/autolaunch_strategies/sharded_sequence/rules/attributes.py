@@ -1,0 +1,36 @@
+"""Rules for what a tensor is, and for what autograd knows of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autolaunch_strategies.sharded_sequence.parts import as_shards, from_right, map_leaves
+from autolaunch_strategies.sharded_sequence.shard import SequenceShard
+from autolaunch_strategies.torch_private.modes import without_torch_functions
+
+
+def of_shape(func: Any, args: Any, kwargs: Any) -> Any:
+    """What the wrapper knows: the shape, type and device of the whole."""
+    with without_torch_functions():
+        return func(*args, **kwargs)
+
+
+def of_local(func: Any, args: Any, kwargs: Any) -> Any:
+    """What is known of, or done to, what this rank holds. Autograd's hooks get gradients of that."""
+    args, kwargs = map_leaves(lambda leaf: leaf.local if isinstance(leaf, SequenceShard) else leaf, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def gradient(func: Any, args: Any, kwargs: Any) -> Any:
+    """The gradient of what this rank holds, as a shard."""
+    (shard,) = args
+    of_part = shard.local.grad
+    return None if of_part is None else as_shards(of_part, shard, from_right(shard))
+
+
+def refused(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gradients by a shard, of which autograd knows this rank's part only."""
+    raise RuntimeError(
+        f"{func.__name__} can't differentiate by a tensor of which each rank holds a part of the sequence (cp); "
+        "differentiate by parameters, with backward()"
+    )
