@@ -83,7 +83,7 @@ def test_what_is_recomputed_is_counted_in_the_whole_model() -> None:
     blocks = find_blocks(model)
     names = [block.name for block in blocks]
     assert list(foresee(model, config)["recompute"]["blocks"]) == names[::2]
-    own = Blocks(blocks.found[3:], blocks.reasons)
+    own = Blocks(blocks.members[3:], blocks.reasons)
     site = Site(
         model, mesh=None, device=torch.device("cpu"), blocks=own,  # type: ignore[arg-type]
         model_parallel=ModelParallelModule(model), context_parallel=ContextParallelModule(),

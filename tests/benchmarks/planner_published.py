@@ -30,7 +30,6 @@ from autolaunch_strategies.config import CP_BACKENDS  # noqa: E402
 from autolaunch_strategies.planner.candidate import (  # noqa: E402
     FULL,
     NO_RECOMPUTE,
-    PIPELINES,
     SELECTIVE,
     Candidate,
     Candidates,
@@ -39,6 +38,7 @@ from autolaunch_strategies.planner.fit import Run, fit  # noqa: E402
 from autolaunch_strategies.planner.hardware import Hardware, Link, hardware_from  # noqa: E402
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe  # noqa: E402
 from autolaunch_strategies.planner.time import step_time  # noqa: E402
+from tests.support.megatron import NUMBERS, empty_stages, scattered_sends  # noqa: E402
 from tests.support.transformer_profile import transformer_profile  # noqa: E402
 
 ROWS = Path(__file__).with_name("published_runs.csv")
@@ -73,6 +73,8 @@ class Published:
     sweep: tuple[str, ...]
     """Rows with equal ones differ in nothing but how they run."""
     run: Run
+    profile: ModelProfile
+    """As `run` has it, but for what stages send."""
     memory_gib: float | None
     row: dict[str, str]
 
@@ -126,7 +128,7 @@ def _published(row: dict[str, str]) -> Published | None:
         level=level,
         replicate=_replicate(note, dp * cp) if level else dp * cp,
         sequence_parallel=_whole(row, "seq_parallel", int(recipe.compute in ("fp8", "bf16"))) if mp > 1 else 0,
-        pipeline=PIPELINES.index(pipeline),
+        pipeline=NUMBERS[pipeline],
         virtual_stages=virtual,
         split=int(layers % (pp * virtual) > 0),
         microbatches=microbatches,
@@ -140,12 +142,12 @@ def _published(row: dict[str, str]) -> Published | None:
     seconds = _seconds(row, note, profile, recipe, candidate, devices)
     sweep = tuple(row.get(key) or "" for key in ("source", "model", "n_gpus", "gbs", "seq", "gpu", "precision"))
     memory = _number(row, "mem_gib", 0) or None
-    return Published(
-        row["source"], row["model"], sweep, Run(profile, recipe, candidate, seconds, hardware), memory, row
-    )
+    sends = profile if candidate.sequence_parallel else _model(row, note, sends_over=mp)
+    run = Run(sends, recipe, candidate, seconds, hardware)
+    return Published(row["source"], row["model"], sweep, run, profile, memory, row)
 
 
-def _model(row: dict[str, str], note: str) -> ModelProfile:
+def _model(row: dict[str, str], note: str, sends_over: int = 1) -> ModelProfile:
     hidden, heads, seq = _whole(row, "hidden", 0), _whole(row, "heads", 0), _whole(row, "seq", 2048)
     heads = heads or hidden // 128
     ffn = _whole(row, "ffn", 0) or 4 * hidden
@@ -155,9 +157,8 @@ def _model(row: dict[str, str], note: str) -> ModelProfile:
     vocab, mp = _whole(row, "vocab", 51200), max(_whole(row, "tp", 1), 1)
     if mp > 1:  # vocabularies are made divisible where they are divided, and are else as stated
         vocab = math.ceil(vocab / (128 * mp)) * 128 * mp
-    return _profile(
-        _whole(row, "layers", 0), hidden, heads, seq, vocab, _whole(row, "kv_heads", heads), ffn, glu, modern, name
-    )
+    key_heads = _whole(row, "kv_heads", heads)
+    return _profile(_whole(row, "layers", 0), hidden, heads, seq, vocab, key_heads, ffn, glu, modern, name, sends_over)
 
 
 @functools.cache
@@ -172,9 +173,10 @@ def _profile(
     glu: bool,
     modern: bool,
     name: str,
+    sends_over: int,
 ) -> ModelProfile:
     """`modern`: fused attention and no dropout; else as Megatron of 2021."""
-    return transformer_profile(
+    profile = transformer_profile(
         layers,
         hidden,
         heads,
@@ -191,6 +193,7 @@ def _profile(
         selective="outputs" if modern else "attention",
         name=name,
     )
+    return scattered_sends(profile, sends_over)
 
 
 def _recipe(row: dict[str, str], note: str, batch: int, level: int) -> Recipe:
@@ -217,7 +220,6 @@ def _cached_recipe(batch: int, compute: str, parameter: int, gradient: int, opti
         gradient_bytes=gradient,
         reduce_bytes=gradient,
         optimizer_bytes=optimizer,
-        scattered_sends=True,
         compiled=compiled,
     )
 
@@ -356,7 +358,8 @@ def predict(rows: Sequence[Published], fitted: Hardware | None = None) -> np.nda
         if fitted is not None:
             hardware = hardware.with_constants(fitted.constants, fitted.origin, fitted.residuals)
         candidates = Candidates.of(rows[index].run.candidate for index in group)
-        result[group] = step_time(run.profile, run.recipe, hardware, candidates).seconds
+        with empty_stages():
+            result[group] = step_time(run.profile, run.recipe, hardware, candidates).seconds
     return result
 
 
@@ -364,7 +367,8 @@ def calibrated(rows: Sequence[Published], names: Sequence[str] = FITTED) -> Hard
     """The machine of these rows with constants fitted to them."""
     hardware = rows[0].run.hardware
     assert hardware is not None
-    return fit(hardware, [item.run for item in rows], names)
+    with empty_stages():
+        return fit(hardware, [item.run for item in rows], names)
 
 
 def errors(rows: Sequence[Published], predicted: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ import functools
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from autolaunch_strategies.planner.memory import memory_account, peak_memory  # 
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe  # noqa: E402
 from autolaunch_strategies.planner.stages import Cut, cut  # noqa: E402
 from tests.benchmarks.planner_published import ROWS, Published, read  # noqa: E402
+from tests.support.megatron import gathers_again, memory_of  # noqa: E402
 
 GOALS = ("korthikanti22_fig1", "zerobubble_table4", "torchtitan_202412")
 GOAL = 0.05
@@ -68,11 +70,21 @@ def errors(path: Path = ROWS) -> list[Error]:
     for item in read(path):
         if item.memory_gib is None:
             continue
-        profile, recipe, hardware, cut_of = case(item)
         candidates = Candidates.of([candidate_of(item)])
-        predicted = peak_memory(profile, recipe, hardware, candidates, cut_of).bytes[0] + beside(item)
+        with as_published(item):
+            predicted = peak_memory(*case(item), candidates).bytes[0] + beside(item)
         found.append(Error(item, item.memory_gib * unit(item), float(predicted)))
     return found
+
+
+def is_megatron(item: Published) -> bool:
+    """Else PyTorch's own training stack."""
+    return item.run.candidate.level < 3
+
+
+def as_published(item: Published) -> AbstractContextManager[None]:
+    """Within it, memory is that of a row's training loop, cut as the row says."""
+    return memory_of(is_megatron(item), functools.partial(_cut, item.row["note"].lower()))
 
 
 def unit(item: Published) -> float:
@@ -80,16 +92,10 @@ def unit(item: Published) -> float:
     return 1e9 if re.search(r"\bmem\w* in GB\b", item.row["note"]) else 2.0**30
 
 
-def case(item: Published):  # type: ignore[no-untyped-def]
-    """(profile, recipe, hardware, cuts) of a row."""
+def case(item: Published) -> tuple[ModelProfile, Recipe, Hardware]:
+    """Of a row."""
     assert item.run.hardware is not None
-    profile = _profile(item, item.run.profile)
-    return (
-        profile,
-        _recipe(item, item.run.recipe),
-        _hardware(item, item.run.hardware),
-        functools.partial(_cut, profile, item.row["note"].lower()),
-    )
+    return _profile(item, item.profile), _recipe(item, item.run.recipe), _hardware(item, item.run.hardware)
 
 
 def beside(item: Published) -> float:
@@ -99,7 +105,7 @@ def beside(item: Published) -> float:
     blocks at a time) and the sharded gradients (`_fsdp_collectives.py`), and a stage of torch's pipelines a gradient
     that arrives for each microbatch (`stage.py`).
     """
-    candidate, profile, recipe = candidate_of(item), item.run.profile, item.run.recipe
+    candidate, profile, recipe = candidate_of(item), item.profile, item.run.recipe
     if candidate.level != 3 or not item.source.startswith(RESERVED):
         return 0.0
     (kind,) = profile.kinds
@@ -123,9 +129,9 @@ def candidate_of(item: Published) -> Candidate:
 
 
 def _profile(item: Published, profile: ModelProfile) -> ModelProfile:
-    """With the loss and the selective recomputation of PyTorch's own training stack."""
-    if item.run.candidate.level != 3:
-        return profile
+    """As Megatron has it, or with the loss and the selective recomputation of PyTorch's own training stack."""
+    if is_megatron(item):
+        return gathers_again(profile, bool(item.run.candidate.sequence_parallel))
     logits = profile.after.sharded_saved_bytes / 4  # they are kept in fp32
     loss = (FP32_LOSS if item.run.candidate.mp == 1 else FP32_LOSS_OVER_RANKS) - 4
     (kind,) = profile.kinds
@@ -146,11 +152,10 @@ def _profile(item: Published, profile: ModelProfile) -> ModelProfile:
 
 def _recipe(item: Published, recipe: Recipe) -> Recipe:
     """With the state that a note gives: `params+grad+opt=<GiB>`."""
-    recipe = dataclasses.replace(recipe, keeps_gradients=False, gathers_again=item.run.candidate.level < 3)
     stated = re.search(r"params\+grad\+opt=([\d.]+)", item.row["note"])
     if not stated:
         return recipe
-    candidate, profile = item.run.candidate, item.run.profile
+    candidate, profile = item.run.candidate, item.profile
     blocks = sum(profile.kinds[kind].parameters for kind in profile.blocks) / (candidate.mp * candidate.pp)
     of_parameter = round(float(stated[1]) * 2**30 / blocks)
     return dataclasses.replace(recipe, gradient_bytes=of_parameter - recipe.parameter_bytes - recipe.optimizer_bytes)
@@ -168,7 +173,7 @@ def _hardware(item: Published, hardware: Hardware) -> Hardware:
     return hardware.with_constants(constants, "published")
 
 
-def _cut(profile: ModelProfile, note: str, pipeline: str, pp: int, virtual_stages: int, split: int) -> Cut:
+def _cut(note: str, profile: ModelProfile, pipeline: str, pp: int, virtual_stages: int, split: int) -> Cut:
     """As `stages.cut`; where embedding and head stand for a block each, as in many publications, so."""
     count, stages = len(profile.blocks), pp * virtual_stages
     if "first/last stage one layer fewer" not in note and not (count % stages and (count + 2) % stages == 0):
@@ -213,8 +218,8 @@ def main() -> None:
     found = [row for row in errors(arguments.rows) if not arguments.source or row.row.source in arguments.source]
     if arguments.residuals:
         for row in found:
-            profile, recipe, hardware, cut_of = case(row.row)
-            account = memory_account(profile, recipe, hardware, candidate_of(row.row), cut_of)
+            with as_published(row.row):
+                account = memory_account(*case(row.row), candidate_of(row.row))
             fullest = max(range(len(account)), key=lambda rank: account[rank]["total"])
             values = {**account[fullest], "beside": beside(row.row)}
             pieces = " ".join(f"{name[:6]} {value / 2**30:.1f}" for name, value in values.items())

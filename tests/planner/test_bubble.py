@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autolaunch_strategies.config import PipelineParallel
+from autolaunch_strategies.config import SCHEDULE_SPECS, PipelineParallel
 from autolaunch_strategies.planner.candidate import PIPELINES, Candidates
 from autolaunch_strategies.planner.time import _bubble
 from autolaunch_strategies.schedules.schedule import build_schedule, check_schedule, timeline
@@ -17,15 +17,9 @@ EXACT, SPLIT = 1e-9, 0.1
 @pytest.mark.parametrize(
     ("name", "virtual_stages", "allowed"),
     [
-        ("gpipe", 1, EXACT),
-        ("1f1b", 1, EXACT),
-        ("looped_bfs", 2, EXACT),
-        ("interleaved_1f1b", 2, EXACT),
-        ("interleaved_1f1b", 4, EXACT),
-        ("interleaved_zero_bubble", 2, SPLIT),
-        ("interleaved_zero_bubble", 4, SPLIT),
-        ("zbv_zero_bubble", 2, SPLIT),
-        ("dualpipev", 2, SPLIT),
+        (spec.name, number, SPLIT if spec.splits_backward else EXACT)
+        for spec in SCHEDULE_SPECS.values()
+        for number in ([spec.least_stages] if spec.most_stages else [2, 4])
     ],
 )
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -18,8 +18,9 @@ from autolaunch_strategies.planner.document import document, rounded
 from autolaunch_strategies.planner.explain import asked_of, fields_of, why
 from autolaunch_strategies.planner.plan import Looked, Plan, simplicity
 from autolaunch_strategies.planner.reasons import in_bytes, in_seconds
-from autolaunch_strategies.planner.settings import candidate_of, overrides
+from autolaunch_strategies.planner.settings import overrides
 from tests.planner.candidates import GIB, llama, machines, model, recipe
+from tests.support.config_candidate import candidate_of
 
 
 @pytest.fixture(scope="module")
@@ -261,8 +262,8 @@ def test_numbers_in_sentences() -> None:
 
 def test_why_something_slower_was_not_chosen(plan: Plan) -> None:
     answer = why(plan, {"mp": 8})
-    assert answer.found is not None
-    assert answer.found.mp == 8
+    assert answer.candidate is not None
+    assert answer.candidate.mp == 8
     assert answer.seconds is not None
     assert answer.parts_difference is not None
     assert sum(answer.parts_difference.values()) == pytest.approx(answer.seconds - plan.seconds, abs=1e-9)
@@ -284,7 +285,7 @@ def test_why_something_that_does_not_fit_was_not_chosen(plan: Plan) -> None:
 
 def test_why_something_that_can_not_be_was_not_chosen(plan: Plan) -> None:
     answer = why(plan, {"tp": "16"})
-    assert answer.found is None
+    assert answer.candidate is None
     assert answer.to_dict()["found"] is False
     assert {rule for rule, _ in answer.rejected} == {"heads and other sizes % mp"}
     answer = why(plan, {"mesh": "3"})
@@ -303,8 +304,8 @@ def test_why_the_chosen_one_was_chosen(plan: Plan) -> None:
 
 def test_why_looks_among_what_has_no_point(plan: Plan) -> None:
     answer = why(plan, {"pp": "gpipe"})
-    assert answer.found is not None
-    assert answer.found.pipeline_name == "gpipe"
+    assert answer.candidate is not None
+    assert answer.candidate.pipeline_name == "gpipe"
 
 
 def test_keys_as_people_type_them() -> None:

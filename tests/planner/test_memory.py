@@ -10,13 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autolaunch_strategies.config import PipelineParallel
-from autolaunch_strategies.planner.candidate import PIPELINES, Candidate, Candidates
+from autolaunch_strategies.config import SCHEDULE_SPECS, PipelineParallel
+from autolaunch_strategies.planner import memory as planner_memory
+from autolaunch_strategies.planner.candidate import PIPELINES, Candidate, Candidates, of_schedules
 from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.hardware import Hardware, Link
-from autolaunch_strategies.planner.memory import PIECES, in_flight, memory_account, peak_memory
+from autolaunch_strategies.planner.memory import PIECES, memory_account, peak_memory
 from autolaunch_strategies.planner.profile import ModelProfile, Part, Recipe
 from autolaunch_strategies.planner.stages import Cut
+from autolaunch_strategies.schedules.in_flight import in_flight
 from autolaunch_strategies.schedules.schedule import Kind, build_schedule, check_schedule
 from tests.benchmarks import planner_published_memory as published
 from tests.planner import memory_cases as real
@@ -122,7 +124,7 @@ def test_state_of_trained_parameters_only() -> None:
     assert total(Candidate(microbatches=8), trained=0.25) == pytest.approx((4 + 12 * 0.25) * WHOLE + KEPT + LOSS)
 
 
-def test_the_fullest_rank_need_not_be_the_first() -> None:
+def test_the_fullest_rank_need_not_be_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a block less on both ends, as many publications have it, the second rank is the fullest."""
     profile = model(14, loss_bytes=0.0, sharded_loss_bytes=0.0, before=Part("before", 0), after=Part("after", 0))
     candidate = pipelined("1f1b", pp=4, microbatches=8)
@@ -131,12 +133,13 @@ def test_the_fullest_rank_need_not_be_the_first() -> None:
     def uneven(*_: object) -> Cut:
         return Cut(sizes, np.arange(4))
 
-    memory = peak_memory(profile, Recipe(batch_size=8), CPU, Candidates.of([candidate]), uneven)
+    monkeypatch.setattr(planner_memory, "cut", uneven)
+    memory = peak_memory(profile, Recipe(batch_size=8), CPU, Candidates.of([candidate]))
     assert memory.stage.tolist() == [1]
     # 3 in flight of 4 blocks, whose outputs wait to be sent on; gradients of this step alone
     expected = (4 + 4 + 8) * 4000 + 3 * (4 * 50_000 + 4_000) + 7_000 + 2 * 4_000
     assert memory.bytes[0] == pytest.approx(expected)
-    account = memory_account(profile, Recipe(batch_size=8), CPU, candidate, uneven)
+    account = memory_account(profile, Recipe(batch_size=8), CPU, candidate)
     assert [row["total"] == pytest.approx(expected) for row in account] == [False, True, False, False]
 
 
@@ -182,11 +185,6 @@ def test_context_and_fragmentation() -> None:
     assert found.limit == 16e9
 
 
-def test_gradients_of_the_step_before() -> None:
-    """Under Lightning they live until the backward pass begins; other loops drop them before the forward pass."""
-    assert total(Candidate()) - total(Candidate(), keeps_gradients=False) == pytest.approx(4 * WHOLE)
-
-
 def test_copies_of_weights_in_a_narrower_type() -> None:
     """Autocast keeps a copy of each weight it has used, for the backward pass, too."""
     assert total(Candidate(), cast_bytes=2) - total(Candidate()) == pytest.approx(2 * (8 * 1000 + 2000))
@@ -199,8 +197,7 @@ def many(count: int = 3000) -> Candidates:
     random = np.random.default_rng(1)
     pp = 2 ** random.integers(0, 4, count)
     pipeline = np.where(pp > 1, random.integers(1, len(PIPELINES), count), 0)
-    name = np.asarray(PIPELINES)[pipeline]
-    two = np.isin(name, ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"))
+    two = of_schedules("least_stages", pipeline) == 2
     return Candidates(
         dp=2 ** random.integers(0, 3, count), mp=2 ** random.integers(0, 3, count), pp=pp,
         cp=2 ** random.integers(0, 2, count), level=random.integers(0, 4, count),
@@ -255,11 +252,11 @@ def states(name: str, ranks: int, microbatches: int, virtual_stages: int, rank: 
 @pytest.mark.parametrize(
     ("name", "virtual_stages"),
     [
-        ("gpipe", 1), ("1f1b", 1), ("looped_bfs", 2), ("looped_bfs", 3), ("interleaved_1f1b", 2),
-        ("interleaved_1f1b", 3), ("interleaved_zero_bubble", 2), ("interleaved_zero_bubble", 3),
-        ("zbv_zero_bubble", 2), ("dualpipev", 2),
+        (spec.name, number)
+        for spec in SCHEDULE_SPECS.values()
+        for number in range(spec.least_stages, (spec.most_stages or 3) + 1)
     ],
-)  # fmt: skip
+)
 def test_microbatches_in_flight_are_those_of_the_schedule(name: str, virtual_stages: int) -> None:
     random, looked_at = np.random.default_rng(2), 0
     for ranks in (2, 3, 4, 8):
@@ -267,8 +264,8 @@ def test_microbatches_in_flight_are_those_of_the_schedule(name: str, virtual_sta
             wanted = PipelineParallel(name, "microbatch", name, microbatches, virtual_stages)
             if check_schedule(wanted, ranks, microbatches):
                 continue
-            flying, waiting = in_flight(name, ranks, virtual_stages, microbatches)
-            if name in ("gpipe", "looped_bfs"):
+            flying, waiting = in_flight(SCHEDULE_SPECS[name], ranks, virtual_stages, microbatches)
+            if SCHEDULE_SPECS[name].all_forward_first:
                 flying = flying * microbatches
             for rank in range(ranks):
                 table = states(name, ranks, microbatches, virtual_stages, rank)

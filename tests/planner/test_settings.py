@@ -13,11 +13,12 @@ from autolaunch.config.across_keys import check
 from autolaunch.config.command_line import parse
 from autolaunch.config.compose import compose
 from autolaunch.jobs.run import resolve_job
-from autolaunch_strategies.config import CP_BACKENDS, ConfigError
+from autolaunch_strategies.config import CP_BACKENDS
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, SELECTIVE, Candidate
 from autolaunch_strategies.planner.enumerate import enumerate_candidates
-from autolaunch_strategies.planner.settings import candidate_of, cut_names, overrides
+from autolaunch_strategies.planner.settings import cut_names, overrides
 from tests.planner.candidates import machines, model, recipe
+from tests.support.config_candidate import candidate_of
 
 LLAMA = ["data=synthetic", "model.hidden_size=512", "model.num_heads=8", "model.num_kv_heads=8", "model.num_layers=8"]
 LLAMA += ["data.seq_len=1024", "data.batch_size=64"]
@@ -137,29 +138,3 @@ def test_what_the_config_leaves_open_is_what_the_runtime_takes() -> None:
     found = candidate_of(config, heads=8)
     assert (found.level, found.replicate, found.microbatches, found.virtual_stages) == (3, 1, 8, 1)
     assert (found.backend_name, found.ulysses, found.split) == ("usp", 2, 0)
-
-
-def test_a_pipeline_that_accumulates_is_not_known() -> None:
-    config = {
-        "mesh": {"dp": 1, "mp": 1, "pp": 2, "cp": 1},
-        "dp": {"sharding_level": 3},
-        "mp": None,
-        "cp": None,
-        "pp": {
-            "loss": "microbatch",
-            "schedule": "1f1b",
-            "microbatches": 2,
-            "virtual_stages": None,
-            "split": "even",
-            "split_spec": None,
-        },
-        "recompute": "none",
-        "data": {"microbatches": 4, "batch_size": 64},
-    }
-    with pytest.raises(ConfigError) as raised:
-        candidate_of(config)
-    assert raised.value.where == "data.microbatches=4 with pp.microbatches=2"
-    assert raised.value.write == "data.microbatches=1 pp.microbatches=8"
-    config["pp"]["schedule"] = "mine.csv"  # type: ignore[index]
-    with pytest.raises(ConfigError, match="the planner knows no tables"):
-        candidate_of(config)

@@ -119,8 +119,3 @@ def test_ranks_of_stages_are_the_runtimes(name: str, ranks: int) -> None:
     assert pipeline is not None
     assert rank_of_stage(name, ranks, virtual_stages) == placement(pipeline, ranks)
     assert np.bincount(rank_of_stage(name, ranks, virtual_stages)).tolist() == [virtual_stages] * ranks
-
-
-@pytest.mark.parametrize("name", ["zero_bubble_1p", "zero_bubble_2p"])
-def test_published_schedules_have_one_stage_per_rank(name: str) -> None:
-    assert rank_of_stage(name, 4, 1) == (0, 1, 2, 3)

@@ -17,6 +17,7 @@ from autolaunch_strategies.planner.profile import Attention, MatMul, ModelProfil
 from autolaunch_strategies.planner.time import PARTS, StepTime, flops_per_step, soft_max, step_time
 from autolaunch_strategies.planner.uncertainty import sampled_times, spread
 from autolaunch_strategies.schedules.schedule import build_schedule, timeline
+from tests.support.megatron import NUMBERS
 from tests.support.transformer_profile import transformer_profile
 
 FREE = {
@@ -280,9 +281,9 @@ def test_pipelines_take_as_long_as_their_tables(name: str, virtual: int, microba
 
 
 def test_published_schedules_without_bubbles() -> None:
-    names = ("1f1b", "zero_bubble_1p", "zero_bubble_2p")
+    numbers = [NUMBERS[name] for name in ("1f1b", "zero_bubble_1p", "zero_bubble_2p")]
     profile = model(Part("b", 0, matmuls=(MatMul(2**15, 2**14, 2**14),)), 16)
-    found = of(profile, PLAIN, machine(), pp=4, pipeline=[PIPELINES.index(name) for name in names], microbatches=8)
+    found = of(profile, PLAIN, machine(), pp=4, pipeline=numbers, microbatches=8)
     f1b, one, two = found.parts["bubble"]
     assert one == pytest.approx(f1b / 3, rel=0.02) and two < 0.03 * f1b
 

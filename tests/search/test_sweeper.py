@@ -23,7 +23,7 @@ from autolaunch.launch.end import RunEnd
 from autolaunch.machine import this_machine
 from autolaunch.search import space
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
-from autolaunch_strategies.planner.settings import candidate_of
+from tests.support.config_candidate import candidate_of
 from tests.support.messages import Told, assert_only_told
 from tests.support.transformer_profile import transformer_profile
 

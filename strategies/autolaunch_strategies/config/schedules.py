@@ -26,10 +26,19 @@ class ScheduleSpec:
     """Every forward pass comes before every backward pass, so all microbatches are in memory at once."""
     splits_backward: bool = False
     """Gradients of weights are computed apart from those of inputs."""
+    pairs_passes: bool = False
+    """A forward pass of one microbatch and a backward pass of another are one step."""
+    waits: tuple[tuple[float, float, float], ...] = ((1, 1, 1),)
+    """How long the busiest rank waits in a step of many microbatches: the longest of these sums of the other ranks'
+    forward passes, backward passes for inputs, and for weights, of one microbatch, over its number of stages."""
     any_loss: bool = False
     """The loss may see the whole batch (pp.loss=exact)."""
     complexity: int = 6
     """Of schedules that are as fast the least is chosen."""
+    better: str = ""
+    """Another one that waits as long and holds fewer microbatches in memory; if it can run, this one has no point."""
+    first_look: bool = False
+    """A plan looks at it even where there are too many ways to look at all."""
 
     def accepts(self, ranks: int, microbatches: int) -> bool:
         """Whether it can run so many; the rules of torch 2.11 to 2.13 (torch/distributed/pipelining/schedules.py)."""
@@ -38,19 +47,51 @@ class ScheduleSpec:
         return microbatches >= max(1, self.least_microbatches * ranks)
 
 
+_FILLED = ((1, 1, -1), (1, 0, 0))
+"""`waits` where gradients of weights fill a part (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, table 2)."""
+
 SCHEDULE_SPECS = {
     spec.name: spec
     for spec in (
-        ScheduleSpec("gpipe", least_stages=1, most_stages=1, all_forward_first=True, any_loss=True, complexity=2),
-        ScheduleSpec("1f1b", least_stages=1, most_stages=1, least_microbatches=1, complexity=2),
-        ScheduleSpec("looped_bfs", "ScheduleLoopedBFS", all_forward_first=True, complexity=4),
-        ScheduleSpec("interleaved_1f1b", "ScheduleInterleaved1F1B", equal_rounds=True, complexity=4),
         ScheduleSpec(
-            "interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", equal_rounds=True, splits_backward=True
+            "gpipe",
+            least_stages=1,
+            most_stages=1,
+            all_forward_first=True,
+            any_loss=True,
+            complexity=2,
+            better="1f1b",
         ),
-        ScheduleSpec("zbv_zero_bubble", "ScheduleZBVZeroBubble", most_stages=2, v_shaped=True, splits_backward=True),
+        ScheduleSpec("1f1b", least_stages=1, most_stages=1, least_microbatches=1, complexity=2, first_look=True),
         ScheduleSpec(
-            "dualpipev", "ScheduleDualPipeV", most_stages=2, v_shaped=True, least_microbatches=2, splits_backward=True
+            "looped_bfs", "ScheduleLoopedBFS", all_forward_first=True, complexity=4, better="interleaved_1f1b"
+        ),
+        ScheduleSpec("interleaved_1f1b", "ScheduleInterleaved1F1B", equal_rounds=True, complexity=4, first_look=True),
+        ScheduleSpec(
+            "interleaved_zero_bubble",
+            "ScheduleInterleavedZeroBubble",
+            equal_rounds=True,
+            splits_backward=True,
+            waits=_FILLED,
+        ),
+        ScheduleSpec(
+            "zbv_zero_bubble",
+            "ScheduleZBVZeroBubble",
+            most_stages=2,
+            v_shaped=True,
+            splits_backward=True,
+            waits=((1, 0, 0), (0, 1, 0)),  # fitted to torch's tables: a step ends on all ranks together
+            first_look=True,
+        ),
+        ScheduleSpec(
+            "dualpipev",
+            "ScheduleDualPipeV",
+            most_stages=2,
+            v_shaped=True,
+            least_microbatches=2,
+            splits_backward=True,
+            pairs_passes=True,
+            waits=_FILLED,
         ),
     )
 }

@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from autolaunch_strategies.data_parallel.groups import GradientGroup
+
 BUCKET_BYTES = 25 * 2**20
 """Gradients travel in pieces of about this size, so that communication overlaps with the backward pass."""
 
 
 class GradientAverage:
-    """Averages the gradients of replicated parameters over a group, in buckets, while the backward pass runs.
+    """Averages the gradients of replicated parameters over their groups, in buckets, while the backward pass runs.
 
     Used for everything at sharding level 0, and at the other levels for what `fully_shard` cannot hold (scalars).
     A parameter without a gradient on this rank counts as zero if another rank has one, and keeps none otherwise.
 
     Args:
-        parameters: in the order of definition; gradients are expected in about the reverse order.
-        group: the ranks to average over.
+        groups: parameters in the order of definition, each with its group; gradients are expected in about the reverse
+            order.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, groups: Mapping[nn.Parameter, GradientGroup]) -> None:
         self.enabled = True
-        self._buckets = _buckets([parameter for parameter in parameters if parameter.requires_grad])
-        self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
+        self._buckets = _buckets({key: group for key, group in groups.items() if key.requires_grad})
+        self._bucket_of = {
+            parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket.parameters
+        }
         self._ready: list[set[nn.Parameter]] = [set() for _ in self._buckets]
         self._next = 0
-        self._running: list[tuple[list[nn.Parameter], torch.Tensor, dist.Work]] = []
+        self._running: list[tuple[_Bucket, torch.Tensor, dist.Work | None]] = []
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._gradient_ready) for parameter in self._bucket_of
         ]
@@ -50,17 +54,9 @@ class GradientAverage:
         while self._next < len(self._buckets):
             self._start(self._next)
         for bucket, flat, work in self._running:
-            work.wait()
-            flat.div_(self.group.size())
-            pieces = flat.split([*(_local(parameter).numel() for parameter in bucket), len(bucket)])
-            for index, (parameter, piece) in enumerate(zip(bucket, pieces, strict=False)):
-                if parameter.grad is None:
-                    if pieces[-1][index] == 0:  # no rank has one
-                        continue
-                    parameter.grad = torch.zeros_like(parameter)
-                elif parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.to_dense()
-                _local(parameter.grad).copy_(piece.view_as(_local(parameter)))
+            if work is not None:
+                work.wait()
+            unpack_gradients(bucket.parameters, flat.div_(bucket.group.divisor))
         self._running.clear()
         self._ready = [set() for _ in self._buckets]
         self._next = 0
@@ -75,34 +71,68 @@ class GradientAverage:
             return
         self._ready[self._bucket_of[parameter]].add(parameter)
         # In order on every rank, whatever the order of the gradients: collectives must match.
-        while self._next < len(self._buckets) and len(self._ready[self._next]) == len(self._buckets[self._next]):
+        while self._next < len(self._buckets) and (
+            len(self._ready[self._next]) == len(self._buckets[self._next].parameters)
+        ):
             self._start(self._next)
 
     def _start(self, index: int) -> None:
         bucket = self._buckets[index]
-        pieces = [
-            torch.zeros_like(_local(parameter)).flatten()
-            if parameter.grad is None
-            else _dense(_local(parameter.grad)).flatten()
-            for parameter in bucket
-        ]
-        has_gradient = [float(parameter.grad is not None) for parameter in bucket]
-        flat = torch.cat([*pieces, pieces[0].new_tensor(has_gradient)])
-        self._running.append((bucket, flat, dist.all_reduce(flat, group=self.group, async_op=True)))
+        flat, ranks = pack_gradients(bucket.parameters), bucket.group.ranks
+        work = None if ranks is None else dist.all_reduce(flat, group=ranks, async_op=True)
+        self._running.append((bucket, flat, work))
         self._next = index + 1
 
 
-def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    buckets: list[list[nn.Parameter]] = []
+@dataclass(frozen=True)
+class _Bucket:
+    parameters: list[nn.Parameter]
+    group: GradientGroup
+
+
+def _buckets(groups: Mapping[nn.Parameter, GradientGroup]) -> list[_Bucket]:
+    buckets: list[_Bucket] = []
     filled, kind = 0, None
-    for parameter in reversed(parameters):
+    for parameter, group in reversed(list(groups.items())):
         size = _local(parameter).numel() * parameter.dtype.itemsize
-        if not buckets or kind != (parameter.dtype, parameter.device) or filled + size > BUCKET_BYTES:
-            buckets.append([])
-            filled, kind = 0, (parameter.dtype, parameter.device)
-        buckets[-1].append(parameter)
+        if kind != (parameter.dtype, parameter.device, group) or filled + size > BUCKET_BYTES:
+            buckets.append(_Bucket([], group))
+            filled, kind = 0, (parameter.dtype, parameter.device, group)
+        buckets[-1].parameters.append(parameter)
         filled += size
     return buckets
+
+
+def pack_gradients(parameters: Sequence[nn.Parameter], device: torch.device | None = None) -> torch.Tensor:
+    """This rank's part of the gradients in one 1-D tensor, and behind them for each parameter 1 if it has one, else 0.
+
+    Args:
+        parameters: of one dtype.
+        device: where the tensor is; by default where the parameters are.
+    """
+    pieces = [
+        (torch.zeros_like(_local(parameter)) if parameter.grad is None else _dense(_local(parameter.grad))).flatten()
+        for parameter in parameters
+    ]
+    has_gradient = pieces[0].new_tensor([float(parameter.grad is not None) for parameter in parameters])
+    return torch.cat([piece.to(device or piece.device) for piece in (*pieces, has_gradient)])
+
+
+def unpack_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
+    """Put what `pack_gradients` made, once it is summed over ranks, in the place of the gradients.
+
+    A parameter that has a gradient on none of them keeps none.
+    """
+    pieces = flat.split([*(_local(parameter).numel() for parameter in parameters), len(parameters)])
+    for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=False)):
+        if pieces[-1][index] == 0:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        local = _local(parameter.grad)
+        local.copy_(piece.view_as(local))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

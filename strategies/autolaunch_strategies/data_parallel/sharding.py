@@ -1,7 +1,7 @@
 """Data parallelism: what each sharding level does to a module, and when gradients are exchanged.
 
 Level 0 keeps whole parameters and averages gradients (`GradientAverage`). Levels 1 to 3 are FSDP2 (`fully_shard`),
-one group per block and one for the rest:
+by itself for each block, for what in it belongs to another gradient group, and for the rest:
 
 level 1  parameters are gathered once per step; gradients stay whole while a step accumulates, and are exchanged once;
 level 2  as 1, but gradients are exchanged and sharded after each backward;
@@ -12,18 +12,19 @@ At all three, what outlives a step (parameters, optimizer state) is sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from autolaunch_strategies.config import SHARDING_AXES, DataParallel
 from autolaunch_strategies.data_parallel.gradients import GradientAverage
+from autolaunch_strategies.data_parallel.groups import GradientGroup
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
 from autolaunch_strategies.torch_private.fsdp import (
@@ -45,8 +46,8 @@ class DataParallelModule:
 
     root: nn.Module
     level: int
-    averaged_names: list[str] = field(default_factory=list)
-    group: dist.ProcessGroup | None = None
+    averaged: dict[str, GradientGroup] = field(default_factory=dict)
+    """Names of parameters that are not sharded -> over which ranks their gradients are averaged."""
     average: GradientAverage | None = None
     accumulates: bool = False
     keeps_gathered: bool = False
@@ -56,9 +57,10 @@ class DataParallelModule:
         """Start exchanging gradients. Called once, when every parameter has its values."""
         if isinstance(self.root, FSDPModule):
             initialise_fsdp(self.root)
-        if self.group is not None and self.averaged_names:
-            parameters = dict(self.root.named_parameters())
-            self.average = GradientAverage([parameters[name] for name in self.averaged_names], self.group)
+        parameters = dict(self.root.named_parameters())
+        averaged = {parameters[name]: group for name, group in self.averaged.items() if group.averages}
+        if averaged:
+            self.average = GradientAverage(averaged)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -136,23 +138,32 @@ class DataParallelModule:
             self.average.finish()
 
 
-def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: DataParallel) -> DataParallelModule:
-    """Apply a sharding level to `root` in place: one group of parameters per block, one for everything else.
+def apply_data_parallel(
+    root: nn.Module,
+    blocks: Blocks,
+    mesh: RankMesh,
+    dp: DataParallel,
+    other_groups: Mapping[str, GradientGroup] = MappingProxyType({}),
+) -> DataParallelModule:
+    """Apply a sharding level to `root` in place: one unit of parameters per block, one for everything else.
 
     Parameters may be on meta. Names of parameters do not change. With one rank along dp and cp and no offload nothing
     is done at all. A stage of a pipeline uses its blocks for one microbatch after the other: there they stay gathered
     for the whole step at level 3, too.
+
+    Args:
+        other_groups: names of parameters -> their gradient group, if it is not that of all ranks along dp and cp. To be
+            sharded, they stand in modules whose parameters are all of one group: each is a unit of its own.
     """
-    group = mesh.group(*SHARDING_AXES)
-    ranks = 1 if group is None else group.size()
     pipelined = mesh.shape.pp > 1
-    if ranks == 1 and not dp.cpu_offload:
+    if mesh.group(*SHARDING_AXES) is None and not dp.cpu_offload:
         return DataParallelModule(root, 0)
+    usual = GradientGroup.of_mesh(mesh, sharded=dp.sharding_level > 0)
+    groups = {name: other_groups.get(name, usual) for name, _ in root.named_parameters()}
     if dp.sharding_level == 0:
-        return DataParallelModule(root, 0, [name for name, _ in root.named_parameters()], group)
+        return DataParallelModule(root, 0, groups)
     scalars = _scalars(root)
     options: dict[str, Any] = {
-        "mesh": mesh.sharding_mesh(),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=DTYPES[dp.param_dtype], reduce_dtype=DTYPES[dp.reduce_dtype], cast_forward_inputs=False
         ),
@@ -161,17 +172,50 @@ def apply_data_parallel(root: nn.Module, blocks: Blocks, mesh: RankMesh, dp: Dat
         else OffloadPolicy(),
         "ignored_params": set(scalars.values()),
     }
-    for block in blocks:
-        fully_shard(block.module, reshard_after_forward=dp.sharding_level == 3 and not pipelined, **options)
-        block.module.register_forward_pre_hook(_follow_requires_grad)
-    fully_shard(root, reshard_after_forward=False, **options)
+    group_of = {parameter: groups[name] for name, parameter in root.named_parameters() if name not in scalars}
+    for unit in (*(block.module for block in blocks), root):
+        parts = list(_of_other_groups(unit, group_of, usual))
+        if all(module is not unit for module, _ in parts):
+            parts.append((unit, usual))
+        for module, group in parts:
+            frees = dp.sharding_level == 3 and not pipelined and unit is not root
+            _shard(module, group, reshard_after_forward=frees, **options)
+            if module is not root:
+                module.register_forward_pre_hook(_follow_requires_grad)
     if dp.sharding_level < 3:  # at level 3 hooks between forward and backward see what is sharded, and its gradients
         keep_through_nested_forwards(root)
-    in_blocks = {module for block in blocks for module in block.module.modules()}
+    units = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
+    in_units = {module for unit in units for module in unit.modules()}
     for module in root.modules():
-        if module is not root and module not in in_blocks and next(module.parameters(recurse=False), None) is not None:
+        if module is not root and module not in in_units and next(module.parameters(recurse=False), None) is not None:
             module.register_forward_pre_hook(_gather_rest_of(root))
-    return DataParallelModule(root, dp.sharding_level, list(scalars), group)
+    return DataParallelModule(root, dp.sharding_level, {name: groups[name] for name in scalars})
+
+
+def _of_other_groups(
+    module: nn.Module, group_of: Mapping[nn.Parameter, GradientGroup], usual: GradientGroup
+) -> Iterator[tuple[nn.Module, GradientGroup]]:
+    """The outermost modules of `module`, or itself, all of whose parameters are of one group that is not the usual."""
+    if isinstance(module, FSDPModule):
+        return
+    present = {group_of[parameter] for parameter in module.parameters() if parameter in group_of}
+    if present <= {usual}:
+        return
+    own = {group_of[parameter] for parameter in module.parameters(recurse=False) if parameter in group_of}
+    if len(present) == 1 and (own or not isinstance(module, nn.ModuleList | nn.ModuleDict)):
+        yield module, present.pop()
+        return
+    assert own <= {usual}, "a module can't have parameters of another gradient group beside those of its parts"
+    for part in module.children():
+        yield from _of_other_groups(part, group_of, usual)
+
+
+def _shard(module: nn.Module, group: GradientGroup, **options: Any) -> None:
+    assert group.mesh is not None, "a gradient group of sharded parameters has a mesh"
+    sharded = fully_shard(module, mesh=group.mesh, **options)
+    if group.divisor != group.mesh.size():
+        sharded.set_gradient_divide_factor(group.divisor)
+        sharded.set_force_sum_reduction_for_comms(group.mesh.size() > 1)  # gloo has no other
 
 
 def sharding_reasons(

@@ -21,14 +21,14 @@ class Block:
 class Blocks:
     """The blocks in definition order, and in `reasons` why they are what they are (for plan.yaml)."""
 
-    found: list[Block]
+    members: list[Block]
     reasons: dict[str, str]
 
     def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self.found)
+        return iter(self.members)
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.members)
 
 
 def find_blocks(root: nn.Module) -> Blocks:
@@ -39,7 +39,7 @@ def find_blocks(root: nn.Module) -> Blocks:
     a block, since nothing calls it: its children stand in its place. Blocks do not nest. Blocks that share a parameter
     with another module are left out, since their parameters can't be sharded by themselves.
     """
-    found: list[Block] = []
+    members: list[Block] = []
     reasons: dict[str, str] = {}
     owners = Counter(id(parameter) for module in root.modules() for parameter in set(module.parameters(recurse=False)))
 
@@ -56,7 +56,7 @@ def find_blocks(root: nn.Module) -> Blocks:
                     if any(owners[id(parameter)] > 1 for parameter in child.parameters()):
                         reasons[child_name] = "not a block of its own: it shares a parameter with another module"
                         continue
-                    found.append(Block(child_name, child))
+                    members.append(Block(child_name, child))
                     taken += 1
                 names = ", ".join(sorted(kind.__name__ for kind in repeated))
                 reasons[name or "(the model)"] = f"{taken} blocks: a {type(module).__name__} of repeated {names}"
@@ -65,7 +65,7 @@ def find_blocks(root: nn.Module) -> Blocks:
             visit(child, f"{name}.{key}" if name else key)
 
     visit(root, "")
-    return Blocks(found, reasons)
+    return Blocks(members, reasons)
 
 
 def _called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -7,8 +7,8 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from autolaunch_strategies.data_parallel.gradients import pack_gradients, unpack_gradients
 from autolaunch_strategies.pipeline.cut import Cutting
 from autolaunch_strategies.pipeline.placement import group_rank
 from autolaunch_strategies.pipeline.run import Pipeline
@@ -44,25 +44,9 @@ class SharedGradients:
                 self._sum(ranks, same)
 
     def _sum(self, ranks: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
-        own = [
-            torch.zeros_like(_local(parameter)) if parameter.grad is None else _dense(_local(parameter.grad))
-            for parameter in parameters
-        ]
-        present = [float(parameter.grad is not None) for parameter in parameters]
-        flat = torch.cat(
-            [*(item.flatten().to(self.device) for item in own), own[0].new_tensor(present).to(self.device)]
-        )
+        flat = pack_gradients(parameters, self.device)
         self._all_reduce(ranks, flat)
-        pieces = flat.split([*(item.numel() for item in own), len(own)])
-        for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=False)):
-            if pieces[-1][index] == 0:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
-            local = _local(parameter.grad)
-            local.copy_(piece.view_as(local))
+        unpack_gradients(parameters, flat)
 
     def _all_reduce(self, ranks: tuple[int, ...], flat: torch.Tensor) -> None:
         if len(ranks) == self.group.size():
@@ -79,11 +63,3 @@ class SharedGradients:
             flat += arriving
         for rank in others:
             dist.send(flat, group=self.group, group_dst=rank)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor

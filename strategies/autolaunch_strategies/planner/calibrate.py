@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from autolaunch_strategies.planner.constants import TIME_CONSTANTS, Constants
+from autolaunch_strategies.planner.constants import TIME_CONSTANTS
 from autolaunch_strategies.planner.fit import Run, fit_constants
 from autolaunch_strategies.planner.hardware import Curve, Hardware, Link
 
@@ -94,13 +94,3 @@ def fitted(hardware: Hardware, runs: Sequence[Run]) -> Hardware:
     constants = fit_constants(hardware, runs, noise=NOISE, freedom=freedom)
     trainings = "training" if len(runs) == 1 else "trainings"
     return hardware.with_constants(constants, f"{hardware.origin} and fitted to {len(runs)} {trainings}")
-
-
-def constants_text(constants: Constants) -> dict[str, Any]:
-    """Constants that are not the usual ones, with their sentence of help, for readers."""
-    usual = Constants()
-    return {
-        item.name: (getattr(constants, item.name), item.metadata["help"])
-        for item in dataclasses.fields(Constants)
-        if getattr(constants, item.name) != getattr(usual, item.name)
-    }

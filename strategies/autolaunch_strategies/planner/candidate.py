@@ -9,11 +9,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.config import CP_BACKEND_SPECS, CP_BACKENDS, SCHEDULES, ContextBackend, MeshShape
+from autolaunch_strategies.config import (
+    CP_BACKEND_SPECS,
+    CP_BACKENDS,
+    SCHEDULE_SPECS,
+    ContextBackend,
+    MeshShape,
+    ScheduleSpec,
+)
 
-PIPELINES = ("none", "exact", *SCHEDULES, "zero_bubble_1p", "zero_bubble_2p")
-"""Values of `Candidate.pipeline`: the options of the group pp. The last two exist in publications, not in our runtime:
-they are never proposed, only predicted."""
+PIPELINE_SPECS = [
+    ScheduleSpec("none", least_stages=1, most_stages=1, complexity=0),
+    ScheduleSpec(
+        "exact",
+        least_stages=1,
+        most_stages=1,
+        all_forward_first=True,
+        any_loss=True,
+        complexity=1,
+        first_look=True,
+    ),
+    *SCHEDULE_SPECS.values(),
+]
+"""What is true of each option of the group pp, in the order of `Candidate.pipeline`. Whoever predicts other schedules
+adds them at the end: they are never proposed."""
+
+PIPELINES = tuple(spec.name for spec in PIPELINE_SPECS)
+"""The names of those that are proposed."""
 
 NO_RECOMPUTE, SELECTIVE, FULL = 0, -1, 1
 """Values of `Candidate.recompute`; n > 1 is every n-th block."""
@@ -34,7 +56,7 @@ class Candidate:
     sequence_parallel: int = 0
     """1: mp=seq_parallel."""
     pipeline: int = 0
-    """Index in `PIPELINES`; 0 with one rank along pp."""
+    """Index in `PIPELINE_SPECS`; 0 with one rank along pp."""
     virtual_stages: int = 1
     split: int = 0
     """0: blocks shared out evenly; 1: balanced by time (written as `pp.split_spec`)."""
@@ -57,9 +79,14 @@ class Candidate:
         return MeshShape(self.dp, self.mp, self.pp, self.cp)
 
     @property
+    def schedule(self) -> ScheduleSpec:
+        """What is true of its pipeline."""
+        return PIPELINE_SPECS[self.pipeline]
+
+    @property
     def pipeline_name(self) -> str:
         """The option of the group pp."""
-        return PIPELINES[self.pipeline]
+        return self.schedule.name
 
     @property
     def backend_name(self) -> str:
@@ -82,9 +109,14 @@ FIELDS = tuple(item.name for item in fields(Candidate))
 Ints = NDArray[np.int64]
 
 
-def of_backends(attribute: str, backend: Ints) -> NDArray[Any]:
-    """[n]: an attribute of `ContextBackend` for each of these backends, indices in `CP_BACKENDS`."""
-    return np.asarray([getattr(spec, attribute) for spec in CP_BACKEND_SPECS.values()])[backend]
+def of_backends(trait: str, backend: Ints) -> NDArray[Any]:
+    """[n]: what this field of `ContextBackend` is for each of some backends [n], by their numbers."""
+    return np.asarray([getattr(spec, trait) for spec in CP_BACKEND_SPECS.values()])[backend]
+
+
+def of_schedules(trait: str, pipeline: Ints) -> NDArray[Any]:
+    """[n]: what this field of `ScheduleSpec` is for each of some pipelines [n], by their numbers."""
+    return np.asarray([getattr(spec, trait) for spec in PIPELINE_SPECS])[pipeline]
 
 
 class Candidates:
@@ -107,9 +139,9 @@ class Candidates:
 
     def __init__(self, **columns: Any) -> None:
         """Columns [n] by the names of `FIELDS`; scalars are repeated, absent ones have the default."""
-        given = {name: columns.pop(name, getattr(Candidate, name)) for name in FIELDS}
+        values = {name: columns.pop(name, getattr(Candidate, name)) for name in FIELDS}
         assert not columns, f"no such columns: {sorted(columns)}"
-        arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in given.values()))
+        arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in values.values()))
         for name, array in zip(FIELDS, arrays, strict=True):
             setattr(self, name, array)
 

@@ -139,14 +139,14 @@ def diverse(looked: Looked, top: int) -> Ints:
     places = np.flatnonzero(looked.may_fit)
     c = looked.candidates.select(places)
     cells = (c.mp * 1_000_003 + c.pp) * 1_000_003 + c.recompute
-    found: list[Ints] = []
+    fastest: list[Ints] = []
     for _ in range(ALIKE):
         _, first = np.unique(cells, return_index=True)
-        found.append(places[first])
+        fastest.append(places[first])
         rest = np.ones(len(places), dtype=bool)
         rest[first] = False
         places, cells = places[rest], cells[rest]
-    chosen = np.sort(np.concatenate(found))
+    chosen = np.sort(np.concatenate(fastest))
     c = looked.candidates
     row = codes(*(getattr(c, name) for name in FIELDS if name != "recompute"))
     pointless = (c.recompute[chosen] != 0) & np.isin(row[chosen], row[looked.fits & (c.recompute == 0)])
@@ -243,8 +243,8 @@ def _merged(one: Looked, other: Looked) -> Looked:
 
 def _alternatives(looked: Looked, chosen: int, top: int) -> Ints:
     """The fastest of different kinds, and what needs least memory, without the chosen one."""
-    found = [index for index in diverse(looked, top + 1).tolist() if index != chosen][:top]
+    alternatives = [index for index in diverse(looked, top + 1).tolist() if index != chosen][:top]
     least = int(np.flatnonzero(looked.may_fit)[looked.memory_bytes[looked.may_fit].argmin()])
-    if top and least != chosen and least not in found:
-        found = [*found[: top - 1], least]
-    return np.asarray(sorted(found), dtype=np.int64)
+    if top and least != chosen and least not in alternatives:
+        alternatives = [*alternatives[: top - 1], least]
+    return np.asarray(sorted(alternatives), dtype=np.int64)

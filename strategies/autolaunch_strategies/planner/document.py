@@ -86,10 +86,10 @@ def _rejected(plan: Plan) -> dict[str, int]:
 
 def _stages(plan: Plan) -> list[dict[str, Any]]:
     c = plan.chosen
-    found = cut(plan.profile, c.pipeline_name, c.pp, c.virtual_stages, c.split)
+    stages = cut(plan.profile, c.pipeline_name, c.pp, c.virtual_stages, c.split)
     accounts = memory_account(plan.profile, plan.recipe, plan.hardware, c)
     return [
-        {"pipe_rank": rank, "blocks": int(found.sizes[found.rank_of_stage == rank].sum()), **account}
+        {"pipe_rank": rank, "blocks": int(stages.sizes[stages.rank_of_stage == rank].sum()), **account}
         for rank, account in enumerate(accounts)
     ]
 
@@ -130,11 +130,11 @@ def _pareto(looked: Looked, step: float = 0.01) -> list[int]:
     order = places[np.lexsort((looked.memory_bytes[places], looked.seconds[places]))]
     memory = looked.memory_bytes[order]
     falls = np.concatenate([[True], memory[1:] < np.minimum.accumulate(memory)[:-1]])
-    found: list[int] = []
+    front: list[int] = []
     for index in order[falls].tolist():
-        if not found or looked.memory_bytes[found[-1]] - looked.memory_bytes[index] >= step * looked.limit:
-            found.append(index)
-    return found
+        if not front or looked.memory_bytes[front[-1]] - looked.memory_bytes[index] >= step * looked.limit:
+            front.append(index)
+    return front
 
 
 def _fits(memory_bytes: float, looked: Looked) -> str:

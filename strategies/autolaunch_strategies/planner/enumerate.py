@@ -15,20 +15,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, SCHEDULE_SPECS, SCHEDULES, ContextBackend
+from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, ContextBackend, ScheduleSpec
 from autolaunch_strategies.planner.candidate import (
     FIELDS,
     FULL,
     NO_RECOMPUTE,
+    PIPELINE_SPECS,
     PIPELINES,
     SELECTIVE,
     Candidate,
     Candidates,
+    of_schedules,
 )
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.stages import block_flops, unevenness
-from autolaunch_strategies.schedules.schedule import default_virtual_stages
 
 LIMIT = 40_000
 """Beyond so many candidates the first look is at fewer values of the fields that matter least (`Space.variants` has
@@ -39,13 +40,6 @@ SHORTEST_PART = 128
 
 WORTH_BALANCING = 0.02
 """Share of the costliest stage that a balanced cut has to save to be proposed beside the even one."""
-
-_PIPELINE = {name: number for number, name in enumerate(PIPELINES)}
-_IN_ROUNDS = [_PIPELINE[name] for name, spec in SCHEDULE_SPECS.items() if spec.equal_rounds]
-_OF_RUNTIME = ("exact", *SCHEDULES)
-_FIRST_LOOK = ("exact", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")
-_INSTEAD = {"gpipe": "1f1b", "looped_bfs": "interleaved_1f1b"}
-"""Schedules that hold more microbatches in memory than another one and wait as long -> that other one."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +162,8 @@ class Space:
     def variants(self, candidates: Candidates) -> Candidates:
         """What differs from one of `candidates` in a single choice: the schedule with its stages and its cut, the way
         of cp and of mp, what is recomputed, the level with its replicas. Each once; none that is given."""
-        given = _Table({name: getattr(candidates, name) for name in FIELDS})
-        found = [given]
+        start = _Table({name: getattr(candidates, name) for name in FIELDS})
+        tables = [start]
         for options in (
             self._pipelines,
             self._contexts,
@@ -177,13 +171,13 @@ class Space:
             self._recomputes,
             self._levels,
         ):
-            rows = given.match(options(given))
+            rows = start.match(options(start))
             for rule in self.rejections.rules:
                 rows = rows.where(~rule.refuses(rows))
-            found.append(rows.where(self._is_canonical(rows)))
-        columns = {name: np.concatenate([table[name] for table in found]) for name in FIELDS}
+            tables.append(rows.where(self._is_canonical(rows)))
+        columns = {name: np.concatenate([table[name] for table in tables]) for name in FIELDS}
         _, first = np.unique(codes(*columns.values()), return_index=True)
-        fresh = np.sort(first[first >= len(given)])
+        fresh = np.sort(first[first >= len(start)])
         return Candidates(**{name: column[fresh] for name, column in columns.items()})
 
     def _all(self, meshes: _Table, limit: int | None = None) -> _Table | None:
@@ -248,29 +242,29 @@ class Space:
 
     def _pipelines(self, rows: _Table) -> _Table:
         table = rows.distinct("pp").with_options(("pipeline", "virtual_stages", "split"), self._pipelines_of)
-        return self._kept(table, "published", "mean_loss", "virtual_stages", "blocks")
+        return self._kept(table, "mean_loss", "virtual_stages", "blocks")
 
     def _pipelines_of(self, pp: int) -> list[tuple[int, ...]]:
         if pp == 1:
             return [(0, 1, 0)]
-        names = _FIRST_LOOK if self._thin else _OF_RUNTIME
+        all_of_them = range(1, len(PIPELINES))
+        usual = [number for number in all_of_them if PIPELINE_SPECS[number].first_look or not self._thin]
         return [
             (pipeline, virtual_stages, split)
-            for pipeline in self._values("pipeline", (_PIPELINE[name] for name in names))
-            for virtual_stages in self._values("virtual_stages", self._virtual_stages(PIPELINES[pipeline], pp))
+            for pipeline in self._values("pipeline", usual)
+            for virtual_stages in self._values("virtual_stages", self._virtual_stages(PIPELINE_SPECS[pipeline], pp))
             for split in self._values("split", self._splits(pp * virtual_stages))
         ]
 
-    def _virtual_stages(self, name: str, pp: int) -> list[int]:
-        usual = default_virtual_stages(name) if name in SCHEDULES else 1
-        if not name.startswith(("interleaved", "looped")):
-            return [usual]
+    def _virtual_stages(self, spec: ScheduleSpec, pp: int) -> list[int]:
+        if spec.most_stages is not None:
+            return [spec.least_stages]
         blocks = len(self.profile.blocks)
-        found = [number for number in (2, 3, 4, 6, 8, 12, 16) if number <= blocks // pp]
-        found = [number for number in found if blocks % (pp * number) == 0 or number & (number - 1) == 0]
-        if self._thin and len(found) > 2:
-            found = [found[0], max(number for number in found if number <= 8)]
-        return found or [usual]  # the rule about blocks says why not
+        numbers = [number for number in (2, 3, 4, 6, 8, 12, 16) if number <= blocks // pp]
+        numbers = [number for number in numbers if blocks % (pp * number) == 0 or number & (number - 1) == 0]
+        if self._thin and len(numbers) > 2:
+            numbers = [numbers[0], max(number for number in numbers if number <= 8)]
+        return numbers or [spec.least_stages]  # the rule about blocks says why not
 
     def _splits(self, stages: int) -> list[int]:
         if stages > len(self.profile.blocks):
@@ -290,26 +284,26 @@ class Space:
         if pp > 1:  # a pipeline keeps parameters for a whole step and exchanges gradients at its end: 1, 2, 3 are one
             levels = [*(level for level in levels if not level), *[level for level in levels if level][:1]]
         replicas = self._values("replicate", self._replicas(dp, cp, mp))
-        found: list[tuple[int, ...]] = [(0, dp)] if 0 in levels else []
+        pairs: list[tuple[int, ...]] = [(0, dp)] if 0 in levels else []
         for level in levels:
             if level:
                 second = level == 2 and len(levels) > 1 and "replicate" not in self.wanted
-                found += [(level, number) for number in (replicas[:1] if second else replicas)]
-        return found
+                pairs += [(level, number) for number in (replicas[:1] if second else replicas)]
+        return pairs
 
     def _replicas(self, dp: int, cp: int, mp: int) -> list[int]:
         """One, and those whose groups are whole nodes, of growing size."""
-        found, nodes = [1], 0
+        numbers, nodes = [1], 0
         for shards in divisors(dp)[:-1]:
             ranks = shards * cp * mp
             if shards * cp == 1:
                 continue
             if ranks % self.hardware.devices_per_node:
-                found.append(dp // shards)  # the rule about whole nodes says why not
+                numbers.append(dp // shards)  # the rule about whole nodes says why not
             elif ranks // self.hardware.devices_per_node >= nodes:
                 nodes = ranks // self.hardware.devices_per_node * (2 if nodes < 4 and not self._thin else 4)
-                found.append(dp // shards)
-        return found
+                numbers.append(dp // shards)
+        return numbers
 
     def _contexts(self, rows: _Table) -> _Table:
         table = rows.distinct("cp", "mp").with_options(("backend", "ulysses"), self._contexts_of)
@@ -445,17 +439,10 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
             ),
         ),
         Rule(
-            "published",
-            "schedules that are not ours",
-            ("pipeline",),
-            lambda c: c.pipeline > _PIPELINE[SCHEDULES[-1]],
-            lambda c: f"{c.pipeline_name} is no schedule of ours; zbv_zero_bubble is its like",
-        ),
-        Rule(
             "mean_loss",
             "schedules for losses that are means",
             ("pipeline",),
-            lambda c: (c.pipeline > _PIPELINE["exact"]) & (not recipe.mean_loss),
+            lambda c: (c.pipeline > PIPELINES.index("exact")) & (not recipe.mean_loss),
             lambda c: f"{c.pipeline_name} needs a loss that is a mean over samples; exact runs any",
         ),
         Rule(
@@ -465,7 +452,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
             _wrong_virtual_stages,
             lambda c: (
                 f"{c.pipeline_name} cannot have {c.virtual_stages} stages per rank, but "
-                + ("1" if not _per_rank(c)[0] else "exactly 2" if _per_rank(c)[1] else "2 or more")
+                + _stages_allowed(c.schedule.least_stages, c.schedule.most_stages)
             ),
         ),
         Rule(
@@ -477,8 +464,8 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
                 f"{c.pipeline_name} on {c.pp} ranks of pp cannot run {c.microbatches} microbatches: it needs "
                 + (
                     f"equal rounds of {c.pp} or more"
-                    if c.pipeline in _IN_ROUNDS
-                    else f"{SCHEDULE_SPECS[c.pipeline_name].least_microbatches * c.pp} or more"
+                    if c.schedule.equal_rounds
+                    else f"{c.schedule.least_microbatches * c.pp} or more"
                 )
             ),
         ),
@@ -495,7 +482,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
             "schedules that another one is never worse than",
             ("pp", "pipeline", "microbatches"),
             _is_dominated,
-            lambda c: f"{c.pipeline_name} waits as long as {_INSTEAD[c.pipeline_name]} and holds more microbatches",
+            lambda c: f"{c.pipeline_name} waits as long as {c.schedule.better} and holds more microbatches",
             lifted_by=("pipeline",),
         ),
         Rule(
@@ -536,40 +523,33 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
     ]
 
 
-def _per_rank(candidate: Candidate) -> tuple[bool, bool]:
-    """(whether its schedule has several stages per rank, whether exactly two)."""
-    name = candidate.pipeline_name
-    spec = SCHEDULE_SPECS.get(name)
-    return spec is not None and spec.least_stages > 1, spec is not None and spec.most_stages == 2
+def _stages_allowed(least: int, most: int | None) -> str:
+    return f"{least} or more" if most is None else f"exactly {least}" if least > 1 else "1"
 
 
 def _wrong_virtual_stages(columns: Any) -> NDArray[np.bool_]:
-    """As `schedules.schedule.check_schedule`, for the names of `PIPELINES`."""
-    least = np.ones(len(PIPELINES), dtype=np.int64)
-    most = np.ones(len(PIPELINES), dtype=np.int64)
-    for name, spec in SCHEDULE_SPECS.items():
-        least[_PIPELINE[name]], most[_PIPELINE[name]] = spec.least_stages, spec.most_stages or 2**30
-    wrong = (columns.virtual_stages < least[columns.pipeline]) | (columns.virtual_stages > most[columns.pipeline])
-    return wrong
+    """As `schedules.schedule.check_schedule`."""
+    most = np.asarray([spec.most_stages or 2**30 for spec in PIPELINE_SPECS])[columns.pipeline]
+    least, stages = of_schedules("least_stages", columns.pipeline), columns.virtual_stages
+    return np.asarray((stages < least) | (stages > most))
 
 
 def _wrong_microbatches(columns: Any) -> NDArray[np.bool_]:
-    """As `schedules.schedule.check_schedule`, for the names of `PIPELINES`."""
-    pipeline, pp, parts = columns.pipeline, columns.pp, columns.microbatches
-    uneven = np.isin(pipeline, _IN_ROUNDS) & (parts % np.maximum(1, parts // pp) != 0)
-    least = np.zeros(len(PIPELINES), dtype=np.int64)
-    for name, spec in SCHEDULE_SPECS.items():
-        least[_PIPELINE[name]] = spec.least_microbatches
-    return uneven | (parts < least[pipeline] * pp)
+    """As `schedules.schedule.check_schedule`."""
+    pp, parts = columns.pp, columns.microbatches
+    uneven = of_schedules("equal_rounds", columns.pipeline) & (parts % np.maximum(1, parts // pp) != 0)
+    return uneven | (parts < of_schedules("least_microbatches", columns.pipeline) * pp)
 
 
 def _is_dominated(columns: Any) -> NDArray[np.bool_]:
     dominated = np.zeros(len(columns.pipeline), dtype=bool)
-    for name, better in _INSTEAD.items():
-        same = SimpleNamespace(
-            pp=columns.pp, microbatches=columns.microbatches, pipeline=np.full_like(columns.pipeline, _PIPELINE[better])
-        )
-        dominated |= (columns.pipeline == _PIPELINE[name]) & ~_wrong_microbatches(same)
+    for number, spec in enumerate(PIPELINE_SPECS):
+        if spec.better:
+            better = np.full_like(columns.pipeline, PIPELINES.index(spec.better))
+            runs = ~_wrong_microbatches(
+                SimpleNamespace(pp=columns.pp, microbatches=columns.microbatches, pipeline=better)
+            )
+            dominated |= (columns.pipeline == number) & runs
     return dominated
 
 
@@ -609,9 +589,9 @@ class _Table:
     def with_options(self, names: tuple[str, ...], options: Callable[..., list[tuple[int, ...]]]) -> _Table:
         """Every row with each of its options, `options(*row)`, as further columns."""
         rows = list(zip(*(column.tolist() for column in self.columns.values()), strict=True))
-        found = [(*row, *option) for row in rows for option in options(*row)]
+        longer = [(*row, *option) for row in rows for option in options(*row)]
         every = (*self.columns, *names)
-        columns = np.asarray(found, dtype=np.int64).reshape(-1, len(every)).T
+        columns = np.asarray(longer, dtype=np.int64).reshape(-1, len(every)).T
         return _Table(dict(zip(every, columns, strict=True)))
 
     def match(self, other: _Table) -> _Table:

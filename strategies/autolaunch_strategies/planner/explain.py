@@ -14,7 +14,6 @@ from autolaunch_strategies.config import (
     AXES,
     AXIS_SPELLINGS,
     CP_BACKENDS,
-    SCHEDULES,
     ConfigError,
     cp_backend,
     nearest,
@@ -86,7 +85,7 @@ class Explanation:
 
     asked: str
     plan: Plan
-    found: Candidate | None
+    candidate: Candidate | None
     """The best way that is so; None if there is none."""
     sentences: tuple[str, ...]
     rank: int | None = None
@@ -103,11 +102,11 @@ class Explanation:
         """As plain data: asked, found, rank, of, overrides, seconds, chosen_seconds, parts_difference, memory_bytes,
         memory_limit_bytes, rejected ({rule, reason}), sentences."""
         plan = self.plan
-        ways = overrides(self.found, plan.profile, plan.recipe) if self.found is not None else None
+        ways = overrides(self.candidate, plan.profile, plan.recipe) if self.candidate is not None else None
         return rounded(
             {
                 "asked": self.asked,
-                "found": self.found is not None,
+                "found": self.candidate is not None,
                 "rank": self.rank,
                 "of": self.of,
                 "overrides": ways,
@@ -247,7 +246,7 @@ def _option(axis: str, value: str) -> dict[str, int]:
     if axis == "mp":
         return {"sequence_parallel": _one_of("mp", value, {"seq_parallel": 1, "tensor_parallel": 0, "auto": 0})}
     if axis == "pp":
-        known = {name: PIPELINES.index(name) for name in ("exact", *SCHEDULES)}
+        known = {name: number for number, name in enumerate(PIPELINES) if number}
         return {"pipeline": _one_of("pp", value, known)}
     return {"backend": CP_BACKENDS.index(cp_backend(value, "why=cp"))}
 
@@ -295,27 +294,27 @@ def _sentences(
 ) -> tuple[str, ...]:
     if candidate == plan.chosen:
         return ("This is what was chosen.",)
-    found = []
+    sentences = []
     difference = seconds / plan.seconds - 1
     if not looked.fits[index]:
         need, room = float(looked.memory_bytes[index]), looked.share * looked.limit
-        found.append(f"It may not fit: {in_bytes(need)} are predicted, and {in_bytes(room)} are sure to be there.")
+        sentences.append(f"It may not fit: {in_bytes(need)} are predicted, and {in_bytes(room)} are sure to be there.")
     speed = f"{abs(difference):.1%} {'more' if difference > 0 else 'less'} time"
     if abs(difference) <= plan.noise:
-        found.append(f"It takes {speed}, which is within the noise of {plan.noise:.0%}.")
+        sentences.append(f"It takes {speed}, which is within the noise of {plan.noise:.0%}.")
         other = int(looked.simplicity[index])
         if other > plan.simplicity:
-            found.append("What was chosen is simpler.")
+            sentences.append("What was chosen is simpler.")
         elif other == plan.simplicity and looked.memory_bytes[index] > plan.memory_bytes:
-            found.append("What was chosen is as simple and needs less memory.")
+            sentences.append("What was chosen is as simple and needs less memory.")
     else:
-        found.append(f"It takes {speed}.")
+        sentences.append(f"It takes {speed}.")
     most = sorted(differences.items(), key=lambda item: -abs(item[1]))[:4]
-    told = [
+    parts = [
         f"{'+' if value > 0 else '-'}{in_seconds(abs(value))} {PART_WORDS.get(name, name)}"
         for name, value in most
         if abs(value) >= 0.002 * plan.seconds
     ]
-    if told:
-        found.append(f"Against what was chosen: {', '.join(told)}.")
-    return tuple(found)
+    if parts:
+        sentences.append(f"Against what was chosen: {', '.join(parts)}.")
+    return tuple(sentences)

@@ -115,7 +115,7 @@ def hardware_from(values: Mapping[str, Any], where: str = "cluster") -> Hardware
     nodes = _count(values, "nodes", where, 1)
     intra = _link(_mapping(values, "intra", where), f"{where}.intra")
     inter = _mapping(values, "inter", where)
-    given = any(value is not None for value in inter.values())
+    has_inter = any(value is not None for value in inter.values())
     per_node = _count(values, "devices_per_node", where, 1)
     domain = _count(values, "domain", where, 0, smallest=0)
     if domain and (domain % per_node and per_node % domain):
@@ -137,7 +137,7 @@ def hardware_from(values: Mapping[str, Any], where: str = "cluster") -> Hardware
         flops=_peaks(_mapping(values, "peak_tflops", where), f"{where}.peak_tflops"),
         memory_bytes_per_s=_number(values, "memory_gb_per_s", where),
         intra=intra,
-        inter=_link(inter, f"{where}.inter") if nodes > 1 or given else intra,
+        inter=_link(inter, f"{where}.inter") if nodes > 1 or has_inter else intra,
         domain=domain,
         processors=None if values.get("processors") is None else _count(values, "processors", where, None),
         curves=_curves(_mapping(values, "curves", where), f"{where}.curves"),
@@ -282,5 +282,5 @@ def _curves(values: Mapping[str, Any], where: str) -> dict[str, tuple[Curve, ...
 
 def _constants(values: Mapping[str, Any], where: str) -> Constants:
     _known(values, [item.name for item in dataclasses.fields(Constants)], where)
-    given = {name: _positive(value, f"{where}.{name}") for name, value in values.items() if value is not None}
-    return Constants(**given)
+    positive = {name: _positive(value, f"{where}.{name}") for name, value in values.items() if value is not None}
+    return Constants(**positive)

@@ -90,7 +90,7 @@ class Bench:
 
     def all(self) -> Measured:
         """Every probe, one after the other; collective. One that fails is named in the result, the rest goes on."""
-        found = Measured()
+        speeds = Measured()
         probes: dict[str, Callable[[Measured], None]] = {
             "matmul": self.matmul,
             "attention": self.attention,
@@ -106,10 +106,10 @@ class Bench:
             if self.ranks > self.local_ranks:
                 probes["between nodes"] = self.between_nodes
         for name, probe in probes.items():
-            reason = self.contained(partial(probe, found))
+            reason = self.contained(partial(probe, speeds))
             if reason:
-                found.failed[name] = reason
-        return found
+                speeds.failed[name] = reason
+        return speeds
 
     def contained(self, probe: Callable[[], Any]) -> str:
         """Run a probe; empty, or why it failed on the first rank where it did. Collective: all ranks agree on it."""
@@ -125,12 +125,12 @@ class Bench:
             reasons = [None] * self.ranks
             dist.all_gather_object(reasons, reason, group=self._verdicts)
         # Where a rank waited in vain for another one, it is the other one's reason that counts.
-        given = [text for text in reasons if text]
-        if given:
+        failures = [text for text in reasons if text]
+        if failures:
             self._together = None
-        return next((text for text in given if not _WAITED.search(text)), given[0] if given else "")
+        return next((text for text in failures if not _WAITED.search(text)), failures[0] if failures else "")
 
-    def matmul(self, found: Measured) -> None:
+    def matmul(self, speeds: Measured) -> None:
         """Square matrix products of rising size in every type; the fastest counts."""
         cuda = self.device.type == "cuda"
         edges = (512, 1024, 2048, 4096, 8192) if cuda else (64, 128, 256, 512, 1024)
@@ -141,10 +141,10 @@ class Bench:
                     a, b = (torch.randn(edge, edge, device=self.device).to(TYPES[name]) for _ in range(2))
                     seconds = self._busy(partial(torch.mm, a, b), self.seconds / len(edges) / 2)
                     rates[edge] = 2 * edge**3 / seconds
-            found.products[name] = rates
-            found.flops[name] = max(rates.values())
+            speeds.products[name] = rates
+            speeds.flops[name] = max(rates.values())
 
-    def attention(self, found: Measured) -> None:
+    def attention(self, speeds: Measured) -> None:
         """Causal fused attention, forward, in the fastest type that there is."""
         cuda = self.device.type == "cuda"
         positions = 4096 if cuda else 1024
@@ -156,23 +156,23 @@ class Bench:
         )
         attend = torch.nn.functional.scaled_dot_product_attention
         seconds = self._busy(lambda: attend(q, k, v, is_causal=True), self.seconds / 2)
-        found.attention = 2.0 * q.shape[1] * positions**2 * 64 / seconds / found.flops["bf16" if cuda else "fp32"]
+        speeds.attention = 2.0 * q.shape[1] * positions**2 * 64 / seconds / speeds.flops["bf16" if cuda else "fp32"]
 
-    def between_nodes(self, found: Measured) -> None:
+    def between_nodes(self, speeds: Measured) -> None:
         """All-reduces of ranks with the same place in each node: all ways out of a node at once."""
         nodes = self.ranks // self.local_ranks
         curve = self.collective("all_reduce", nodes, [4 << 10, 64 << 20], stride=self.local_ranks)
         rounds = 2 * np.log2(nodes)
         bandwidth = 2 * (nodes - 1) / nodes * curve.bytes[1] / max(curve.seconds[1] - curve.seconds[0], 1e-9)
-        found.inter = Link(bandwidth, curve.seconds[0] / rounds)
+        speeds.inter = Link(bandwidth, curve.seconds[0] / rounds)
 
-    def memory(self, found: Measured) -> None:
+    def memory(self, speeds: Measured) -> None:
         """Add one large tensor to another: two reads and a write of each element."""
         count = (64 if self.device.type == "cuda" else 8) * 2**20
         a, b = (torch.ones(count, device=self.device) for _ in range(2))
-        found.memory_bytes_per_s = 3 * a.nbytes / self._busy(lambda: a.add_(b), self.seconds)
+        speeds.memory_bytes_per_s = 3 * a.nbytes / self._busy(lambda: a.add_(b), self.seconds)
 
-    def kernels(self, found: Measured) -> None:
+    def kernels(self, speeds: Measured) -> None:
         """Kernels that have next to nothing to do, with the record for the backward pass that training keeps."""
         x = torch.ones(16, device=self.device, requires_grad=True)
         calls = 50
@@ -184,9 +184,9 @@ class Bench:
             y.sum().backward()
 
         # Forward, backward, and the sum with its own.
-        found.kernel_s = self._busy(chain, self.seconds / 2) / (2 * calls + 3)
+        speeds.kernel_s = self._busy(chain, self.seconds / 2) / (2 * calls + 3)
 
-    def dtensor(self, found: Measured) -> None:
+    def dtensor(self, speeds: Measured) -> None:
         """The same on tensors that a mesh divides."""
         mesh = DeviceMesh(self.device.type, list(range(self.ranks)))
         x = distribute_tensor(torch.ones(16 * self.ranks, device=self.device), mesh, [Shard(0)]).requires_grad_()
@@ -200,10 +200,10 @@ class Bench:
             y.to_local().sum().backward()
 
         each = self._busy(chain, self.seconds / 2) / (2 * calls + 3)
-        plain = found.kernel_s if found.kernel_s is not None else 0.0
-        found.mp_kernel_s = max(each - plain, 1e-6)
+        plain = speeds.kernel_s if speeds.kernel_s is not None else 0.0
+        speeds.mp_kernel_s = max(each - plain, 1e-6)
 
-    def optimizer(self, found: Measured) -> None:
+    def optimizer(self, speeds: Measured) -> None:
         """A fused AdamW step over four million parameters in matrices of different sizes."""
         edge = 2048 if self.device.type == "cuda" else 512
         weights = [torch.nn.Parameter(torch.randn(edge, edge, device=self.device)) for _ in range(4)]
@@ -212,9 +212,9 @@ class Bench:
             weight.grad = torch.randn_like(weight)
         optimizer = torch.optim.AdamW(weights, fused=True)
         seconds = self._busy(lambda: optimizer.step(), self.seconds / 2)
-        found.optimizer_bytes_per_s = 7 * sum(weight.nbytes for weight in weights) / seconds
+        speeds.optimizer_bytes_per_s = 7 * sum(weight.nbytes for weight in weights) / seconds
 
-    def overlap(self, found: Measured) -> None:
+    def overlap(self, speeds: Measured) -> None:
         """A matrix product while parameters are gathered: what share of the shorter of the two vanishes."""
         edge = 4096 if self.device.type == "cuda" else 512
         a = torch.randn(edge, edge, device=self.device)
@@ -236,7 +236,7 @@ class Bench:
 
             computing = self._clock(compute, self.seconds / 3, group)
             together = self._clock(both, self.seconds / 3, group)
-        found.hidden = min(max((computing + gather - together) / min(computing, gather), 0.0), 1.0)
+        speeds.hidden = min(max((computing + gather - together) / min(computing, gather), 0.0), 1.0)
 
     def collective(self, kind: str, ranks: int, sizes: Sequence[int], stride: int = 1) -> Curve:
         """One kind of collective in groups of ranks that are `stride` apart, all groups at once.
@@ -261,10 +261,10 @@ class Bench:
         sizes = [size for size in (4 << 10, 256 << 10, 2 << 20, 8 << 20, 64 << 20) if size <= largest]
         shapes = [n for n in sorted({2, self.local_ranks}) if 1 < n <= self.local_ranks and self.local_ranks % n == 0]
 
-        def probe(found: Measured) -> None:
+        def probe(speeds: Measured) -> None:
             measured = [self.collective(kind, ranks, sizes) for ranks in (shapes[:1] if kind == "p2p" else shapes)]
             if measured:
-                found.curves[kind] = tuple(measured)
+                speeds.curves[kind] = tuple(measured)
 
         return probe
 

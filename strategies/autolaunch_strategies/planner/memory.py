@@ -6,44 +6,39 @@ the bytes are a sum of amounts that depend on the candidate (a block's activatio
 the cut and the schedule alone (how many of them a rank holds). So candidates with one cut are one matrix product.
 
 Sources: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), for what is kept;
-the tables of `schedules.schedule` for microbatches in flight; `data_parallel` for what is sharded when. Torch-free.
+the tables of `schedules` for microbatches in flight; `data_parallel` for what is sharded when. Torch-free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.config import SCHEDULE_SPECS
 from autolaunch_strategies.planner.candidate import (
     FULL,
     NO_RECOMPUTE,
+    PIPELINE_SPECS,
     PIPELINES,
     SELECTIVE,
     Candidate,
     Candidates,
     of_backends,
+    of_schedules,
 )
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.profile import ModelProfile, Part, Recipe
 from autolaunch_strategies.planner.stages import Cut, cut
+from autolaunch_strategies.schedules.in_flight import in_flight
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-CutOf = Callable[[str, int, int, int], Cut]
-"""(pipeline, pp, virtual_stages, split) -> the cut."""
-
 PIECES = ("parameters", "gradients", "optimizer", "activations", "loss", "other")
 """What `memory_account` tells apart. `other` is working memory, the runtime's own, and what allocation wastes."""
-
-_ALL_AT_ONCE = ("exact", *(name for name, spec in SCHEDULE_SPECS.items() if spec.all_forward_first))
-"""Every forward pass comes before every backward pass."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +53,14 @@ class Memory:
     """[n]: the pipe rank that is fullest."""
 
 
-def peak_memory(
-    profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidates: Candidates, cut_of: CutOf | None = None
-) -> Memory:
-    """The most bytes that any device needs at any moment of a step.
-
-    Args:
-        cut_of: how the model is cut; `stages.cut` of this profile if None. Called once for each distinct cut.
-    """
+def peak_memory(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidates: Candidates) -> Memory:
+    """The most bytes that any device needs at any moment of a step."""
     columns = _Columns(len(profile.kinds))
     together = np.zeros((columns.count, len(candidates)))
     _put_amounts(profile, recipe, hardware, candidates, columns, dict.fromkeys(PIECES, together))
     fullest = np.zeros(len(candidates))
     stage = np.zeros(len(candidates), dtype=np.int64)
-    for which, counts, ranks in _groups(profile, candidates, columns, cut_of or partial(cut, profile)):
+    for which, counts, ranks in _groups(profile, candidates, columns):
         totals = counts @ together[:, which]
         best = totals.argmax(axis=0)
         fullest[which] = totals[best, np.arange(len(which))]
@@ -83,7 +72,7 @@ def peak_memory(
 
 
 def memory_account(
-    profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidate: Candidate, cut_of: CutOf | None = None
+    profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidate: Candidate
 ) -> list[dict[str, float]]:
     """What fills a device of each pipe rank at its fullest moment: bytes by the names of `PIECES`, and `total`.
 
@@ -93,7 +82,7 @@ def memory_account(
     candidates = Candidates.of([candidate])
     pieces = {name: np.zeros((columns.count, 1)) for name in PIECES}
     _put_amounts(profile, recipe, hardware, candidates, columns, pieces)
-    ((_, counts, ranks),) = _groups(profile, candidates, columns, cut_of or partial(cut, profile))
+    ((_, counts, ranks),) = _groups(profile, candidates, columns)
     by_piece = {name: counts @ amounts[:, 0] for name, amounts in pieces.items()}
     totals = sum(by_piece.values())
     constants = hardware.constants
@@ -177,7 +166,7 @@ def _put_states(
     per_parameter = recipe.parameter_bytes / shard
     gradient = recipe.gradient_bytes * recipe.trained / shard
     in_pass = np.where(whole, recipe.reduce_bytes * recipe.trained, gradient)
-    one_pass = ~pipelined & (c.microbatches == 1) & (not recipe.gathers_again)
+    one_pass = ~pipelined & (c.microbatches == 1)
     optimizer = recipe.optimizer_bytes * recipe.trained / shard
     gathered = np.where(sharded, recipe.gathered_bytes, 0.0)
     # Level 0 holds its buckets until all of them are exchanged. AdamW on CUDA works on all parameters at once.
@@ -192,14 +181,13 @@ def _put_states(
     parts += [("_before", 0, profile.before), ("_after", 0, profile.after), ("_shared", 0, _shared(profile))]
     largest: Any = 0.0
     for suffix, kind, part in parts:
-        count = _divided(part.parameters, part.sharded_parameters, c.mp)
+        count = _over_mp(part.parameters, part.sharded_parameters, c.mp)
         for column in (f"state{suffix}", f"end{suffix}"):
             put("parameters", column, count * per_parameter, kind)
             put("optimizer", column, count * optimizer, kind)
         put("gradients", f"state{suffix}", count * np.where(one_pass, 0.0, in_pass), kind)
-        put("gradients", f"gradients{suffix}", count * np.where(one_pass, in_pass, 0.0), kind)
-        if recipe.keeps_gradients:
-            put("gradients", f"stale{suffix}", count * np.where(one_pass, in_pass, 0.0), kind)
+        for column in (f"gradients{suffix}", f"stale{suffix}"):
+            put("gradients", column, count * np.where(one_pass, in_pass, 0.0), kind)
         put("gradients", f"end{suffix}", count * gradient, kind)
         put("other", f"end{suffix}", count * at_end, kind)
         put("parameters", f"state{suffix}", count * np.where(freed, 0.0, gathered) if not suffix else count * gathered,
@@ -232,54 +220,47 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
     """What is kept for the backward pass, and what passes need beyond it."""
     on_rank = -(-recipe.batch_size // c.dp)
     sequences = -(-on_rank // c.microbatches)
-    flying = np.where(_all_at_once(c), c.microbatches, 1) * sequences
+    flying = np.where(of_schedules("all_forward_first", c.pipeline), c.microbatches, 1) * sequences
     exact = c.pipeline == PIPELINES.index("exact")
     whole_mp = np.where(c.sequence_parallel == 1, c.mp, 1)
 
-    around_mp = whole_mp if recipe.gathers_again else np.ones_like(c.mp)
+    ones = np.ones_like(c.mp)
 
-    def of(whole: float, divided: float = 0.0, over: Ints = whole_mp) -> Floats:
-        """Of one sequence on one rank; what mp does not divide by itself lies over so many ranks."""
-        return ((whole - divided) / over + divided / c.mp) / c.cp
+    def of(whole: float, sharded: float = 0.0, over: Ints = whole_mp) -> Floats:
+        """Of one sequence on one rank; what mp does not shard by itself lies over so many ranks."""
+        return ((whole - sharded) / over + sharded / c.mp) / c.cp
 
     def kept_by(part: Part) -> tuple[Floats, Floats, Floats]:
-        gathered = 0.0 if recipe.gathers_again else part.exchanges * part.exchange_bytes
-        gathered = min(gathered, part.saved_bytes - part.sharded_saved_bytes)
-        saved = of(part.saved_bytes - gathered, part.sharded_saved_bytes) + of(gathered, 0.0, np.ones_like(c.mp))
+        gathered = min(part.exchanges * part.exchange_bytes, part.saved_bytes - part.sharded_saved_bytes)
+        saved = of(part.saved_bytes - gathered, part.sharded_saved_bytes) + of(gathered, 0.0, ones)
         selective = of(part.selective_bytes, part.sharded_selective_bytes)
         return saved, np.minimum(selective, saved), np.minimum(of(part.output_bytes), saved)
 
     for kind, part in enumerate(profile.kinds):
-        saved, selective, given = kept_by(part)
-        kept = np.where(c.recompute == FULL, given, np.where(c.recompute == SELECTIVE, selective, saved))
+        saved, selective, inputs = kept_by(part)
+        kept = np.where(c.recompute == FULL, inputs, np.where(c.recompute == SELECTIVE, selective, saved))
         peak = of(part.peak_bytes, part.sharded_peak_bytes) + _attention_over_cp(part, profile.element_bytes, c)
         put("activations", "kept", flying * kept, kind)
         put("activations", "kept_done", -sequences * kept, kind)
-        put("activations", "input", flying * given, kind)
+        put("activations", "input", flying * inputs, kind)
         put("other", "works", sequences * (saved - kept + peak), kind)
-        put("other", "repeats", sequences * (saved - given + peak), kind)
+        put("other", "repeats", sequences * (saved - inputs + peak), kind)
         put("activations", "waits", sequences * _put_off(part, profile.element_bytes, c), kind)
-    before, after = (
-        of(part.saved_bytes, part.sharded_saved_bytes, around_mp) for part in (profile.before, profile.after)
-    )
+    before, after = (of(part.saved_bytes, part.sharded_saved_bytes, ones) for part in (profile.before, profile.after))
     put("activations", "before", flying * before)
     put("activations", "after", flying * after)
     put("activations", "after_done", -sequences * after)
-    if not recipe.gathers_again:
-        put("activations", "output", flying * of(max((part.output_bytes for part in profile.kinds), default=0.0)))
-    put(
-        "other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.sharded_peak_bytes, around_mp)
-    )
+    output = of(max((part.output_bytes for part in profile.kinds), default=0.0))
+    put("activations", "output", flying * output)
+    put("other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.sharded_peak_bytes, ones))
     # What has just arrived from a neighbour, and what is on its way to one.
-    travelling = np.where(c.pp > 1, 2 * sequences, 0) * of(
-        max((part.output_bytes for part in profile.kinds), default=0.0)
-    )
+    travelling = np.where(c.pp > 1, 2 * sequences, 0) * output
     put("other", "loss", travelling)
     for kind in range(len(profile.kinds)):
         put("other", "works", travelling, kind)
         put("other", "repeats", travelling, kind)
-    of_after = of(profile.after.peak_bytes, profile.after.sharded_peak_bytes, around_mp)
-    of_loss = _divided(profile.loss_bytes, profile.sharded_loss_bytes, c.mp) / c.cp
+    of_after = of(profile.after.peak_bytes, profile.after.sharded_peak_bytes, ones)
+    of_loss = _over_mp(profile.loss_bytes, profile.sharded_loss_bytes, c.mp) / c.cp
     put("other", "after_works", sequences * of_after)
     put("loss", "loss", np.where(exact, on_rank, sequences) * np.maximum(of_loss, of_after))
     # exact: outputs of all microbatches are joined; their gradients stay until the last of them is used.
@@ -288,12 +269,8 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
     put("loss", "drain", np.where(exact, 3 * on_rank, 0) * outputs)
 
 
-def _all_at_once(c: Candidates) -> NDArray[np.bool_]:
-    return np.isin(c.pipeline, [PIPELINES.index(name) for name in _ALL_AT_ONCE])
-
-
-def _divided(whole: float, divided: float, mp: Ints) -> Floats:
-    return (whole - divided) + divided / mp
+def _over_mp(whole: float, sharded: float, mp: Ints) -> Floats:
+    return (whole - sharded) + sharded / mp
 
 
 def _attention_over_cp(part: Part, element_bytes: int, c: Candidates) -> Any:
@@ -318,12 +295,12 @@ def _put_off(part: Part, element_bytes: int, c: Candidates) -> Floats:
     for item in part.matmuls:
         if item.divided == "count" or not item.kept:
             continue  # no weight
-        given, gradients = float(item.rows * item.inner), item.rows * item.columns * item.count
+        inputs, gradients = float(item.rows * item.inner), item.rows * item.columns * item.count
         if item.divided == "inner":
-            sharded_inner += given
+            sharded_inner += inputs
             whole += gradients
         else:
-            whole += given
+            whole += inputs
             sharded_columns += gradients if item.divided else 0.0
             whole += 0.0 if item.divided else gradients
     whole_mp = np.where(c.sequence_parallel == 1, c.mp, 1)
@@ -342,7 +319,7 @@ def _outputs(profile: ModelProfile, c: Candidates) -> Floats:
 # --- counts: how many of everything a rank holds at a moment ----------------------------------------------------------
 
 
-def _groups(profile: ModelProfile, c: Candidates, columns: _Columns, cut_of: CutOf) -> Any:
+def _groups(profile: ModelProfile, c: Candidates, columns: _Columns) -> Any:
     """Candidates that share their counts: (their indices, counts [moments, columns], pipe rank [moments])."""
     every = np.where(c.recompute > FULL, c.recompute, 0)
     keys = np.stack([c.pipeline, c.pp, c.virtual_stages, c.split, _kinds_of_flight(c), every])
@@ -352,110 +329,21 @@ def _groups(profile: ModelProfile, c: Candidates, columns: _Columns, cut_of: Cut
     cuts: dict[tuple[int, ...], Cut] = {}
     for which in np.split(order, begins) if len(order) else []:
         pipeline, pp, virtual_stages, split, microbatches, step = (int(key[which[0]]) for key in keys)
-        name = PIPELINES[pipeline]
+        spec = PIPELINE_SPECS[pipeline]
         place = (pipeline, pp, virtual_stages, split)
         if place not in cuts:
-            cuts[place] = cut_of(name, pp, virtual_stages, split)
-        flight = in_flight(name, pp, virtual_stages, microbatches)
-        yield (which, *_counts(profile, cuts[place], flight, step, columns, name == "exact"))
+            cuts[place] = cut(profile, spec.name, pp, virtual_stages, split)
+        flight = in_flight(spec, pp, virtual_stages, microbatches)
+        yield (which, *_counts(profile, cuts[place], flight, step, columns, spec.name == "exact"))
 
 
 def _kinds_of_flight(c: Candidates) -> Ints:
     """[n]: a number of microbatches with which as many of them are in flight."""
-    name = np.asarray(PIPELINES)[c.pipeline]
-    rounds = np.isin(name, [name for name, spec in SCHEDULE_SPECS.items() if spec.equal_rounds])
+    rounds = of_schedules("equal_rounds", c.pipeline)
     regular = rounds & (c.microbatches % c.pp == 0)
     few = np.minimum(c.microbatches, np.where(regular, 3 * c.pp, 2 * c.pp + 1))
     few = np.where(rounds & ~regular, c.microbatches, few)
-    return np.where((name == "none") | np.isin(name, _ALL_AT_ONCE), 1, few)
-
-
-def in_flight(pipeline: str, pp: int, virtual_stages: int, microbatches: int) -> tuple[Ints, Ints]:
-    """Microbatches between their forward and their backward passes, at the fullest moments of every pipe rank.
-
-    Where all forward passes come first the counts are in units of all microbatches.
-
-    Returns:
-        [pipe ranks, moments, stages of the rank] of microbatches whose activations are kept, and of those that only
-        wait for the gradients of their weights.
-    """
-    rank = np.arange(pp)
-    if pipeline == "none" or pipeline in _ALL_AT_ONCE:
-        flying = np.ones((pp, 1, virtual_stages), dtype=np.int64)
-        return flying, np.zeros_like(flying)
-    if pipeline in ("1f1b", "zero_bubble_1p", "zero_bubble_2p"):
-        # Publications let ranks hold as much as the first one does with 1F1B, or twice as much.
-        most = {"1f1b": pp - rank, "zero_bubble_1p": pp + 0 * rank, "zero_bubble_2p": 2 * pp + 0 * rank}[pipeline]
-        flying = np.minimum(most, microbatches)[:, None, None]
-        return flying, np.zeros_like(flying)
-    if SCHEDULE_SPECS[pipeline].v_shaped:
-        return _in_flight_v(pipeline, rank, pp, microbatches)
-    return _in_flight_rounds(pipeline, rank, pp, virtual_stages, microbatches)
-
-
-def _in_flight_v(pipeline: str, rank: Ints, pp: int, microbatches: int) -> tuple[Ints, Ints]:
-    """Two stages for each rank, the second one on the way back (arXiv 2401.10241 and 2412.19437)."""
-    zero = np.zeros_like(rank)
-    if pipeline == "dualpipev":
-        moments = [
-            ((2 * pp - rank, rank + 1), (zero, zero)),
-            ((2 * pp - 1 - rank, rank), (zero, zero + 1)),
-            ((pp - 1 - rank, zero), ((rank + 2) // 2, (rank + 1) // 2)),
-        ]
-    elif microbatches <= pp:
-        back = np.minimum(rank, microbatches - 1)
-        moments = [
-            ((zero + microbatches, back + 1), (zero, zero)),
-            ((zero + microbatches, back), (zero, zero + 1)),
-            ((zero + microbatches - 1, back), (zero + 1, zero)),
-        ]
-    else:  # exact from twice as many microbatches as ranks, an upper bound below
-        moments = [
-            ((2 * pp - 1 - rank, rank + 1), (zero, zero)),
-            ((2 * pp - rank, rank), (zero, zero)),
-            ((2 * pp - 2 - rank, rank + 1), (zero, zero + 1)),
-            ((2 * pp - 1 - rank, rank), (zero + 1, zero)),
-            ((pp - 1 - rank, zero), (rank + 1, rank)),
-        ]
-    flying = np.stack([np.stack(of_stages, axis=1) for of_stages, _ in moments], axis=1)
-    waiting = np.stack([np.stack(of_stages, axis=1) for _, of_stages in moments], axis=1)
-    return np.minimum(flying, microbatches), np.minimum(waiting, microbatches)
-
-
-def _in_flight_rounds(pipeline: str, rank: Ints, pp: int, virtual_stages: int, microbatches: int) -> tuple[Ints, Ints]:
-    """Stages take turns: a round of microbatches forward through each (arXiv 2104.04473), then one pass of each kind.
-
-    While passes alternate, forward ones go through the rank's stages in order, backward ones in the opposite order;
-    what is in flight is looked at whenever either changes its stage.
-    """
-    size = microbatches // max(1, microbatches // pp)  # of a round
-    all_passes = microbatches * virtual_stages
-    zero_bubble = pipeline == "interleaved_zero_bubble"
-    ahead = (virtual_stages - 1) * size + (1 if zero_bubble else 2) * (pp - 1 - rank) + 1
-    ahead = np.minimum(ahead, all_passes)[:, None]
-    turn = np.broadcast_to(np.arange(virtual_stages) * size, (pp, virtual_stages))
-    # Passes go to the next stage after each `size`: backward ones, forward ones, and gradients of weights.
-    done = np.concatenate([turn, turn - ahead, *([turn + rank[:, None]] if zero_bubble else [])], axis=1)
-    done = np.concatenate([done % (size * virtual_stages), rank[:, None]], axis=1)
-    done = np.minimum(done, all_passes - 1)  # backward passes so far
-    order = np.arange(virtual_stages)
-
-    def through(passes: Ints, turns: Ints) -> Ints:
-        """How many of the first passes went through the stages that have these turns in a round."""
-        rounds, rest = np.divmod(passes[..., None], size * virtual_stages)
-        return rounds * size + np.clip(rest - turns * size, 0, size)
-
-    forward = through(np.minimum(ahead + done, all_passes), order)
-    flying = forward - through(done, order[::-1])
-    if not zero_bubble:
-        return flying, np.zeros_like(flying)
-    # Gradients of weights follow as many backward passes later as there are ranks before this one.
-    weights = through(np.maximum(done - rank[:, None], 0), order[::-1])
-    later = through(done + 1, order[::-1])
-    return (
-        np.concatenate([flying, forward - later], axis=1),
-        np.concatenate([through(done, order[::-1]) - weights, later - weights], axis=1),
-    )
+    return np.where((c.pp == 1) | of_schedules("all_forward_first", c.pipeline), 1, few)
 
 
 def _counts(
@@ -492,10 +380,10 @@ def _counts(
     # Its backward pass follows at once, except where all of them come last (there they count as one).
     base[last, :, at["after"]] = np.minimum(flying[last, :, -1:], 1)
 
-    found, of_ranks = [], []
+    moments, of_ranks = [], []
 
     def add(rows: Floats, of: Any) -> None:
-        found.append(rows.reshape(-1, columns.count))
+        moments.append(rows.reshape(-1, columns.count))
         of_ranks.append(np.repeat(of, rows.size // columns.count // np.size(of)))
 
     again = recomputed.sum(axis=1) > 0
@@ -546,7 +434,7 @@ def _counts(
     ends_step[last, at["end_shared"]] = float(first != last)
     add(ends_step, np.arange(ranks))
     assert stages == ranks * per_rank
-    return np.concatenate(found), np.concatenate(of_ranks)
+    return np.concatenate(moments), np.concatenate(of_ranks)
 
 
 def _recomputed(profile: ModelProfile, cut: Cut, every: int) -> tuple[Ints, Ints]:
@@ -560,10 +448,10 @@ def _recomputed(profile: ModelProfile, cut: Cut, every: int) -> tuple[Ints, Ints
     number = np.empty(len(order), dtype=np.int64)
     number[order] = np.arange(len(order)) - np.searchsorted(rank[order], rank[order])
     chosen = number % every == 0
-    found, behind = np.zeros_like(cut.blocks), np.zeros_like(cut.blocks)
-    np.add.at(found, (stage[chosen], kinds[chosen]), 1)
+    recomputed, behind = np.zeros_like(cut.blocks), np.zeros_like(cut.blocks)
+    np.add.at(recomputed, (stage[chosen], kinds[chosen]), 1)
     last = np.zeros(len(cut.sizes), dtype=np.int64)
     np.maximum.at(last, stage[chosen], np.flatnonzero(chosen))
     later = np.arange(len(order)) > last[stage]
     np.add.at(behind, (stage[later], kinds[later]), 1)
-    return found, behind
+    return recomputed, behind

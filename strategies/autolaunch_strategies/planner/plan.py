@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.config import SCHEDULE_SPECS
-from autolaunch_strategies.planner.candidate import PIPELINES, Candidate, Candidates, of_backends
+from autolaunch_strategies.planner.candidate import Candidate, Candidates, of_backends, of_schedules
 from autolaunch_strategies.planner.enumerate import Rejections
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
@@ -115,8 +114,7 @@ def simplicity(candidates: Candidates) -> Ints:
     better known."""
     c = candidates
     axes = sum((getattr(c, axis) > 1) * weight for axis, weight in {"dp": 90, "mp": 100, "pp": 100, "cp": 100}.items())
-    pipelines = {"none": 0, "exact": 1} | {name: spec.complexity for name, spec in SCHEDULE_SPECS.items()}
-    of_pipeline = np.asarray([pipelines.get(name, 6) for name in PIPELINES])[c.pipeline]
+    of_pipeline = of_schedules("complexity", c.pipeline)
     of_level = np.asarray([0, 2, 2, 1])[c.level] + 2 * ((c.level > 0) & (c.replicate > 1))
     of_recompute = np.select([c.recompute == 0, c.recompute == 1, c.recompute < 0], [0, 1, 2], 3)
     accumulates = (c.pp == 1) & (c.microbatches > 1)

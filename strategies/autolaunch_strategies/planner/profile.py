@@ -186,12 +186,5 @@ class Recipe:
     """Share of the parameters that is trained."""
     mean_loss: bool = True
     """Whether the loss is a mean over samples, so that schedules that see microbatches may be used."""
-    keeps_gradients: bool = True
-    """Whether gradients live until the next step's backward pass begins, as under Lightning; else until its forward."""
-    gathers_again: bool = False
-    """Whether what has been sent or gathered along mp is freed and, for the backward pass, gathered again, and
-    sequences are divided around the blocks, too, with sequence parallelism. Megatron does; our runtime keeps both."""
-    scattered_sends: bool = False
-    """Whether each rank along mp sends its share between stages (Megatron does, our runtime with mp=seq_parallel)."""
     compiled: bool = False
     """Whether blocks are compiled: elementwise kernels are fused."""

@@ -13,7 +13,7 @@ _LEVELS = ("dp=ddp", "dp=zero1", "dp=zero2", "dp=fsdp")
 
 def reasons(plan: Plan) -> list[str]:
     """Sentences: why this way among those that are as fast, then for each setting what any other value costs."""
-    found = [_among_the_fastest(plan)]
+    sentences = [_among_the_fastest(plan)]
     chosen = plan.chosen
     fields = ["mp", "pp", "cp", "level"]
     fields += ["pipeline"] if chosen.pp > 1 else []
@@ -21,7 +21,7 @@ def reasons(plan: Plan) -> list[str]:
     fields += ["backend"] if chosen.cp > 1 else []
     fields += ["sequence_parallel"] if chosen.mp > 1 else []
     fields += ["recompute", "microbatches"]
-    return [*found, *(sentence for name in fields if (sentence := _against_others(plan, name)))]
+    return [*sentences, *(sentence for name in fields if (sentence := _against_others(plan, name)))]
 
 
 def setting(candidate: Candidate, name: str) -> str:

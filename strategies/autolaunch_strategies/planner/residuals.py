@@ -138,12 +138,12 @@ def learned(runs: Sequence[Sequence[float]], logs: Sequence[float]) -> Residuals
             for length in _LENGTHS:
                 tried = lengths.copy()
                 tried[index] = length
-                if (found := value(tried, amplitude, noise)) > best:
-                    best, lengths = found, tried
+                if (likelihood := value(tried, amplitude, noise)) > best:
+                    best, lengths = likelihood, tried
         heights = [(a, b) for a in _AMPLITUDES for b in _NOISES]
         for a, b in heights:
-            if (found := value(lengths, a, b)) > best:
-                best, amplitude, noise = found, a, b
+            if (likelihood := value(lengths, a, b)) > best:
+                best, amplitude, noise = likelihood, a, b
         if best - before < 0.01:
             break
     return Residuals(rows, tuple(observed.tolist()), tuple(lengths.tolist()), amplitude, noise)

@@ -162,7 +162,7 @@ class Search:
     def standings(self) -> list[Standing]:
         """All candidates that were run, the best first."""
         seconds, _ = self._predicted()
-        found = [
+        standings = [
             Standing(
                 index,
                 self.predictions.candidates[index],
@@ -180,7 +180,7 @@ class Search:
             slow = item.timing.median if item.timing else math.inf
             return (not item.in_contention, place.get(item.index, math.inf), item.timing is None, slow)
 
-        return sorted(found, key=key)
+        return sorted(standings, key=key)
 
     def best(self) -> Standing | None:
         """The candidate to use; None if nothing was measured. One that failed later on only if there is no other."""
@@ -301,13 +301,14 @@ class Search:
 
     def _ordered(self, number: int) -> list[int]:
         """Those whose last measured round is `number`, the best first; of ties the simpler one."""
-        found = {index: item for index in self._runs if self._round(index) == number and (item := self._timing(index))}
-        found = {index: item for index, item in found.items() if self._is_in(index)} or found
-        by_time = sorted(found, key=lambda index: found[index].median)
+        runs = [index for index in self._runs if self._round(index) == number]
+        timings = {index: item for index in runs if (item := self._timing(index))}
+        timings = {index: item for index, item in timings.items() if self._is_in(index)} or timings
+        by_time = sorted(timings, key=lambda index: timings[index].median)
         if not by_time:
             return []
-        bound = found[by_time[0]].median * (1 + self.limits.noise)
-        ties = [index for index in by_time if found[index].median <= bound]
+        bound = timings[by_time[0]].median * (1 + self.limits.noise)
+        ties = [index for index in by_time if timings[index].median <= bound]
         simplest = sorted(ties, key=lambda index: int(self.predictions.simplicity[index]))
         return simplest + by_time[len(ties) :]
 
@@ -372,8 +373,8 @@ class Search:
         same = np.ones(len(columns), dtype=bool)
         for name, value in vars(candidate).items():
             same &= getattr(columns, name) == value
-        found = np.flatnonzero(same)
-        return int(found[0]) if len(found) else None
+        places = np.flatnonzero(same)
+        return int(places[0]) if len(places) else None
 
 
 def _is_measured(trial: Trial) -> bool:

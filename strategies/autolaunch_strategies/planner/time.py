@@ -17,8 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.config import SCHEDULE_SPECS
-from autolaunch_strategies.planner.candidate import FULL, PIPELINES, SELECTIVE, Candidates, of_backends
+from autolaunch_strategies.planner.candidate import (
+    FULL,
+    PIPELINE_SPECS,
+    PIPELINES,
+    SELECTIVE,
+    Candidates,
+    of_backends,
+    of_schedules,
+)
 from autolaunch_strategies.planner.collectives import collective_time
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.profile import MatMul, ModelProfile, Part, Recipe
@@ -341,7 +348,7 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
         forward = np.minimum(phases[0], own / 3)  # the rest of the loss is its backward pass
         phases[0] -= forward
         phases[1] -= np.minimum(phases[1], own - forward)
-    send = _send_time(profile, hardware, c, ways.batch[way], recipe)
+    send = _send_time(profile, hardware, c, ways.batch[way])
     actions = np.where(c.pp > 1, (2 + _splits_backward(c)) * c.virtual_stages, 0)
     parts["pp"] = micro * (2 * c.virtual_stages * send + actions * constants.action_s)
     filling = 2 * send + actions / c.virtual_stages * constants.action_s
@@ -385,7 +392,7 @@ def _contents(profile: ModelProfile, c: Candidates, totals: Floats, way: Ints, l
     """
     n, parts = len(c), (profile.before, *profile.kinds, profile.after)
     whole = np.array([part.parameters - part.sharded_parameters for part in parts], dtype=np.float64)
-    divided = np.array([part.sharded_parameters for part in parts], dtype=np.float64)
+    sharded = np.array([part.sharded_parameters for part in parts], dtype=np.float64)
     members, parameters = np.zeros((len(parts), n)), np.zeros(n)
     first, group = _distinct([c.pp, c.virtual_stages, c.split, c.pipeline])
     order = np.argsort(group, kind="stable")
@@ -395,11 +402,12 @@ def _contents(profile: ModelProfile, c: Candidates, totals: Floats, way: Ints, l
     for index, begin, end in zip(first, bounds[:-1], bounds[1:], strict=True):
         own = order[begin:end]
         pp, virtual = int(c.pp[index]), int(c.virtual_stages[index])
-        rows = np.unique(_held(profile, PIPELINES[c.pipeline[index]], pp, virtual, int(c.split[index])), axis=0)
+        name = PIPELINE_SPECS[c.pipeline[index]].name
+        rows = np.unique(_held(profile, name, pp, virtual, int(c.split[index])), axis=0)
         busiest = np.argmax(rows @ seconds[:, own], axis=0)
         members[:, own] = rows[busiest].T
         # Tied weights are on the last stage, too.
-        split = rows @ divided + profile.shared_parameters * (rows[:, -1] > rows[:, 0])
+        split = rows @ sharded + profile.shared_parameters * (rows[:, -1] > rows[:, 0])
         parameters[own] = ((rows @ whole)[:, None] + split[:, None] / c.mp[own]).max(axis=0)
     return _Contents(members, parameters, members[1:-1].sum(axis=0))
 
@@ -407,34 +415,24 @@ def _contents(profile: ModelProfile, c: Candidates, totals: Floats, way: Ints, l
 def _held(profile: ModelProfile, pipeline: str, pp: int, virtual: int, split: int) -> Floats:
     """[pp, 1 + kinds + 1]: what each pipe rank holds."""
     rows = np.zeros((pp, len(profile.kinds) + 2))
-    if pp * virtual <= len(profile.blocks):
-        stages = cut(profile, pipeline, pp, virtual, split)
-        ranks, blocks = stages.rank_of_stage, stages.blocks
-    else:  # as in publications that count the embedding and the head as blocks; our runtime has no empty stages
-        ranks = np.arange(pp * virtual) % pp
-        blocks = np.zeros((pp * virtual, len(profile.kinds)), dtype=np.int64)
-        where = np.linspace(1, pp * virtual - 2, len(profile.blocks)).round().astype(int)
-        np.add.at(blocks, (where, np.asarray(profile.blocks, dtype=np.int64)), 1)
-    np.add.at(rows[:, 1:-1], ranks, blocks)
-    rows[ranks[0], 0] = 1
-    rows[ranks[-1], -1] = 1
+    stages = cut(profile, pipeline, pp, virtual, split)
+    np.add.at(rows[:, 1:-1], stages.rank_of_stage, stages.blocks)
+    rows[stages.rank_of_stage[0], 0] = 1
+    rows[stages.rank_of_stage[-1], -1] = 1
     return rows
 
 
 def _splits_backward(c: Candidates) -> Floats:
     """1 where gradients of weights are computed apart from those of inputs."""
-    ours = (name for name, spec in SCHEDULE_SPECS.items() if spec.splits_backward)
-    names = (*ours, "zero_bubble_1p", "zero_bubble_2p")
-    return np.isin(c.pipeline, [PIPELINES.index(name) for name in names]).astype(np.float64)
+    return of_schedules("splits_backward", c.pipeline).astype(np.float64)
 
 
 def _bubble(c: Candidates, busiest: Floats, together: Floats) -> Floats:
     """Seconds that the busiest rank of a pipeline waits, beyond its own work on all microbatches.
 
-    With many microbatches, filling and draining: every other rank's work on one microbatch; virtual stages divide it,
-    and computing gradients of weights later fills part of it (Qi et al., "Zero Bubble Pipeline Parallelism", 2023,
-    table 2; what remains where a step ends on all ranks together is fitted to simulated tables of torch's schedules).
-    With few, the way of one microbatch through all stages, and of the others behind it: no schedule is faster.
+    With many microbatches, filling and draining: every other rank's work on one microbatch, or what of it the schedule
+    does not fill (`ScheduleSpec.waits`); virtual stages divide it. With few, the way of one microbatch through all
+    stages, and of the others behind it: no schedule is faster.
 
     Args:
         busiest, together: [phases, n] seconds of one microbatch on the busiest rank and on all ranks.
@@ -442,29 +440,24 @@ def _bubble(c: Candidates, busiest: Floats, together: Floats) -> Floats:
     forward, backward, weights = np.maximum(together - busiest, 0.0)
     virtual = np.maximum(c.virtual_stages, 1).astype(np.float64)
     micro = c.microbatches.astype(np.float64)
-
-    def where(*names: str) -> NDArray[np.bool_]:
-        return np.asarray(np.isin(c.pipeline, [PIPELINES.index(name) for name in names]))
-
-    result = (forward + backward + weights) / virtual
-    later = np.maximum(forward + backward - weights, forward) / virtual
-    result = np.where(where("interleaved_zero_bubble", "zero_bubble_1p", "dualpipev"), later, result)
-    result = np.where(where("zbv_zero_bubble"), np.maximum(forward, backward) / 2, result)
-    unsynchronised = np.maximum(forward + backward - 2 * weights, 0.02 * (forward + backward + weights))
-    result = np.where(where("zero_bubble_2p"), unsynchronised, result)
+    many = np.zeros(len(c))
+    for waits in {PIPELINE_SPECS[number].waits for number in np.unique(c.pipeline)}:
+        own = [number for number, spec in enumerate(PIPELINE_SPECS) if spec.waits == waits]
+        longest = np.maximum.reduce([f * forward + b * backward + w * weights for f, b, w in waits])
+        many = np.where(np.isin(c.pipeline, own), longest / virtual, many)
 
     split = _splits_backward(c)
     through = busiest[0] + busiest[1] + (1 - split) * busiest[2]
     others = forward + backward + (1 - split) * weights
-    looped = np.where(where(*(name for name, spec in SCHEDULE_SPECS.items() if spec.v_shaped)), 1.0, virtual)
+    looped = np.where(of_schedules("v_shaped", c.pipeline), 1.0, virtual)
     shortest = others + through + (split * busiest[2] + (micro - 1) * through) / looped - micro * busiest.sum(axis=0)
-    return np.where(c.pp > 1, np.maximum(result, shortest), 0.0)
+    return np.where(c.pp > 1, np.maximum(many, shortest), 0.0)
 
 
-def _send_time(profile: ModelProfile, hardware: Hardware, c: Candidates, batch: Floats, recipe: Recipe) -> Floats:
+def _send_time(profile: ModelProfile, hardware: Hardware, c: Candidates, batch: Floats) -> Floats:
     """Exposed seconds of sending one microbatch's output, or its gradient, to the next stage."""
     size = max((part.output_bytes for part in profile.kinds), default=0.0) * batch / c.cp
-    size = size / np.where((c.sequence_parallel > 0) | recipe.scattered_sends, c.mp, 1)
+    size = size / np.where(c.sequence_parallel > 0, c.mp, 1)
     stride = c.mp * c.cp * c.dp
     seconds = collective_time(hardware, "p2p", np.where(c.pp > 1, 2, 1), stride, size)
     return seconds * max(1 - hardware.constants.hidden_pp, 0.0)

@@ -81,7 +81,7 @@ def read_record(path: str | os.PathLike[str], context: str) -> list[Trial]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
-    found = []
+    trials = []
     for line in lines:
         try:
             values = json.loads(line)
@@ -91,8 +91,8 @@ def read_record(path: str | os.PathLike[str], context: str) -> list[Trial]:
             outcome = values["outcome"]
             values["outcome"] = Outcome(**{**outcome, "seconds": tuple(outcome["seconds"])})
             values["overrides"] = tuple(values["overrides"])
-            found.append(Trial(**{**values, "candidate": Candidate(**values["candidate"])}))
-    return found
+            trials.append(Trial(**{**values, "candidate": Candidate(**values["candidate"])}))
+    return trials
 
 
 def append_record(path: str | os.PathLike[str], trial: Trial, context: str) -> None:

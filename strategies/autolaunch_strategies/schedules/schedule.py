@@ -368,10 +368,10 @@ def _read_cells(path: str, ranks: int) -> list[list[tuple[Action, _Cell]]]:
             cell = _Cell(path, row, column, text.strip())
             pair = _PAIR.fullmatch(cell.text)
             for part in pair.groups() if pair else [cell.text] if cell.text else []:
-                found = _CELL.fullmatch(part.strip())
-                if not found:
+                match = _CELL.fullmatch(part.strip())
+                if not match:
                     raise cell.error("not a step of a schedule", _CELLS_ALLOWED)
-                rows[-1].append((Action(Kind(found[2]), int(found[1]), int(found[3])), cell))
+                rows[-1].append((Action(Kind(match[2]), int(match[1]), int(match[3])), cell))
     if len(rows) != ranks:
         raise ConfigError(
             f"pp.schedule={path}",
