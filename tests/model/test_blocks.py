@@ -33,10 +33,10 @@ def test_the_children_of_a_list_are_blocks() -> None:
 
 
 def test_a_list_of_lists_is_not_called_so_what_it_holds_are_blocks() -> None:
-    """As x-transformers writes its layers: [norm, attention, residual] each."""
+    """As x-transformers writes its layers: [norm, attention, residual] each. A norm in a module is no block."""
     model = nn.Module()
     model.layers = nn.ModuleList(
-        nn.ModuleList([nn.ModuleList([nn.LayerNorm(4), None]), layer, nn.Identity()])
+        nn.ModuleList([nn.ModuleList([nn.Sequential(nn.LayerNorm(4)), None]), layer, nn.Identity()])
         for layer in (Layer(), Mixer(), Layer(), Mixer())
     )
     assert names(model) == ["layers.0.1", "layers.1.1", "layers.2.1", "layers.3.1"]

@@ -28,6 +28,7 @@ from autolaunch_strategies.data_parallel.groups import GradientGroup
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
 from autolaunch_strategies.torch_private.fsdp import (
+    abandon_several_backwards,
     begin_several_backwards,
     complete_after_backward,
     end_left_forward,
@@ -96,18 +97,27 @@ class DataParallelModule:
     def several_backwards(self) -> Iterator[None]:
         """Within it any number of backward passes count as one; sharded gradients are exchanged at its end.
 
-        `finish_backward` completes the rest, as after a single pass. Nothing is gathered again between the passes.
+        `finish_backward` completes the rest, as after a single pass. Nothing is gathered again between the passes. If
+        anything is raised, nothing is exchanged, and sharded gradients that waited for it are dropped.
         """
+        sharded = self.root if isinstance(self.root, FSDPModule) else None
+        exchange = not (self.accumulates and self.level == 1)
         if self.average is not None:
             self.average.enabled = False
-        if isinstance(self.root, FSDPModule):
-            begin_several_backwards(self.root)
-        yield
-        if self.average is not None:
-            self.average.enabled = not self.accumulates
-        if isinstance(self.root, FSDPModule):
-            exchange = not (self.accumulates and self.level == 1)
-            end_several_backwards(self.root, exchange, all_reduce=not self.accumulates)
+        if sharded is not None:
+            begin_several_backwards(sharded)
+        try:
+            yield
+        except BaseException:
+            if sharded is not None:
+                abandon_several_backwards(sharded, exchange)
+            raise
+        else:
+            if sharded is not None:
+                end_several_backwards(sharded, exchange, all_reduce=not self.accumulates)
+        finally:
+            if self.average is not None:
+                self.average.enabled = not self.accumulates
 
     def gather_rest(self) -> None:
         """Gather what belongs to no block, for code that is not the forward of the root."""

@@ -7,13 +7,16 @@ out to ranks in turn, and repeats some where they do not divide: other batches t
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.data_parallel.loader import DistributedLoader, IndexShare, Share, check_loader, generators_of
@@ -107,9 +110,12 @@ class Batches:
         Raises:
             ConfigError: a loader whose batches come in no order.
         """
-        if ranks == 1 or not self._are_shared or not isinstance(loader, DataLoader):
+        if not isinstance(loader, DataLoader):
             return loader
-        if isinstance(loader.sampler, DistributedSampler):
+        is_left_alone = ranks == 1 or not self._are_shared or isinstance(loader.sampler, DistributedSampler)
+        if is_left_alone or not isinstance(loader.dataset, IterableDataset):  # a stream is the same on every rank
+            _seed_workers(loader, rank)
+        if is_left_alone:
             return loader
         check_loader(loader)
         if not self._told and loader.batch_size is not None:
@@ -128,3 +134,13 @@ class Batches:
             f"batch_size={size} of the loader is that of all {ranks} ranks along dp, as on one device; "
             "MeshStrategy(batch_size='per_rank') if it is that of each"
         )
+
+
+def _seed_workers(loader: DataLoader, dp_rank: int) -> None:
+    """Seed the workers of a loader by the place along dp: ranks that hold parts of one replica draw the same.
+
+    The first place draws what one process would.
+    """
+    by_rank = dp_rank > 0 or int(os.environ.get("PL_SEED_WORKERS", "0"))
+    if by_rank and loader.num_workers and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=dp_rank)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 
 from autolaunch_strategies.checkpoint.optimizers import GroupNames
 from autolaunch_strategies.checkpoint.sharded import (
@@ -16,61 +15,56 @@ from autolaunch_strategies.checkpoint.sharded import (
     remove_checkpoint,
     set_random_state,
 )
-from autolaunch_strategies.config import ParallelConfig
-from autolaunch_strategies.lightning.collectives import CollectiveStrategy
+from autolaunch_strategies.lightning.place import Place
 
 
-class CheckpointStrategy(CollectiveStrategy):
-    """The part of a strategy that saves and loads.
+class Checkpoints:
+    """Saves, loads and removes checkpoints of a run, and gives a resumed one its random numbers back in time.
 
     Args:
-        asynchronous_checkpoints: write in the background.
-        trust_checkpoints: unpickle metadata of any type.
-        parallel, place: what `PlacedStrategy` takes.
+        place: knows the mesh, from its `join` on.
+        asynchronous: write in the background.
+        trust: unpickle metadata of any type.
     """
 
-    def __init__(
-        self, parallel: ParallelConfig, *, asynchronous_checkpoints: bool, trust_checkpoints: bool, **place: Any
-    ) -> None:
-        super().__init__(parallel, **place)
-        self._trust_checkpoints = trust_checkpoints
-        self._writer = CheckpointWriter(asynchronous_checkpoints)
+    def __init__(self, place: Place, asynchronous: bool = False, trust: bool = True) -> None:
+        self.place, self.trust = place, trust
+        self.optimizer_names: list[GroupNames] | None = None
+        """The groups of each whole optimizer, where this rank holds a stage."""
+        self._writer = CheckpointWriter(asynchronous)
         self._pending_rng: dict[str, Any] | None = None
-        self._optimizer_names: list[GroupNames] | None = None  # of whole optimizers, where this rank holds a stage
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
+    def save(
+        self,
+        path: Path,
+        checkpoint: dict[str, Any],
+        module: pl.LightningModule,
+        optimizers: list[torch.optim.Optimizer],
+    ) -> None:
+        """Write lightning's `checkpoint` to the directory `path`, the same on every rank. Collective."""
+        self._writer.save(path, checkpoint, module, optimizers, self.place.rank_mesh, self.optimizer_names)
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return False
+    def load(
+        self,
+        path: Path,
+        module: pl.LightningModule,
+        optimizers: list[torch.optim.Optimizer],
+        fitting: bool,
+        trust: bool | None = None,
+    ) -> dict[str, Any]:
+        """Fill the module and, when `fitting`, the optimizers; what lightning has to take up itself. Collective.
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        self._share_statistics()
-        return self.lightning_module.state_dict()
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Nothing yet: `save_checkpoint` writes optimizers itself, by parameter name."""
-        return {}
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise TypeError("MeshStrategy writes checkpoint directories; it takes no storage_options")
-        assert self.lightning_module is not None
-        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
-        path = Path(self.broadcast(str(filepath)))
-        self._writer.save(path, checkpoint, self.lightning_module, optimizers, self.rank_mesh, self._optimizer_names)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.lightning_module is not None
+        Args:
+            trust: instead of this object's own.
+        """
         self._writer.finish()
-        trust = self._trust_checkpoints if weights_only is None else not weights_only
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if fitting else []
         checkpoint = load_checkpoint(
-            Path(checkpoint_path), self.lightning_module, optimizers, self.rank_mesh, trust, self._optimizer_names
+            path,
+            module,
+            optimizers if fitting else [],
+            self.place.rank_mesh,
+            self.trust if trust is None else trust,
+            self.optimizer_names,
         )
         state = checkpoint.pop("random_state", None)
         if fitting and state is not None:
@@ -79,26 +73,23 @@ class CheckpointStrategy(CollectiveStrategy):
                 self._pending_rng = state  # making the loaders again draws numbers that the first run did not draw
         return checkpoint
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has filled the parameters."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has filled the optimizers."""
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        self._writer.finish()
-        path = Path(filepath)
-        if self.is_global_zero and path.is_dir() and not path.is_symlink():
-            remove_checkpoint(path)
-        else:
-            super().remove_checkpoint(filepath)
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        assert self.lightning_module is not None
-        if self._pending_rng is not None and self.lightning_module.trainer.training:
+    def before_training_batch(self) -> None:
+        """The first batch of a resumed run has been loaded: go on with the random numbers of the one that saved."""
+        if self._pending_rng is not None:
             set_random_state(self._pending_rng)
             self._pending_rng = None
-        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def remove(self, path: Path) -> bool:
+        """Remove a checkpoint that is a directory, on rank 0; whether that was done."""
+        self._writer.finish()
+        if self.place.global_rank == 0 and path.is_dir() and not path.is_symlink():
+            remove_checkpoint(path)
+            return True
+        return False
+
+    def finish(self, together: bool = True) -> None:
+        """Wait for what is being written; with `together=False` the other ranks may be gone."""
+        self._writer.finish(together)
 
 
 def _in_the_middle_of_an_epoch(checkpoint: dict[str, Any]) -> bool:

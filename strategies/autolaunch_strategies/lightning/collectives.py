@@ -1,4 +1,4 @@
-"""What lightning asks to be done by all ranks together."""
+"""What all ranks do together when lightning asks for it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autolaunch_strategies.config import SHARDING_AXES
-from autolaunch_strategies.lightning.place import PlacedStrategy
-from autolaunch_strategies.model.materialise import share_statistics
+from autolaunch_strategies.lightning.place import Place
 
 
-class CollectiveStrategy(PlacedStrategy):
-    """The part of a strategy that speaks to other ranks: "all" means those whose data differ, unless said otherwise."""
+class Collectives:
+    """The collectives of a run: "all" means the ranks whose data differ, unless said otherwise.
 
-    def _data_group(self, group: Any) -> dist.ProcessGroup | None:
-        """The ranks whose data differ: what "all" means to a LightningModule, also when it says WORLD."""
-        if group is None or group is dist.group.WORLD:
-            return self.rank_mesh.group("dp")  # along cp steps see the same whole sequences
-        return group
+    Args:
+        place: knows the mesh and the device, from its `join` on.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks whose data differ (dp); anything else is returned as it is."""
@@ -27,7 +26,7 @@ class CollectiveStrategy(PlacedStrategy):
         if not isinstance(tensor, torch.Tensor) or group is None:
             return tensor
         name = str(reduce_op).rsplit(".", 1)[-1].lower() if reduce_op is not None else "mean"
-        total = tensor.detach().clone().to(self.root_device)
+        total = tensor.detach().clone().to(self.place.device)
         if name in ("mean", "avg") and not total.is_floating_point():
             total = total.float()
         operator = {"mean": "SUM", "avg": "SUM"}.get(name, name.upper())
@@ -36,7 +35,7 @@ class CollectiveStrategy(PlacedStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """One answer for every rank of the mesh: whether all (or any) of them say yes."""
-        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = torch.tensor(int(decision), device=self.place.device)
         dist.all_reduce(votes)
         return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
 
@@ -45,7 +44,7 @@ class CollectiveStrategy(PlacedStrategy):
         group = self._data_group(group)
         if group is None:
             return tensor
-        tensor = tensor.contiguous().to(self.root_device)
+        tensor = tensor.contiguous().to(self.place.device)
         if sync_grads:
             from torch.distributed.nn.functional import all_gather
 
@@ -54,17 +53,22 @@ class CollectiveStrategy(PlacedStrategy):
         dist.all_gather(gathered, tensor, group=group)
         return torch.stack(gathered)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, item: Any, source: int = 0) -> Any:
+        """An object of rank `source` on every rank of the mesh."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
+            return item
+        objects = [item]
+        dist.broadcast_object_list(objects, source)
         return objects[0]
 
-    def barrier(self, name: str | None = None) -> None:
+    def barrier(self) -> None:
+        """Wait until every rank of the mesh is here."""
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.barrier(device_ids=None if self.root_device.type == "cpu" else [self.root_device.index])
+            device = self.place.device
+            dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
 
-    def _share_statistics(self) -> None:
-        assert self.lightning_module is not None
-        share_statistics(self.lightning_module, self.rank_mesh.group(*SHARDING_AXES))
+    def _data_group(self, group: Any) -> dist.ProcessGroup | None:
+        """The ranks whose data differ: what "all" means to a LightningModule, also when it says WORLD."""
+        if group is None or group is dist.group.WORLD:
+            return self.place.rank_mesh.group("dp")  # along cp steps see the same whole sequences
+        return group

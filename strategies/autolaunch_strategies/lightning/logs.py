@@ -52,12 +52,6 @@ def type_of(value: Tensor | float | None) -> torch.dtype | None:
     return default if default in (torch.float32, torch.float64) else torch.float32
 
 
-def stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    if not values:
-        return torch.zeros(0, dtype=torch.float64, device=device)
-    return torch.stack([torch.as_tensor(value).to(device, torch.float64) for value in values])
-
-
 def merged(parts: Iterable[Part]) -> list[LogCall]:
     """What several runs of a step logged, as one run on the whole batch would have logged it."""
     parts = [part for part in parts if part.records]

@@ -1,55 +1,46 @@
-"""Which part of the run this process is: its ranks, its device, its share of the data and of random numbers."""
+"""Which part of the run this process is: its device, its ranks, its share of the data and of random numbers."""
 
 from __future__ import annotations
 
-import functools
 import random
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch.utils.data import DataLoader, IterableDataset
 
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.checkpoint.sharded import share_random_state
 from autolaunch_strategies.config import MeshShape, ParallelConfig, raise_all
-from autolaunch_strategies.mesh.process_group import JoinedEnvironment, check_world_size, ensure_process_group
+from autolaunch_strategies.mesh.process_group import check_world_size, ensure_process_group
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 
 
-class PlacedStrategy(ParallelStrategy):
-    """The part of a strategy that knows its place in the mesh.
+class Place:
+    """The place of this process. Known step by step: its `environment`, the devices and nodes, the mesh (`join`).
 
     Args:
-        parallel: the whole parallel config; its mesh may have an open size (-1).
+        parallel: the whole parallel config; its mesh may have an open size (-1), which `spread` fills.
         backend: torch.distributed's backend; None for the device's own.
         timeout: of collectives, in seconds.
-        plugins: what lightning's `ParallelStrategy` takes.
 
     Raises:
         ConfigError: the config contradicts itself.
     """
 
-    def __init__(self, parallel: ParallelConfig, backend: str | None, timeout: float, **plugins: Any) -> None:
-        if dist.is_initialized():
-            plugins.setdefault("cluster_environment", JoinedEnvironment())
-        self._open_shape: MeshShape | None = None
-        self._num_nodes = 1
-        super().__init__(**plugins)
+    def __init__(self, parallel: ParallelConfig, backend: str | None = None, timeout: float = 1800.0) -> None:
         self.parallel = parallel
-        if -1 in self.parallel.mesh.sizes.values():
-            self._open_shape = self.parallel.mesh
-        else:
-            raise_all(config_errors(self.parallel))
+        self.environment: ClusterEnvironment | None = None
+        self.devices: list[torch.device] | None = None
+        """Of this machine, one for each local rank once `spread` has been called."""
+        self.num_nodes = 1
         self._backend, self._timeout = backend, timedelta(seconds=timeout)
+        self._open_shape = parallel.mesh if -1 in parallel.mesh.sizes.values() else None
+        if self._open_shape is None:
+            raise_all(config_errors(parallel))
         self._rank_mesh: RankMesh | None = None
         self._rng_begun = False
 
@@ -60,22 +51,14 @@ class PlacedStrategy(ParallelStrategy):
 
     @property
     def rank_mesh(self) -> RankMesh:
-        """This process in the mesh. Exists from `setup_environment` on."""
+        """This process in the mesh. Exists from `join` on."""
         assert self._rank_mesh is not None, "the mesh exists only while the trainer runs"
         return self._rank_mesh
 
     @property
-    def is_distributed(self) -> bool:
-        """Whether data differs between ranks: with one rank along dp the user's own sampler stays as it is."""
+    def data_differs(self) -> bool:
+        """Whether data differs between ranks."""
         return self._open_shape is not None or self.shape.dp > 1
-
-    @property
-    def global_rank(self) -> int:
-        return dist.get_rank() if dist.is_initialized() else super().global_rank
-
-    @property
-    def world_size(self) -> int:
-        return dist.get_world_size() if dist.is_initialized() else super().world_size
 
     @property
     def dp_rank(self) -> int:
@@ -83,40 +66,46 @@ class PlacedStrategy(ParallelStrategy):
         return self.rank_mesh.coordinate["dp"]
 
     @property
-    def dp_size(self) -> int:
-        """Into how many shares each batch is cut."""
-        return self.shape.dp
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        assert self.devices
+        return self.devices[self.local_rank % len(self.devices)]
 
     @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices
-        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+    def local_rank(self) -> int:
+        """The number of this process on its machine."""
+        return self.environment.local_rank() if self.environment is not None else 0
 
     @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-        if self._parallel_devices:  # lightning tells the devices first
-            self._parallel_devices = self._one_device_per_local_rank(self._parallel_devices)
+    def global_rank(self) -> int:
+        """The number of this process in the run."""
+        if dist.is_initialized():
+            return dist.get_rank()
+        return self.environment.global_rank() if self.environment is not None else 0
 
     @property
-    def num_processes(self) -> int:
-        """Processes on this machine."""
-        return len(self.parallel_devices or ())
+    def world_size(self) -> int:
+        """Processes of the run."""
+        if dist.is_initialized():
+            return dist.get_world_size()
+        return self.environment.world_size() if self.environment is not None else 1
 
     @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        return self._parallel_devices
+    def starts_processes(self) -> bool:
+        """Whether this process has to start the other ranks."""
+        assert self.environment is not None
+        return not self.environment.creates_processes_externally and self.shape.size > 1
 
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._parallel_devices = devices and list(devices)
+    def spread(self, num_nodes: int) -> None:
+        """Give each rank of this machine one of `devices`, and fill an open size of the mesh.
 
-    def _one_device_per_local_rank(self, devices: list[torch.device]) -> list[torch.device]:
-        environment = self.cluster_environment
+        Raises:
+            ConfigError: there are not as many devices or processes as the mesh has ranks.
+        """
+        self.num_nodes = num_nodes
+        if not self.devices:
+            return
+        environment, devices = self.environment, self.devices
         # Lightning's own children count as started, too, but their environment learns the world size only from us.
         started = (
             environment is not None
@@ -124,66 +113,48 @@ class PlacedStrategy(ParallelStrategy):
             and not isinstance(environment, LightningEnvironment)
         )
         if self._open_shape is not None:
-            world_size = environment.world_size() if started and environment else len(devices) * self.num_nodes
+            world_size = environment.world_size() if started and environment else len(devices) * num_nodes
             self.parallel.mesh = self._open_shape.resolve(world_size)
             raise_all(config_errors(self.parallel))
         if started and environment is not None:
             check_world_size(self.shape, environment.world_size())
-        wanted = max(1, self.shape.size // self.num_nodes)
-        whose = f"are asked for (devices={len(devices)}, num_nodes={self.num_nodes})"
+        local_ranks = max(1, self.shape.size // num_nodes)
+        whose = f"are asked for (devices={len(devices)}, num_nodes={num_nodes})"
         if devices[0].type == "cpu":
-            if len(devices) not in (1, wanted):  # 1 is also what devices="auto" gives on a CPU
-                check_world_size(self.shape, len(devices) * self.num_nodes, whose)
-            return [torch.device("cpu")] * wanted
-        if len(devices) < wanted and not started:
-            check_world_size(self.shape, len(devices) * self.num_nodes, whose)
-        return devices[:wanted]
+            if len(devices) not in (1, local_ranks):  # 1 is also what devices="auto" gives on a CPU
+                check_world_size(self.shape, len(devices) * num_nodes, whose)
+            self.devices = [torch.device("cpu")] * local_ranks
+            return
+        if len(devices) < local_ranks and not started:
+            check_world_size(self.shape, len(devices) * num_nodes, whose)
+        self.devices = devices[:local_ranks]
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally and self.shape.size > 1:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
+    def announce(self) -> None:
         """Tell the cluster environment (if it wants to know) and lightning's rank-zero switches who we are."""
-        if self.cluster_environment is not None and not dist.is_initialized():
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        if self.environment is not None and not dist.is_initialized():
+            local_ranks = len(self.devices or ())
+            self.environment.set_global_rank(self.environment.node_rank() * local_ranks + self.local_rank)
+            self.environment.set_world_size(self.num_nodes * local_ranks)
         _set_rank(self.global_rank if self.shape.size > 1 else 0)
 
-    def setup_environment(self) -> None:
-        assert self.accelerator is not None and self.cluster_environment is not None
-        self.accelerator.setup_device(self.root_device)
-        self.set_world_ranks()
-        ensure_process_group(self.shape, self.cluster_environment, self.root_device, self._backend, self._timeout)
+    def join(self) -> None:
+        """Join the process group and build the mesh, unless that has been done; draw what one process would.
+
+        Collective.
+        """
+        assert self.environment is not None
+        ensure_process_group(self.shape, self.environment, self.device, self._backend, self._timeout)
         assert dist.group.WORLD is not None
-        share_random_state(dist.group.WORLD)  # what one process would draw
+        share_random_state(dist.group.WORLD)
         _set_rank(dist.get_rank())
         if self._rank_mesh is None:
             replicate, shard = self.parallel.dp.split(self.shape.dp)
             self._rank_mesh = RankMesh.build(
-                self.shape, replicate, shard, self.root_device.type, ulysses=self.parallel.ulysses
+                self.shape, replicate, shard, self.device.type, ulysses=self.parallel.ulysses
             )
-        if self.lightning_module is not None:
-            self.lightning_module._device_mesh = self._rank_mesh.device_mesh
 
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Seed loader workers by dp rank: ranks that hold parts of one replica draw the same augmentations."""
-        if (
-            isinstance(dataloader, DataLoader)
-            and not isinstance(dataloader.dataset, IterableDataset)  # every rank reads the same stream
-            and dataloader.num_workers
-            and dataloader.worker_init_fn is None
-        ):
-            dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.dp_rank)
-        return dataloader
-
-    def _begin_random_streams(self) -> None:
-        """Give every dp rank random numbers of its own; ranks that hold parts of one replica share theirs."""
+    def begin_random_streams(self) -> None:
+        """Give every dp rank random numbers of its own, once; ranks that hold parts of one replica share theirs."""
         if self._rng_begun:
             return
         self._rng_begun = True

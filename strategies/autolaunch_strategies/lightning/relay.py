@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 
 from autolaunch_strategies.lightning.hooks import COLLECTING_HOOKS, OTHER_HOOKS, Hook
-from autolaunch_strategies.lightning.logs import Entry, LogCall, Part, Structure, merged, stacked, type_of
+from autolaunch_strategies.lightning.logs import Entry, LogCall, Part, Structure, merged, type_of
 from autolaunch_strategies.lightning.metrics import arrived, exchange_metrics_over, state_of
 from autolaunch_strategies.lightning.replacement import Replacement
+from autolaunch_strategies.pipeline.broadcast import StageBroadcast
 from autolaunch_strategies.pipeline.failure import StageFailedError
 from autolaunch_strategies.tensor.views import plain
 
@@ -39,12 +40,6 @@ _LOG_ARGUMENTS = (
     "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
     "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
 )  # fmt: skip
-
-
-_NEW, _FAILED = -1, -2
-
-
-_MOST_KNOWN_STRUCTURES = 512
 
 
 class StageRelay:
@@ -72,13 +67,10 @@ class StageRelay:
         self.data_group = data_group if data_group is not None and data_group.size() > 1 else None
         last = torch.tensor(group.rank() if is_last else -1, device=device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group)
-        self._last = int(last)
-        assert self._last >= 0, "one rank of the group holds the last stage"
+        assert last >= 0, "one rank of the group holds the last stage"
+        self._broadcast = StageBroadcast(group, int(last), device)
         self._parts: list[Part] = []
         self._log: Callable[..., None] | None = None
-        self._structures: list[Structure] = []
-        self._numbers: dict[Structure, int] = {}
-        self._room = 0
         self._metrics_changed = True
         self._metrics_sent: set[str] = set()
         self._warned: set[str] = set()
@@ -173,21 +165,14 @@ class StageRelay:
         Raises:
             StageFailedError: on the other ranks, when the last stage called `fail` instead.
         """
-        if self.is_last:
-            structure, numbers = self._pack(merged(self._parts), extra or {})
-            values = self._send(structure, numbers)
-        else:
-            structure, values = self._receive()
+        packed = self._pack(merged(self._parts), extra or {}) if self.is_last else ()
         self._parts = []
-        return self._replay(structure, values)
+        return self._replay(*self._broadcast.values(*packed))
 
     def fail(self, error: BaseException, where: str) -> None:
-        """In place of `share`, on the last stage: the others raise a StageFailedError that tells `error`."""
+        """In place of `share`, on the last stage: the others raise a StageFailedError with the words of `error`."""
         assert self.is_last
-        packet = torch.zeros(1 + self._room, dtype=torch.float64, device=self.device)
-        packet[0] = _FAILED
-        self._broadcast(packet)
-        self._broadcast_object(f"{where} failed on the last pipeline stage: {type(error).__name__}: {error}")
+        self._broadcast.fail(StageFailedError.on_last_stage(where, error))
         self._parts = []
 
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -200,7 +185,7 @@ class StageRelay:
             self.warn_once("sync_dist_group", "sync_dist_group has no effect with pp: values are reduced over dp")
         record = LogCall(name, None, options, None if batch_size is None else int(batch_size))
         if isinstance(value, Metric):
-            record.path = next((path for path, found in self._metrics() if found is value), None)
+            record.path = next((path for path, metric in self._metrics() if metric is value), None)
             batch_value = value._forward_cache
             if isinstance(batch_value, Tensor) and batch_value.numel() == 1:
                 record.value = plain(batch_value.detach()).reshape(())
@@ -245,53 +230,6 @@ class StageRelay:
             self.module.log(entry.name, value, **options)
         return {name: next(numbers).to(dtype) for name, dtype in extras}
 
-    # --- one message ------------------------------------------------------------------------------------------------
-    # A packet is [number of its structure, values...] and always as long as the longest structure known to all needs:
-    # the receivers have to know its length beforehand.
-
-    def _send(self, structure: Structure, values: Sequence[Tensor | float]) -> Tensor:
-        content = stacked(values, self.device)
-        number = self._numbers.get(structure, _NEW)
-        packet = torch.zeros(1 + self._room, dtype=torch.float64, device=self.device)
-        packet[0] = number
-        if number != _NEW:
-            packet[1 : 1 + len(values)] = content
-        self._broadcast(packet)
-        if number == _NEW:
-            self._broadcast_object((structure, len(values)))
-            self._broadcast(content)
-            self._learn(structure, len(values))
-        return content
-
-    def _receive(self) -> tuple[Structure, Tensor]:
-        packet = torch.zeros(1 + self._room, dtype=torch.float64, device=self.device)
-        self._broadcast(packet)
-        number = int(packet[0])
-        if number == _FAILED:
-            raise StageFailedError(self._broadcast_object(None))
-        if number != _NEW:
-            return self._structures[number], packet[1:]
-        structure, length = self._broadcast_object(None)
-        values = torch.zeros(length, dtype=torch.float64, device=self.device)
-        self._broadcast(values)
-        self._learn(structure, length)
-        return structure, values
-
-    def _learn(self, structure: Structure, length: int) -> None:
-        if len(self._structures) < _MOST_KNOWN_STRUCTURES:  # names with numbers in them would never end
-            self._numbers[structure] = len(self._structures)
-            self._structures.append(structure)
-            self._room = max(self._room, length)
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        if tensor.numel():
-            dist.broadcast(tensor, group=self.group, group_src=self._last)
-
-    def _broadcast_object(self, item: Any) -> Any:
-        objects = [item]
-        dist.broadcast_object_list(objects, group=self.group, group_src=self._last, device=self.device)
-        return objects[0]
-
     # --- metrics ----------------------------------------------------------------------------------------------------
 
     def _metrics(self) -> Iterator[tuple[str, Metric]]:
@@ -321,7 +259,7 @@ class StageRelay:
         if not self._metrics_changed:
             return
         self._metrics_changed = False
-        states = self._broadcast_object(self._metric_states() if self.is_last else None)
+        states = self._broadcast.object(self._metric_states() if self.is_last else None)
         if not self.is_last:
             for path, state in states.items():
                 metric = self._metric(path)
@@ -331,11 +269,11 @@ class StageRelay:
         for item in self.module.modules():
             if isinstance(item, MetricCollection):
                 item.values(copy_state=False)  # metrics of one compute group share a state, of which one member knows
-        found = dict(self._metrics())
+        metrics = dict(self._metrics())
         # An untouched metric is the same everywhere, except for one that a step has reset.
-        sent = {path for path, metric in found.items() if metric.update_called or path in self._metrics_sent}
-        self._metrics_sent = {path for path in sent if found[path].update_called}
-        return {path: state_of(found[path]) for path in sent}
+        sent = {path for path, metric in metrics.items() if metric.update_called or path in self._metrics_sent}
+        self._metrics_sent = {path for path in sent if metrics[path].update_called}
+        return {path: state_of(metrics[path]) for path in sent}
 
     def warn_once(self, key: str, message: str) -> None:
         """Log a warning, the first time that it is about `key`."""

@@ -1,16 +1,19 @@
-"""MeshStrategy: the Lightning side of the engine."""
+"""MeshStrategy: what lightning asks of a strategy, answered by the parts of the engine that it holds."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.precision import HalfPrecision
-from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,6 +22,7 @@ from torch.utils._pytree import tree_map
 from autolaunch_strategies.apply.order import apply_parallelism
 from autolaunch_strategies.apply.registry import applied_to, register
 from autolaunch_strategies.config import (
+    SHARDING_AXES,
     ConfigError,
     ContextParallel,
     DataParallel,
@@ -30,12 +34,21 @@ from autolaunch_strategies.config import (
 )
 from autolaunch_strategies.data_parallel.gradients import clip_values, gradient_norm, scale_gradients
 from autolaunch_strategies.lightning.batches import Batches
-from autolaunch_strategies.lightning.checkpoints import CheckpointStrategy
+from autolaunch_strategies.lightning.checkpoints import Checkpoints
+from autolaunch_strategies.lightning.collectives import Collectives
 from autolaunch_strategies.lightning.metrics import exchange_metrics_over
-from autolaunch_strategies.lightning.staged_steps import PipelinedSteps, refuse_optimizers, refuse_what_cannot_run
+from autolaunch_strategies.lightning.place import Place
+from autolaunch_strategies.lightning.refusals import (
+    refuse_callbacks,
+    refuse_module_in_stages,
+    refuse_optimizers_in_stages,
+)
+from autolaunch_strategies.lightning.staged_steps import StagedSteps
 from autolaunch_strategies.lightning.termination import Termination
+from autolaunch_strategies.mesh.process_group import JoinedEnvironment
+from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.construction import Construction
-from autolaunch_strategies.model.materialise import WeightFiles
+from autolaunch_strategies.model.materialise import WeightFiles, share_statistics
 from autolaunch_strategies.pipeline.cut import drop_placeholders, whole_model
 from autolaunch_strategies.pipeline.idle import idle_share
 from autolaunch_strategies.plan.choose import planned_part
@@ -43,7 +56,7 @@ from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.training.optimizers import adapt_optimizer
 
 
-class MeshStrategy(CheckpointStrategy):
+class MeshStrategy(ParallelStrategy):
     """Trains an unmodified LightningModule on a mesh of devices.
 
     Usable as ``Trainer(strategy=MeshStrategy(mesh="4x2", dp={"sharding_level": 3}))`` or, once this module has been
@@ -98,30 +111,188 @@ class MeshStrategy(CheckpointStrategy):
     ) -> None:
         if mesh == "auto":
             mesh = parse_mesh("-1")
-        super().__init__(
-            parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile),
-            backend=process_group_backend,
-            timeout=timeout,
-            asynchronous_checkpoints=asynchronous_checkpoints,
-            trust_checkpoints=trust_checkpoints,
-            **plugins,
-        )
+        self.parallel = parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile)
+        self.place = Place(self.parallel, process_group_backend, timeout)
+        self.collectives = Collectives(self.place)
+        self.checkpoints = Checkpoints(self.place, asynchronous_checkpoints, trust_checkpoints)
+        if dist.is_initialized():
+            plugins.setdefault("cluster_environment", JoinedEnvironment())
+        super().__init__(**plugins)
         self.construction, self.files, self.own_plan = construction, files, own_plan
-        self._batches = Batches(batch_size)
-        self._forward_redirection = _ForwardRedirection()
+        self.batches = Batches(batch_size)
         self._grad_norm: torch.Tensor | None = None
         self._in_manual_step = False
         self._failed = False
-        self._steps: PipelinedSteps | None = None
+        self._steps: StagedSteps | None = None
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # --- the place of this process ----------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> MeshShape:
+        """The mesh's shape; an open size (-1) is filled once the number of devices is known."""
+        return self.place.shape
+
+    @property
+    def rank_mesh(self) -> RankMesh:
+        """This process in the mesh. Exists from `setup_environment` on."""
+        return self.place.rank_mesh
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data differs between ranks: with one rank along dp the user's own sampler stays as it is."""
+        return self.place.data_differs
+
+    @property
+    def global_rank(self) -> int:
+        return self.place.global_rank
+
+    @property
+    def world_size(self) -> int:
+        return self.place.world_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of each batch this rank trains on."""
+        return self.place.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many shares each batch is cut."""
+        return self.shape.dp
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.place.device
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        return self.place.environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        self.place.environment = environment
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        return self.place.devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self.place.devices = devices and list(devices)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.place.num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self.place.spread(num_nodes)  # lightning sets the devices first
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.place.starts_processes:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        self.place.announce()
+
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+        self.place.join()
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = self.rank_mesh.device_mesh
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return self.batches.share(dataloader, self.dp_rank, self.dp_size, self.shape.size)
+
+    # --- collectives ------------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self.batches.is_in_step and reduce_op in ("mean", "avg") and isinstance(tensor, torch.Tensor):
+            tensor = tensor * self.batch_weight  # what a training step logs is a mean over samples
+        return self.collectives.reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self.collectives.reduce_boolean_decision(decision, all)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        return self.collectives.all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.collectives.broadcast(obj, src)
+
+    def barrier(self, name: str | None = None) -> None:
+        self.collectives.barrier()
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._share_statistics()
+        return self._module.state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Nothing yet: `save_checkpoint` writes optimizers itself, by parameter name."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError("MeshStrategy writes checkpoint directories; it takes no storage_options")
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
+        self.checkpoints.save(Path(self.broadcast(str(filepath))), checkpoint, self._module, optimizers)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        trust = None if weights_only is None else not weights_only
+        return self.checkpoints.load(Path(checkpoint_path), self._module, self.optimizers, fitting, trust)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` has filled the parameters."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has filled the optimizers."""
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if not self.checkpoints.remove(Path(filepath)):
+            super().remove_checkpoint(filepath)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._module.trainer.training:
+            self.checkpoints.before_training_batch()
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- start and end ----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._failed = False
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
+        module = self._module
         self.accelerator.setup(trainer)
         Termination(trainer, self.root_device)
-        self._batches.connect(trainer)
+        self.batches.connect(trainer)
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -130,28 +301,26 @@ class MeshStrategy(CheckpointStrategy):
         ):
             loop.inference_mode = False  # tensors made in inference mode can't be gathered and used in training again
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self.shape.pp > 1:
-            refuse_what_cannot_run(self.lightning_module, fitting)
+        if fitting and self.shape.pp > 1:
+            refuse_module_in_stages(module)
         if fitting:
             sharded = self.shape.dp * self.shape.cp > 1 and self.parallel.dp.sharding_level > 0
-            _refuse_what_cannot_work(trainer, sharded)
-        self.model = self.lightning_module
-        self._parallelize(self.lightning_module, fitting)
+            refuse_callbacks(trainer, sharded)
+        self.model = module
+        self._parallelize(module, fitting)
         if self.shape.mp * self.shape.pp * self.shape.cp > 1:
-            exchange_metrics_over(self.rank_mesh.group("dp"), self.lightning_module)
+            exchange_metrics_over(self.rank_mesh.group("dp"), module)
         if self._applied.pipeline is not None:
-            self._steps = PipelinedSteps(
-                self.lightning_module,
-                self._applied.pipeline,
-                self._applied.data_parallel,
-                self.rank_mesh.group("dp"),
+            pipeline, data_parallel = self._applied.pipeline, self._applied.data_parallel
+            self._steps = StagedSteps(
+                module, pipeline, data_parallel, self.rank_mesh.group("dp"), lambda: self.batch_weight
             )
             self._steps.relay.install()
         if fitting:
             self._reset_optimizers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._begin_random_streams()
+        self.place.begin_random_streams()
 
     def _reset_optimizers(self) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
@@ -200,7 +369,7 @@ class MeshStrategy(CheckpointStrategy):
         if self._steps is not None:
             self._steps.relay.remove()
             self._steps = None
-        self._writer.finish(together=not self._failed)
+        self.checkpoints.finish(together=not self._failed)
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -228,23 +397,13 @@ class MeshStrategy(CheckpointStrategy):
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._batches.step(), self.precision_plugin.train_step_context():
+        with self.batches.step(), self.precision_plugin.train_step_context():
             return self._as_forward("training_step", *args, **kwargs)
 
     @property
     def batch_weight(self) -> float:
         """What a mean over this rank's part of the last training batch counts in the mean over dp: 1 if it divides."""
-        return self._batches.weight
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks whose data differ; what a training step logs is a mean over samples."""
-        if self._batches.is_in_step and reduce_op in ("mean", "avg") and isinstance(tensor, torch.Tensor):
-            tensor = tensor * self.batch_weight
-        return super().reduce(tensor, group, reduce_op)
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        dataloader = super().process_dataloader(dataloader)
-        return self._batches.share(dataloader, self.dp_rank, self.dp_size, self.shape.size)
+        return self.batches.weight
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
@@ -263,7 +422,7 @@ class MeshStrategy(CheckpointStrategy):
             if self._steps is None:
                 output = tree_map(plain, self._gathered(step, *args, **kwargs))
             else:
-                method = getattr(self.lightning_module, step)
+                method = getattr(self._module, step)
                 if step == "training_step":
                     output = self._steps.training_step(method, *args, **kwargs)
                 else:
@@ -280,16 +439,14 @@ class MeshStrategy(CheckpointStrategy):
         with self._applied.running():  # recomputed blocks run their forward within it
             if self._steps is None:
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
-            plugin, module = self.precision_plugin, self.lightning_module
-            assert module is not None
+            plugin, module = self.precision_plugin, self._module
             loss = plugin.pre_backward(closure_loss, module)
             self._steps.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
             return plugin.post_backward(loss, module)
 
     def _gathered(self, step: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module as its forward, so that sharded parameters outside of blocks are whole within it."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         if not isinstance(module, FSDPModule):
             return getattr(module, step)(*args, **kwargs)
         if step == "training_step" and not module.automatic_optimization:
@@ -310,6 +467,9 @@ class MeshStrategy(CheckpointStrategy):
     def block_backward_sync(self) -> Generator:
         with self._applied.data_parallel.accumulating():
             yield
+
+    def _share_statistics(self) -> None:
+        share_statistics(self._module, self.rank_mesh.group(*SHARDING_AXES))
 
     def on_validation_start(self) -> None:
         self._share_statistics()
@@ -334,9 +494,9 @@ class MeshStrategy(CheckpointStrategy):
         else:
             with whole_model(pipeline.held) as whole:  # what groups parameters sees those of every stage
                 super().setup_optimizers(trainer)
-                refuse_optimizers(self.optimizers)
+                refuse_optimizers_in_stages(self.optimizers)
                 names = {parameter: name for name, parameter in whole.named_parameters()}
-                self._optimizer_names = [
+                self.checkpoints.optimizer_names = [
                     [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
                     for optimizer in self.optimizers
                 ]
@@ -376,8 +536,7 @@ class MeshStrategy(CheckpointStrategy):
     def last_grad_norm(self) -> torch.Tensor:
         """Norm of all gradients of the last optimizer step before clipping; collective when nothing was clipped."""
         if self._grad_norm is None:
-            assert self.lightning_module is not None
-            self._grad_norm = self._norm_of(self.lightning_module.parameters())
+            self._grad_norm = self._norm_of(self._module.parameters())
         return self._grad_norm
 
     def _norm_of(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -403,23 +562,6 @@ def _constants_kept(module: nn.Module, precision: Any) -> Generator:
     if isinstance(precision, HalfPrecision):
         for owner, name, buffer in kept:
             owner._buffers[name] = buffer
-
-
-def _refuse_what_cannot_work(trainer: pl.Trainer, sharded: bool) -> None:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
-            raise ConfigError(
-                "StochasticWeightAveraging",
-                "it averages whole weights; here each rank may hold a part",
-                "averaging the weights of saved checkpoints",
-            )
-        if isinstance(callback, pl.callbacks.WeightAveraging) and sharded:
-            raise ConfigError(
-                type(callback).__name__,
-                "it averages whole weights; here each rank holds a part",
-                "sharding level 0, or averaging the weights of saved checkpoints",
-                "dp.sharding_level=0",
-            )
 
 
 StrategyRegistry.register(

@@ -105,7 +105,7 @@ def parallelize(
             ``cp_config={"parallelize_plan": {pattern: PrepareContextParallel() or ContextParallel()}}`` (and backend,
             ulysses, pad of `config.ContextParallel`); styles are ours, torch's `ParallelStyle` objects, or as in YAML.
             Replicas average gradients also without a dp_config, an axis pp has stages without a pp_config, and along an
-            axis cp sequences are divided in every block without a cp_config. With None or nothing in it nothing is
+            axis cp sequences are sharded in every block without a cp_config. With None or nothing in it nothing is
             done. It is not changed.
 
     Raises:
@@ -196,9 +196,9 @@ def _pipelines_of(parameters: list[Any]) -> tuple[list[Pipeline], dict[int, Pipe
     """
     models = {id(item): applied for applied in all_applied() for item in applied.module.parameters()}
     owners = [models[id(item)] for item in parameters if id(item) in models] or all_applied()
-    found = {id(applied.pipeline): applied.pipeline for applied in owners if applied.pipeline is not None}
+    pipelines = {id(applied.pipeline): applied.pipeline for applied in owners if applied.pipeline is not None}
     known = {id(item): models[id(item)].pipeline for item in parameters if id(item) in models}
-    return list(found.values()), {key: pipeline for key, pipeline in known.items() if pipeline is not None}
+    return list(pipelines.values()), {key: pipeline for key, pipeline in known.items() if pipeline is not None}
 
 
 def _checked(config: Any) -> dict[str, Any]:
@@ -229,11 +229,11 @@ def _mesh(mesh: Any) -> ProcessMesh:
     if mesh is None:
         assert known is not None
         return known
-    made = process_mesh(mesh)
-    if known is not None and known != made:
-        log.warning("parallelize: %s takes the place of the mesh that was set before, %s", made, known)
-    set_mesh(made)
-    return made
+    place = process_mesh(mesh)
+    if known is not None and known != place:
+        log.warning("parallelize: %s takes the place of the mesh that was set before, %s", place, known)
+    set_mesh(place)
+    return place
 
 
 def _settings(chosen: dict[str, Any], mesh: ProcessMesh) -> ParallelConfig:
@@ -260,10 +260,10 @@ def _has_cp(mesh: ProcessMesh) -> bool:
 
 
 def _plan(chosen: dict[str, Any], mesh: ProcessMesh) -> dict[str, Any]:
-    given = chosen.get("mp_config", {})
-    if unknown := [key for key in given if key != "parallelize_plan"]:
+    mp_config = chosen.get("mp_config", {})
+    if unknown := [key for key in mp_config if key != "parallelize_plan"]:
         raise ConfigError(f"mp_config[{unknown[0]!r}]", "no such key", "parallelize_plan")
-    plan = given.get("parallelize_plan")
+    plan = mp_config.get("parallelize_plan")
     if not plan:
         if mesh.axis_size("mp") > 1 or "mp_config" in chosen:
             log.warning("parallelize: there is no parallelize_plan, so all ranks along mp do the same work")
@@ -376,5 +376,5 @@ def _mix_from_now_on(mode: MixedTensors) -> None:
 def _explain_errors(module: nn.Module, args: Any, output: Any) -> None:
     """Put the words of the plan into an error that leaves the model; hooks can't raise another one."""
     error = sys.exception()
-    if output is None and isinstance(error, Exception) and (told := explained(error)) is not None:
-        error.args = (str(told),)
+    if output is None and isinstance(error, Exception) and (explanation := explained(error)) is not None:
+        error.args = (str(explanation),)

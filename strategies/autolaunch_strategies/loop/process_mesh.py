@@ -130,6 +130,6 @@ def process_mesh(mesh: Any) -> ProcessMesh:
         raise ConfigError(
             "mesh", f"not a mesh with named dims: {mesh!r}", "ProcessMesh, or DeviceMesh with mesh_dim_names"
         )
-    made = ProcessMesh(ranks.tolist(), names)
-    assert math.prod(made.shape) == made.size
-    return made
+    mesh = ProcessMesh(ranks.tolist(), names)
+    assert math.prod(mesh.shape) == mesh.size
+    return mesh

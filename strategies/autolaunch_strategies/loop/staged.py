@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from autolaunch_strategies.checkpoint.sharded import share_random_state
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule
+from autolaunch_strategies.pipeline.batch import LossAndOutput, StagedBatch, add_gradients, gradients_apart
+from autolaunch_strategies.pipeline.broadcast import StageBroadcast
 from autolaunch_strategies.pipeline.failure import StageFailedError
-from autolaunch_strategies.pipeline.objective import Objective, train_by_schedule
 from autolaunch_strategies.pipeline.run import Pipeline
-from autolaunch_strategies.pipeline.shared import SharedGradients
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted
 
@@ -41,8 +39,7 @@ class StagedLoop:
 
     def __init__(self, model: nn.Module, pipeline: Pipeline, data_parallel: DataParallelModule) -> None:
         self.model, self.pipeline, self.data_parallel = model, pipeline, data_parallel
-        self.shared = SharedGradients(model, pipeline.cutting, pipeline)
-        self.objective = Objective(pipeline)
+        self.batch = StagedBatch(model, pipeline, data_parallel, _LossExchange(pipeline))
         self._call = intercepted(model)
         intercept_calls(model, self._called)
 
@@ -65,41 +62,31 @@ class StagedLoop:
         """
         _refuse_without_gradients()
         self.pipeline.number += 1
-        self.pipeline.forget()
         self.data_parallel.forget_gathered()
-        run = self._whole if self.pipeline.config.loss == "exact" else self._by_schedule
-        with self._earlier_gradients_aside():
-            with _training_with(self):
-                loss = run(step, batch, batch_kwargs)
-            self.data_parallel.forget_gathered()  # the comparison of losses gathers again
-            self.data_parallel.finish_backward()
-            self.shared.sum()
+        train = self._whole if self.batch.is_exact else self._by_schedule
+        # What is in ``.grad`` has been averaged and summed before.
+        with gradients_apart(self.model.parameters()) as computed, _training_with(self):
+            loss, whole_loss = self.batch.run("the step", lambda: train(step, batch, batch_kwargs))
+            self.batch.backward(lambda: self._differentiate(whole_loss))
+        add_gradients(computed)
+        assert loss is not None
         return loss
 
-    # --- both ways to compute gradients -----------------------------------------------------------------------------
+    def _whole(self, step: Step, batch: Any, batch_kwargs: Any) -> LossAndOutput:
+        def run() -> LossAndOutput:
+            loss = loss_of(step(*batch, **batch_kwargs))
+            return loss, loss
 
-    def _whole(self, step: Step, batch: Any, batch_kwargs: Any) -> torch.Tensor:
-        loss, failed = None, None
-        self.data_parallel.gather_rest()
-        try:
-            with self.pipeline.whole_step():
-                loss = loss_of(step(*batch, **batch_kwargs))
-            if loss is not None:
-                _refuse_without_graph(loss)
-                self.objective.refuse_parameters_outside(loss)
-        except Exception as error:
-            if not (self.pipeline.is_last and self.pipeline.others_wait):
-                raise
-            failed = error
-        told = self._told(loss, failed)
-        with self.data_parallel.several_backwards():
-            if loss is not None:
-                with torch.autocast(self.pipeline.device.type, enabled=False):  # types are those of the forward
-                    loss.backward()
-            self.pipeline.drain()
-        return told
+        loss, output = self.batch.whole(run)
+        if loss is not None:
+            _refuse_without_graph(loss)
+        return loss, output
 
-    def _by_schedule(self, step: Step, batch: Any, batch_kwargs: Any) -> torch.Tensor:
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        with torch.autocast(self.pipeline.device.type, enabled=False):  # types are those of the forward
+            loss.backward()
+
+    def _by_schedule(self, step: Step, batch: Any, batch_kwargs: Any) -> LossAndOutput:
         if not any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in tree_leaves((batch, batch_kwargs))):
             raise ConfigError(
                 "forward_backward",
@@ -108,62 +95,13 @@ class StagedLoop:
                 "loss = model.forward_backward(step, *batch)",
             )
 
-        def run(part: Any, samples: int) -> tuple[torch.Tensor, None]:
+        def run(part: Any, samples: int) -> LossAndOutput:
             loss = loss_of(step(*part[0], **part[1]))
             _refuse_without_graph(loss)
             return loss, None
 
-        failed = None
-        keep_outputs = not self.objective.is_compared
-        trained = train_by_schedule(
-            self.pipeline, self.data_parallel, (batch, batch_kwargs), run, keep_outputs=keep_outputs
-        )
-        try:
-            self.objective.compare(trained, lambda: loss_of(step(*batch, **batch_kwargs)))
-        except Exception as error:
-            failed = error
-        return self._told(trained.loss, failed)
-
-    @contextmanager
-    def _earlier_gradients_aside(self) -> Iterator[None]:
-        """Put what is in ``.grad`` aside, and add it again at the end: it has been exchanged and summed before."""
-        earlier = {item: item.grad for item in self.model.parameters() if item.grad is not None}
-        for parameter in earlier:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, gradient in earlier.items():
-                    parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-
-    def _told(self, loss: torch.Tensor | None, failed: Exception | None) -> torch.Tensor:
-        """The loss on every rank along pp, or an error on all of them; then all go on with equal random numbers."""
-        pipeline = self.pipeline
-        source = dist.get_global_rank(pipeline.group, pipeline.last_rank)
-        told = torch.zeros(4, dtype=torch.float64, device=pipeline.device)
-        if pipeline.is_last:
-            drew = pipeline.drew_behind_call()
-            is_double = loss is not None and loss.dtype == torch.float64
-            told[1:] = torch.tensor([is_double, failed is not None, drew])
-            told[0] = 0.0 if loss is None else loss.detach()
-        dist.broadcast(told, source, group=pipeline.group)
-        _, is_double, is_failed, drew = told.tolist()
-        if is_failed:
-            raise self._same_error(failed, source)
-        if drew:
-            share_random_state(pipeline.group, pipeline.last_rank)
-        return told[0].to(torch.float64 if is_double else torch.float32)
-
-    def _same_error(self, failed: Exception | None, source: int) -> Exception:
-        """On every rank along pp, what the last stage's step raised, or words that tell of it."""
-        errors: list[Any] = [failed]
-        if failed is not None and not isinstance(failed, ConfigError):  # it may not be possible to send it
-            errors = [
-                StageFailedError(f"the step failed on the last pipeline stage: {type(failed).__name__}: {failed}")
-            ]
-        dist.broadcast_object_list(errors, source, group=self.pipeline.group)
-        return failed or errors[0]
+        trained = self.batch.by_schedule((batch, batch_kwargs), run, lambda: loss_of(step(*batch, **batch_kwargs)))
+        return trained.loss, None
 
     # --- calls by themselves ----------------------------------------------------------------------------------------
 
@@ -187,6 +125,26 @@ class StagedLoop:
 
 _TRAINING: list[StagedLoop] = []
 """Whose `forward_backward` is running; one at most, unless a step runs another one's."""
+
+
+class _LossExchange:
+    """The loss of a batch on every rank along pp, in fp32 unless it is in fp64, or its error on all of them."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._broadcast = StageBroadcast(pipeline.group, pipeline.last_rank, pipeline.device)
+
+    def share(self, extra: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        types = tuple((name, value.dtype) for name, value in extra.items())
+        types, values = self._broadcast.values(types, list(extra.values()))
+        return {
+            name: value if dtype == torch.float64 else value.float()
+            for (name, dtype), value in zip(types, values, strict=False)
+        }
+
+    def fail(self, error: Exception, where: str) -> None:
+        """A ConfigError as it is; of another one it is not known whether it can be sent."""
+        is_ours = isinstance(error, ConfigError)
+        self._broadcast.fail(error if is_ours else StageFailedError.on_last_stage(where, error))
 
 
 @contextmanager

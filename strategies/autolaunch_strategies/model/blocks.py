@@ -78,6 +78,6 @@ def _called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_compound(module: nn.Module) -> bool:
-    """Whether a module has parts of its own and something to train or store in them."""
+    """Whether a module has parts of its own and something in them that is worth sharding: more than a norm's vector."""
     has_parts = next(module.children(), None) is not None
-    return has_parts and next(module.parameters(), None) is not None
+    return has_parts and any(parameter.dim() > 1 for parameter in module.parameters())

@@ -92,16 +92,16 @@ class Filled:
 
     def gradients(self, index: int) -> Gradients:
         """The gradients of what the last stage made of a microbatch."""
-        found: list[torch.Tensor | None] = [None] * len(self._works[index].outputs)
+        gradients: list[torch.Tensor | None] = [None] * len(self._works[index].outputs)
         for place, whole, dim in self._whole:
             if whole.grad is None:
                 continue
             if dim is None:  # equal in all microbatches: one of them passes the gradient on
-                found[place] = whole.grad if index == 0 else None
+                gradients[place] = whole.grad if index == 0 else None
                 continue
             sizes = [work.outputs[place].shape[dim] for work in self._works]
-            found[place] = whole.grad.narrow(dim, sum(sizes[:index]), sizes[index])
-        return found
+            gradients[place] = whole.grad.narrow(dim, sum(sizes[:index]), sizes[index])
+        return gradients
 
 
 def cut_leaves(leaves: Sequence[Any], batched: Sequence[bool], count: int) -> list[list[Any]]:

@@ -109,14 +109,14 @@ FIELDS = tuple(item.name for item in fields(Candidate))
 Ints = NDArray[np.int64]
 
 
-def of_backends(trait: str, backend: Ints) -> NDArray[Any]:
-    """[n]: what this field of `ContextBackend` is for each of some backends [n], by their numbers."""
-    return np.asarray([getattr(spec, trait) for spec in CP_BACKEND_SPECS.values()])[backend]
+def of_backends(attribute: str, backend: Ints) -> NDArray[Any]:
+    """[n]: an attribute of `ContextBackend` for each of these backends, indices in `CP_BACKENDS`."""
+    return np.asarray([getattr(spec, attribute) for spec in CP_BACKEND_SPECS.values()])[backend]
 
 
-def of_schedules(trait: str, pipeline: Ints) -> NDArray[Any]:
-    """[n]: what this field of `ScheduleSpec` is for each of some pipelines [n], by their numbers."""
-    return np.asarray([getattr(spec, trait) for spec in PIPELINE_SPECS])[pipeline]
+def of_schedules(attribute: str, pipeline: Ints) -> NDArray[Any]:
+    """[n]: an attribute of `ScheduleSpec` for each of these pipelines, indices in `PIPELINE_SPECS`."""
+    return np.asarray([getattr(spec, attribute) for spec in PIPELINE_SPECS])[pipeline]
 
 
 class Candidates:

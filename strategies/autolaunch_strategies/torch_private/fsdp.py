@@ -90,6 +90,23 @@ def end_several_backwards(root: nn.Module, exchange: bool, all_reduce: bool) -> 
     state._root_post_backward_final_callback()
 
 
+def abandon_several_backwards(root: nn.Module, exchange: bool) -> None:
+    """What `end_several_backwards` does, after an error: no rank is waited for, and what was not exchanged is dropped.
+
+    Args:
+        exchange: whether later backward passes exchange gradients.
+    """
+    assert isinstance(root, FSDPModule)
+    end_several_backwards(root, exchange=False, all_reduce=False)
+    root.set_requires_gradient_sync(exchange)
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for group in _parameter_groups(state):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # not before it has been gathered once
+                    parameter._unsharded_param.grad = None
+
+
 def follow_requires_grad(module: nn.Module) -> None:
     """Let gathered parameters of `module` need gradients as its sharded ones do, which is what people switch."""
     assert isinstance(module, FSDPModule)

@@ -1,0 +1,57 @@
+"""What of lightning can't be joined with a mesh, or with stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from autolaunch_strategies.config import ConfigError
+
+
+def refuse_callbacks(trainer: pl.Trainer, sharded: bool) -> None:
+    """Raise ConfigError for callbacks that need whole weights; `sharded`: whether ranks hold parts of parameters."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
+            raise ConfigError(
+                "StochasticWeightAveraging",
+                "it averages whole weights; here each rank may hold a part",
+                "averaging the weights of saved checkpoints",
+            )
+        if isinstance(callback, pl.callbacks.WeightAveraging) and sharded:
+            raise ConfigError(
+                type(callback).__name__,
+                "it averages whole weights; here each rank holds a part",
+                "sharding level 0, or averaging the weights of saved checkpoints",
+                "dp.sharding_level=0",
+            )
+
+
+def refuse_module_in_stages(module: pl.LightningModule) -> None:
+    """Raise ConfigError for modules whose training can't be run in stages."""
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"pp with {type(module).__name__}",
+            "it optimizes by hand (automatic_optimization=False), but the backward pass of a pipeline belongs to all "
+            "stages together",
+            "automatic optimization, or a mesh with pp of size 1",
+        )
+    if is_overridden("backward", module, parent=pl.LightningModule):
+        raise ConfigError(
+            f"pp with {type(module).__name__}",
+            "it overrides `backward`, which stages other than the last, that have no loss, can't run",
+            "a module that leaves `backward` to lightning, or a mesh with pp of size 1",
+        )
+
+
+def refuse_optimizers_in_stages(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise ConfigError for optimizers whose step needs the parameters of all stages at once."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                f"pp with {type(optimizer).__name__}",
+                "its step needs products over all parameters, of which each stage holds its own",
+                "optimizers that treat each parameter by itself, such as AdamW, or a mesh with pp of size 1",
+            )

@@ -1,0 +1,209 @@
+"""The one driver of a batch in stages: forward, backward, and what all stages have to agree on behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autolaunch_strategies.checkpoint.sharded import share_random_state
+from autolaunch_strategies.data_parallel.sharding import DataParallelModule
+from autolaunch_strategies.pipeline.microbatches import Microbatches, cut_leaves, shapes_of
+from autolaunch_strategies.pipeline.objective import Objective
+from autolaunch_strategies.pipeline.run import Pipeline
+from autolaunch_strategies.pipeline.shared import SharedGradients
+from autolaunch_strategies.pipeline.structure import batch_size
+
+Gradients = dict[nn.Parameter, torch.Tensor]
+
+LossAndOutput = tuple[torch.Tensor | None, Any]
+"""The loss of a step, None where there is none, and whatever else of it is to be kept."""
+
+
+class Exchange(Protocol):
+    """How the last stage says what came of a batch. Every call is collective over the stages."""
+
+    def share(self, extra: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """0-dim tensors of the last stage, on every rank."""
+        ...
+
+    def fail(self, error: Exception, where: str) -> None:
+        """In place of `share`, on the last stage: `share` raises on the others."""
+        ...
+
+
+@dataclass
+class TrainedBatch:
+    """What the steps of the microbatches of one batch gave."""
+
+    microbatches: Microbatches
+    samples: list[int]
+    """Of each microbatch."""
+    loss: torch.Tensor | None
+    """The mean over samples, without a gradient; on the last stage only."""
+
+
+class StagedBatch:
+    """Takes one batch after the other through a model in stages, for whatever loop calls it.
+
+    A loop calls `run`, in which its step goes through `whole` (``pp.loss=exact``) or `by_schedule`
+    (``pp.loss=microbatch``), and then `backward`. Every rank of the pipeline does so, with the same batch.
+
+    Args:
+        root: the module whose parameters are trained; the pipelined model is in it.
+        exchange: how the last stage speaks to the others.
+    """
+
+    def __init__(
+        self, root: nn.Module, pipeline: Pipeline, data_parallel: DataParallelModule, exchange: Exchange
+    ) -> None:
+        self.root, self.pipeline, self.data_parallel, self.exchange = root, pipeline, data_parallel, exchange
+        self.objective = Objective(pipeline)
+        self._shared = SharedGradients(root, pipeline.cutting, pipeline)
+        self._computed: Gradients = {}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a step runs once for the whole batch, and not once for each microbatch."""
+        return self.pipeline.config.loss == "exact"
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def run(self, where: str, work: Callable[[], LossAndOutput]) -> LossAndOutput:
+        """Do `work`; then every rank knows its loss or that it failed, and goes on with the same random numbers.
+
+        Args:
+            where: what `work` runs, for the words of an error.
+
+        Returns:
+            The loss of the last stage, without a gradient, on every rank, and what `work` gave besides on this one.
+        """
+        self.pipeline.forget()
+        try:
+            loss, output = work()
+        except Exception as error:
+            if self.pipeline.is_last and self.pipeline.others_wait:
+                self.exchange.fail(error, where)
+            raise
+        values = {"drew": torch.tensor(float(self.pipeline.drew_behind_call()))}
+        if loss is not None:
+            values["loss"] = loss.detach()
+        values = self.exchange.share(values)
+        if values["drew"]:
+            share_random_state(self.pipeline.group, self.pipeline.last_rank)
+        return values.get("loss"), output
+
+    def whole(self, step: Callable[[], LossAndOutput]) -> LossAndOutput:
+        """Run a step once for the whole batch; what it gave, on the last stage only."""
+        self.data_parallel.gather_rest()
+        loss, output = None, None
+        with self.pipeline.whole_step():
+            loss, output = step()
+        self.objective.refuse_parameters_outside(loss)
+        return loss, output
+
+    def by_schedule(
+        self,
+        batch: Any,
+        step: Callable[[Any, int], LossAndOutput],
+        whole_loss: Callable[[], torch.Tensor | None],
+        scale: float = 1.0,
+    ) -> TrainedBatch:
+        """Run a step forward and backward for every microbatch, by the schedule; `backward` gives its gradients.
+
+        Until then, and if anything is raised, ``.grad`` is what it was before.
+
+        Args:
+            batch: tensors of as many samples as the first one has are cut along dim 0; all else goes into each step.
+            step: of a microbatch and its number of samples.
+            whole_loss: the loss of the step on the whole batch, with which the mean is compared once.
+            scale: what the gradients of the mean loss are multiplied by.
+
+        Raises:
+            ConfigError: the mean loss is another one than that of the whole batch.
+        """
+        self.data_parallel.forget_gathered()
+        with gradients_apart(self.root.parameters()) as computed:
+            trained = self._train(batch, step, scale)
+        if trained.loss is not None and not self.objective.is_compared:
+            try:
+                self.objective.compare(trained.loss, trained.microbatches, whole_loss)
+            finally:
+                self.data_parallel.forget_gathered()  # the comparison gathers again
+        self._computed = computed
+        return trained
+
+    def _train(self, batch: Any, step: Callable[[Any, int], LossAndOutput], scale: float) -> TrainedBatch:
+        leaves, spec = tree_flatten(batch)
+        size = batch_size(leaves)
+        schedule = self.pipeline.schedule_of(size)
+        batched = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves)
+        parts = cut_leaves(leaves, batched, schedule.microbatches)
+        samples = [batch_size(part) for part in parts] if schedule.microbatches > 1 else [size]
+        self.data_parallel.gather_rest()
+        with self.data_parallel.several_backwards():
+            microbatches = self.pipeline.run_schedule(
+                schedule,
+                lambda number: step(tree_unflatten(parts[number], spec), samples[number]),
+                [count / size * scale for count in samples],
+                [(batched, shapes_of(part)) for part in parts],
+                keep_outputs=not self.objective.is_compared,
+            )
+        if not self.pipeline.is_last:
+            return TrainedBatch(microbatches, samples, None)
+        losses = [loss * (count / size) for loss, count in zip(microbatches.losses, samples, strict=True)]
+        return TrainedBatch(microbatches, samples, torch.stack(losses).sum())
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def backward(self, differentiate: Callable[[], Any]) -> None:
+        """Add the gradients of the batch that was run last to ``.grad``.
+
+        They are averaged over dp and summed over the stages that hold a parameter, unless later passes are to add to
+        them first (`DataParallelModule.accumulating`).
+
+        Args:
+            differentiate: differentiates the loss of a whole batch, where it is; not called by a schedule.
+        """
+        if self.is_exact:
+            with self.data_parallel.several_backwards():
+                if self.pipeline.is_last:
+                    with self.pipeline.clock.busy():
+                        differentiate()
+                self.pipeline.drain()
+        else:
+            add_gradients(self._computed)
+            self._computed = {}
+        self.data_parallel.finish_backward()
+        if not self.data_parallel.accumulates:
+            self._shared.sum()
+
+
+@contextmanager
+def gradients_apart(parameters: Iterable[nn.Parameter]) -> Iterator[Gradients]:
+    """Within it ``.grad`` has what is computed there alone; what it had before is back at the end.
+
+    Gives a dict that holds what was computed once the block has ended; it stays empty if the block raises.
+    """
+    before = {parameter: parameter.grad for parameter in parameters}
+    computed: Gradients = {}
+    for parameter in before:
+        parameter.grad = None
+    try:
+        yield computed
+        computed.update((parameter, parameter.grad) for parameter in before if parameter.grad is not None)
+    finally:
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+
+
+@torch.no_grad()
+def add_gradients(gradients: Gradients) -> None:
+    """Add to ``.grad`` what `gradients_apart` gave."""
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

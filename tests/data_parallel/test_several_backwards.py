@@ -1,0 +1,79 @@
+"""Several backward passes that count as one, and what is left of them when one raises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.ranks import start, torchrun
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from autolaunch_strategies.config import DataParallel, parse_mesh
+from autolaunch_strategies.data_parallel.sharding import apply_data_parallel
+from autolaunch_strategies.mesh.process_group import leave_process_group
+from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.model.blocks import find_blocks
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def passes(data_parallel, data, fail):
+    with data_parallel.several_backwards():
+        for part in data.chunk(2):
+            data_parallel.root(part).square().mean().mul(0.5).backward()
+            if fail:
+                raise KeyError
+    data_parallel.finish_backward()
+
+def check(mesh, level):
+    torch.manual_seed(level)
+    whole, x = Blocks(), torch.randn(8, 4)
+    whole(x).square().mean().backward()
+    torch.manual_seed(level)
+    model = Blocks()
+    data_parallel = apply_data_parallel(model, find_blocks(model), mesh, DataParallel(sharding_level=level))
+    data_parallel.begin()
+    mine = x.chunk(2)[dist.get_rank()]
+    try:
+        passes(data_parallel, mine, fail=True)
+    except KeyError:
+        model.zero_grad()
+    if level == 0:  # single passes are averaged, too
+        model(mine).square().mean().backward()
+        data_parallel.finish_backward()
+        compare(model, whole)
+        model.zero_grad()
+    passes(data_parallel, mine, fail=False)
+    compare(model, whole)
+
+def compare(model, whole):
+    expected = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        torch.testing.assert_close(gradient, expected[name].grad, msg=lambda text: f"{name}: {text}")
+
+dist.init_process_group("gloo")
+mesh = RankMesh.build(parse_mesh("2"), 1, 2, "cpu")
+for level in range(4):
+    check(mesh, level)
+del mesh
+leave_process_group()
+"""
+
+
+def test_passes_that_raised_leave_nothing_behind(tmp_path: Path) -> None:
+    script = tmp_path / "passes.py"
+    script.write_text(SCRIPT)
+    done = start(torchrun(2, str(script)), timeout=120)
+    assert done.returncode == 0, done.stdout[-4000:]
