@@ -1,4 +1,4 @@
-"""Attention over divided sequences equals attention on one process; its kernels and their parts, in this process."""
+"""Attention over sharded sequences equals attention on one process; its kernels and their parts, in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from autolaunch_strategies.context.attention import kernels
-from autolaunch_strategies.context.attention.tiles import Differentiated, Merged, Tile, ring_tile, valid, whole_tiles
+from autolaunch_strategies.context.attention.tiles import Differentiated, Merged, Tile, ring_tile, whole_tiles
 from autolaunch_strategies.mesh.layout import Layout
 from autolaunch_strategies.torch_private import attention as of_torch
 from autolaunch_strategies.torch_private.tracing import fake_tensors
@@ -111,13 +111,13 @@ def test_messages(results: Group) -> None:
             "  write:   cp=gather"
         ),
         "heads": (
-            f"cp=ulysses: 3 heads of attention cannot be divided among {count} ranks\n"
-            "  allowed: as many ranks per group as divide 3; ring and gather need no heads\n"
+            f"cp=ulysses: 3 heads of attention cannot be shared evenly by {count} ranks\n"
+            "  allowed: as many ranks per group as divide 3; gather and ring need no heads\n"
             "  write:   cp=gather"
         ),
         "cross": (
             f"cp=gather: a call of attention has {local} queries and 3 keys per rank, of {local} positions\n"
-            "  allowed: self-attention over the sequence that is divided: as many queries as keys, no cache of earlier "
+            "  allowed: self-attention over the sequence that is sharded: as many queries as keys, no cache of earlier "
             "keys\n"
             f"  write:   mesh=dp{count}"
         ),
@@ -321,7 +321,7 @@ def test_tiles_cover_each_pair_once(ranks: int, size: int, causal: bool) -> None
     layout = Layout(size, ranks)
     for rank in range(ranks):
         rows = layout.positions(rank)
-        assert valid(layout, rank) == len(rows)
+        assert layout.valid_at(rank) == len(rows)
         expected = torch.ones(len(rows), size, dtype=torch.int64)
         if causal:
             expected = (rows[:, None] >= torch.arange(size)).long()

@@ -22,11 +22,11 @@ def refused(group_of: GroupOf) -> Group:
 _PARTS = "a sequence of {} positions can't be cut into 2 x 2 parts of equal length"
 _PADDED = "or padding\n  write:   cp.pad=true"
 _ATTENTION = (
-    "Positions of a divided sequence may meet only in attention that is computed by torch.nn.functional.scaled_dot_"
+    "Positions of a sharded sequence may meet only in attention that is computed by torch.nn.functional.scaled_dot_"
 )
 _UNSEEN = "cp=2 but no attention call was intercepted in model "
 _BLOCK = "cp=2 with model.blocks.0 (Block): "
-_DIFFERS = "it returns something else when its sequence is divided"
+_DIFFERS = "it returns something else when its sequence is sharded"
 KEY_PHRASES: dict[str, tuple[str, ...]] = {
     **{f"odd-length-{name}": ("with model.model.layers.0", _PARTS.format(13), _PADDED) for name in THREE},
     "half-length": ("with model.encoder.layers.0", _PARTS.format(14), _PADDED),
@@ -35,7 +35,7 @@ KEY_PHRASES: dict[str, tuple[str, ...]] = {
     "sequence-first": (f"{_UNSEEN}SequenceFirst", "[b, heads, s, d]", "batch_first=True"),
     "ring-dropout": ("cp=ring: attention drops out 0.5 of its weights, which a ring cannot", "write:   cp=gather"),
     "ring-hf-dropout": ("cp=ring: attention drops out 0.5 of its weights", "attn_pdrop", "write:   cp=gather"),
-    "ulysses-heads": ("cp=ulysses: 3 heads of attention cannot be divided among 2 ranks", "write:   cp=gather"),
+    "ulysses-heads": ("cp=ulysses: 3 heads of attention cannot be shared evenly by 2 ranks", "write:   cp=gather"),
     **{
         f"mixes-{kind}": (_BLOCK, _DIFFERS, _ATTENTION)
         for kind in ("convolution", "cumsum", "own-attention", "positions", "last", "far")

@@ -19,7 +19,7 @@ from tests.support.zoo import MORE, NAMES
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
 _ALONE = (
-    "Positions of a divided sequence may meet only in attention that is computed by torch.nn.functional.scaled_dot_"
+    "Positions of a sharded sequence may meet only in attention that is computed by torch.nn.functional.scaled_dot_"
 )
 REFUSED: dict[str, tuple[str, str]] = {
     "gemma2": ("model.model.layers.0 (Gemma2DecoderLayer)", "attention as `eager`"),  # caps scores

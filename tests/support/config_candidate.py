@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autolaunch_strategies.config import AXES, CP_BACKENDS, cp_backend, parse_recompute, ulysses_degree
+from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, CP_BACKENDS, cp_backend, parse_recompute
 from autolaunch_strategies.planner.candidate import (
     FULL,
     NO_RECOMPUTE,
@@ -44,9 +44,7 @@ def candidate_of(config: Mapping[str, Any], heads: int | None = None) -> Candida
         backend = cp_backend(cp["backend"])
         alone = heads // sizes["mp"] if heads is not None and heads % sizes["mp"] == 0 else None
         fields["backend"] = CP_BACKENDS.index(backend)
-        fields["ulysses"] = {"ulysses": sizes["cp"], "usp": cp.get("ulysses")}.get(backend, 1) or ulysses_degree(
-            sizes["cp"], alone
-        )
+        fields["ulysses"] = CP_BACKEND_SPECS[backend].neighbours(sizes["cp"], alone, cp.get("ulysses"))
     mode = parse_recompute(config["recompute"]).mode
     fields["recompute"] = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}.get(str(mode), mode)
     return Candidate(**fields)

@@ -38,7 +38,7 @@ from autolaunch.config.origin import Origin
 from autolaunch.config.schema import MISSING, Job
 from autolaunch.config.sources import ExperimentFileSource, MeshSearchPath, register
 from autolaunch.directories import CONF, shown
-from autolaunch_strategies.config import ConfigError, nearest, raise_all
+from autolaunch_strategies.config import CP_BACKEND_SPECS, ConfigError, nearest, raise_all
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
 """Hydra 1.3 warns if it is absent, 1.4 if it is present."""
@@ -346,7 +346,9 @@ def _refusal(override: str, error: Exception, config: Mapping[str, Any], loader:
 
 _OTHER_NAMES = {
     **{"dp/zero3": "fsdp", "dp/fsdp2": "fsdp", "dp/zero0": "ddp"},
-    **{"cp/p2p": "ring", "cp/all2all": "ulysses", "cp/allgather": "gather"},
+    **{
+        f"cp/{name}": spec.name for spec in CP_BACKEND_SPECS.values() for name in (*spec.spellings, *spec.foreign_names)
+    },
 }
 """What other tools call our options."""
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from autolaunch.config.against_schema import Where
 from autolaunch.models.facts import ModelFacts, model_facts
-from autolaunch_strategies.config import ConfigError, ContextParallel, MeshShape
+from autolaunch_strategies.config import ConfigError, ContextParallel, MeshShape, backends_that
 
 
 def check_sequence_parts(
     config: Mapping[str, Any], mesh: MeshShape, facts: ModelFacts | None, where: Where
 ) -> Iterator[ConfigError]:
-    """Lengths, heads and dropout that the way of `cp` cannot divide or compute, as far as the config shows them.
+    """Lengths, heads and dropout that the backend of `cp` cannot shard or compute, as far as the config shows them.
 
     What is wrong in `cp` itself is left to `ParallelConfig.check`.
     """
@@ -29,11 +29,11 @@ def check_sequence_parts(
 
 
 def with_sequence_parts(config: Mapping[str, Any], mesh: MeshShape) -> dict[str, Any]:
-    """The config with `cp.ulysses` chosen by the heads of the model, where usp leaves it open."""
+    """The config with `cp.ulysses` chosen by the heads of the model, where the backend leaves it open."""
     if mesh.cp == 1 or config["cp"] is None or config["module"] is not None:
         return dict(config)
     cp = ContextParallel(**config["cp"])
-    if cp.backend != "usp" or cp.ulysses is not None:
+    if not cp.spec.is_mixed or cp.ulysses is not None:
         return dict(config)
     _, ulysses = cp.split(mesh.cp, heads_per_rank(config, mesh, model_facts(config["model"])))
     return {**config, "cp": {**config["cp"], "ulysses": ulysses}}
@@ -75,13 +75,15 @@ def _heads(config: Mapping[str, Any], cp: ContextParallel, mesh: MeshShape, fact
         return
     whose = f"{heads} attention heads" + (f" per rank of mp ({facts.num_heads} over {mesh.mp})" if mesh.mp > 1 else "")
     fitting = ", ".join(str(part) for part in range(1, mesh.cp + 1) if mesh.cp % part == 0 and heads % part == 0)
-    if cp.backend == "ulysses":
-        where = f"mesh={mesh.name} with model={facts.name} and cp={config['cp']['name']}"
+    if not cp.spec.is_mixed:
+        without_heads = backends_that(lambda spec: not spec.exchanges_heads)
+        mixed = backends_that(lambda spec: spec.is_mixed)
         yield ConfigError(
-            where,
-            f"{whose} cannot be shared evenly by {ulysses} ranks of cp, as ulysses does",
-            f"cp=gather or cp=ring for any number of heads, or cp=usp with cp.ulysses of {fitting}",
-            "cp=usp" if fitting != "1" else "cp=ring",
+            f"mesh={mesh.name} with model={facts.name} and cp={config['cp']['name']}",
+            f"{whose} cannot be shared evenly by {ulysses} ranks of cp, as {cp.backend} does",
+            f"cp={' or cp='.join(without_heads)} for any number of heads, or "
+            f"cp={' or cp='.join(mixed)} with cp.ulysses of {fitting}",
+            f"cp={mixed[0]}" if fitting != "1" else "cp=ring",
         )
         return
     yield ConfigError(
@@ -101,7 +103,7 @@ def _dropout(
         ring, _ = cp.split(mesh.cp, heads_per_rank(config, mesh, facts))
     except ConfigError:
         return
-    if cp.backend == "gather" or ring == 1:
+    if not cp.spec.passes_keys or ring == 1:
         return
     yield ConfigError(
         f"model.config.{key}={share} with cp={config['cp']['name']}",

@@ -19,7 +19,7 @@ from autolaunch.report.pipeline import remarks, stage_table
 from autolaunch.report.readable import counted, joined, readable_bytes, readable_count, readable_seconds
 from autolaunch.report.schedule_screen import schedule_text
 from autolaunch.report.settings_words import SHARDED, mesh_words
-from autolaunch_strategies.config import AXES, SHARDING_AXES
+from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, SHARDING_AXES
 from autolaunch_strategies.config.values import written
 from autolaunch_strategies.schedules.schedule import Timeline
 
@@ -217,7 +217,8 @@ def _sequences(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
     if not cp:
         return ""
     ranks, ulysses = cp["ranks"], cp["ulysses"] or 1
-    places = f" (ring of {ranks // ulysses} × ulysses of {ulysses})" if cp["backend"] == "usp" else ""
+    mixed = CP_BACKEND_SPECS[cp["backend"]].is_mixed
+    places = f" (ring of {ranks // ulysses} × ulysses of {ulysses})" if mixed else ""
     tokens = ""
     if (length := job["data"].get("seq_len")) and "_target_" not in job["data"]:
         padded = -(-length // (2 * ranks)) * 2 * ranks

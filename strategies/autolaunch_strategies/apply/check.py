@@ -69,7 +69,7 @@ def _check_context(config: ParallelConfig) -> list[ConfigError]:
                 "cp=gather",
             )
         ]
-    if config.mesh.cp == 1 and config.cp.backend == "usp":
+    if config.mesh.cp == 1 and config.cp.spec.is_mixed:
         return []  # a size that fits another mesh
     try:
         config.cp.split(config.mesh.cp)

@@ -4,12 +4,13 @@ Imports no torch, so that the command can check a config in milliseconds, and no
 rules of schedules or cuts is checked where these are known (`apply.check`). All public names are given here.
 """
 
-from autolaunch_strategies.config.context import (
+from autolaunch_strategies.config.context import CP_NAMES, ContextParallel, check_shards_as, cp_backend
+from autolaunch_strategies.config.context_backends import (
+    CP_BACKEND_SPECS,
     CP_BACKENDS,
-    CP_NAMES,
-    ContextParallel,
-    cp_backend,
-    divides_alike,
+    CP_SPELLINGS,
+    ContextBackend,
+    backends_that,
     ulysses_degree,
 )
 from autolaunch_strategies.config.data_parallel import DataParallel
@@ -39,7 +40,9 @@ __all__ = [
     "AXIS_SPELLINGS",
     "AXIS_TABLE",
     "CP_BACKENDS",
+    "CP_BACKEND_SPECS",
     "CP_NAMES",
+    "CP_SPELLINGS",
     "DEFAULT_ORDER",
     "MP_NAMES",
     "PP_NAMES",
@@ -51,6 +54,7 @@ __all__ = [
     "Axis",
     "ConfigError",
     "ConfigErrors",
+    "ContextBackend",
     "ContextParallel",
     "DataParallel",
     "MeshShape",
@@ -59,8 +63,9 @@ __all__ = [
     "PipelineParallel",
     "Recompute",
     "ScheduleSpec",
+    "backends_that",
+    "check_shards_as",
     "cp_backend",
-    "divides_alike",
     "looks_like_mesh",
     "nearest",
     "option",

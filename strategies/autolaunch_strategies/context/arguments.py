@@ -23,16 +23,16 @@ class Form:
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) of such a call; as many leaves as `flattened` gave."""
-        given = leaves if self.spec is None else tree_unflatten(leaves, self.spec)
-        return tuple(given[: self.places]), dict(zip(self.names, given[self.places :], strict=True))
+        values = leaves if self.spec is None else tree_unflatten(leaves, self.spec)
+        return tuple(values[: self.places]), dict(zip(self.names, values[self.places :], strict=True))
 
 
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Form]:
     """What is in the arguments of a call, within lists, tuples and dicts, too, and how they are written."""
-    given, names = [*args, *kwargs.values()], tuple(kwargs)
-    if all(isinstance(item, _SIMPLE) for item in given):
-        return given, Form(len(args), names)
-    leaves, spec = tree_flatten(given)
+    values, names = [*args, *kwargs.values()], tuple(kwargs)
+    if all(isinstance(item, _SIMPLE) for item in values):
+        return values, Form(len(args), names)
+    leaves, spec = tree_flatten(values)
     return leaves, Form(len(args), names, str(spec), spec)
 
 

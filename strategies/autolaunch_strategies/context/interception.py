@@ -1,4 +1,4 @@
-"""Where attention is called: the calls of models that know nothing of divided sequences are answered here."""
+"""Where attention is called: the calls of models that know nothing of sharded sequences are answered here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Within:
 
 
 class AttentionCalls(TorchFunctionMode):
-    """While it is active, attention within a divided module sees the keys and values of every rank.
+    """While it is active, attention within a sharded module sees the keys and values of every rank.
 
     It has to be entered before `MixedTensors`, which comes first then and hands on the heads of this rank alone.
     """
@@ -55,7 +55,7 @@ class AttentionCalls(TorchFunctionMode):
             yield
 
     @contextmanager
-    def dividing(self, module: str, layout: Layout, backend: str) -> Iterator[None]:
+    def sharding(self, module: str, layout: Layout, backend: str) -> Iterator[None]:
         """Within it tensors are this rank's part of a sequence."""
         within = Within(module, layout, backend)
         if torch.is_grad_enabled():
@@ -101,11 +101,11 @@ class AttentionCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        given = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
+        arguments = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
         if self.within is None and SequenceShard in types:
-            return self._attention_outside(func, given)
-        within = self._now(given["query"].shape[-2])
-        return func(*args, **kwargs) if within is None else self._attention(within, given)
+            return self._attention_outside(func, arguments)
+        within = self._now(arguments["query"].shape[-2])
+        return func(*args, **kwargs) if within is None else self._attention(within, arguments)
 
     def _now(self, length: int) -> Within | None:
         """What runs now, in which attention has so many queries.
@@ -127,29 +127,29 @@ class AttentionCalls(TorchFunctionMode):
             )
         return next(iter(ran), None)
 
-    def _attention_outside(self, func: Any, given: dict[str, Any]) -> Any:
-        """Attention that no divided module calls, on sequences that come out of some."""
-        heads = [given[name] for name in ("query", "key", "value")]
-        divided = all(isinstance(item, SequenceShard) and item.sequence_dim == item.dim() - 2 for item in heads)
-        positions = heads[0].positions if divided else None
+    def _attention_outside(self, func: Any, arguments: dict[str, Any]) -> Any:
+        """Attention that no sharded module calls, on sequences that come out of some."""
+        heads = [arguments[name] for name in ("query", "key", "value")]
+        sharded = all(isinstance(item, SequenceShard) and item.sequence_dim == item.dim() - 2 for item in heads)
+        positions = heads[0].positions if sharded else None
         if positions is None or any(item.positions != positions for item in heads) or not _is_all(positions):
-            return func(**given)
-        parts = given | {name: given[name].local for name in ("query", "key", "value")}
+            return func(**arguments)
+        parts = arguments | {name: arguments[name].local for name in ("query", "key", "value")}
         out = self._attention(Within("the model", positions.layout, self.backend), parts)
         return SequenceShard.of(out, out.dim() - 2, positions, self.peers.group)
 
     @torch.compiler.disable
-    def _attention(self, within: Within, given: dict[str, Any]) -> Any:
+    def _attention(self, within: Within, arguments: dict[str, Any]) -> Any:
         """As `F.scaled_dot_product_attention` of whole sequences, on q, k, v [b, h, local, d]: this rank's rows."""
-        given, layout = dict(given), within.layout
-        q, k, v = (given.pop(name) for name in ("query", "key", "value"))
-        mask, is_causal = given.pop("attn_mask", None), given.pop("is_causal", False)
+        arguments, layout = dict(arguments), within.layout
+        q, k, v = (arguments.pop(name) for name in ("query", "key", "value"))
+        mask, is_causal = arguments.pop("attn_mask", None), arguments.pop("is_causal", False)
         if q.dim() < 3 or q.shape[-2] != layout.local:  # along something else than the sequence
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, **given)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, **arguments)
         if k.shape[-2] != layout.local:
-            return self._on_whole_keys(within, q, k, v, mask, is_causal, given)
+            return self._on_whole_keys(within, q, k, v, mask, is_causal, arguments)
         self.seen += 1
-        given.pop("enable_gqa", None)
+        arguments.pop("enable_gqa", None)
         leading = q.shape[:-3]
         if q.dim() != 4:
             q, k, v = (_four_dims(item) for item in (q, k, v))
@@ -165,36 +165,43 @@ class AttentionCalls(TorchFunctionMode):
             layout=layout,
             mask=mask,
             is_causal=is_causal,
-            dropout_p=given.get("dropout_p", 0.0),
-            scale=given.get("scale"),
+            dropout_p=arguments.get("dropout_p", 0.0),
+            scale=arguments.get("scale"),
         )
         return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
 
     def _on_whole_keys(
-        self, within: Within, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, is_causal: bool, given: Any
+        self,
+        within: Within,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Any,
+        is_causal: bool,
+        arguments: Any,
     ) -> torch.Tensor:
         """Attention of this rank's queries to keys that every rank has whole (those of another sequence)."""
         if is_causal:
             raise ConfigError(
                 f"cp with {within.module}",
-                f"causal attention of a divided sequence of {within.layout.size} positions to {k.shape[-2]} keys that "
-                "are not divided",
+                f"causal attention of a sharded sequence of {within.layout.size} positions to {k.shape[-2]} keys that "
+                "are not sharded",
                 "causal attention of a sequence to itself, without a cache of keys",
             )
         if mask is not None and mask.dim() > 1 and mask.shape[-2] == within.layout.size:
             mask = mask.index_select(-2, within.layout.repeated_positions(self.peers.rank, mask.device))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **given)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **arguments)
 
     def _multi_head_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As `F.multi_head_attention_forward`: attention within it is answered here, too.
 
         A whole mask [s, s] or [b·h, s, s] does not fit into its checks of shapes, so it goes around them.
         """
-        given = dict(zip(_MULTI_HEAD_ARGUMENTS, args, strict=False)) | kwargs
-        within = self._now(given["query"].shape[0])
-        if within is None or given["query"].shape[0] != within.layout.local:
-            return func(**given)
-        if given.get("need_weights", True):
+        arguments = dict(zip(_MULTI_HEAD_ARGUMENTS, args, strict=False)) | kwargs
+        within = self._now(arguments["query"].shape[0])
+        if within is None or arguments["query"].shape[0] != within.layout.local:
+            return func(**arguments)
+        if arguments.get("need_weights", True):
             raise ConfigError(
                 f"cp={self.peers.size} with {within.module or 'the model'}",
                 "nn.MultiheadAttention is asked for its weights, as it is unless told otherwise; then it does not call "
@@ -202,18 +209,18 @@ class AttentionCalls(TorchFunctionMode):
                 "need_weights=False",
                 "self.attention(x, x, x, need_weights=False)",
             )
-        mask, local = given.get("attn_mask"), within.layout.local
+        mask, local = arguments.get("attn_mask"), within.layout.local
         around: Any = None
         if mask is not None and mask.shape[-1] != local:
-            if given.get("is_causal") and given.get("key_padding_mask") is None:
+            if arguments.get("is_causal") and arguments.get("key_padding_mask") is None:
                 around = "causal"
             else:
                 around = mask
                 if mask.dtype == torch.bool:
-                    around = torch.zeros_like(mask, dtype=given["query"].dtype).masked_fill_(mask, float("-inf"))
+                    around = torch.zeros_like(mask, dtype=arguments["query"].dtype).masked_fill_(mask, float("-inf"))
                 if mask.dim() == 3:
-                    around = around.unflatten(0, (-1, given["num_heads"]))
-            given |= {"attn_mask": None, "is_causal": False}
+                    around = around.unflatten(0, (-1, arguments["num_heads"]))
+            arguments |= {"attn_mask": None, "is_causal": False}
 
         def attention(
             q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False
@@ -225,7 +232,7 @@ class AttentionCalls(TorchFunctionMode):
             return self._attention(within, {"query": q, "key": k, "value": v, **rest})
 
         with attention_replaced(attention):
-            return func(**given)
+            return func(**arguments)
 
     def _of_all_keys(self, mask: torch.Tensor, layout: Layout) -> torch.Tensor:
         """A mask [..., local] of this rank's keys as one of the keys of all ranks, [..., size]."""

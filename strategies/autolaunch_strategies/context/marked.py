@@ -18,7 +18,7 @@ class Marked:
     """Names of modules that a plan marks, and a backend for each."""
 
     regions: dict[str, str] = field(default_factory=dict)
-    """Modules that get divided sequences; without any, every block is one."""
+    """Modules that get sharded sequences; without any, every block is one."""
     attention: dict[str, str] = field(default_factory=dict)
     """Modules that call attention."""
 
@@ -37,7 +37,7 @@ def marked_by(model: nn.Module, matches: Iterable[Match], backend: str) -> Marke
         backend: what the cp axis does.
 
     Raises:
-        ConfigError: a style that can't be made, or stands at a parameter, or divides sequences in another way.
+        ConfigError: a style that can't be made, or stands at a parameter, or shards sequences in another way.
     """
     region = Region(model, context_backend=backend)
     for match in matches:

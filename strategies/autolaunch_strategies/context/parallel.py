@@ -23,7 +23,7 @@ from autolaunch_strategies.model.blocks import Blocks
 
 @dataclass
 class ContextParallelModule:
-    """A model whose sequences are divided: the context in which it runs, and what runs on parts of them."""
+    """A model whose sequences are sharded: the context in which it runs, and what runs on parts of them."""
 
     sequences: Sequences | None = None
     sharded: list[ShardedModule] = field(default_factory=list)
@@ -44,7 +44,7 @@ class ContextParallelModule:
             group: the ranks that hold the other stages; collective over it.
 
         Raises:
-            ConfigError: it has not, so sequences were not divided where it matters.
+            ConfigError: it has not, so sequences were not sharded where it matters.
         """
         if self.sequences is None or self._seen_is_checked:
             return
@@ -57,7 +57,7 @@ class ContextParallelModule:
             raise ConfigError(
                 f"cp={ranks} but no attention call was intercepted in model {name}",
                 "nothing in its blocks calls torch.nn.functional.scaled_dot_product_attention on [b, heads, s, d] with "
-                "a sequence that can be divided",
+                "a sequence that can be sharded",
                 "models whose attention is scaled_dot_product_attention (for transformers: attn_implementation=sdpa) "
                 "on inputs [batch, sequence, ...] (batch_first=True), or a mesh with cp of size 1",
             )
@@ -134,18 +134,18 @@ def _refuse_statistics(name: str, block: nn.Module, ranks: int) -> None:
 def sharded_modules(model: nn.Module, blocks: list[nn.Module], marked: Marked) -> Mapping[str, tuple[nn.Module, bool]]:
     """Name -> (module, whether it is a block): blocks, or what a plan marks, and layers with parameters around them."""
     names = {module: name for name, module in model.named_modules()}
-    found: dict[str, tuple[nn.Module, bool]] = {}
+    chosen: dict[str, tuple[nn.Module, bool]] = {}
     tops = [model.get_submodule(name) for name in marked.regions] or blocks or _only_blocks(model)
     within: set[nn.Module] = set()
     for module in tops:
         if module not in within:
-            found[names[module]] = module, True
+            chosen[names[module]] = module, True
             within.update(module.modules())
     for module, name in names.items():
         is_layer = next(module.children(), None) is None and next(module.parameters(recurse=False), None) is not None
         if is_layer and module not in within:
-            found[name] = module, False
-    return found
+            chosen[name] = module, False
+    return chosen
 
 
 def _only_blocks(model: nn.Module) -> list[nn.Module]:

@@ -4,8 +4,8 @@ The call of such a module is intercepted: of its arguments, tensors with one seq
 this rank; those with two (masks) and those with none stay whole. What it returns says the shape of the whole and holds
 this rank's part (`SequenceShard`).
 
-Which dims are those of the sequence, and that the module gives the same result when its sequence is divided, is tried
-out at the first call of each kind, on a short sequence: run whole and run divided, it must return the same.
+Which dims are those of the sequence, and that the module gives the same result when its sequence is sharded, is tried
+out at the first call of each kind, on a short sequence: run whole and run sharded, it must return the same.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Way:
 
 @dataclass
 class Sequences:
-    """What all divided modules of a model share."""
+    """What all sharded modules of a model share."""
 
     peers: Peers
     calls: AttentionCalls
@@ -71,11 +71,9 @@ class Sequences:
     """Ranks that call the same modules at the same time, and agree on what a trial has shown."""
     ranks_along_mp: int = 1
     inside: bool = False
-    """Whether a module runs that is divided, or found not to be divisible: those within it run as they are called."""
+    """Whether a module runs that is sharded, or found not to be shardable: those within it run as they are called."""
     trying: bool = False
     """Whether a module runs for a trial only."""
-    divided: int = 0
-    """How many calls have been run on parts of a sequence."""
     _cut: dict[tuple[int, int, Any], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
 
     def cut(self, leaf: torch.Tensor, dim: int, layout: Layout, padded: bool) -> torch.Tensor:
@@ -112,7 +110,7 @@ class ShardedModule:
         """Take over the calls of `module`.
 
         Args:
-            is_block: it holds attention: that it can't be divided is an error. Any other module then runs whole.
+            is_block: it holds attention: that it can't be sharded is an error. Any other module then runs whole.
             backend: what computes attention in it.
         """
         self.name, self.module, self.sequences, self.is_block = name, module, sequences, is_block
@@ -144,30 +142,29 @@ class ShardedModule:
         way = self._ways[key]
         if way is None:
             return self._whole(leaves, form)
-        self.sequences.divided += 1
         with self._own_numbers():
-            output = self._divided(leaves, form, way, layout)
+            output = self._on_part(leaves, form, way, layout)
         if isinstance(output, torch.Tensor) and len(way.gives) == 1 and way.gives[0] is not None:
             return self._shard(output, way.gives[0], layout)
-        given, out_spec = tree_flatten(output)
-        gives = way.gives if len(way.gives) == len(given) else [_dim_of_part(leaf, layout) for leaf in given]
+        outputs, out_spec = tree_flatten(output)
+        gives = way.gives if len(way.gives) == len(outputs) else [_dim_of_part(leaf, layout) for leaf in outputs]
         shards = [
             leaf if dim is None or not isinstance(leaf, torch.Tensor) else self._shard(leaf, dim, layout)
-            for leaf, dim in zip(given, gives, strict=True)
+            for leaf, dim in zip(outputs, gives, strict=True)
         ]
         return tree_unflatten(shards, out_spec)
 
     def _is_trial(self) -> bool:
         return self.sequences.trying
 
-    # --- whole or divided -------------------------------------------------------------------------------------------
+    # --- whole or sharded -------------------------------------------------------------------------------------------
 
     def _whole(self, leaves: list[Any], form: Form) -> Any:
         args, kwargs = form.arguments([_whole(leaf) for leaf in leaves])
         with self._within(None):
             return self._own(*args, **kwargs)
 
-    def _divided(self, leaves: list[Any], form: Form, way: Way, layout: Layout) -> Any:
+    def _on_part(self, leaves: list[Any], form: Form, way: Way, layout: Layout) -> Any:
         """What the module returns for this rank's part; with padding, if there is any."""
         parts = [
             self._part(leaf, dim, layout) if isinstance(leaf, torch.Tensor) else leaf
@@ -196,7 +193,7 @@ class ShardedModule:
         calls = self.sequences.calls
         self.sequences.inside = True
         try:
-            with calls.whole() if layout is None else calls.dividing(self.name, layout, self.backend):
+            with calls.whole() if layout is None else calls.sharding(self.name, layout, self.backend):
                 yield
         finally:
             self.sequences.inside = False
@@ -241,7 +238,7 @@ class ShardedModule:
         return other
 
     def _fits(self, size: int) -> bool:
-        """Whether a sequence of so many positions is divided.
+        """Whether a sequence of so many positions is sharded.
 
         Raises:
             ConfigError: a block would be trained on one that can't be.
@@ -263,12 +260,12 @@ class ShardedModule:
     # --- trial ------------------------------------------------------------------------------------------------------
 
     def _try(self, leaves: list[Any], form: Form, anchor: Anchor) -> Way | None:
-        """How this call is divided, found by running a short one of its kind whole and divided; None: it is not.
+        """How this call is sharded, found by running a short one of its kind whole and sharded; None: it is not.
 
         Collective over `Sequences.together`.
 
         Raises:
-            ConfigError: a block returns something else when its sequence is divided.
+            ConfigError: a block returns something else when its sequence is sharded.
         """
         if isinstance(self.module, _NEVER_BY_POSITION) and not self.is_block:
             return None
@@ -288,12 +285,12 @@ class ShardedModule:
         if not self.is_block:
             log.debug("cp: %s runs on whole sequences: %s", self.name, problem)
             return None
-        problem = problem or "another rank found that it returns something else for a divided sequence"
+        problem = problem or "another rank found that it returns something else for a sharded sequence"
         if other := attention_by_hand(self.module):
             problem += f"; transformers computes its attention as `{other}`, having no other way for this model"
         raise ConfigError(
             f"cp={ranks} with {self.name} ({type(self.module).__name__})",
-            f"{problem}. Positions of a divided sequence may meet only in attention that is computed by "
+            f"{problem}. Positions of a sharded sequence may meet only in attention that is computed by "
             "torch.nn.functional.scaled_dot_product_attention",
             "blocks whose other operations treat each position by itself, or a mesh with cp of size 1",
         )
@@ -301,10 +298,10 @@ class ShardedModule:
     def _compare(
         self, short: list[Any], form: Form, cuts: tuple[int | None, ...], layout: Layout
     ) -> tuple[Way | None, str]:
-        """(the way, "") if the module returns for a divided sequence what it returns for a whole one, or why not."""
+        """(the way, "") if the module returns for a sharded sequence what it returns for a whole one, or why not."""
         try:
             theirs = tree_flatten(self._whole(short, form))[0]
-            ours = tree_flatten(self._divided(short, form, Way(cuts, ()), layout))[0]
+            ours = tree_flatten(self._on_part(short, form, Way(cuts, ()), layout))[0]
         except ConfigError:
             raise
         except Exception as error:  # whatever a model raises when shapes don't fit
@@ -326,7 +323,7 @@ class ShardedModule:
                     return None, f"what it returns does not have the sequence as one of its dims ({shapes})"
                 dim = changed[0] if changed else None
                 if _far(plain(one if dim is None else self._shard(one, dim, layout)), plain(other), tolerance):
-                    return None, "it returns something else when its sequence is divided"
+                    return None, "it returns something else when its sequence is sharded"
             gives.append(dim)
         if all(dim is None for dim in gives):
             return None, "nothing that it returns has the sequence among its dims"

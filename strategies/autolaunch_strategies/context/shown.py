@@ -1,4 +1,4 @@
-"""What forward hooks within divided modules are shown: tensors of whole sequences, as everything outside is.
+"""What forward hooks within sharded modules are shown: tensors of whole sequences, as everything outside is.
 
 `transformers` collects router logits and hidden states with hooks, and its losses are computed from them.
 """
@@ -47,10 +47,10 @@ class _Shown:
     def __init__(self, hook: Callable[..., Any], shard_of: ShardOf, is_trial: Callable[[], bool]) -> None:
         self.hook, self.shard_of, self.is_trial = hook, shard_of, is_trial
 
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
+    def __call__(self, module: nn.Module, *values: Any) -> Any:
         if self.is_trial():
             return None
-        changed = self.hook(module, *tree_map(self._whole, given))
+        changed = self.hook(module, *tree_map(self._whole, values))
         return tree_map(lambda leaf: leaf.local if isinstance(leaf, SequenceShard) else leaf, changed)
 
     def _whole(self, leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Attention of `transformers` models by the call that can be answered for divided sequences."""
+"""Attention of `transformers` models by the call that can be answered for sharded sequences."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ from autolaunch_strategies.torch_private.modes import outside_of_modes
 
 @dataclass(frozen=True)
 class Layout:
-    """How a sequence of `size` positions is divided among `ranks`.
+    """How a sequence of `size` positions is sharded over `ranks`.
 
     The ranks are `ring` x `ulysses`, the latter varying fastest. Around the ring the sequence is cut into 2·ring
     chunks of equal length, of which place r holds chunk r and chunk 2·ring-1-r ("head-tail"): so every place has the
-    same share of a causal mask. The two chunks of a place, one after the other, are divided among its `ulysses` ranks
+    same share of a causal mask. The two chunks of a place, one after the other, are sharded over its `ulysses` ranks
     in contiguous parts. With a ring of one place each rank holds one contiguous part of the whole sequence.
 
     Every rank holds `local` positions in ascending order. If 2·ranks does not divide `size`, the last of them lie
@@ -63,18 +63,22 @@ class Layout:
     def valid(self, rank: int) -> int:
         """How many of the positions that `rank` holds belong to the sequence."""
         place, part = divmod(rank, self.ulysses)
-        starts = place * self.chunk, (2 * self.ring - 1 - place) * self.chunk
-        of_place = sum(min(max(self.size - start, 0), self.chunk) for start in starts)
-        return min(max(of_place - part * self.local, 0), self.local)
+        return min(max(self.valid_at(place) - part * self.local, 0), self.local)
+
+    def valid_at(self, place: int) -> int:
+        """How many of the positions that the ranks of a place hold together belong to the sequence; they come first."""
+        return sum(min(max(self.size - start, 0), self.chunk) for start in self.chunk_starts(place))
+
+    def chunk_starts(self, place: int) -> tuple[int, int]:
+        """Where the two chunks of a place of the ring begin."""
+        return place * self.chunk, (2 * self.ring - 1 - place) * self.chunk
 
 
 @lru_cache(maxsize=1024)
 def _positions(layout: Layout, rank: int) -> torch.Tensor:
     place, part = divmod(rank, layout.ulysses)
-    chunk = layout.chunk
-    starts = place * chunk, (2 * layout.ring - 1 - place) * chunk
     with outside_of_modes():  # what is kept must be a real tensor, whatever is being made when it is first asked for
-        both = torch.cat([torch.arange(start, start + chunk) for start in starts])
+        both = torch.cat([torch.arange(start, start + layout.chunk) for start in layout.chunk_starts(place)])
         return both[part * layout.local : (part + 1) * layout.local]
 
 
@@ -109,5 +113,5 @@ class Peers:
         return self.group.size()
 
     def layout(self, size: int) -> Layout:
-        """How a sequence of `size` positions is divided among them."""
+        """How a sequence of `size` positions is sharded over them."""
         return Layout(size, self.group.size(), 1 if self.ulysses is None else self.ulysses.size())

@@ -450,5 +450,5 @@ def _chosen(candidate: Candidate, profile: ModelProfile) -> dict[str, Any]:
         pp |= {"split_spec": dict.fromkeys(cut_names(c, profile), "END")} if c.split else {}
         chosen["pp"] = pp
     if c.cp > 1:
-        chosen["cp"] = {"backend": c.backend_name} | ({"ulysses": c.ulysses} if c.backend_name == "usp" else {})
+        chosen["cp"] = {"backend": c.backend_name} | ({"ulysses": c.ulysses} if c.context_backend.is_mixed else {})
     return chosen

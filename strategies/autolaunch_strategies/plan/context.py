@@ -1,4 +1,4 @@
-"""Rules that say where sequences are divided along cp, and how they go with those for mp. Imports no torch."""
+"""Rules that say where sequences are sharded along cp, and how they go with those for mp. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autolaunch_strategies.config import ConfigError, ContextParallel, cp_backend, divides_alike, parallel_config
+from autolaunch_strategies.config import ConfigError, ContextParallel, check_shards_as, cp_backend, parallel_config
 from autolaunch_strategies.plan.rules import Rule, StyleSpec, read_plan
 
 CONTEXT_STYLES = ("PrepareContextParallel", "ContextParallel")
 """Styles that speak of cp; every other one speaks of mp."""
 
-_PADDLE_BACKEND = "ring"  # p2p is the default of Paddle's styles
+_PADDLE_BACKEND = cp_backend("p2p")  # the default of its styles
 
 
 def read_context_plan(plan: Any, backend: str | None, source: str = "cp.plan") -> list[Rule]:
     """Read and check a plan that has nothing but styles for cp. A rule of null is left out.
 
     Args:
-        backend: what the axis does; None where it has one rank, so that nothing is divided.
+        backend: what the axis does; None where it has one rank, so that nothing is sharded.
 
     Raises:
-        ConfigError: as `read_plan`; a style for mp; one that names a backend which divides sequences in another way.
+        ConfigError: as `read_plan`; a style for mp; one that names a backend which shards sequences in another way.
     """
     rules = read_plan(plan, source)
     for rule in rules:
@@ -39,7 +39,7 @@ def read_context_plan(plan: Any, backend: str | None, source: str = "cp.plan") -
 
 
 def check_backends(rules: Iterable[Rule], backend: str) -> None:
-    """Refuse styles in any plan that name a backend which divides sequences in another way than the axis does.
+    """Refuse styles in any plan that name a backend which shards sequences in another way than the axis does.
 
     Raises:
         ConfigError: there is such a style.
@@ -47,13 +47,8 @@ def check_backends(rules: Iterable[Rule], backend: str) -> None:
     for rule in rules:
         for style in rule.styles:
             named = _backend_of(style)
-            if named is not None and not divides_alike(named, backend):
-                raise ConfigError(
-                    f"{rule.source}: {rule.pattern}: {style.name} with backend={named} and cp.backend={backend}",
-                    "sequences are divided in one way in the whole model",
-                    "one backend for all (gather and ring divide alike), or none in the plan",
-                    f"cp={named}",
-                )
+            if named is not None:
+                check_shards_as(named, backend, f"{rule.source}: {rule.pattern}: {style.name}")
 
 
 def with_context_plan(base: Iterable[Rule], cp: ContextParallel | None) -> list[Rule]:
@@ -88,41 +83,41 @@ def _rules_with(rules: Iterable[Rule], of_context: bool) -> list[Rule]:
     return kept
 
 
-def context_config(given: Mapping[str, Any], others: Iterable[Rule] = ()) -> ContextParallel:
+def context_config(cp_config: Mapping[str, Any], others: Iterable[Rule] = ()) -> ContextParallel:
     """What ``cp_config={"parallelize_plan": {pattern: style or [style, ...]}}`` of `parallelize` means.
 
     Beside the plan it may have fields of `ContextParallel`: backend, ulysses, pad. Without a backend it is the one that
     styles name, or else p2p (ring).
 
     Args:
-        given: cp_config, which is not changed; {} if there is none.
+        cp_config: as of `parallelize`, and not changed; {} if there is none.
         others: rules for mp, in which styles for cp may stand, too.
 
     Raises:
-        ConfigError: an unknown key, an empty plan, a wrong style or value, styles that name backends which divide
+        ConfigError: an unknown key, an empty plan, a wrong style or value, styles that name backends which shard
             sequences in different ways.
     """
     fields = [item.name for item in dataclasses.fields(ContextParallel) if item.name not in ("name", "plan")]
-    if unknown := [key for key in given if key not in ("parallelize_plan", *fields)]:
+    if unknown := [key for key in cp_config if key not in ("parallelize_plan", *fields)]:
         raise ConfigError(f"cp_config[{unknown[0]!r}]", "no such key", ", ".join(("parallelize_plan", *fields)))
     source = "cp_config['parallelize_plan']"
-    plan = given.get("parallelize_plan")
+    plan = cp_config.get("parallelize_plan")
     if isinstance(plan, Mapping) and not plan:
         raise ConfigError(
-            source, "there is no rule in it", "rules, or no parallelize_plan: then every block gets divided sequences"
+            source, "there is no rule in it", "rules, or no parallelize_plan: then every block gets sharded sequences"
         )
     rules = [*others, *read_plan(plan, source)]
-    backend = given.get("backend")
+    backend = cp_config.get("backend")
     if backend is None:
         named = (_backend_of(style) for rule in rules for style in rule.styles)
         backend = next((name for name in named if name is not None), _PADDLE_BACKEND)
     backend = cp_backend(backend, "cp_config['backend']")
     check_backends(others, backend)
     read_context_plan(plan, backend, source)
-    values = {key: given[key] for key in ("ulysses", "pad") if key in given}
-    made = parallel_config(cp={"name": "parallelize", "backend": backend, "plan": dict(plan or {}), **values}).cp
-    assert made is not None
-    return made
+    values = {key: cp_config[key] for key in ("ulysses", "pad") if key in cp_config}
+    config = parallel_config(cp={"name": "parallelize", "backend": backend, "plan": dict(plan or {}), **values}).cp
+    assert config is not None
+    return config
 
 
 def is_context_style(style: StyleSpec) -> bool:

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.config import CP_BACKENDS, SCHEDULE_SPECS, MeshShape, ScheduleSpec
+from autolaunch_strategies.config import (
+    CP_BACKEND_SPECS,
+    CP_BACKENDS,
+    SCHEDULE_SPECS,
+    ContextBackend,
+    MeshShape,
+    ScheduleSpec,
+)
 
 PIPELINE_SPECS = [
     ScheduleSpec("none", least_stages=1, most_stages=1, complexity=0),
@@ -87,6 +94,11 @@ class Candidate:
         return CP_BACKENDS[self.backend]
 
     @property
+    def context_backend(self) -> ContextBackend:
+        """What is true of the backend."""
+        return CP_BACKEND_SPECS[self.backend_name]
+
+    @property
     def recompute_name(self) -> str | int:
         """The value of `recompute=`."""
         return {NO_RECOMPUTE: "none", SELECTIVE: "selective", FULL: "full"}.get(self.recompute, self.recompute)
@@ -95,6 +107,11 @@ class Candidate:
 FIELDS = tuple(item.name for item in fields(Candidate))
 
 Ints = NDArray[np.int64]
+
+
+def of_backends(attribute: str, backend: Ints) -> NDArray[Any]:
+    """[n]: an attribute of `ContextBackend` for each of these backends, indices in `CP_BACKENDS`."""
+    return np.asarray([getattr(spec, attribute) for spec in CP_BACKEND_SPECS.values()])[backend]
 
 
 def of_schedules(attribute: str, pipeline: Ints) -> NDArray[Any]:

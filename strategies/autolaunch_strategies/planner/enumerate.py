@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.config import AXES, CP_BACKENDS, ScheduleSpec, ulysses_degree
+from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, ContextBackend, ScheduleSpec
 from autolaunch_strategies.planner.candidate import (
     FIELDS,
     FULL,
@@ -40,8 +40,6 @@ SHORTEST_PART = 128
 
 WORTH_BALANCING = 0.02
 """Share of the costliest stage that a balanced cut has to save to be proposed beside the even one."""
-
-GATHER, RING, ULYSSES, USP = (CP_BACKENDS.index(name) for name in ("gather", "ring", "ulysses", "usp"))
 
 
 @dataclass(frozen=True)
@@ -315,22 +313,21 @@ class Space:
         if cp == 1:
             return [(0, 1)]
         between = [degree for degree in divisors(cp) if 1 < degree < cp]
-        usual = {GATHER: [1], RING: [1], ULYSSES: [cp], USP: between}
         heads = None if self.profile.heads is None else self.profile.heads // mp
-        if self._thin and "backend" not in self.wanted:
-            # What sends least: heads for positions, as far as there are heads.
-            usual = {GATHER: [1]}
-            if heads and heads % cp == 0:
-                usual[ULYSSES] = [cp]
-            elif heads and between:
-                usual[USP] = [ulysses_degree(cp, heads)]
-        elif not between and tuple(self.wanted.get("backend", ())) == (USP,):
-            usual[USP] = [ulysses_degree(cp, heads)]  # of a prime number: all or none
-        found: list[tuple[int, ...]] = []
+        backends = dict(enumerate(CP_BACKEND_SPECS.values()))
+        asked = tuple(self.wanted.get("backend", ()))
+        if self._thin and not asked:
+            first = {number: _first_degrees(spec, cp, heads, between) for number, spec in backends.items()}
+            usual = {number: degrees for number, degrees in first.items() if degrees}
+        else:
+            usual = {number: between if spec.is_mixed else [spec.neighbours(cp)] for number, spec in backends.items()}
+            if not between and len(asked) == 1:
+                usual[asked[0]] = [backends[asked[0]].neighbours(cp, heads)]  # of a prime number: all or none
+        options: list[tuple[int, ...]] = []
         for backend in self._values("backend", usual):
-            degrees = self._values("ulysses", usual[backend]) if backend == USP else usual[backend]
-            found += [(backend, degree) for degree in degrees]
-        return found
+            degrees = self._values("ulysses", usual[backend]) if backends[backend].is_mixed else usual[backend]
+            options += [(backend, degree) for degree in degrees]
+        return options
 
     def _sequence_parallel(self, rows: _Table) -> _Table:
         return rows.distinct("mp").with_options(("sequence_parallel",), self._sequence_parallel_of)
@@ -349,6 +346,18 @@ class Space:
         if not self._thin:
             usual += [every for every in (2, 4) if every <= len(self.profile.blocks) // pp]
         return [(number,) for number in self._values("recompute", usual)]
+
+
+def _first_degrees(spec: ContextBackend, cp: int, heads: int | None, between: list[int]) -> list[int]:
+    """Degrees of ulysses for the first look: what sends least, which is heads for positions as far as there are heads,
+    and all keys at once."""
+    if not spec.exchanges_heads:
+        return [1] if spec.gathers_keys else []
+    if not heads:
+        return []
+    if spec.is_mixed:
+        return [spec.neighbours(cp, heads)] if between and heads % cp else []
+    return [cp] if heads % cp == 0 else []
 
 
 # --- rules -------------------------------------------------------------------------------------------------------

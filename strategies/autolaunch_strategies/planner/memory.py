@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.config import CP_BACKENDS
 from autolaunch_strategies.planner.candidate import (
     FULL,
     NO_RECOMPUTE,
@@ -27,6 +26,7 @@ from autolaunch_strategies.planner.candidate import (
     SELECTIVE,
     Candidate,
     Candidates,
+    of_backends,
     of_schedules,
 )
 from autolaunch_strategies.planner.hardware import Hardware
@@ -281,14 +281,12 @@ def _attention_over_cp(part: Part, element_bytes: int, c: Candidates) -> Any:
     per_head = attention.positions * attention.head_dim * element_bytes / c.mp
     keys = 2.0 * attention.key_heads * per_head
     queries = 2.0 * attention.heads * per_head
-    gather = 2 * keys
-    ring = 2 * keys / c.cp * (1 + 4 / element_bytes)
-    exchanged = (keys + queries) / c.cp
-    name = np.asarray(CP_BACKENDS)[c.backend]
-    found = np.select(
-        [name == "gather", name == "ring", name == "ulysses"], [gather, ring, exchanged], ring + exchanged
-    )
-    return np.where(c.cp > 1, found, 0.0)
+    held = {
+        "gathers_keys": 2 * keys,
+        "passes_keys": 2 * keys / c.cp * (1 + 4 / element_bytes),
+        "exchanges_heads": (keys + queries) / c.cp,
+    }
+    return np.where(c.cp > 1, sum(of_backends(flag, c.backend) * size for flag, size in held.items()), 0.0)
 
 
 def _put_off(part: Part, element_bytes: int, c: Candidates) -> Floats:

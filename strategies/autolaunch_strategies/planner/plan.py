@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.planner.candidate import Candidate, Candidates, of_schedules
+from autolaunch_strategies.planner.candidate import Candidate, Candidates, of_backends, of_schedules
 from autolaunch_strategies.planner.enumerate import Rejections
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
@@ -118,6 +118,6 @@ def simplicity(candidates: Candidates) -> Ints:
     of_level = np.asarray([0, 2, 2, 1])[c.level] + 2 * ((c.level > 0) & (c.replicate > 1))
     of_recompute = np.select([c.recompute == 0, c.recompute == 1, c.recompute < 0], [0, 1, 2], 3)
     accumulates = (c.pp == 1) & (c.microbatches > 1)
-    of_context = np.asarray([0, 0, 1, 2])[c.backend]
+    of_context = of_backends("complexity", c.backend)
     rest = of_pipeline + of_level + of_recompute + accumulates + of_context
     return np.asarray(axes + rest + c.sequence_parallel + c.split + (c.virtual_stages > 2), dtype=np.int64)

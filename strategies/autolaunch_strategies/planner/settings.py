@@ -34,7 +34,7 @@ def overrides(candidate: Candidate, profile: ModelProfile, recipe: Recipe) -> li
             settings.append(f"pp.split_spec={{{ends}}}")
     if c.cp > 1:
         settings.append(f"cp={c.backend_name}")
-        if c.backend_name == "usp":
+        if c.context_backend.is_mixed:
             settings.append(f"cp.ulysses={c.ulysses}")
     settings.append(f"recompute={c.recompute_name}")
     settings.append(f"data.microbatches={c.microbatches if c.pp == 1 else 1}")

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autolaunch_strategies.config import CP_BACKENDS
 from autolaunch_strategies.planner.candidate import (
     FULL,
     PIPELINE_SPECS,
     PIPELINES,
     SELECTIVE,
     Candidates,
+    of_backends,
     of_schedules,
 )
 from autolaunch_strategies.planner.collectives import collective_time
@@ -172,10 +172,11 @@ def _cp_times(part: Part, ways: _Ways, element_bytes: float, hardware: Hardware)
     per_head = ways.batch * attention.positions * attention.head_dim * element_bytes * attention.count
     keys = per_head * attention.key_heads / np.minimum(ways.mp, attention.key_heads)
     queries = per_head * attention.heads / ways.mp
-    uses_ring = np.isin(ways.backend, [CP_BACKENDS.index(name) for name in ("ring", "usp")])
-    gathers = ways.backend == CP_BACKENDS.index("gather")
-    inner = np.where(ways.backend == CP_BACKENDS.index("ulysses"), ways.cp, np.maximum(ways.ulysses, 1))
-    inner = np.where(gathers, 1, inner)
+    gathers, passes, exchanges, mixed = (
+        of_backends(attribute, ways.backend)
+        for attribute in ("gathers_keys", "passes_keys", "exchanges_heads", "is_mixed")
+    )
+    inner = np.where(exchanges, np.where(mixed, np.maximum(ways.ulysses, 1), ways.cp), 1.0)
     outer = ways.cp / inner
     # Rings and gathering: keys and values of all positions of the ring come by.
     held = 2 * keys / inner
@@ -187,9 +188,9 @@ def _cp_times(part: Part, ways: _Ways, element_bytes: float, hardware: Hardware)
     copies = np.lcm(own, inner.astype(np.int64)) / own
     swapped = collective_time(hardware, "all_to_all", inner, ways.mp, (queries + 2 * keys * copies) / ways.cp)
     swapped = swapped + collective_time(hardware, "all_to_all", inner, ways.mp, queries / ways.cp)
-    forward = np.where(uses_ring | gathers, around, 0.0) + swapped
-    backward = np.where(uses_ring, around + returning, np.where(gathers, around + scattered, 0.0)) + swapped
-    hides = np.where(uses_ring, (outer - 1) / outer, np.where(gathers & attention.causal, 1 / outer, 0.0))
+    forward = np.where(passes | gathers, around, 0.0) + swapped
+    backward = np.where(passes, around + returning, np.where(gathers, around + scattered, 0.0)) + swapped
+    hides = np.where(passes, (outer - 1) / outer, np.where(gathers & attention.causal, 1 / outer, 0.0))
     return forward, backward, hides
 
 

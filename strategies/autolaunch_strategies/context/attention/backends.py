@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import CP_BACKEND_SPECS, ConfigError, ContextBackend, backends_that
 from autolaunch_strategies.context.attention.exchange import GatherInOrder
 from autolaunch_strategies.context.attention.gather import gathered_attention
 from autolaunch_strategies.context.attention.kernels import attend_whole
-from autolaunch_strategies.context.attention.ring import ring_attention
+from autolaunch_strategies.context.attention.operator import attention_over_places
+from autolaunch_strategies.context.attention.ring import PassedKeys
 from autolaunch_strategies.context.attention.tiles import padded
 from autolaunch_strategies.context.attention.ulysses import attention_by_heads
 from autolaunch_strategies.mesh.layout import Layout, Peers
@@ -43,7 +44,7 @@ def context_attention(
         and in a float mask with gather and ulysses.
 
     Raises:
-        ConfigError: queries and keys differ in length; the mask fits in no way; heads cannot be divided among the
+        ConfigError: queries and keys differ in length; the mask fits in no way; heads cannot be shared evenly by the
             ranks; dropout, or a mask with a gradient, in a ring.
     """
     if q.dim() == 3:
@@ -63,50 +64,43 @@ def context_attention(
     with torch.autocast(device, enabled=False):
         if mask is not None:
             mask = _global_mask(mask, q.shape[1], backend, peers, layout)
-        if backend == "gather" and peers.size > 1:
+        ring, ulysses, spec = peers.ring, peers.ulysses, CP_BACKEND_SPECS[backend]
+        if ring is not None and spec.passes_keys:
+            _check_ring(backend, mask, dropout_p)
+
+        def attention(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+        ) -> torch.Tensor:  # fmt: skip
+            if ring is None:
+                return _at_one_place(q, k, v, layout, mask, dropout_p, is_causal, scale)
+            if spec.passes_keys:
+                return attention_over_places(
+                    q, k, v, exchange=PassedKeys, group=ring, layout=layout, mask=mask, causal=is_causal, scale=scale
+                )
             return gathered_attention(
-                q, k, v, group=peers.group, layout=layout, mask=mask, dropout_p=dropout_p, causal=is_causal, scale=scale
+                q, k, v, group=ring, layout=layout, mask=mask, dropout_p=dropout_p, causal=is_causal, scale=scale
             )
-        return _divided(q, k, v, backend, peers, layout, mask, dropout_p, is_causal, scale)
+
+        if ulysses is None:
+            return attention(q, k, v, mask)
+        _check_heads(spec, q.shape[1], ulysses.size())
+        return attention_by_heads(q, k, v, group=ulysses, mask=mask, attention=attention)
 
 
-def _divided(
+def _at_one_place(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    backend: str,
-    peers: Peers,
     layout: Layout,
     mask: torch.Tensor | None,
     dropout_p: float,
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """Heads for sequence where there is a group for it, and within that a ring where there is one."""
-    ring, ulysses = peers.ring, peers.ulysses
-    if ring is not None:
-        _check_ring(backend, mask, dropout_p)
-
-    def attention(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:  # fmt: skip
-        if ring is not None:
-            return ring_attention(q, k, v, group=ring, layout=layout, mask=mask, causal=causal, scale=scale)
-        length = q.shape[2]
-        q, k, v = (x[:, :, : layout.size] for x in (q, k, v))
-        out = attend_whole(q, k, v, causal=causal, mask=mask, dropout_p=dropout_p, scale=scale)
-        return padded(out, length)
-
-    if ulysses is None:
-        return attention(q, k, v, mask)
-    if q.shape[1] % ulysses.size():
-        raise ConfigError(
-            f"cp={backend}",
-            f"{q.shape[1]} heads of attention cannot be divided among {ulysses.size()} ranks",
-            f"as many ranks per group as divide {q.shape[1]}; ring and gather need no heads",
-            "cp=gather" if backend == "ulysses" else "cp=ring",
-        )
-    return attention_by_heads(q, k, v, group=ulysses, mask=mask, attention=attention)
+    """Attention where no other place holds keys; padding is at the end."""
+    length = q.shape[2]
+    q, k, v = (x[:, :, : layout.size] for x in (q, k, v))
+    return padded(attend_whole(q, k, v, causal=causal, mask=mask, dropout_p=dropout_p, scale=scale), length)
 
 
 def _check_shapes(
@@ -123,7 +117,7 @@ def _check_shapes(
         raise ConfigError(
             f"cp={backend}",
             f"a call of attention has {q.shape[2]} queries and {k.shape[2]} keys per rank, of {layout.local} positions",
-            "self-attention over the sequence that is divided: as many queries as keys, no cache of earlier keys",
+            "self-attention over the sequence that is sharded: as many queries as keys, no cache of earlier keys",
             f"mesh=dp{peers.size}",
         )
     if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
@@ -135,20 +129,34 @@ def _check_shapes(
         )
 
 
+def _check_heads(spec: ContextBackend, heads: int, ranks: int) -> None:
+    if heads % ranks == 0:
+        return
+    without_heads = backends_that(lambda other: not other.exchanges_heads)
+    instead = next(name for name in without_heads if CP_BACKEND_SPECS[name].passes_keys == spec.passes_keys)
+    raise ConfigError(
+        f"cp={spec.name}",
+        f"{heads} heads of attention cannot be shared evenly by {ranks} ranks",
+        f"as many ranks per group as divide {heads}; {' and '.join(without_heads)} need no heads",
+        f"cp={instead}",
+    )
+
+
 def _check_ring(backend: str, mask: torch.Tensor | None, dropout_p: float) -> None:
+    others = [f"cp={name}" for name in backends_that(lambda spec: not spec.passes_keys)]
     if dropout_p > 0.0:
         raise ConfigError(
             f"cp={backend}",
             f"attention drops out {dropout_p:g} of its weights, which a ring cannot",
-            "cp=gather, cp=ulysses, or a model whose attention dropout is 0 (attention_dropout, attn_pdrop)",
-            "cp=gather",
+            f"{', '.join(others)}, or a model whose attention dropout is 0 (attention_dropout, attn_pdrop)",
+            others[0],
         )
     if mask is not None and mask.requires_grad:
         raise ConfigError(
             f"cp={backend}",
             "a mask of attention needs a gradient (a learned bias), which a ring cannot give",
-            "cp=gather or cp=ulysses",
-            "cp=gather",
+            " or ".join(others),
+            others[0],
         )
 
 

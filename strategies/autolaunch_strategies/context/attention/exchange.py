@@ -148,35 +148,36 @@ class Passing:
 # --- sequence for heads ------------------------------------------------------------------------------------------
 
 
-class SequenceToHeads(torch.autograd.Function):
-    """(group, *tensors [b, heads, s_local, d]) -> [b, heads/n, n·s_local, d] of each, for n ranks of the group.
+def sequence_to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors [b, heads, s_local, d] as [b, heads/n, n·s_local, d] of each, for n ranks of the group; differentiable.
 
     Rank r of the group gets the r-th part of the heads; sequences are put together in the order of ranks.
     """
+    swapped: tuple[torch.Tensor, ...] = _Swapped.apply(group, 1, 2, *tensors)
+    return swapped
+
+
+def heads_to_sequence(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor [b, heads/n, n·s_local, d] as [b, heads, s_local, d]: the inverse of `sequence_to_heads`."""
+    swapped: tuple[torch.Tensor, ...] = _Swapped.apply(group, 2, 1, tensor)
+    return swapped[0]
+
+
+class _Swapped(torch.autograd.Function):
+    """(group, split, join, *tensors) -> as `_swap`; the gradients go the way back."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
-        return tuple(_swap(tensors, group, split=1, join=2))
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, split: int, join: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.of = group, split, join
+        return tuple(_swap(tensors, group, split, join))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, *_swap(grads, ctx.group, split=2, join=1)
-
-
-class HeadsToSequence(torch.autograd.Function):
-    """(group, tensor [b, heads/n, n·s_local, d]) -> [b, heads, s_local, d]: the inverse of `SequenceToHeads`."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.group = group
-        return _swap((tensor,), group, split=2, join=1)[0]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return None, *_swap((grad,), ctx.group, split=1, join=2)
+        group, split, join = ctx.of
+        return None, None, None, *_swap(grads, group, split=join, join=split)
 
 
 def _swap(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, split: int, join: int) -> list[torch.Tensor]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from autolaunch_strategies.context.attention.exchange import Gathering, GatherInOrder, in_order, sum_at_owners
 from autolaunch_strategies.context.attention.kernels import attend_whole
-from autolaunch_strategies.context.attention.operator import as_operator
+from autolaunch_strategies.context.attention.operator import KeyExchange, attention_over_places
 from autolaunch_strategies.context.attention.tiles import (
     Differentiated,
     Merged,
@@ -17,7 +15,6 @@ from autolaunch_strategies.context.attention.tiles import (
     padded,
     ring_tile,
     rows_of,
-    valid,
     whole_tiles,
 )
 from autolaunch_strategies.mesh.layout import Layout
@@ -51,8 +48,10 @@ def gathered_attention(
     """
     assert layout.ulysses == 1
     if dropout_p == 0.0 and (mask is None or not mask.requires_grad):
-        return _Gathered.apply(q, k, v, mask, group, layout, causal, scale)
-    rank, count = group.rank(), valid(layout, group.rank())
+        return attention_over_places(
+            q, k, v, exchange=GatheredKeys, group=group, layout=layout, mask=mask, causal=causal, scale=scale
+        )
+    rank, count = group.rank(), layout.valid(group.rank())
     k, v = GatherInOrder.apply(group, layout, 2, k, v)
     seen = None if mask is None else rows_of(mask, layout, rank) if count else mask[:, :, :0]
     if causal:
@@ -69,71 +68,35 @@ def gathered_attention(
     return padded(out, q.shape[2])
 
 
-def _all_tiles(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    group: dist.ProcessGroup,
-    layout: Layout,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rank = group.rank()
-    arriving = Gathering((k, v), group)
-    merged = Merged(q[:, :, : valid(layout, rank)], v.shape[3], scale)
-    own = _own_tile(layout, rank, causal, mask)
-    if own is not None:
-        merged.add(own, k, v)
-    keys, values = (in_order(parts, layout, 2) for parts in arriving.wait())
-    for tile in whole_tiles(layout, rank, causal, mask):
-        merged.add(tile, keys, values)
-    return merged.result()
+class GatheredKeys(KeyExchange):
+    """Keys and values of all ranks at once. While they arrive, a causal mask leaves work with those held here."""
 
+    def attend(self, merged: Merged, k: torch.Tensor, v: torch.Tensor) -> None:
+        arriving = Gathering((k, v), self.group)
+        own = self._own_tile()
+        if own is not None:
+            merged.add(own, k, v)
+        keys, values = (in_order(parts, self.layout, 2) for parts in arriving.wait())
+        for tile in whole_tiles(self.layout, self.place, self.causal, self.mask):
+            merged.add(tile, keys, values)
 
-_forward = as_operator("gather", _all_tiles)
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        group: dist.ProcessGroup,
-        layout: Layout,
-        causal: bool,
-        scale: float,
-    ) -> torch.Tensor:
-        ctx.of = group, layout, causal, scale
-        out, lse = _forward(q, k, v, mask, group, layout, causal, scale)
-        ctx.save_for_backward(q, k, v, mask, out, lse)
-        return padded(out, q.shape[2])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        group, layout, causal, scale = ctx.of
-        q, k, v, mask, out, lse = ctx.saved_tensors
-        rank, count = group.rank(), valid(layout, group.rank())
-        arriving = Gathering((k, v), group)
-        parts = Differentiated(grad[:, :, :count], q[:, :, :count], out, lse, scale)
-        own = _own_tile(layout, rank, causal, mask)
+    def differentiate(
+        self, parts: Differentiated, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        arriving = Gathering((k, v), self.group)
+        own = self._own_tile()
         of_own = None if own is None else parts.add(own, k, v)
-        keys, values = (in_order(arrived, layout, 2) for arrived in arriving.wait())
+        keys, values = (in_order(arrived, self.layout, 2) for arrived in arriving.wait())
         wholes = torch.zeros_like(keys), torch.zeros_like(values)
-        for tile in whole_tiles(layout, rank, causal, mask):
+        for tile in whole_tiles(self.layout, self.place, self.causal, self.mask):
             for whole, part in zip(wholes, parts.add(tile, keys, values), strict=True):
                 whole[:, :, tile.keys] = part  # tiles share no keys
-        dk, dv = sum_at_owners(wholes, group, layout, 2)
+        dk, dv = sum_at_owners(wholes, self.group, self.layout, 2)
         if own is not None and of_own is not None:
             for whole, part in zip((dk, dv), of_own, strict=True):
                 whole[:, :, own.keys] += part
-        return padded(parts.result(), q.shape[2]), dk.to(k.dtype), dv.to(v.dtype), *[None] * 5
+        return dk, dv
 
-
-def _own_tile(layout: Layout, rank: int, causal: bool, mask: torch.Tensor | None) -> Tile | None:
-    """What can be computed with this rank's own keys while all keys arrive; the rest leaves it out (`whole_tiles`)."""
-    return ring_tile(layout, rank, rank, causal, mask) if causal else None
+    def _own_tile(self) -> Tile | None:
+        """What can be computed with this rank's own keys while all keys arrive; `whole_tiles` leaves it out."""
+        return ring_tile(self.layout, self.place, self.place, True, self.mask) if self.causal else None

@@ -28,13 +28,6 @@ class Tile:
     """[b or 1, h or 1, rows or 1, keys or 1]: what `Tile.keys` a query sees (bool) or what is added (float)."""
 
 
-def valid(layout: Layout, place: int) -> int:
-    """How many of the positions that the ranks of a place hold together belong to the sequence; they come first."""
-    chunk = layout.chunk
-    starts = place * chunk, (2 * layout.ring - 1 - place) * chunk
-    return sum(min(max(layout.size - start, 0), chunk) for start in starts)
-
-
 def ring_tile(layout: Layout, place: int, origin: int, causal: bool, mask: torch.Tensor | None) -> Tile | None:
     """What `place` computes with the keys that `origin` holds; None if its queries see none of them.
 
@@ -42,7 +35,7 @@ def ring_tile(layout: Layout, place: int, origin: int, causal: bool, mask: torch
     own), and of those of a later one both, but only from its own second chunk. So each tile but the own has the
     same size (head-tail balance, as in zhuzilin/ring-flash-attention and torch's own ring).
     """
-    rows, keys = slice(0, valid(layout, place)), slice(0, valid(layout, origin))
+    rows, keys = slice(0, layout.valid_at(place)), slice(0, layout.valid_at(origin))
     if causal and origin < place:
         keys = slice(0, min(keys.stop, layout.chunk))
     elif causal and origin > place:
@@ -55,10 +48,11 @@ def ring_tile(layout: Layout, place: int, origin: int, causal: bool, mask: torch
 
 def whole_tiles(layout: Layout, place: int, causal: bool, mask: torch.Tensor | None) -> list[Tile]:
     """What `place` computes with the keys of the whole sequence, in order; if causal, without those it holds itself."""
-    count, chunk, tail = valid(layout, place), layout.chunk, 2 * layout.ring - 1 - place
+    count, chunk = layout.valid_at(place), layout.chunk
     if causal:
-        before = slice(0, count), slice(0, min(place * chunk, layout.size))
-        between = slice(chunk, count), slice((place + 1) * chunk, min(tail * chunk, layout.size))
+        head, tail = layout.chunk_starts(place)
+        before = slice(0, count), slice(0, min(head, layout.size))
+        between = slice(chunk, count), slice(head + chunk, min(tail, layout.size))
         pairs = [before, between]
     else:
         pairs = [(slice(0, count), slice(0, layout.size))]
@@ -71,12 +65,12 @@ def whole_tiles(layout: Layout, place: int, causal: bool, mask: torch.Tensor | N
 
 def _runs(layout: Layout, place: int, part: slice) -> list[tuple[int, int]]:
     """The positions of a slice of what a place holds, as (start, stop) of one or two runs."""
-    chunk, found = layout.chunk, []
-    for position, offset in ((place * chunk, 0), ((2 * layout.ring - 1 - place) * chunk, chunk)):
+    chunk, runs = layout.chunk, []
+    for position, offset in zip(layout.chunk_starts(place), (0, chunk), strict=True):
         start, stop = max(part.start - offset, 0), min(part.stop - offset, chunk)
         if start < stop:
-            found.append((position + start, position + stop))
-    return found
+            runs.append((position + start, position + stop))
+    return runs
 
 
 def _select(mask: torch.Tensor | None, dim: int, runs: list[tuple[int, int]]) -> torch.Tensor | None:
@@ -89,7 +83,7 @@ def _select(mask: torch.Tensor | None, dim: int, runs: list[tuple[int, int]]) ->
 
 def rows_of(mask: torch.Tensor, layout: Layout, place: int) -> torch.Tensor:
     """The rows of a mask for the queries of a place, padding left out."""
-    selected = _select(mask, 2, _runs(layout, place, slice(0, valid(layout, place))))
+    selected = _select(mask, 2, _runs(layout, place, slice(0, layout.valid_at(place))))
     assert selected is not None
     return selected
 
@@ -147,28 +141,28 @@ class Differentiated:
     """The backward pass of `Merged`: gradients of keys and values by tile, those of queries summed up."""
 
     def __init__(self, grad: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, scale: float) -> None:
-        self._given = grad, q, out, lse
+        self._all_rows = grad, q, out, lse
         self._scale = scale
         self._dq: torch.Tensor | None = None
 
     def add(self, tile: Tile, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradients of k[:, :, tile.keys] and v[:, :, tile.keys]."""
-        grad, q, out, lse = (x[:, :, tile.rows] for x in self._given)
+        grad, q, out, lse = (x[:, :, tile.rows] for x in self._all_rows)
         k, v = k[:, :, tile.keys], v[:, :, tile.keys]
         dq, dk, dv = attend_backward(
             grad, q, k, v, out, lse, causal=tile.causal, mask=tile.mask, scale=self._scale
         )  # fmt: skip
-        whole = self._given[1]
+        whole_q = self._all_rows[1]
         if self._dq is None:
-            if q.shape[2] == whole.shape[2]:
+            if q.shape[2] == whole_q.shape[2]:
                 self._dq = dq
                 return dk, dv
-            self._dq = torch.zeros_like(whole, dtype=torch.promote_types(q.dtype, torch.float32))
+            self._dq = torch.zeros_like(whole_q, dtype=torch.promote_types(q.dtype, torch.float32))
         self._dq = self._dq.to(torch.promote_types(q.dtype, torch.float32))
         self._dq[:, :, tile.rows] += dq
         return dk, dv
 
     def result(self) -> torch.Tensor:
         """The gradient of q."""
-        q = self._given[1]
+        q = self._all_rows[1]
         return torch.zeros_like(q) if self._dq is None else self._dq.to(q.dtype)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from autolaunch_strategies.context.attention.exchange import HeadsToSequence, SequenceToHeads
+from autolaunch_strategies.context.attention.exchange import heads_to_sequence, sequence_to_heads
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
@@ -45,7 +45,7 @@ def attention_by_heads(
     copies = math.lcm(key_heads, ranks) // key_heads
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-    q, k, v = SequenceToHeads.apply(group, q, k, v)
+    q, k, v = sequence_to_heads(group, q, k, v)
     if mask is not None and mask.shape[1] > 1:
         mask = mask.chunk(ranks, 1)[rank]
-    return HeadsToSequence.apply(group, attention(q, k, v, mask))
+    return heads_to_sequence(group, attention(q, k, v, mask))

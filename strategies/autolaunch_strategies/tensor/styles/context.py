@@ -1,4 +1,4 @@
-"""Context parallelism where a plan says so: which layers get sequences divided, and which call attention on them.
+"""Context parallelism where a plan says so: which layers get sharded sequences, and which call attention on them.
 
 Paddle's names. These styles only mark modules, for what runs the model; they need no axis mp.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from autolaunch_strategies.config import ConfigError, cp_backend, divides_alike
+from autolaunch_strategies.config import ConfigError, check_shards_as, cp_backend
 from autolaunch_strategies.tensor.styles.base import Region, Style
 
 
@@ -26,13 +26,7 @@ class _Mark(Style):
         if axis is None:
             return None
         backend = axis if self.backend is None else self.backend
-        if not divides_alike(backend, axis):
-            raise ConfigError(
-                f"cp.plan: {name}: {style} with backend={backend} and cp.backend={axis}",
-                "sequences are divided in one way in the whole model",
-                "one backend for all (gather and ring divide alike), or none in the plan",
-                f"cp={backend}",
-            )
+        check_shards_as(backend, axis, f"cp.plan: {name}: {style}")
         return backend
 
 
@@ -44,7 +38,7 @@ class PrepareContextParallel(_Mark):
             `ContextParallel`. None: what the axis does, which is cp.backend; with `parallelize` p2p, as in Paddle.
 
     Raises:
-        ConfigError: no backend is called so; when it is applied: the axis divides sequences in another way.
+        ConfigError: no backend is called so; when it is applied: the axis shards sequences in another way.
     """
 
     def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
