@@ -26,7 +26,8 @@ from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
 from autolaunch_strategies.config import ConfigError, ModelParallel
 from autolaunch_strategies.plan.choose import plan_for
-from autolaunch_strategies.planner.module_profile import default_loss, profile_module
+from autolaunch_strategies.planner.measured_pass import default_loss
+from autolaunch_strategies.planner.module_profile import profile_module
 from autolaunch_strategies.planner.profile import MatMul, ModelProfile
 from autolaunch_strategies.planner.profile_cache import cached_profile, fingerprint
 from autolaunch_strategies.planner.recipe import recipe_of

@@ -57,3 +57,8 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.45) -> str:
     known = list(known)
     swapped = [other for other in known if sorted(other) == sorted(name)]  # the commonest slip: modle
     return next(iter(swapped or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), "")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says; its class if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -13,9 +13,10 @@ from torch import nn
 
 from autolaunch_strategies.config import ConfigError, PipelineParallel, nearest
 from autolaunch_strategies.model.blocks import Blocks
-from autolaunch_strategies.model.example_inputs import example_inputs
+from autolaunch_strategies.model.example_inputs import ExampleInputs
 from autolaunch_strategies.pipeline.record import Recording, record
 from autolaunch_strategies.pipeline.split import candidate_names, choose_cuts
+from autolaunch_strategies.tracing.inputs import with_inputs_that_run
 
 
 @dataclass(frozen=True)
@@ -201,23 +202,22 @@ def _global_modules(spec: Any, modules: Sequence[str], prefix: str) -> list[str]
 
 def _recorded(root: nn.Module, model: nn.Module, part: str, units: Sequence[str]) -> Recording:
     """The recorded forward pass of `model` on the first inputs on which it runs."""
-    tried = []
-    example = getattr(root, "example_input_array", None) if not part or _forwards_to(root, part) else None
-    for inputs in example_inputs(model, example):
-        try:
-            found = record(model, units, inputs.args, inputs.kwargs, inputs.origin)
-        except Exception as error:  # whatever a model's forward may raise: other inputs may do
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            tried.append(f"{inputs.origin}: {first_line[:160]}")
-            continue
-        if found.calls:
-            return found
-        tried.append(f"{inputs.origin}: calls none of its parts")
-    raise ConfigError(
-        "pp",
-        f"the order in which the parts of {type(model).__name__} run is not known: its forward does not run on any "
-        "inputs that were tried" + "".join(f"\n    {line}" for line in tried),
-        f"`example_input_array` as an attribute of {type(model).__name__}: inputs with which its forward runs",
+
+    def attempt(inputs: ExampleInputs) -> Recording:
+        recording = record(model, units, inputs.args, inputs.kwargs, inputs.origin)
+        if not recording.calls:
+            raise LookupError("calls none of its parts")
+        return recording
+
+    return with_inputs_that_run(
+        model,
+        getattr(root, "example_input_array", None) if not part or _forwards_to(root, part) else None,
+        attempt,
+        lambda problem: ConfigError(
+            "pp",
+            f"the order in which the parts of {type(model).__name__} run is not known: {problem}",
+            f"`example_input_array` as an attribute of {type(model).__name__}: inputs with which its forward runs",
+        ),
     )
 
 

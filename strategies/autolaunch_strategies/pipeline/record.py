@@ -11,23 +11,21 @@ the logits of routers. A stage that does not run the unit shows them what arrive
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from autolaunch_strategies.plan.trace import Untraceable, stepping_over
-from autolaunch_strategies.torch_private.calls import has_forward_hooks, intercept_calls, run_call
-from autolaunch_strategies.torch_private.random_state import saved_random_state
-from autolaunch_strategies.torch_private.tracing import fake_tensors, is_random, storage_key, writes_to
+from autolaunch_strategies.torch_private.calls import has_forward_hooks, run_call
+from autolaunch_strategies.torch_private.tracing import is_random, storage_key
+from autolaunch_strategies.tracing.recorder import Observer, Operation, Recorder, parts_intercepted
+from autolaunch_strategies.tracing.shapes import fake_inputs, fake_state, on_shapes_alone
+from autolaunch_strategies.tracing.tensors import Labels, tensors_in
+from autolaunch_strategies.tracing.unreadable import stepping_over
 
 
 class Leaf(NamedTuple):
@@ -109,12 +107,12 @@ class Recording:
 
     def hidden_reads(self) -> dict[str, str]:
         """Unit -> who reads a tensor that was made in it but not returned ("" is the model's output)."""
-        found: dict[str, str] = {}
+        readers: dict[str, str] = {}
         for reader, reads in [(call.unit, call.reads) for call in self.calls] + [("", self.output_reads)]:
             for leaf in reads:
                 if leaf.place == _INSIDE:
-                    found.setdefault(self.calls[leaf.call].unit, reader)
-        return found
+                    readers.setdefault(self.calls[leaf.call].unit, reader)
+        return readers
 
 
 def record(model: nn.Module, units: Sequence[str], args: Any, kwargs: Mapping[str, Any], origin: str = "") -> Recording:
@@ -129,60 +127,53 @@ def record(model: nn.Module, units: Sequence[str], args: Any, kwargs: Mapping[st
     """
 
     def attempt(placeholders: Mapping[str, str]) -> Recording:
-        recorder = _Recorder(model, units, origin)
-        try:
-            recorder.run(args, kwargs)
-        except Exception as error:
-            raise Untraceable(recorder.inside, error) from error
-        recorder.recording.untraceable = dict(placeholders)
-        recorder.recording.may_draw |= bool(placeholders)
-        return recorder.recording
+        liveness = _Liveness(Recording(origin, untraceable=dict(placeholders)))
+        recorder = Recorder(model, [liveness])
+        parts = {name: model.get_submodule(name) for name in units}
+        with on_shapes_alone() as drew:
+            state = fake_state(model)
+            fake_args, fake_kwargs = fake_inputs(args, kwargs)
+            liveness.begin({name: state[name] for name, _ in model.named_parameters()}, (fake_args, fake_kwargs))
+            with recorder.watching(), parts_intercepted(parts, liveness.unit_call):
+                liveness.end(recorder.call(state, fake_args, fake_kwargs))
+            liveness.recording.may_draw = liveness.has_drawn or drew() or bool(placeholders)
+        return liveness.recording
 
     return stepping_over(model, attempt)
 
 
-class _Recorder(TorchDispatchMode):
-    def __init__(self, model: nn.Module, units: Sequence[str], origin: str) -> None:
-        super().__init__()
-        self.model, self.units = model, units
-        self.recording = Recording(origin)
-        self.stack: list[str] = []
-        self.current: int | None = None  # the unit call that is running
-        self.origins: dict[int, Leaves] = {}  # memory -> leaves that its values come from
-        self.from_data: set[int] = set()  # memory whose values depend on the inputs
-        self.draws: dict[int, frozenset[int]] = {}  # memory -> draws of random numbers in glue that are in it
-        self.draw_count = 0
+class _Liveness(Observer):
+    """Follows what unit calls return to everything that needs it."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
         self.has_drawn = False
-        self.parameters: dict[int, str] = {}  # memory -> parameter
-        self.alive: list[torch.Tensor] = []  # keeps the keys of memory unique
-        self.shown: list[tuple[str, Any]] = []  # what hooks were shown in the unit call that is running
-        self.quiet = False
+        self._current: int | None = None
+        """The number of the unit call that is running."""
+        self._parameters = Labels[str]()
+        self._origins = Labels[Leaf]()
+        """The leaves that values come from."""
+        self._inputs = Labels[int]()
+        """The inputs of the model that values come from, numbered."""
+        self._draws = Labels[int]()
+        """The draws of random numbers in glue that values come from, numbered."""
+        self._draw_count = 0
+        self._shown: list[tuple[str, Any]] = []
+        """What hooks were shown in the unit call that is running."""
+        self._copying = False
 
-    @property
-    def inside(self) -> str:
-        """The innermost module that is running (empty: the model itself)."""
-        return self.stack[-1] if self.stack else ""
+    def begin(self, parameters: Mapping[str, torch.Tensor], inputs: Any) -> None:
+        """Make known what is there before anything runs."""
+        for name, parameter in parameters.items():
+            self._parameters.put(parameter, {name})
+        for number, tensor in enumerate(tensors_in(inputs)):
+            self._inputs.put(tensor, {number})
 
-    def run(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        with ExitStack() as stack:
-            drew = stack.enter_context(_random_state_kept())
-            stack.enter_context(fake_tensors())
-            state = {name: _like(tensor) for name, tensor in self.model.named_parameters()}
-            self.parameters = {storage_key(tensor): name for name, tensor in state.items()}
-            state |= {name: _like(tensor) for name, tensor in self.model.named_buffers()}
-            args, kwargs = tree_map(
-                lambda leaf: _like(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, dict(kwargs))
-            )
-            inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-            self.from_data = {storage_key(tensor) for tensor in inputs}
-            self.alive += [*state.values(), *inputs]
-            stack.enter_context(self._watched())
-            stack.enter_context(self)
-            output = torch.func.functional_call(self.model, state, args, dict(kwargs))
-            tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
-            self.recording.output_reads = _NONE.union(*(self._of(tensor) for tensor in tensors))
-            self.recording.output_draws = self._draws_of(tensors)
-            self.recording.may_draw = self.has_drawn or drew()
+    def end(self, output: Any) -> None:
+        """Note what the output of the model needs."""
+        tensors = tensors_in(output)
+        self.recording.output_reads = self._origins.of(*tensors)
+        self.recording.output_draws = self._draws.of(*tensors)
         self._forget_shown_for_nothing()
 
     def _forget_shown_for_nothing(self) -> None:
@@ -195,162 +186,88 @@ class _Recorder(TorchDispatchMode):
             call.shown.clear()
             del call.shapes[call.spec.num_leaves :], call.from_data[call.spec.num_leaves :]
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        handles = []
-        units = [self.model.get_submodule(name) for name in self.units]
-        try:
-            for name, module in self.model.named_modules():
-                if name:
-                    handles.append(module.register_forward_pre_hook(self._begins(name)))
-                    handles.append(module.register_forward_hook(self._ends))
-            for name, module in zip(self.units, units, strict=True):
-                intercept_calls(module, self._unit(name, module))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for module in units:
-                intercept_calls(module, None)
+    def module_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if name not in self.recording.executed:
+            self.recording.executed.append(name)
 
-    def _begins(self, name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if name not in self.recording.executed:
-                self.recording.executed.append(name)
-            self.stack.append(name)
+    def module_ends(self, name: str, module: nn.Module, output: Any) -> None:
+        if self._current is not None and has_forward_hooks(module, besides=1):  # the one is the recorder's
+            self._shown.append((name, output))
 
-        return hook
+    def unit_call(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Run a unit; what it returns has memory of its own."""
+        number = self._current = len(self.recording.calls)
+        inputs = tensors_in((args, kwargs))
+        call = UnitCall(name, self._origins.of(*inputs), tree_flatten(())[1], [], [])
+        call.draws = self._draws.of(*inputs)
+        self.recording.calls.append(call)
+        leaves, call.spec = tree_flatten(run_call(module, *args, **kwargs))
+        self._keep_shown(number, call, len(leaves))
+        self._copying = True
+        # Copies, so that a unit that returns what it was called with has leaves of its own, too.
+        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._copying = False
+        for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                call.shapes[place] = tuple(leaf.shape)
+                self._origins.put(copy, {Leaf(number, place)})
+                inputs_in_leaf = self._inputs.of(leaf)
+                call.from_data[place] = bool(inputs_in_leaf)
+                self._inputs.add(copy, inputs_in_leaf)
+        self._current = None
+        return tree_unflatten(copies, call.spec)
 
-    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        name = self.stack.pop()
-        if self.current is not None and has_forward_hooks(module, besides=1):
-            self.shown.append((name, output))
-
-    def _unit(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.current is not None:  # a unit that is called within another
-                return run_call(module, *args, **kwargs)
-            number = self.current = len(self.recording.calls)
-            given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-            made = UnitCall(name, _NONE.union(*(self._of(tensor) for tensor in given)), tree_flatten(())[1], [], [])
-            made.draws = self._draws_of(given)
-            self.recording.calls.append(made)
-            output = run_call(module, *args, **kwargs)
-            leaves, made.spec = tree_flatten(output)
-            self._keep_shown(number, made, len(leaves))
-            self.quiet = True
-            # Copies, so that a unit that returns what it was given has leaves of its own, too.
-            copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            self.quiet = False
-            for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
-                made.shapes[place] = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
-                if isinstance(leaf, torch.Tensor):
-                    self.alive.append(copy)
-                    self.origins[storage_key(copy)] = frozenset({Leaf(number, place)})
-                    if storage_key(leaf) in self.from_data:
-                        made.from_data[place] = True
-                        self.from_data.add(storage_key(copy))
-            self.current = None
-            return tree_unflatten(copies, made.spec)
-
-        return call
-
-    def _keep_shown(self, number: int, made: UnitCall, returned: int) -> None:
+    def _keep_shown(self, number: int, call: UnitCall, returned: int) -> None:
         """Give what hooks were shown in a unit call places behind the `returned` leaves."""
-        made.shapes, made.from_data = [None] * returned, [False] * returned
+        call.shapes, call.from_data = [None] * returned, [False] * returned
         turns: dict[str, int] = {}
-        for name, output in self.shown:
+        for name, output in self._shown:
             leaves, spec = tree_flatten(output)
-            made.shown.append(Shown(name, turns.get(name, 0), spec, len(made.shapes)))
+            call.shown.append(Shown(name, turns.get(name, 0), spec, len(call.shapes)))
             turns[name] = turns.get(name, 0) + 1
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor):
-                    self.alive.append(leaf)
-                    self.origins[storage_key(leaf)] = frozenset({Leaf(number, len(made.shapes))})
-                made.from_data.append(isinstance(leaf, torch.Tensor) and storage_key(leaf) in self.from_data)
-                made.shapes.append(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None)
-        self.shown.clear()
+                    self._origins.put(leaf, {Leaf(number, len(call.shapes))})
+                call.from_data.append(isinstance(leaf, torch.Tensor) and bool(self._inputs.of(leaf)))
+                call.shapes.append(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None)
+        self._shown.clear()
 
-    def _of(self, tensor: torch.Tensor) -> Leaves:
-        return self.origins.get(storage_key(tensor), _NONE)
-
-    def _draws_of(self, tensors: list[torch.Tensor]) -> frozenset[int]:
-        nothing: frozenset[int] = frozenset()
-        return nothing.union(*(self.draws.get(storage_key(tensor), nothing) for tensor in tensors))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        if self.quiet or func.namespace == "prim":  # what it is on, its type: more than half of all calls, no values
-            return output
-        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        self._note_parameters(given)
-        made = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
-        written: list[torch.Tensor] = []
-        if names := writes_to(func):
-            by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-            written = [
-                leaf for name in names for leaf in tree_flatten(by_name.get(name))[0] if isinstance(leaf, torch.Tensor)
-            ]
-        origin = _NONE.union(*(self._of(tensor) for tensor in given))
-        for leaf in (leaf for tensor in written for leaf in self._of(tensor) if leaf.place != _INSIDE):
-            self.recording.calls[leaf.call].changed.add(leaf.place)
-        if self.current is not None:
-            origin = frozenset({Leaf(self.current, _INSIDE)})
-            self._note_cost(func, args, kwargs, output)
-        data = any(storage_key(tensor) in self.from_data for tensor in given)
-        known = {storage_key(tensor) for tensor in given}  # a window on them is what they are
-        changed = [*(tensor for tensor in made if storage_key(tensor) not in known), *written]
+    def operator(self, operation: Operation) -> None:
+        if self._copying:
+            return
+        self._note_parameters(operation.inputs)
+        for leaf in self._origins.of(*operation.written):
+            if leaf.place != _INSIDE:
+                self.recording.calls[leaf.call].changed.add(leaf.place)
+        operator, random = operation.operator, is_random(operation.operator)
         # An operator of somebody else's does not say whether it draws.
-        self.has_drawn |= is_random(func) or func.namespace not in ("aten", "prims")
-        drawn = self._draws_of(given) if self.current is None else frozenset[int]()
-        if self.current is None and is_random(func) and func.overloadpacket is not torch.ops.aten.bernoulli_:
-            # bernoulli_ is dropout, of which each stage may have its own.
-            drawn |= {self.draw_count}
-            self.draw_count += 1
-        self.alive += made
-        for tensor in changed:
-            self.origins[storage_key(tensor)] = origin | self._of(tensor)
-            if drawn:
-                self.draws[storage_key(tensor)] = drawn | self._draws_of([tensor])
-            if data:
-                self.from_data.add(storage_key(tensor))
-        return output
+        self.has_drawn |= random or operator.namespace not in ("aten", "prims")
+        if self._current is not None:
+            origins, draws = frozenset({Leaf(self._current, _INSIDE)}), frozenset[int]()
+            self._note_cost(self.recording.calls[self._current].unit, operation)
+        else:
+            origins, draws = self._origins.of(*operation.inputs), self._draws.of(*operation.inputs)
+            if random and operator.overloadpacket is not torch.ops.aten.bernoulli_:
+                # bernoulli_ is dropout, of which each stage may have its own.
+                draws |= {self._draw_count}
+                self._draw_count += 1
+        inputs = self._inputs.of(*operation.inputs)
+        known = {storage_key(tensor) for tensor in operation.inputs}  # a window on them is what they are
+        made = [tensor for tensor in operation.outputs if storage_key(tensor) not in known]
+        for tensor in (*made, *operation.written):
+            self._origins.add(tensor, origins)
+            self._draws.add(tensor, draws)
+            self._inputs.add(tensor, inputs)
 
-    def _note_parameters(self, given: list[torch.Tensor]) -> None:
-        for tensor in given:
-            name = self.parameters.get(storage_key(tensor))
-            if name is None:
-                continue
-            if self.current is not None:
-                self.recording.uses.setdefault(name, set()).add(self.current)
+    def _note_parameters(self, tensors: Sequence[torch.Tensor]) -> None:
+        for name in (name for tensor in tensors for name in self._parameters.of(tensor)):
+            if self._current is not None:
+                self.recording.uses.setdefault(name, set()).add(self._current)
             else:
                 self.recording.glue_uses.setdefault(name, len(self.recording.calls))
 
-    def _note_cost(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        count = flop_registry.get(func.overloadpacket)
+    def _note_cost(self, unit: str, operation: Operation) -> None:
+        count = flop_registry.get(operation.operator.overloadpacket)
         if count is not None:
-            assert self.current is not None
-            unit = self.recording.calls[self.current].unit
-            self.recording.costs[unit] = self.recording.costs.get(unit, 0.0) + count(*args, **kwargs, out_val=output)
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return fake.requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[Callable[[], bool]]:
-    """Put random states back afterwards; gives a function that says whether python's or numpy's have changed."""
-    states = random.getstate(), np.random.get_state()
-
-    def drew() -> bool:
-        return random.getstate() != states[0] or repr(np.random.get_state()) != repr(states[1])
-
-    try:
-        with saved_random_state(torch.device("cpu")):
-            yield drew
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+            flops = count(*operation.args, **operation.kwargs, out_val=operation.output)
+            self.recording.costs[unit] = self.recording.costs.get(unit, 0.0) + flops

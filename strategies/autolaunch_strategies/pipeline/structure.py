@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config.errors import first_line
 from autolaunch_strategies.pipeline.cut import Cutting
 from autolaunch_strategies.pipeline.record import Leaf, Recording, record
 
@@ -127,8 +128,9 @@ class Structures:
             except Exception as error:  # whatever a model raises on shapes alone
                 if several and _runs(lambda: self._try(leaves, spec, batched, size, training)):
                     raise _not_by_batch(leaves, spec, size, error) from error
-                first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-                log.warning("pp: this call can't be recorded (%s); it is taken to run as the first one", first_line)
+                log.warning(
+                    "pp: this call can't be recorded (%s); it is taken to run as the first one", first_line(error)
+                )
                 first = second = None
         recording = first or self.cutting.recording
         stage_of = self._stages_of(recording)
@@ -268,11 +270,11 @@ def _last(stage_of: tuple[int, ...], stage: int) -> int:
 
 def _not_by_batch(leaves: list[Any], spec: Any, size: int, error: Exception) -> ConfigError:
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ConfigError(
         "pp.microbatches",
         f"the model is called with tensors of shapes {', '.join(map(str, shapes))}, and it does not run with another "
-        f"number than {size} as their first dim ({first_line[:160]}), so they can't be cut into microbatches along it",
+        f"number than {size} as their first dim ({first_line(error)[:160]}), so they can't be cut into microbatches "
+        "along it",
         "a model that takes the batch as the first dim, or one microbatch",
         "pp.microbatches=1",
     )

@@ -155,8 +155,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         query, key, value, *_ = context.saved_tensors
-        made = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        for tensor, like in zip(made, (query, key, value), strict=True):
+        own_gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        for tensor, like in zip(own_gradients, (query, key, value), strict=True):
             if (dim := context.tape.dim_of(like)) is not None:
-                context.tape.divide(tensor, dim)
-        return (*made, None, None, None)
+                context.tape.shard(tensor, dim)
+        return (*own_gradients, None, None, None)

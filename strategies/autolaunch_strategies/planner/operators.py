@@ -1,7 +1,7 @@
 """What the operators of a recorded pass cost: products, bytes, kernels, and what is alive when.
 
 The pass runs on shapes alone. Bytes are those of the recorded batch; two passes with different batches tell what one
-sequence costs (see `module_profile`).
+sequence costs (see `assembly`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
-from autolaunch_strategies.planner.division import GATHERED, REDUCED, sharded_outputs, sharded_product
+from autolaunch_strategies.planner.division import GATHERED, REDUCED, SAME, sharded_outputs, sharded_product
 from autolaunch_strategies.planner.profile import Attention, MatMul
 from autolaunch_strategies.torch_private.tracing import storage_key
+from autolaunch_strategies.tracing.recorder import Observer, Operation
 from autolaunch_strategies.training.recompute import SAVE_GROUPS
 
 _NO_KERNEL = {
@@ -38,19 +37,19 @@ _KEPT = {name for names in SAVE_GROUPS.values() for name in names}
 
 @dataclass
 class Tally:
-    """What one part of a model cost in one recorded pass. Of a pair of bytes the second is what mp divides."""
+    """What one part of a model cost in one recorded pass. Of a pair of bytes the second is what mp shards."""
 
     matmuls: list[MatMul] = field(default_factory=list)
     attention: list[tuple[Attention, bool]] = field(default_factory=list)
-    """With whether heads are divided."""
+    """With whether heads are sharded."""
     heads: list[int] = field(default_factory=list)
     """Of every call of scaled_dot_product_attention, whatever computes it."""
     moved: list[float] = field(default_factory=lambda: [0.0, 0.0])
     kernels: list[int] = field(default_factory=lambda: [0, 0])
     saved: dict[int, tuple[int, bool]] = field(default_factory=dict)
-    """Memory -> (bytes, whether divided)."""
+    """Memory -> (bytes, whether sharded)."""
     gathered: set[int] = field(default_factory=set)
-    """Memory of whole inputs of column-wise layers: they are gathered where sequence parallelism divides the rest."""
+    """Memory of whole inputs of column-wise layers: they are gathered where sequence parallelism shards the rest."""
     selective: list[float] = field(default_factory=lambda: [0.0, 0.0])
     exchanges: int = 0
     exchanged: float = 0.0
@@ -60,75 +59,71 @@ class Tally:
 
     def gathered_bytes(self) -> int:
         """Of what is saved, what sequence parallelism leaves whole."""
-        return sum(size for key, (size, divided) in self.saved.items() if key in self.gathered and not divided)
+        return sum(size for key, (size, sharded) in self.saved.items() if key in self.gathered and not sharded)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """(of all, of what is divided)."""
+        """(of all, of what is sharded)."""
         sizes = list(self.saved.values())
-        return sum(size for size, _ in sizes), sum(size for size, divided in sizes if divided)
+        return sum(size for size, _ in sizes), sum(size for size, sharded in sizes if sharded)
 
 
-class Tape(TorchDispatchMode):
+class Tape(Observer):
     """Follows a pass: charges what runs to `tally`, and writes down in `events` what is allocated and freed."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.tally = Tally()
         self.backward = False
-        """In a backward pass only memory and division are followed."""
+        """In a backward pass only memory and sharding are followed."""
         self.quiet = False
         self.unseen = False
         """Memory that is made now is registered later."""
         self.events: list[tuple[int, bool, int]] = []
-        """(bytes, whether divided, its own place) of each allocation; when it is freed (the same negative, the place of
+        """(bytes, whether sharded, its own place) of each allocation; when it is freed (the same negative, the place of
         the allocation)."""
         self.parameters: dict[int, str] = {}
         """Memory of parameters and buffers -> name."""
         self.used: dict[str, list[Tally]] = {}
         """Parameter -> the tallies of the parts that use it."""
         self.head_counts: set[int] = set()
-        """Into how many parts views cut dims that mp divides."""
+        """Into how many parts views cut dims that mp shards."""
         self._alive: dict[int, tuple[weakref.ref, int, bool]] = {}
         self._dims: dict[int, dict[Any, int]] = {}
 
     # --- memory ---
 
-    def add_state(self, name: str, tensor: torch.Tensor, divided: int | None) -> None:
-        """Make a parameter or buffer known; it is no activation."""
+    def add_state(self, name: str, tensor: torch.Tensor, dim: int | None) -> None:
+        """Make a parameter or buffer known, with the dim along which mp shards it; it is no activation."""
         self.parameters[storage_key(tensor)] = name
-        if divided is not None:
-            self.divide(tensor, divided)
+        if dim is not None:
+            self.shard(tensor, dim)
 
-    def divide(self, tensor: torch.Tensor, dim: int) -> None:
-        """From here on mp divides this tensor."""
-        self._dims.setdefault(storage_key(tensor), {})[_place(tensor)] = dim
+    def shard(self, tensor: torch.Tensor, dim: int) -> None:
+        """From here on mp shards this tensor."""
+        self._dims.setdefault(storage_key(tensor), {})[_window(tensor)] = dim
 
     def dim_of(self, tensor: torch.Tensor) -> int | None:
-        """Along which dim mp divides a tensor."""
-        known = self._dims.get(storage_key(tensor))
-        return known.get(_place(tensor)) if known else None
+        """Along which dim mp shards a tensor."""
+        dims = self._dims.get(storage_key(tensor))
+        return dims.get(_window(tensor)) if dims else None
 
     def bytes_of(self, tensor: torch.Tensor) -> tuple[int, bool]:
-        """(bytes of the memory that a tensor is in, whether that is divided)."""
-        found = self._alive.get(storage_key(tensor))
-        return (found[1], found[2]) if found else (tensor.untyped_storage().nbytes(), False)
+        """(bytes of the memory that a tensor is in, whether that is sharded)."""
+        entry = self._alive.get(storage_key(tensor))
+        return (entry[1], entry[2]) if entry else (tensor.untyped_storage().nbytes(), False)
 
-    def _register(self, tensor: torch.Tensor, divided: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+    def _register(self, tensor: torch.Tensor, sharded: bool) -> None:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key in self._alive or key in self.parameters:
             return
-        size = storage.nbytes()
-
-        born = len(self.events)
+        size, born = storage.nbytes(), len(self.events)
 
         def freed(_: Any) -> None:
-            if (known := self._alive.pop(key, None)) is not None:
+            if (entry := self._alive.pop(key, None)) is not None:
                 self._dims.pop(key, None)
-                self.events.append((-size, known[2], born))
+                self.events.append((-size, entry[2], born))
 
-        self._alive[key] = (weakref.ref(storage, freed), size, divided)
-        self.events.append((size, divided, born))
+        self._alive[key] = (weakref.ref(storage, freed), size, sharded)
+        self.events.append((size, sharded, born))
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A hook for what autograd saves."""
@@ -148,97 +143,90 @@ class Tape(TorchDispatchMode):
 
     # --- operators ---
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is getattr(torch.ops.aten, "_grouped_mm", None):
-            output = _grouped_result(*args[:2], *args[2:3], **(kwargs or {}))
-        else:
-            output = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":
-            return output
-        outputs = (
-            [output] if isinstance(output, torch.Tensor)
-            else [item for item in tree_flatten(output)[0] if isinstance(item, torch.Tensor)]
-        )  # fmt: skip
-        leaves = tree_flatten((args, kwargs))[0] if kwargs or any(type(arg) in (list, tuple) for arg in args) else args
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        name = func.overloadpacket.__name__
-        dims = {id(tensor): dim for tensor in given if (dim := self.dim_of(tensor)) is not None} if self._dims else {}
-        divided = bool(dims)
-        if not self.quiet and not self.backward:
-            for tensor in given:
-                used = self.parameters.get(storage_key(tensor))
-                if used is not None:
-                    users = self.used.setdefault(used, [])
-                    if not users or users[-1] is not self.tally:
-                        users.append(self.tally)
-        if name in _PRODUCTS or name in _GROUPED or name == "linear":
-            exchange = self._product(name, args, given, dims, outputs)
-        elif dims:
-            pointwise = torch.Tag.pointwise in func.tags
-            if name == "embedding":
-                found: list[int | None] = [None]
-                exchange = REDUCED
-            else:
-                found, exchange = sharded_outputs(name, pointwise, args, dims, outputs)
-            for tensor, dim in zip(outputs, found, strict=False):
-                if dim is not None:
-                    self.divide(tensor, dim)
-                    before = given[0].shape[dims[id(given[0])]] if id(given[0]) in dims else 0
-                    if not self.backward and func.is_view and tensor.shape[dim] < before:
-                        self.head_counts.add(tensor.shape[dim])
-        else:
-            exchange = ""
+    @property
+    def _charging(self) -> bool:
+        return not self.quiet and not self.backward
+
+    def operator(self, operation: Operation) -> None:
+        inputs, outputs = operation.inputs, operation.outputs
+        dims = {id(tensor): dim for tensor in inputs if (dim := self.dim_of(tensor)) is not None} if self._dims else {}
+        if self._charging:
+            self._note_users(inputs)
+        exchange = self._shard_outputs(operation, dims)
         if not self.unseen:
             for tensor in outputs:
                 self._register(tensor, self.dim_of(tensor) is not None)
-        if self.quiet or self.backward:
-            return output
+        if not self._charging:
+            return
         if exchange:
-            self._exchange(exchange, given, dims, outputs)
-        if getattr(func, "is_view", False) or name in _NO_KERNEL:
-            return output
-        self._charge(func, name, args, given, outputs, divided)
-        return output
+            self.tally.exchanges += 1
+            self.tally.exchanged += (
+                sum(_size(tensor) for tensor in outputs)
+                if exchange == REDUCED
+                else sum(_size(tensor) for tensor in inputs if id(tensor) in dims) / 2
+            )
+        if not getattr(operation.operator, "is_view", False) and operation.name not in _NO_KERNEL:
+            self._charge(operation, bool(dims))
 
-    def _exchange(self, kind: str, given: Sequence[torch.Tensor], dims: Any, outputs: Sequence[torch.Tensor]) -> None:
-        moved = (
-            sum(_size(tensor) for tensor in outputs)
-            if kind == REDUCED
-            else sum(_size(tensor) for tensor in given if id(tensor) in dims) / 2
-        )
-        self.tally.exchanges += 1
-        self.tally.exchanged += moved
+    def _note_users(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            parameter = self.parameters.get(storage_key(tensor))
+            if parameter is not None:
+                users = self.used.setdefault(parameter, [])
+                if not users or users[-1] is not self.tally:
+                    users.append(self.tally)
 
-    def _charge(
-        self, func: Any, name: str, args: Any, given: list[torch.Tensor], outputs: list[torch.Tensor], divided: bool
-    ) -> None:
-        tally = self.tally
-        divided = divided or any(self.dim_of(tensor) is not None for tensor in outputs)
-        tally.operators.append((func, *(tensor.shape for tensor in (*given, *outputs))))
+    def _shard_outputs(self, operation: Operation, dims: dict[int, int]) -> str:
+        """Note what is sharded of the outputs, and charge matrix products; what ranks exchange.
+
+        Args:
+            dims: `id` of a sharded input -> along which dim.
+        """
+        name, inputs, outputs = operation.name, operation.inputs, operation.outputs
+        if _is_product(name):
+            return self._product(operation, dims)
+        if not dims:
+            return SAME
+        if name == "embedding":
+            return REDUCED
+        pointwise = torch.Tag.pointwise in operation.operator.tags
+        output_dims, exchange = sharded_outputs(name, pointwise, operation.args, dims, outputs)
+        whole = inputs[0].shape[dims[id(inputs[0])]] if id(inputs[0]) in dims else 0
+        for tensor, dim in zip(outputs, output_dims, strict=False):
+            if dim is not None:
+                self.shard(tensor, dim)
+                if not self.backward and operation.operator.is_view and tensor.shape[dim] < whole:
+                    self.head_counts.add(tensor.shape[dim])
+        return exchange
+
+    def _charge(self, operation: Operation, reads_sharded: bool) -> None:
+        tally, name, inputs, outputs = self.tally, operation.name, operation.inputs, operation.outputs
+        sharded = reads_sharded or any(self.dim_of(tensor) is not None for tensor in outputs)
+        tally.operators.append((operation.operator, *(tensor.shape for tensor in (*inputs, *outputs))))
         tally.kernels[0] += 1
-        tally.kernels[1] += divided
+        tally.kernels[1] += sharded
         if name in _KEPT:
             for tensor in outputs:
                 tally.selective[0] += _size(tensor)
                 tally.selective[1] += _size(tensor) if self.dim_of(tensor) is not None else 0
-        if name in _PRODUCTS or name in _GROUPED or name == "linear":
+        if _is_product(name):
             return
         if name == "convolution":
-            self._convolution(args, outputs[0])
+            self._convolution(operation.args, outputs[0])
             return
         if name in _ATTENTION:
-            query, key, value = args[:3]
-            names = [argument.name for argument in func._schema.arguments]
-            causal = bool(dict(zip(names, args, strict=False)).get("is_causal", False))
+            query, key, value = operation.args[:3]
+            names = [argument.name for argument in operation.operator._schema.arguments]
+            causal = bool(dict(zip(names, operation.args, strict=False)).get("is_causal", False))
             self.attention(query, key, value, causal)
             return
         if name in _LOOKUPS:
-            moved = 2 * sum(_size(tensor) for tensor in outputs) + sum(_size(tensor) for tensor in given[1:])
+            moved = 2 * sum(_size(tensor) for tensor in outputs) + sum(_size(tensor) for tensor in inputs[1:])
         else:
-            moved = sum(_size(tensor) for tensor in {id(item): item for item in given}.values())
+            moved = sum(_size(tensor) for tensor in {id(item): item for item in inputs}.values())
             moved += sum(_size(tensor) for tensor in outputs)
         tally.moved[0] += moved
-        tally.moved[1] += moved if any(self.dim_of(tensor) is not None for tensor in (*given, *outputs)) else 0
+        tally.moved[1] += moved if sharded else 0
 
     def attention(self, query: Any, key: Any, value: Any, causal: bool) -> None:
         """Charge one call of fused attention; q, k, v are [..., heads, s, d]."""
@@ -246,12 +234,12 @@ class Tape(TorchDispatchMode):
         key_heads = key.shape[-3] if key.dim() > 2 else 1
         width = (query.shape[-1] + value.shape[-1]) // 2
         count = query.numel() // max(1, heads * query.shape[-2] * query.shape[-1])
-        divided = self.dim_of(query) is not None
+        sharded = self.dim_of(query) is not None
         if query.shape[-2] == key.shape[-2]:
             call = Attention(heads, key_heads, width, query.shape[-2], causal, count)
-            self.tally.attention.append((call, divided))
+            self.tally.attention.append((call, sharded))
             return
-        which = "count" if divided else ""
+        which = "count" if sharded else ""
         self.tally.matmuls += [
             MatMul(query.shape[-2], query.shape[-1], key.shape[-2], heads * count, which),
             MatMul(query.shape[-2], key.shape[-2], value.shape[-1], heads * count, which),
@@ -261,55 +249,54 @@ class Tape(TorchDispatchMode):
         self, query: Any, key: Any, value: Any, causal: bool, result: torch.Tensor, sums: torch.Tensor
     ) -> None:
         """Charge a kernel for attention that is no operator of the recorded pass: its output and one sum per row."""
-        divided = self.dim_of(query)
+        dim = self.dim_of(query)
+        sharded = dim is not None
         for tensor in (result, sums):
-            if divided is not None:
-                self.divide(tensor, divided)
-            self._register(tensor, divided is not None)
+            if dim is not None:
+                self.shard(tensor, dim)
+            self._register(tensor, sharded)
         if self.backward:
             return
         self.tally.operators.append(("attention", query.shape, key.shape, causal))
         self.tally.kernels[0] += 1
-        self.tally.kernels[1] += divided is not None
+        self.tally.kernels[1] += sharded
         size = _size(result) + _size(sums)
         self.tally.selective[0] += size
-        self.tally.selective[1] += size if divided is not None else 0
+        self.tally.selective[1] += size if sharded else 0
         self.attention(query, key, value, causal)
 
-    def _product(
-        self, name: str, args: Any, given: list[torch.Tensor], dims: dict[int, int], outputs: list[torch.Tensor]
-    ) -> str:
-        """Charge a matrix product and divide its result; what ranks exchange for it."""
-        first = _PRODUCTS.get(name, 0)
-        left, right = args[first], args[first + 1]
-        result = outputs[0]
+    def _product(self, operation: Operation, dims: dict[int, int]) -> str:
+        """Charge a matrix product and note what is sharded of its result; what ranks exchange for it."""
+        name, result = operation.name, operation.outputs[0]
+        place = _PRODUCTS.get(name, 0)
+        left, right = operation.args[place : place + 2]
         if name in _GROUPED:
             self._grouped(left, right)
-            return GATHERED if dims else ""
-        to_right = dims.get(id(right))
+            return GATHERED if dims else SAME
+        left_dim, right_dim = dims.get(id(left)), dims.get(id(right))
         if name == "linear":  # [..., inner] x [columns, inner]
             which, dim, exchange = sharded_product(
-                1 if dims.get(id(left)) == left.dim() - 1 else None if id(left) not in dims else 0,
-                None if to_right is None else 1 - to_right,
+                None if left_dim is None else int(left_dim == left.dim() - 1),
+                None if right_dim is None else 1 - right_dim,
                 False,
             )
-            dim = None if dim is None else result.dim() - 1 if dim == 1 else dims[id(left)]
+            dim = None if dim is None else result.dim() - 1 if dim == 1 else left_dim
             shape = (left.numel() // left.shape[-1], left.shape[-1], right.shape[0], 1)
         else:
             batched = left.dim() == 3
-            which, dim, exchange = sharded_product(dims.get(id(left)), to_right, batched)
+            which, dim, exchange = sharded_product(left_dim, right_dim, batched)
             shape = (left.shape[-2], left.shape[-1], right.shape[-1], left.shape[0] if batched else 1)
         if dim is not None:
-            self.divide(result, dim)
-        if not self.quiet and not self.backward and all(shape):
-            if which == "columns" and id(left) not in dims:
+            self.shard(result, dim)
+        if self._charging and all(shape):
+            if which == "columns" and left_dim is None:
                 self.tally.gathered.add(storage_key(left))
             self.tally.matmuls.append(MatMul(*shape, which, name in _KEPT))
         return exchange
 
     def _grouped(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Rows [n, inner] that are shared out among experts [e, inner, columns]."""
-        if self.quiet or self.backward or right.dim() != 3 or left.dim() != 2:
+        if not self._charging or right.dim() != 3 or left.dim() != 2:
             return
         experts = right.shape[0]
         self.tally.matmuls.append(
@@ -325,8 +312,7 @@ class Tape(TorchDispatchMode):
         self.tally.matmuls.append(MatMul(rows, inner, weight.shape[0] // groups, groups, kept=False))
 
 
-def _grouped_result(left: torch.Tensor, right: torch.Tensor, offs: Any = None, **_: Any) -> torch.Tensor:
-    """What `_grouped_mm` returns; torch's own function for shapes knows bf16 alone, kernels know more types."""
+def _grouped_result(left: torch.Tensor, right: torch.Tensor, offs: Any = None, *_: Any, **__: Any) -> torch.Tensor:
     if left.dim() == 2 and right.dim() == 2:
         shape = (offs.shape[0], left.shape[0], right.shape[1])
     else:
@@ -336,7 +322,15 @@ def _grouped_result(left: torch.Tensor, right: torch.Tensor, offs: Any = None, *
     return left.new_empty(shape)
 
 
-def _place(tensor: torch.Tensor) -> Any:
+FAKES = {getattr(torch.ops.aten, "_grouped_mm", None): _grouped_result}
+"""For `Recorder`: torch's own function for the shapes of `_grouped_mm` knows bf16 alone, kernels know more types."""
+
+
+def _is_product(name: str) -> bool:
+    return name in _PRODUCTS or name in _GROUPED or name == "linear"
+
+
+def _window(tensor: torch.Tensor) -> Any:
     return tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
 
 

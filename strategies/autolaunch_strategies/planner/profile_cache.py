@@ -111,6 +111,6 @@ def _source(module: str) -> tuple[str, str]:
 
 def _own_sources() -> list[tuple[str, int, int]]:
     """This package's files: a profile that an older version made is not read."""
-    directory = Path(autolaunch_strategies.planner.__file__).parent
-    wanted = [*directory.glob("*.py"), *directory.parent.glob("plan/*.py")]
-    return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in wanted)
+    rooms = Path(autolaunch_strategies.planner.__file__).parent.parent
+    files = [path for room in ("planner", "plan", "tracing") for path in (rooms / room).glob("*.py")]
+    return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)

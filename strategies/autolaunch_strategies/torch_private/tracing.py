@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +21,14 @@ def is_random(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
-def writes_to(operator: Any) -> list[str]:
+@functools.cache
+def writes_to(operator: Any) -> tuple[str, ...]:
     """Names of the arguments that an `OpOverload` changes in place."""
-    return [
+    return tuple(
         argument.name
         for argument in operator._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    )
 
 
 @contextmanager

@@ -1,0 +1,319 @@
+"""The profile of a model, put together from what its passes showed.
+
+One pass shows which blocks run the same operators; two more, with two and with three sequences, what a block of each
+kind and the rest cost: the difference is what one sequence costs, and what does not depend on the batch (tables of
+positions, copies of weights) drops out of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autolaunch_strategies.planner.first_look import FirstLook
+from autolaunch_strategies.planner.measured_pass import MeasuredPass, Span
+from autolaunch_strategies.planner.operators import Tally
+from autolaunch_strategies.planner.profile import Attention, MatMul, ModelProfile, Part
+from autolaunch_strategies.planner.subject import ParameterSharding, Subject
+
+
+@dataclass
+class Assembly:
+    """What passes showed, put together."""
+
+    subject: Subject
+    sharding: ParameterSharding
+    look: FirstLook
+    """With one sequence."""
+    two: MeasuredPass
+    """With two sequences."""
+    three: MeasuredPass
+    """With three sequences."""
+    positions: int
+    """Of a sequence."""
+    replaced: Mapping[str, str]
+    """Parts that can't run on shapes alone, and why."""
+
+    def profile(self, name: str) -> ModelProfile:
+        """The profile, called `name`."""
+        look, two, three = self.look, self.two, self.three
+        of_blocks = self._block_parameters()
+        before_names, shared = self._parameters_before(of_blocks)
+        firsts = list(dict.fromkeys(look.kind_of.values()))
+        inside = {self.subject.prefix + item for item in itertools.chain(before_names, *of_blocks.values())}
+        after_names = [
+            item.removeprefix(self.subject.prefix)
+            for item, _ in self.subject.root.named_parameters()
+            if item not in inside
+        ]
+        before = self._part("before", look.before, two.before, three.before, before_names)
+        kinds = tuple(self._block(first, of_blocks[first]) for first in firsts)
+        after = self._part("after", look.after, two.after, three.after, after_names)
+        after = _with_loss(after, two.loss.tally, three.loss.tally)
+        if firsts:  # scores are what the loss begins with
+            missing = self._kept_by_nobody()
+            after = dataclasses.replace(
+                after,
+                saved_bytes=after.saved_bytes + missing[0],
+                sharded_saved_bytes=after.sharded_saved_bytes + missing[1],
+                peak_bytes=0,
+                sharded_peak_bytes=0,
+            )
+        # An embedding that is sharded by the vocabulary costs an exchange in the forward pass alone, a head in the
+        # backward pass: half of what one exchange in both costs.
+        before = dataclasses.replace(
+            before, exchange_bytes=before.exchange_bytes / 2, output_bytes=kinds[0].output_bytes if kinds else 0
+        )
+        element_bytes = three.element_bytes
+        head_inputs = [item.rows * item.inner * element_bytes for item in after.matmuls if item.divided == "columns"]
+        if head_inputs and not after.exchanges:
+            after = dataclasses.replace(
+                after, exchanges=len(head_inputs), exchange_bytes=sum(head_inputs) / len(head_inputs) / 2
+            )
+        begins = [item.after.begin if firsts else item.before.begin for item in (two, three)]
+        loss = _peak(
+            [(begin, item.loss.begin, item.loss.end) for begin, item in zip(begins, (two, three), strict=True)],
+            (two, three),
+            _minus(three.loss.kept, two.loss.kept),
+        )
+        counts = [count for span in two.kinds.values() for count in span.tally.heads]
+        heads = math.gcd(*counts) if counts else None
+        return ModelProfile(
+            name=name,
+            positions=self.positions,
+            before=before,
+            kinds=kinds,
+            blocks=tuple(firsts.index(look.kind_of[block]) for block in look.order),
+            block_names=tuple(look.order),
+            after=after,
+            loss_bytes=loss[0],
+            sharded_loss_bytes=loss[1],
+            shared_parameters=shared,
+            element_bytes=element_bytes,
+            mp_sizes=self._mp_sizes(),
+            heads=heads,
+            refused=self._refused(heads),
+        )
+
+    # --- parameters ---
+
+    def _block_parameters(self) -> dict[str, list[str]]:
+        """Block that runs -> its parameters, by their names in the model."""
+        return {
+            name: [f"{name}.{own}" for own, _ in self.subject.blocks[name].named_parameters()]
+            for name in self.look.order
+        }
+
+    def _parameters_before(self, of_blocks: Mapping[str, list[str]]) -> tuple[list[str], int]:
+        """(parameters of what runs before the blocks, elements of those that what runs after them uses, too)."""
+        inside = {parameter for names in of_blocks.values() for parameter in names}
+        two, names, shared = self.two, [], 0
+        for name, parameter in self.subject.model.named_parameters():
+            users = two.tape.used.get(name, ())
+            if name in inside or not any(user is two.before.tally for user in users):
+                continue
+            names.append(name)
+            shared += parameter.numel() if any(user is two.after.tally for user in users) else 0
+        return names, shared
+
+    def _counts(self, names: Sequence[str]) -> tuple[int, int]:
+        """(elements of parameters, of which sharded)."""
+        sizes = {name: item.numel() for name, item in self.subject.root.named_parameters()}
+        known = {name: sizes.get(self.subject.prefix + name, sizes.get(name, 0)) for name in names}
+        return sum(known.values()), sum(size for name, size in known.items() if name in self.sharding.dims)
+
+    # --- parts ---
+
+    def _block(self, first: str, names: Sequence[str]) -> Part:
+        two, three = self.two.kinds[first], self.three.kinds[first]
+        part = self._part(type(self.subject.blocks[first]).__name__, self.look.blocks[first], two, three, names)
+        selective = _minus(three.tally.selective, two.tally.selective)
+        twice = self._kept_twice(first)
+        return dataclasses.replace(
+            part,
+            matmuls=(*part.matmuls, *self._replaced_products(first)),
+            saved_bytes=part.saved_bytes - twice[0],
+            sharded_saved_bytes=part.sharded_saved_bytes - twice[1],
+            selective_bytes=selective[0] + three.input - two.input,
+            sharded_selective_bytes=selective[1],
+            output_bytes=three.output - two.output,
+        )
+
+    def _kept_twice(self, first: str) -> tuple[float, float]:
+        """What a block of this kind returns and keeps itself, if what follows the first of them keeps it as well."""
+        if not self._is_kept_behind(self.look.order.index(first)):
+            return 0.0, 0.0
+        return _minus(self.three.kinds[first].saved_output, self.two.kinds[first].saved_output)
+
+    def _kept_by_nobody(self) -> tuple[float, float]:
+        """What was taken to be kept by whoever follows a block, where that one does not."""
+        size = sharded = 0.0
+        for place, name in enumerate(self.look.order):
+            if not self._is_kept_behind(place):
+                twice = self._kept_twice(self.look.kind_of[name])
+                size, sharded = size + twice[0], sharded + twice[1]
+        return size, sharded
+
+    def _is_kept_behind(self, place: int) -> bool:
+        """Whether what follows block number `place` keeps what that returns."""
+        if place + 1 == len(self.look.order):
+            return self.two.after.saved_input
+        return self.two.kinds[self.look.kind_of[self.look.order[place + 1]]].saved_input
+
+    def _part(self, name: str, one: Tally, two: Span, three: Span, names: Sequence[str]) -> Part:
+        parameters, sharded_parameters = self._counts(names)
+        less, more = two.tally, three.tally
+        moved = _minus(more.moved, less.moved)
+        saved = _minus(more.saved_bytes(), less.saved_bytes())
+        peak = _peak(
+            [(two.begin, two.begin, two.end), (three.begin, three.begin, three.end)],
+            (self.two, self.three),
+            _minus(three.kept, two.kept),
+        )
+        matmuls, attention = _calls(one, less)
+        return Part(
+            name=name,
+            parameters=parameters,
+            sharded_parameters=sharded_parameters,
+            matmuls=matmuls,
+            attention=attention,
+            moved_bytes=moved[0],
+            sharded_moved_bytes=moved[1],
+            kernels=less.kernels[0],
+            sharded_kernels=less.kernels[1],
+            saved_bytes=saved[0],
+            sharded_saved_bytes=saved[1],
+            gathered_saved_bytes=more.gathered_bytes() - less.gathered_bytes(),
+            peak_bytes=peak[0],
+            sharded_peak_bytes=peak[1],
+            exchanges=less.exchanges,
+            exchange_bytes=(more.exchanged - less.exchanged) / less.exchanges if less.exchanges else 0.0,
+        )
+
+    def _replaced_products(self, block: str) -> Iterator[MatMul]:
+        """Products of the parts of a block that can't run on shapes alone, such as experts that ask who has tokens.
+
+        An approximation: every matrix [.., out, in] is taken to meet all positions once, or the share of them that
+        the attributes of the part tell (experts per token among all). Their saved bytes are not known.
+        """
+        for name in self.replaced:
+            if name != block and not name.startswith(f"{block}."):
+                continue
+            module = self.subject.model.get_submodule(name)
+            holders = (module, getattr(module, "config", None))
+            chosen = _first_number(holders, ("top_k", "num_experts_per_tok", "num_experts_per_token"))
+            of = _first_number(holders, ("num_experts", "num_local_experts", "n_routed_experts"))
+            share = chosen / of if chosen and of else 1.0
+            for parameter in module.parameters():
+                if parameter.dim() >= 2:
+                    columns, inner = parameter.shape[-2:]
+                    yield MatMul(self.positions, inner, columns, parameter.shape[:-2].numel() * share)
+
+    # --- what fits ---
+
+    def _mp_sizes(self) -> tuple[int, ...]:
+        sizes = set(self.two.tape.head_counts)
+        prefixes = tuple(f"{block}." for block in self.look.order)
+        for name, parameter in self.subject.model.named_parameters():
+            dim = self.sharding.dims.get(name)
+            if dim is not None and parameter.dim() > 1 and name.startswith(prefixes):
+                sizes.add(parameter.shape[dim])
+        return tuple(sorted(sizes))
+
+    def _refused(self, heads: int | None) -> dict[str, str]:
+        refused = {}
+        if self.sharding.refused:
+            refused["mp"] = self.sharding.refused
+        if not self.look.order:
+            refused["pp"] = "it has no repeated blocks, so nothing says where to cut"
+            refused["cp"] = "it has no repeated blocks whose sequences could be divided"
+        elif heads is None:
+            refused["cp"] = "none of its blocks calls scaled_dot_product_attention, so positions can't be divided"
+        return refused
+
+
+def _first_number(holders: Sequence[Any], names: Sequence[str]) -> int | None:
+    values = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _calls(one: Tally, two: Tally) -> tuple[tuple[MatMul, ...], Attention | None]:
+    """(products, equal ones counted; the kind of fused attention, other kinds as products).
+
+    Args:
+        one: of one sequence.
+        two: of the same with two sequences: what mp shards may depend on that, since heads that are joined with a
+            batch of one are a dim of their own.
+    """
+    products: dict[MatMul, float] = {}
+    alike = len(one.matmuls) == len(two.matmuls)
+    for place, item in enumerate(one.matmuls):
+        key = dataclasses.replace(item, count=1, divided=two.matmuls[place].divided if alike else item.divided)
+        products[key] = products.get(key, 0) + item.count
+    calls: dict[Attention, int] = {}
+    for call, _ in one.attention:
+        kind = dataclasses.replace(call, count=1)
+        calls[kind] = calls.get(kind, 0) + call.count
+    attention: Attention | None = None
+    for call, count in calls.items():
+        if attention is None:
+            attention = dataclasses.replace(call, count=count)
+            continue
+        rows = call.positions / 2 if call.causal else call.positions
+        which = "count" if any(sharded for _, sharded in one.attention) else ""
+        for shape in ((call.head_dim, int(rows)), (int(rows), call.head_dim)):
+            key = MatMul(call.positions, *shape, 1, which)
+            products[key] = products.get(key, 0) + call.heads * count
+    return tuple(dataclasses.replace(key, count=count) for key, count in products.items()), attention
+
+
+def _with_loss(part: Part, two: Tally, three: Tally) -> Part:
+    """What runs after the blocks, with the loss."""
+    moved = _minus(three.moved, two.moved)
+    saved = _minus(three.saved_bytes(), two.saved_bytes())
+    return dataclasses.replace(
+        part,
+        matmuls=part.matmuls + tuple(dataclasses.replace(item, count=item.count / 2) for item in two.matmuls),
+        saved_bytes=part.saved_bytes + saved[0],
+        sharded_saved_bytes=part.sharded_saved_bytes + saved[1],
+        moved_bytes=part.moved_bytes + moved[0],
+        sharded_moved_bytes=part.sharded_moved_bytes + moved[1],
+        kernels=part.kernels + two.kernels[0],
+        sharded_kernels=part.sharded_kernels + two.kernels[1],
+    )
+
+
+def _minus(left: Sequence[float], right: Sequence[float]) -> tuple[float, float]:
+    return left[0] - right[0], left[1] - right[1]
+
+
+def _peak(
+    stretches: Sequence[tuple[int, int, int]], passes: tuple[MeasuredPass, MeasuredPass], kept: tuple[float, float]
+) -> tuple[float, float]:
+    """(most bytes of one sequence that are alive at one moment beyond `kept`, the share of it that mp shards).
+
+    Args:
+        stretches: per pass (where to count from, from where the moment may be, end), as places in the tape's events.
+    """
+    (begin, after, end), (other_begin, other_after, other_end) = stretches
+    two, three = passes[0].tape.events[begin:end], passes[1].tape.events[other_begin:other_end]
+    aligned = len(two) == len(three) and after - begin == other_after - other_begin
+    if aligned:
+        changes = [(second[0] - first[0], second[1], second[2]) for first, second in zip(two, three, strict=True)]
+    else:  # another order of events: then a third of what three sequences take
+        changes = [(size // 3, sharded, born) for size, sharded, born in three]
+    ahead = other_after - other_begin
+    alive = sharded_alive = most = share = 0.0
+    for place, (size, is_sharded, born) in enumerate(changes):
+        if born < other_begin:  # freed here, but not made here
+            continue
+        alive += size
+        sharded_alive += size if is_sharded else 0.0
+        if place >= ahead and alive > most:
+            most, share = alive, sharded_alive
+    most = max(0.0, most - kept[0])
+    return most, min(most, max(0.0, share - kept[1]))

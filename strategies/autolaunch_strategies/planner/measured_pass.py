@@ -1,0 +1,215 @@
+"""One pass with a batch, forward and backward: one block of each kind by itself, and everything around the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from autolaunch_strategies.planner.first_look import FirstLook
+from autolaunch_strategies.planner.model_call import ModelCall
+from autolaunch_strategies.planner.operators import Tally, Tape
+from autolaunch_strategies.torch_private.calls import run_call
+from autolaunch_strategies.torch_private.tracing import storage_key
+from autolaunch_strategies.tracing.tensors import tensors_in
+
+
+@dataclass
+class Span:
+    """What a part cost, and its stretch of the tape's events."""
+
+    tally: Tally = field(default_factory=Tally)
+    begin: int = 0
+    end: int = 0
+    kept: tuple[int, int] = (0, 0)
+    """(bytes that were made in it and are kept for its backward pass, of which sharded)."""
+    output: int = 0
+    input: int = 0
+    saved_input: bool = False
+    """Whether what goes from block to block is kept by it."""
+    saved_output: tuple[int, int] = (0, 0)
+    """Of what it keeps, what it returns: that is kept by who gets it, too, if that one keeps its input."""
+
+
+class MeasuredPass:
+    """What one pass with one batch costs.
+
+    Args:
+        args, kwargs: what the model is called with.
+
+    Raises:
+        Untraceable: it can't run on shapes alone.
+    """
+
+    def __init__(self, model_call: ModelCall, look: FirstLook, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self.tape = Tape()
+        self.before, self.after, self.loss = Span(), Span(), Span()
+        self.kinds: dict[str, Span] = {}
+        """Name of the first block of a kind -> its costs."""
+        self.element_bytes = 4
+        """Of what a block returns."""
+        self._look = look
+        self._count = 0
+        self._turns: dict[str, int] = {}
+        self._outputs: dict[tuple[str, int], tuple[TreeSpec, list[Any]]] = {}
+        """(first block of a kind, number of its call) -> what it returned."""
+        self._last_output: set[int] = set()
+        """Memory of what stands for the last block's output."""
+        self._run(model_call, args, kwargs)
+
+    def _run(self, model_call: ModelCall, args: Any, kwargs: Mapping[str, Any]) -> None:
+        tape = self.tape
+        with model_call.on(tape, args, kwargs, self._block) as call:
+            tape.tally = self.before.tally
+            with torch.autograd.graph.saved_tensors_hooks(tape.pack, _as_it_is):
+                output = call()
+                self.after.end = self.loss.begin = len(tape.events)
+                self.after.saved_input = any(key in self.after.tally.saved for key in self._last_output)
+                around = self.after if self._look.calls else self.before
+                around.end, around.kept = self.after.end, around.tally.saved_bytes()
+                tape.tally = self.loss.tally
+                loss = default_loss(output) if model_call.loss is None else model_call.loss(output)
+                of_loss = self.loss.tally.saved_bytes()
+                self.loss.kept = of_loss[0] + around.kept[0], of_loss[1] + around.kept[1]
+            del output
+            if loss is not None and loss.requires_grad:
+                tape.backward = True
+                loss.backward()
+            self.loss.end = len(tape.events)
+        self.before.kept = self.before.tally.saved_bytes()
+
+    def _block(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Run the block if it is the first of its kind; what stands for its output."""
+        if not self._count:
+            self.before.end = len(self.tape.events)
+        self._count += 1
+        is_last = self._count == len(self._look.calls)
+        turn = self._turns[name] = self._turns.get(name, -1) + 1
+        first = self._look.kind_of[name]
+        leaves, spec = tree_flatten((args, kwargs))
+        if name == first:
+            self._outputs[name, turn] = self._run_block(name, module, leaves, spec)
+        if is_last:
+            self.tape.tally = self.after.tally
+            self.after.begin = len(self.tape.events)
+        output = self._stand_in(leaves, *self._outputs[first, turn])
+        if is_last:
+            self._last_output.update(storage_key(tensor) for tensor in tensors_in(output))
+        return output
+
+    def _run_block(self, name: str, module: nn.Module, leaves: list[Any], spec: TreeSpec) -> tuple[TreeSpec, list[Any]]:
+        """Forward and backward of one block by itself; what it returned, as shapes."""
+        tape, span, shared = self.tape, self.kinds.setdefault(name, Span()), self._look.shared.get(name, set())
+        outer, tape.tally = tape.tally, span.tally
+        with tape.unheard():
+            own = [
+                leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in leaves
+            ]
+        tensors = {place: leaf for place, leaf in enumerate(own) if isinstance(leaf, torch.Tensor)}
+        inputs = {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in tensors.values()}
+        stream = {
+            storage_key(leaf): inputs[storage_key(leaf)] for place, leaf in tensors.items() if place not in shared
+        }
+        span.begin = len(tape.events)
+        args, kwargs = tree_unflatten(own, spec)
+        output = run_call(module, *args, **kwargs)
+        outputs, output_spec = tree_flatten(output)
+        results = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
+        kept = [value for key, value in span.tally.saved.items() if key not in inputs]
+        span.kept = sum(size for size, _ in kept), sum(size for size, sharded in kept if sharded)
+        for key in inputs.keys() - stream.keys() & span.tally.saved.keys():
+            # Tables of positions and masks that many blocks read are kept once: with what made them.
+            if key in span.tally.saved:
+                outer.saved.setdefault(key, span.tally.saved.pop(key))
+        span.saved_input = any(key in span.tally.saved for key in stream)
+        for key in {storage_key(leaf) for leaf in results} & span.tally.saved.keys() - inputs.keys():
+            size, sharded = span.tally.saved[key]
+            span.saved_output = span.saved_output[0] + size, span.saved_output[1] + size * sharded
+        for key in stream.keys() & span.tally.saved.keys():
+            self.before.tally.saved.pop(key, None)  # once is enough
+        span.input, span.output = sum(stream.values()), sum(leaf.untyped_storage().nbytes() for leaf in results)
+        if results:
+            self.element_bytes = results[0].element_size()
+        shapes = [
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, tape.dim_of(leaf))
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in outputs
+        ]
+        differentiable = [leaf for leaf in results if leaf.requires_grad]
+        del output, outputs, results
+        if differentiable:
+            tape.backward = True
+            torch.autograd.backward(differentiable, [torch.empty_like(leaf) for leaf in differentiable])
+            tape.backward = False
+        del differentiable
+        for leaf in (*tensors.values(), *module.parameters()):
+            leaf.grad = None
+        span.end = len(tape.events)
+        tape.tally = outer
+        return output_spec, shapes
+
+    def _stand_in(self, leaves: list[Any], spec: TreeSpec, shapes: list[Any]) -> Any:
+        """Tensors like those that a block returns, dependent on what it was called with."""
+        with self.tape.unheard():
+            outputs = [
+                torch.empty_strided(item[0], item[1], dtype=item[2]) if isinstance(item, tuple) else item
+                for item in shapes
+            ]
+            for tensor, item in zip(outputs, shapes, strict=True):
+                if isinstance(item, tuple) and item[4] is not None:
+                    self.tape.shard(tensor, item[4])
+            inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            places = [place for place, item in enumerate(shapes) if isinstance(item, tuple) and item[3]]
+            if places and inputs:
+                bridged = _Bridge.apply([outputs[place] for place in places], *inputs)
+                for place, tensor in zip(places, bridged, strict=True):
+                    outputs[place] = tensor
+            elif places:
+                for place in places:
+                    outputs[place].requires_grad_()
+        return tree_unflatten(outputs, spec)
+
+
+class _Bridge(torch.autograd.Function):
+    """Stands for a block between what lies around it: its outputs depend on its inputs, at no cost."""
+
+    @staticmethod
+    def forward(context: Any, outputs: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
+        context.like = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return (None, *(torch.empty(shape, dtype=dtype) for shape, dtype in context.like))
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def default_loss(output: Any) -> torch.Tensor | None:
+    """The loss that an output brings; else cross entropy in fp32 of scores [b, c] or [b, s, c]; else a mean square.
+
+    None if there is nothing to differentiate.
+    """
+    if isinstance(getattr(output, "loss", None), torch.Tensor):
+        return output.loss
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
+        return output["loss"]
+    scores = getattr(output, "logits", None)
+    if not isinstance(scores, torch.Tensor):
+        scores = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
+    if scores is None or not scores.requires_grad:
+        return None
+    if scores.dim() == 0:
+        return scores
+    if scores.dim() in (2, 3) and scores.shape[-1] > 1:
+        target = torch.zeros(scores.shape[:-1].numel(), dtype=torch.int64, device=scores.device)
+        return nn.functional.cross_entropy(scores.flatten(0, -2).float(), target)
+    return scores.float().square().mean()

@@ -1,0 +1,112 @@
+"""What is profiled: the part of a module that runs, its blocks, and which of its parameters mp shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+
+from autolaunch_strategies.config import ConfigError, ModelParallel, PipelineParallel
+from autolaunch_strategies.model.blocks import find_blocks
+from autolaunch_strategies.pipeline.cut import pipelined_part
+from autolaunch_strategies.plan.choose import plan_for, planned_part
+from autolaunch_strategies.plan.rules import Match
+from autolaunch_strategies.plan.trace import is_linear
+from autolaunch_strategies.tensor.model_parallel import matched
+
+_RANKS = (2, 3, 5, 7)
+"""Numbers of ranks for which a plan is asked, until one works."""
+
+
+@dataclass
+class Subject:
+    """The module, the part of it that runs, and its blocks."""
+
+    root: nn.Module
+    model: nn.Module
+    prefix: str
+    """Of the model's names in the root."""
+    blocks: dict[str, nn.Module]
+    """Name in the model -> block, in the order of definition."""
+    example: Any
+    """Inputs that the user names, or that the module brings; None if there are none."""
+
+    @classmethod
+    def of(cls, root: nn.Module, example: Any) -> Subject:
+        """The subject of a module, or of a LightningModule around one."""
+        blocks = find_blocks(root)
+        part = ""
+        if isinstance(root, pl.LightningModule):
+            part = planned_part(root)[1].rstrip(".")
+            if len(blocks):
+                part = pipelined_part(root, blocks, PipelineParallel())
+        prefix = f"{part}." if part else ""
+        within = {
+            block.name.removeprefix(prefix): block.module
+            for block in blocks
+            if not prefix or block.name.startswith(prefix)
+        }
+        if example is None:
+            example = getattr(root, "example_input_array", None)
+        return cls(root, root.get_submodule(part), prefix, within, example)
+
+
+@dataclass
+class ParameterSharding:
+    """Which parameters mp shards."""
+
+    dims: dict[str, int] = field(default_factory=dict)
+    """Parameter of the model -> sharded dim."""
+    refused: str = ""
+    """Why there are none."""
+
+
+def parameter_sharding(subject: Subject, own_plan: Mapping[str, Any] | None) -> ParameterSharding:
+    """By the plan that the engine would apply: for two ranks, or the least number that it works for."""
+    model, prefix = planned_part(subject.root)
+    inner = subject.prefix.removeprefix(prefix)
+    refused = ""
+    for ranks in _RANKS:
+        try:
+            rules = plan_for(model, ModelParallel(), own_plan, ranks, subject.example)
+        except ConfigError as error:
+            refused = refused or str(error)
+            continue
+        matches, _ = matched(model, rules, prefix)
+        dims = {
+            name.removeprefix(inner): dim
+            for name, dim in _sharded_dims(model, matches).items()
+            if name.startswith(inner)
+        }
+        if dims:
+            return ParameterSharding(dims)
+    return ParameterSharding({}, refused or "the plan divides none of its parameters")
+
+
+def _sharded_dims(model: nn.Module, matches: Sequence[Match]) -> dict[str, int]:
+    """Parameter -> the dim along which styles shard it."""
+    dims: dict[str, int] = {}
+    for match in matches:
+        module = model.get_submodule(match.module)
+        for spec in match.rule.styles:
+            column = spec.name == "ColWiseParallel"
+            if not column and spec.name != "RowWiseParallel":
+                continue
+            turned = not isinstance(module, nn.Linear) and is_linear(module)  # [inputs, outputs]
+            for own, parameter in module._parameters.items():
+                if parameter is None or (match.only is not None and own != match.only):
+                    continue
+                name = f"{match.module}.{own}" if match.module else own
+                if isinstance(module, nn.Embedding):
+                    dim = 1 if column else 0
+                elif parameter.dim() < 2:
+                    if not column:
+                        continue
+                    dim = 0
+                else:
+                    dim = int(column == turned)
+                dims.setdefault(name, int(spec.arguments.get("shard_dim") or dim) if column else dim)
+    return dims

@@ -1,0 +1,89 @@
+"""Parts of a model that look at values, which a forward pass on shapes alone does not have: they are stepped over."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from autolaunch_strategies.config.errors import first_line
+from autolaunch_strategies.tracing.recorder import Untraceable
+from autolaunch_strategies.tracing.tensors import first_input
+
+Result = TypeVar("Result")
+_MOST_PLACEHOLDERS = 8
+
+
+def stepping_over(model: nn.Module, attempt: Callable[[Mapping[str, str]], Result]) -> Result:
+    """What `attempt` returns, with every part of `model` that looks at values replaced by its first input.
+
+    Such as a mixture of experts that asks which expert has tokens. The model is left as it was.
+
+    Args:
+        attempt: runs the model once, is given what is replaced and why, and raises `Untraceable`.
+
+    Raises:
+        Exception: what the model's forward raises, where that is not within a part that can be stepped over.
+    """
+    placeholders: dict[str, str] = {}
+    first_error: Exception | None = None
+    while True:
+        try:
+            with _attributes_kept(model), _with_placeholders(model, placeholders):
+                return attempt(placeholders)
+        except Untraceable as failure:
+            first_error = first_error or failure.error
+            within = failure.inside
+            kind = type(model.get_submodule(within))
+            of_torch = kind.__module__.startswith("torch.nn.")  # then it is its input that is wrong
+            if (
+                not within
+                or of_torch
+                or within in placeholders
+                or len(set(placeholders.values())) == _MOST_PLACEHOLDERS
+            ):
+                raise first_error from None
+            reason = first_line(failure.error)
+            placeholders |= {name: reason for name, module in model.named_modules() if type(module) is kind}
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back afterwards what modules keep of a call (a cached mask): it would be a tensor without values."""
+    kinds = (dict, OrderedDict, list, set)
+    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    contents = [(item, item.copy()) for _, own in before for item in own.values() if type(item) in kinds]
+    try:
+        yield
+    finally:
+        for now, then in (*before, *contents):
+            now.clear()
+            if isinstance(now, list):
+                now.extend(then)
+            else:
+                now.update(then)
+
+
+@contextmanager
+def _with_placeholders(model: nn.Module, names: Mapping[str, str]) -> Iterator[None]:
+    modules = [model.get_submodule(name) for name in names]
+    before = [module.__dict__.get("forward") for module in modules]
+    for module in modules:
+        module.forward = _first_input
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def _first_input(*args: Any, **kwargs: Any) -> Any:
+    tensor = first_input(args, kwargs)
+    assert tensor is not None, "a module without tensors among its arguments"
+    return tensor.clone()
