@@ -384,9 +384,14 @@ def test_what_python_code_may_not_give(given: Any, told: Told) -> None:
     assert_only_told(caught.value, told)
 
 
-@pytest.mark.parametrize("ulysses", [0, -2, "2", True, 3])
-def test_groups_that_are_none(ulysses: Any) -> None:
-    (error,) = config_errors(parallel_config("cp4", cp={"backend": "usp", "ulysses": ulysses}))
+@pytest.mark.parametrize("ulysses", [0, -2, "2", True])
+def test_groups_that_are_no_numbers(ulysses: Any) -> None:
+    with pytest.raises(ConfigError, match=r"cp\.ulysses="):
+        parallel_config("cp4", cp={"backend": "usp", "ulysses": ulysses})
+
+
+def test_groups_that_are_none() -> None:
+    (error,) = config_errors(parallel_config("cp4", cp={"backend": "usp", "ulysses": 3}))
     assert error.allowed == "cp.ulysses of 1, 2, 4, or null"
 
 

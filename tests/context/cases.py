@@ -274,6 +274,25 @@ training("diffusion", modules.Diffusion, IMAGES, *everywhere(), **CLIP)
 training("vit", lambda: modules.Images(ViT()), IMAGES, *everywhere(), val=IMAGES, **CLIP)
 
 
+@recipe(
+    "own-lengths",
+    *(on("dp2xcp2", "gather", label=f"level{level}", dp=level) for level in (0, 2, 3)),
+    on("dp2xcp2", "ring", label="level3", dp=3),
+)
+def own_lengths(setting: Setting) -> Any:
+    """Replicas whose batches have other lengths at the same time: each meets new ones when the other does not."""
+    ranks, index = setting.share
+    lengths = (24, 24, 16, 24, 24, 32, 32, 8)
+    batches = [torch.utils.data.default_collate(shifted(length).items[:4]) for length in lengths]
+    trained = fit(
+        setting,
+        modules.TellsLengths,
+        lambda _: DataLoader(batches[index::ranks], batch_size=None),
+        accumulate_grad_batches=2 // ranks,
+    )
+    return {"everywhere": {"weights": trained["everywhere"]["weights"]}, "first": {}}
+
+
 @recipe("predictions", *everywhere())
 def predictions(setting: Setting) -> Any:
     """What predict returns is whole, of every kind of module, trained or not."""

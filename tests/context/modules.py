@@ -249,6 +249,27 @@ class NanoGPT(Trained):
         return logits.softmax(-1)
 
 
+class TellsLengths(Trained):
+    """Its blocks are called with the length of the sequence as a number: every length is a call of another kind."""
+
+    class Block(GPT.Block):
+        def forward(self, x: torch.Tensor, length: int = 0) -> torch.Tensor:
+            return super().forward(x) * (1 + length / 100)
+
+    def __init__(self) -> None:
+        super().__init__(GPT())
+        self.model.transformer["h"] = nn.ModuleList(self.Block(0.0, 0.0) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        ids = batch["input_ids"]
+        parts = self.model.transformer
+        x = parts.wte(ids) + parts.wpe(torch.arange(ids.shape[1], device=ids.device))
+        for block in parts.h:
+            x = block(x, ids.shape[1])
+        logits = self.model.lm_head(parts.ln_f(x))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
 class OwnStep(Trained):
     """The step shifts, masks and weighs logits itself, logs what it made of them and returns more than a loss.
 

@@ -312,10 +312,9 @@ training("causal-odd", modules.Causal, batches(lambda: texts(even=True), 5))  # 
 training("causal-last-of-one", modules.Causal, batches(lambda: texts(even=True), 8, limit=17))
 training("skips", lambda: modules.Classifier(modules.SkipModel()), VECTORS, val=VECTORS)
 training("resnet", lambda: modules.Classifier(modules.ResNet(), (1, 4, 4)), VECTORS, val=VECTORS)
-training(
-    "batch-norm-one-microbatch", lambda: modules.Classifier(modules.ResNet("batch"), (1, 4, 4)), VECTORS, val=VECTORS,
-    on={"pp": {"microbatches": 1}},
-)  # fmt: skip
+training("batch-norm", lambda: modules.Classifier(modules.ResNet("batch"), (1, 4, 4)), VECTORS, val=VECTORS)
+again("batch-norm", "one-microbatch", "two", "1x1x2", pp={"microbatches": 1})
+again("batch-norm", "dp2pp2", "four", "2x1x2", dp=0)
 training("sandwich", modules.Sandwich, VECTORS, gradient_clip_val=0.1)
 training(
     "frozen-first-stage", lambda: modules.Sandwich("before backbone.stem backbone.blocks.0 backbone.blocks.1"), VECTORS
@@ -595,6 +594,12 @@ REFUSED: dict[str, Case] = {
     "own-backward": lambda: failing(modules.OwnBackward),
     "averaging": lambda: failing(modules.Classifier, pl.callbacks.StochasticWeightAveraging(1e-2)),
     "second-order": lambda: failing(modules.SecondOrder),
+    "batch-norm-by-schedule": lambda: failing(
+        lambda: modules.Classifier(modules.ResNet("batch"), (1, 4, 4)), pp="1f1b"
+    ),
+    "batch-norm-microbatches": lambda: failing(
+        lambda: modules.Classifier(modules.ResNet("batch"), (1, 4, 4)), pp={"microbatches": 4}
+    ),
     "too-few-blocks": lambda: failing(
         lambda: modules.Classifier(modules.Mlp(blocks=1)), pp={"split_spec": "model.blocks"}
     ),

@@ -253,6 +253,41 @@ class ListsOfParts(Stack):
         return self.head(self.norm(x))
 
 
+@dataclasses.dataclass
+class Notes:
+    """What a block tells beside its output; x-transformers' blocks do so."""
+
+    scores: torch.Tensor
+    kind: str = ""
+
+
+class NotingBlock(Block):
+    def forward(self, x: torch.Tensor, before: Any = None) -> Any:
+        scores = self.fc1(x)
+        if before is not None:
+            x = x + before.scores.mean(-1, keepdim=True)
+        return super().forward(x), Notes(scores)
+
+
+class Noting(Stack):
+    """Its layers return objects, into which glue writes; with `looks` later layers read what earlier ones noted."""
+
+    kind = NotingBlock
+    looks = False
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x, notes = self.embed(ids), None
+        for number, layer in enumerate(self.layers):
+            x, notes = layer(x, notes if self.looks else None)
+            notes.kind = f"layer {number}"
+        assert notes is not None and notes.kind == "layer 3"
+        return self.head(self.norm(x))
+
+
+class LooksAtNotes(Noting):
+    looks = True
+
+
 class Structured(Stack):
     """Blocks with outputs in a class of `transformers`."""
 
@@ -373,6 +408,7 @@ CASES = {
     "t5": (hf("T5", **T5), (), translation()),
     "stack": (Stack, (ids(),), {}),
     "keywords, tuples and masks": (Masked, (ids(),), {"mask": ids() % 5 > 0}),
+    "objects beside outputs": (Noting, (ids(),), {}),
     "a module that all layers share": (SharedPositions, (ids(),), {}),
     "lists of parts": (ListsOfParts, (ids(),), {}),
     "batch == length": (Masked, (ids(5, 5),), {"mask": ids(5, 5) % 4 > 0}),
@@ -848,3 +884,9 @@ def test_random_numbers_that_several_stages_need_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         Chain(model, 2, microbatches=2).step((ids(),))
     assert_only_told(error.value, Told("pp", "random numbers", "layers.0", "head", allowed=("one part",)))
+
+
+def test_what_an_object_holds_cannot_be_sent() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Chain(built(LooksAtNotes), 2).step((ids(),))
+    assert_told(caught.value, "pp", "layers.1", "does not return", write=None)

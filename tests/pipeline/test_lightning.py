@@ -100,6 +100,8 @@ MESSAGES = {
     "own-backward": "pp with OwnBackward: it overrides `backward`",
     "averaging": "StochasticWeightAveraging: it averages whole weights",
     "second-order": "pp with LBFGS: its step needs products over all parameters",
+    "batch-norm-by-schedule": "pp.loss=microbatch with model.",
+    "batch-norm-microbatches": "pp.microbatches=4 pp.loss=exact with model.",
     "too-few-blocks": "pp.split_spec=model.blocks: ",
     "two-calls": "pp: the step calls self.model more than once",
     "penalty": "pp: the loss uses model.blocks.2.norm.weight outside of the call of the model",

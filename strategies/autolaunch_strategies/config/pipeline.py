@@ -44,6 +44,9 @@ class PipelineParallel:
         "themselves, {name or pattern: BEGINNING | END} (null: the blocks that the model's structure shows).",
         None,
     )
+    allow_batch_statistics: bool = option(
+        "Let batch norm take its statistics from one microbatch at a time: another result than on one device.", False
+    )
     global_spec: Any = option("Modules with parameters that run on every stage: a name or a list of names.", None)
 
 

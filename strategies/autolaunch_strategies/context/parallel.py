@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autolaunch_strategies.config import AXES, ConfigError, ContextParallel
+from autolaunch_strategies.config import SAME_DATA_AXES, ConfigError, ContextParallel
 from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.marked import Marked
 from autolaunch_strategies.context.sharded_modules import Sequences, ShardedModule
@@ -85,7 +85,7 @@ def prepare_context(
         module.forward = functools.wraps(forward)(_using(calls, backend, forward))
     mp = mesh.sub_mesh("mp")
     ranks_along_mp = 1 if mp is None else mp.size()
-    together = mesh.group(*(axis for axis in AXES if axis != "pp"))
+    together = mesh.group(*(axis for axis in SAME_DATA_AXES if axis != "pp"))
     return ContextParallelModule(Sequences(peers, calls, config.pad, device, together, ranks_along_mp))
 
 

@@ -33,7 +33,7 @@ from autolaunch_strategies.mesh.layout import Layout, Peers
 from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
-from autolaunch_strategies.torch_private.fsdp import end_left_forward
+from autolaunch_strategies.torch_private.fsdp import end_left_forward, gathered_once
 from autolaunch_strategies.torch_private.modes import is_active, without_torch_functions
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 
@@ -68,7 +68,7 @@ class Sequences:
     pad: bool
     device: torch.device
     together: dist.ProcessGroup | None
-    """Ranks that call the same modules at the same time, and agree on what a trial has shown."""
+    """Ranks that are given the same data, so call the same modules alike, and agree on what a trial has shown."""
     ranks_along_mp: int = 1
     inside: bool = False
     """Whether a module runs that is sharded, or found not to be shardable: those within it run as they are called."""
@@ -274,7 +274,9 @@ class ShardedModule:
         per_rank = 2 * max(min(anchor.size // (2 * ranks), pairs), 1)
         layout = self.sequences.peers.layout(per_rank * ranks)
         problem = ""
-        with torch.no_grad(), saved_random_state(self.sequences.device), self._evaluating():
+        # Replicas have other data, so a call may be new to one of them alone: the others must not notice.
+        alone = gathered_once(self.module)
+        with torch.no_grad(), saved_random_state(self.sequences.device), self._evaluating(), alone:
             for cuts in _ways_to_cut(leaves, anchor):
                 short = [
                     self._short(leaf, anchor.size, dim, layout.local) for leaf, dim in zip(leaves, cuts, strict=True)

@@ -19,6 +19,7 @@ from autolaunch_strategies.pipeline.structure import Structures, skeleton_of
 from autolaunch_strategies.pipeline.transfer import Axes
 from autolaunch_strategies.schedules.schedule import placement
 from autolaunch_strategies.torch_private.calls import intercepted, is_compiled
+from autolaunch_strategies.training.batch_statistics import batch_norms
 
 
 @dataclass
@@ -85,11 +86,28 @@ def plan_cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, ranks: int, 
             raise _compiled_whole(name)
     cutting = cut(root, blocks, pp, len(placement(pp, ranks)), wrapped)
     model = root.get_submodule(cutting.name.removesuffix("."))
+    _refuse_batch_statistics(model, cutting.name, pp)
     parts = {".".join(unit.split(".")[:depth]) for unit in cutting.units for depth in range(unit.count(".") + 1)}
     for name in sorted(parts):
         if intercepted(model.get_submodule(name)) is not None:
             raise _compiled_whole(cutting.name + name)
     return cutting
+
+
+def _refuse_batch_statistics(model: nn.Module, prefix: str, pp: PipelineParallel) -> None:
+    several = pp.microbatches is None if pp.loss == "microbatch" else False
+    if pp.allow_batch_statistics or not (several or (pp.microbatches or 1) > 1):
+        return
+    for name, part in batch_norms(model).items():
+        if part.training:
+            count = "" if pp.microbatches is None else f"pp.microbatches={pp.microbatches} "
+            raise ConfigError(
+                f"{count}pp.loss={pp.loss} with {prefix}{name} ({type(part).__name__})",
+                "it takes its statistics from one microbatch at a time, so they are not those of the batch",
+                "pp=exact with pp.microbatches=1 (or null); other norms; or pp.allow_batch_statistics=true, which is "
+                "another result than on one device",
+                "pp=exact pp.microbatches=1",
+            )
 
 
 def _compiled_whole(name: str) -> ConfigError:

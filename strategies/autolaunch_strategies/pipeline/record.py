@@ -41,6 +41,9 @@ _INSIDE = -1
 Leaves = frozenset[Leaf]
 _NONE: Leaves = frozenset()
 
+PLAIN = (bool, int, float, str, type(None))
+"""What is no tensor and is the same for every stage."""
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -76,6 +79,8 @@ class UnitCall:
     """Places of leaves that glue or another unit changes in place afterwards."""
     shown: list[Shown] = field(default_factory=list)
     """In order; empty if nothing of what any unit shows is needed outside of it."""
+    objects: dict[int, Any] = field(default_factory=dict)
+    """Place of a leaf -> the object that it is, if it is neither a tensor nor plain data."""
 
 
 @dataclass
@@ -197,7 +202,7 @@ class _Liveness(Observer):
     def unit_call(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run a unit; what it returns has memory of its own."""
         number = self._current = len(self.recording.calls)
-        inputs = tensors_in((args, kwargs))
+        inputs = [*tensors_in((args, kwargs)), *_tensors_in_objects((args, kwargs))]
         call = UnitCall(name, self._origins.of(*inputs), tree_flatten(())[1], [], [])
         call.draws = self._draws.of(*inputs)
         self.recording.calls.append(call)
@@ -214,6 +219,8 @@ class _Liveness(Observer):
                 inputs_in_leaf = self._inputs.of(leaf)
                 call.from_data[place] = bool(inputs_in_leaf)
                 self._inputs.add(copy, inputs_in_leaf)
+            elif not isinstance(leaf, PLAIN):
+                call.objects[place] = leaf
         self._current = None
         return tree_unflatten(copies, call.spec)
 
@@ -271,3 +278,9 @@ class _Liveness(Observer):
         if count is not None:
             flops = count(*operation.args, **operation.kwargs, out_val=operation.output)
             self.recording.costs[unit] = self.recording.costs.get(unit, 0.0) + flops
+
+
+def _tensors_in_objects(values: Any) -> list[torch.Tensor]:
+    """The tensors that objects among `values` hold in their attributes."""
+    objects = [leaf for leaf in tree_flatten(values)[0] if not isinstance(leaf, (*PLAIN, torch.Tensor, nn.Module))]
+    return [tensor for item in objects for tensor in tensors_in(list(getattr(item, "__dict__", {}).values()))]

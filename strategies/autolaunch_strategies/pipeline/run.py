@@ -46,6 +46,7 @@ from autolaunch_strategies.schedules.schedule import (
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
+from autolaunch_strategies.training.batch_statistics import batch_norms
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class Pipeline:
         self._weights = WeightGradients()
         self._state_at_call: Any = None
         self._samples_checked = False
+        self._batch_norms, self._warned_of_statistics = batch_norms(self.model), False
         self._seed_of_step = torch.initial_seed()
         self.drew_in_replay = False
         """Whether the replayed step drew random numbers: its loss can't be compared with that of microbatches then."""
@@ -245,7 +247,7 @@ class Pipeline:
     def _fill(self, args: Any, kwargs: Any) -> Any:
         """Run every microbatch through this rank's stages; on the last one the output of the whole batch."""
         leaves, spec = tree_flatten((args, kwargs))
-        wanted = fitting_microbatches("gpipe", self.group.size(), 1, self.config.microbatches, batch_size(leaves))
+        wanted = fitting_microbatches("gpipe", self.group.size(), 1, self._most_microbatches(), batch_size(leaves))
         count = max(wanted, 1)
         structure, kind = self.structures.of(args, kwargs, self.model.training, count > 1)
         count = min(count, structure.samples(leaves))
@@ -266,6 +268,22 @@ class Pipeline:
                 output = self.staged.run(todo, whole_args, whole_kwargs, self._call)
         self.channel.finish()
         return output
+
+    def _most_microbatches(self) -> int | None:
+        """As many as the config says; one where that leaves it open and batch norm has to see the whole batch."""
+        if self.config.microbatches is not None or self.config.allow_batch_statistics:
+            return self.config.microbatches
+        name = next((name for name, part in self._batch_norms.items() if part.training), None)
+        if name is None:
+            return None
+        if not self._warned_of_statistics:
+            self._warned_of_statistics = True
+            log.warning(
+                "pp: %s takes its statistics from the whole batch, so each batch is one microbatch and stages wait for "
+                "each other; pp.allow_batch_statistics=true lets it see microbatches, another result",
+                name,
+            )
+        return 1
 
     def _run_forward(self, filled: Filled, leaves: list[Any], spec: Any, kind: Any) -> None:
         """Run the microbatches of flattened arguments through this rank's stages; `filled` takes the last one's."""
@@ -302,8 +320,6 @@ class Pipeline:
         """
         two = [leaf[:2] if is_batched else leaf for leaf, is_batched in zip(leaves, structure.batched, strict=True)]
         modes = {module: module.training for module in self.model.modules()}
-        if any(mode and isinstance(module, nn.modules.batchnorm._BatchNorm) for module, mode in modes.items()):
-            log.warning("pp: batch norm sees one microbatch at a time, so its statistics are not those of the batch")
         together, apart = Filled(structure, 1), Filled(structure, 2)
         try:
             self.model.eval()

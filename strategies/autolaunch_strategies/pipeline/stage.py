@@ -8,6 +8,7 @@ are computed by the model's own code on every stage.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -187,7 +188,9 @@ class StagedModel:
         leaves: list[Any] = []
         for place, meta in enumerate(todo.metas[number]):
             value: Any = meta.constant
-            if meta.dtype is not None:
+            if place in recorded.objects:
+                value = copy.copy(recorded.objects[place])
+            elif meta.dtype is not None:
                 value = todo.known.get(Leaf(number, place))
                 if value is None:
                     value = self._blank(todo, meta)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from autolaunch_strategies.pipeline.record import Leaf
+from autolaunch_strategies.pipeline.record import PLAIN, Leaf
 from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard
 from autolaunch_strategies.torch_private.meshes import local_shape
 
@@ -57,7 +57,7 @@ class LeafMeta:
             return cls(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.placements))
         if isinstance(leaf, torch.Tensor):
             return cls(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-        return cls((), constant=leaf if isinstance(leaf, bool | int | float | str) else None)
+        return cls((), constant=leaf if isinstance(leaf, PLAIN) else None)
 
     def local_shape(self, axes: Axes) -> tuple[int, ...]:
         """The shape of this rank's part."""

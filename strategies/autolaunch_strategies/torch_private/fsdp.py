@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +30,35 @@ def end_left_forward(module: nn.Module) -> None:
     for item in (state, state._fsdp_param_group):
         if item is not None and item._training_state == TrainingState.FORWARD:
             item._training_state = TrainingState.IDLE
+
+
+@contextmanager
+def gathered_once(module: nn.Module) -> Iterator[None]:
+    """Within it forwards of `module` gather together what one does, and leave it gathered for the one that follows.
+
+    To ranks that run `module` once in the meantime nothing is different: neither are there other collectives, nor does
+    the order change in which the backward pass gathers again.
+    """
+    groups = [
+        group
+        for part in module.modules()
+        if isinstance(part, FSDPModule)
+        for group in _parameter_groups(part._get_fsdp_state())
+    ]
+    frees = [group.post_forward_mesh_info for group in groups]
+    orders = {id(group.comm_ctx): group.comm_ctx.post_forward_order for group in groups}
+    lengths = {key: len(order) for key, order in orders.items()}
+    places = [len(group._post_forward_indices) for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        for group, info, count in zip(groups, frees, places, strict=True):
+            group.post_forward_mesh_info = info
+            del group._post_forward_indices[count:]
+        for key, order in orders.items():
+            del order[lengths[key] :]
 
 
 def keep_through_nested_forwards(root: nn.Module) -> None:
