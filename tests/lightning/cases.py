@@ -88,7 +88,7 @@ def mesh_strategy(level: int | None = None, **kwargs: Any) -> Any:
     if os.environ.get("REFERENCE"):
         return "auto"
     dp = kwargs.pop("dp", {"sharding_level": 3 if level is None else level})
-    return MeshStrategy(mesh=str(WORLD), dp=dp, timeout=60, **kwargs)
+    return MeshStrategy(kwargs.pop("mesh", str(WORLD)), dp=dp, timeout=60, **kwargs)
 
 
 def make_trainer(strategy: Any, *callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
@@ -331,6 +331,9 @@ parity(
     "per-rank", LanguageModel, {"batch_size": "per_rank"}, data=lambda: own_loader(8 // WORLD, shuffle=True),
     max_epochs=2, use_distributed_sampler=True,
 )  # fmt: skip
+parity(
+    "whole-along-mp", Classifier, {"mesh": f"mp{WORLD}"}, data=own_loader, val=own_loader, use_distributed_sampler=True
+)
 parity(
     "own-batches", LanguageModel, data=lambda: own_loader(None, sampler=BatchSampler(range(51), 8, False)),
     use_distributed_sampler=True,
@@ -689,6 +692,16 @@ class Numbers(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         for number in self.numbers:
             yield torch.full((16,), float(number)), torch.tensor(0)
+
+
+@case("ranks")
+def nothing_to_shard() -> str:
+    try:
+        strategy = MeshStrategy(f"mp{WORLD}", mp="tensor_parallel", timeout=60)
+        make_trainer(strategy).fit(Classifier(), own_loader())
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @case("ranks")

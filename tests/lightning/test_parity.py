@@ -77,7 +77,7 @@ SAME = [
     *("recompute-full", "recompute-2", "recompute-selective", "compile", "compile-captured", "offload-1", "offload-3"),
     *("tasks_after_each_other", "logged_once", "early_stopping"),
     *(f"{order}-{level}" for order in ("in-order", "shuffled") for level in LEVELS),
-    *("per-rank", "own-batches"),
+    *("per-rank", "own-batches", "whole-along-mp"),
 ]
 
 
@@ -222,6 +222,11 @@ def test_statistics_are_the_first_ranks_wherever_they_count(ranks: Group) -> Non
     (training_0, validation_0), (training_1, validation_1) = (ranks.read("statistics_agree", rank) for rank in (0, 1))
     assert training_0 != training_1
     assert validation_0 == validation_1 == training_0
+
+
+def test_a_plan_that_was_asked_for_has_to_shard_something(ranks: Group) -> None:
+    for rank in (0, 1):
+        assert_told(ranks.read("nothing_to_shard", rank), "mp", "nothing in Sequential", write=None)
 
 
 def test_a_stream_is_shared_out_unless_it_does_so_itself(ranks: Group) -> None:

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from autolaunch_strategies.config import ParallelConfig
+from autolaunch_strategies.config import MP_NAMES, ParallelConfig
 from autolaunch_strategies.context.marked import Marked, marked_by
 from autolaunch_strategies.context.parallel import (
     ContextParallelModule,
@@ -34,6 +34,7 @@ from autolaunch_strategies.pipeline.cut import Cutting
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.plan.choose import plan_for, planned_part
 from autolaunch_strategies.plan.context import context_rules, other_rules, with_context_plan
+from autolaunch_strategies.plan.derive import NothingToShard
 from autolaunch_strategies.plan.rules import Rule, read_plan
 from autolaunch_strategies.tensor.model_parallel import ModelParallelModule, account_of_plan, apply_plan, matched
 from autolaunch_strategies.training.batch_statistics import batch_norms, share_batch_statistics
@@ -153,9 +154,9 @@ class Styles(Step):
     def __init__(self, look: Look) -> None:
         super().__init__(look)
         self.model, prefix = planned_part(look.module)
-        self.rules = _rules(look, self.model)
+        self.rules, whole = _rules(look, self.model)
         self.matches, warnings = matched(self.model, self.rules, prefix)
-        self.warnings = [line for line in warnings if not line.startswith(f"{CONTEXT_PLAN}: ")]
+        self.warnings = [*whole, *(line for line in warnings if not line.startswith(f"{CONTEXT_PLAN}: "))]
         self.context_warnings = [line for line in warnings if line.startswith(f"{CONTEXT_PLAN}: ")]
         self.marked, self.context = Marked(), dict[str, Any]()
         if look.config.mesh.cp > 1:
@@ -168,7 +169,7 @@ class Styles(Step):
 
     def account(self) -> dict[str, Any]:
         rules = [rule for rule in self.rules if rule.source != CONTEXT_PLAN]
-        plan = {}
+        plan = if_any("warnings", self.warnings)
         if other_rules(rules):  # what stands in a plan for cp stays in it
             matches = [match for match in self.matches if match.rule.source != CONTEXT_PLAN]
             plan = account_of_plan(rules, matches, self.warnings)
@@ -295,17 +296,25 @@ def without_cache(module: nn.Module, config: ParallelConfig, keep: bool = False)
             item.use_cache = True
 
 
-def _rules(look: Look, model: nn.Module) -> list[Rule]:
-    """The rules of the plan: of axes with one rank they say nothing."""
-    config = look.config
+def _rules(look: Look, model: nn.Module) -> tuple[list[Rule], list[str]]:
+    """(the rules of the plan, why there is none for mp): of axes with one rank they say nothing.
+
+    A model in which nothing can be sharded runs whole along mp where nobody asked for more than `mp=auto`.
+    """
+    config, whole = look.config, list[str]()
     rules: list[Rule] = []
     if config.mesh.mp > 1:
         assert config.mp is not None
         example = getattr(look.module, "example_input_array", None)
-        rules = plan_for(model, config.mp, look.own_plan, config.mesh.mp, example)
+        try:
+            rules = plan_for(model, config.mp, look.own_plan, config.mesh.mp, example)
+        except NothingToShard as error:
+            if config.mp != MP_NAMES["auto"]:
+                raise
+            whole = [f"mp: {error.problem}; each of them does all of the work of its share of the data"]
     elif config.mp is not None:
         rules = context_rules([*read_plan(look.own_plan, "the model's plan"), *read_plan(config.mp.plan)])
-    return with_context_plan(rules, config.cp) if config.mesh.cp > 1 else other_rules(rules)
+    return (with_context_plan(rules, config.cp) if config.mesh.cp > 1 else other_rules(rules)), whole
 
 
 def if_any(key: str, value: Any) -> dict[str, Any]:

@@ -23,6 +23,10 @@ from autolaunch_strategies.plan.trace import Trace, features, is_linear, trace
 SOURCE = "derived"
 
 
+class NothingToShard(ConfigError):
+    """A plan can't be derived because no part of the model can be sharded along mp; whole on every rank it runs."""
+
+
 def derive_plan(model: nn.Module, sequence_parallel: bool, ranks: int, example: Any = None) -> list[Rule]:
     """The rules for `model` (on meta or real; it is not touched), each with its reason. No styles: it stays whole.
 
@@ -32,7 +36,8 @@ def derive_plan(model: nn.Module, sequence_parallel: bool, ranks: int, example: 
         example: inputs for one call of the model, if those that are found by themselves do not serve.
 
     Raises:
-        ConfigError: its forward can't be run on shapes alone, or nothing in it can be divided.
+        ConfigError: its forward can't be run on shapes alone.
+        NothingToShard: nothing in it can be sharded.
     """
     flow = trace(model, example)
     blocks = plan_blocks(model)
@@ -41,7 +46,7 @@ def derive_plan(model: nn.Module, sequence_parallel: bool, ranks: int, example: 
         _decide_block(flow, block, ranks, decisions)
     if not decisions.planned():
         found = "".join(f"\n    {name}: {reason}" for name, reason in _one_of_each(decisions.reasons).items())
-        raise ConfigError(
+        raise NothingToShard(
             "mp",
             f"nothing in {type(model).__name__} can be divided among {ranks} ranks"
             + (found or ": no repeated blocks with pairs of linear layers were found"),
