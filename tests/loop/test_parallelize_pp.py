@@ -178,7 +178,7 @@ def test_another_model_of_stages_behind_the_call(two: Group) -> None:
 # --- what is checked before anything is started --------------------------------------------------------------------
 
 STAGES = ProcessMesh([[0, 1]], ["dp", "pp"])
-FIELDS = "name, loss, schedule, microbatches, virtual_stages, split, split_spec, global_spec"
+FIELDS = "name, loss, schedule, microbatches, virtual_stages, split, split_spec, allow_batch_statistics, global_spec"
 
 
 @pytest.mark.parametrize(
