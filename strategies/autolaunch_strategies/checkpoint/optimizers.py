@@ -48,8 +48,8 @@ def whole_groups(
         pipeline: the ranks that hold the other stages of the model, if it is cut; the last stage comes first.
     """
     mine = [
-        {"names": found, "options": options(group)}
-        for found, group in zip(names_in_groups(optimizer, names), optimizer.param_groups, strict=True)
+        {"names": group_names, "options": options(group)}
+        for group_names, group in zip(names_in_groups(optimizer, names), optimizer.param_groups, strict=True)
     ]
     if pipeline is None:
         return mine
@@ -62,11 +62,11 @@ def whole_groups(
     place = {name: place for place, name in enumerate(name for group in order or () for name in group)}
     whole = []
     for _, groups in sorted(parts.items()):
-        found = dict.fromkeys(name for group in reversed(groups) for name in group["names"])
+        merged = dict.fromkeys(name for group in reversed(groups) for name in group["names"])
         # Where a stage has no such group, one without parameters may stand in its place: not that one's options.
         first = next((group for group in groups if group["names"]), groups[0])
         whole.append(
-            {"names": sorted(found, key=lambda name: place.get(name, len(place))), "options": first["options"]}
+            {"names": sorted(merged, key=lambda name: place.get(name, len(place))), "options": first["options"]}
         )
     return whole
 

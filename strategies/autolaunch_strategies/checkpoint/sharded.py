@@ -350,11 +350,11 @@ def set_random_state(state: dict[str, Any]) -> None:
 def share_random_state(group: dist.ProcessGroup, source: int = 0) -> None:
     """Let every rank of `group` go on with the random state of its rank `source`. Collective."""
     first = group.rank() == source
-    told = [random_state() if first else None]
-    dist.broadcast_object_list(told, dist.get_global_rank(group, source), group=group)
+    state = [random_state() if first else None]
+    dist.broadcast_object_list(state, dist.get_global_rank(group, source), group=group)
     if not first:
-        assert told[0] is not None
-        set_random_state(told[0])
+        assert state[0] is not None
+        set_random_state(state[0])
 
 
 # --- plain lightning checkpoints ---------------------------------------------------------------------------------
@@ -393,9 +393,9 @@ def _load_single_file(
     names = {parameter: name for name, parameter in module.named_parameters()}
     parameters = {name: parameter for parameter, name in names.items()}
     for number, (optimizer, state) in enumerate(zip(optimizers, checkpoint.pop("optimizer_states", []), strict=False)):
-        made = None if optimizer_names is None else optimizer_names[number]
-        assert made is not None or mesh.group("pp") is None, "the order of all stages' parameters is not known"
-        whole = [group["names"] for group in whole_groups(optimizer, names, made, mesh.group("pp"))]
+        group_order = None if optimizer_names is None else optimizer_names[number]
+        assert group_order is not None or mesh.group("pp") is None, "the order of all stages' parameters is not known"
+        whole = [group["names"] for group in whole_groups(optimizer, names, group_order, mesh.group("pp"))]
         order = [name for group in whole for name in group]
         values: dict[str, Any] = {}
         for index, entries in state["state"].items():

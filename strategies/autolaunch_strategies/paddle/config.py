@@ -94,7 +94,7 @@ class ToDistributedConfig:
         ):
             raise ConfigError(
                 "config.input_spec",
-                f"a list of InputSpec is needed, not {_told(specs)}",
+                f"a list of InputSpec is needed, not {_type_in_words(specs)}",
                 "one InputSpec for each tensor that the model is called with",
                 'ToDistributedConfig(input_spec=[InputSpec([4, 1024], "int64", "input_ids")])',
             )
@@ -130,7 +130,7 @@ def checked_config(config: Any) -> ToDistributedConfig:
     return config
 
 
-def _told(value: Any) -> str:
+def _type_in_words(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
     return type(value).__name__

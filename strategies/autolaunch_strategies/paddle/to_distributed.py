@@ -186,20 +186,20 @@ def _process_mesh(mesh: MeshShape, has_pp: bool) -> ProcessMesh:
 
 def _made_by_first_rank(make: Callable[[], Result]) -> Result:
     """What `make` returns on the first rank, or the error that it raises there, on every rank. Collective."""
-    told: list[Any] = [None]
+    outcome: list[Any] = [None]
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            told = [(True, make())]
+            outcome = [(True, make())]
         except Exception as error:
             failed = error
             known = isinstance(error, ConfigError | ConfigErrors)
-            told = [(False, error if known else RuntimeError(f"{type(error).__name__} on the first rank: {error}"))]
-    dist.broadcast_object_list(told, 0)
-    made, result = told[0]
+            outcome = [(False, error if known else RuntimeError(f"{type(error).__name__} on the first rank: {error}"))]
+    dist.broadcast_object_list(outcome, 0)
+    succeeded, result = outcome[0]
     if failed is not None:
         raise failed
-    if not made:
+    if not succeeded:
         raise result
     return result
 

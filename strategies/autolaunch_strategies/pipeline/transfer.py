@@ -80,15 +80,15 @@ class LeafMeta:
 
     def wrapped(self, local: torch.Tensor, axes: Axes) -> torch.Tensor:
         """`local` (this rank's part) as the leaf, differentiably."""
-        made = local
+        leaf = local
         if self.placements is not None and axes.mp is not None:
             whole = torch.empty(self.shape, device="meta")
-            made = DTensor.from_local(
+            leaf = DTensor.from_local(
                 local, axes.mp, self.placements, run_check=False, shape=whole.shape, stride=whole.stride()
             )
         if self.sequence is not None and axes.cp is not None:
-            made = SequenceShard.of(made, self.sequence.dim, self.sequence.positions, axes.cp)
-        return made
+            leaf = SequenceShard.of(leaf, self.sequence.dim, self.sequence.positions, axes.cp)
+        return leaf
 
 
 def local_part(leaf: torch.Tensor) -> torch.Tensor:
@@ -122,12 +122,12 @@ class Header:
 
     def shapes(self, axes: Axes) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape of this rank's part and type of everything that travels."""
-        found = []
+        shapes = []
         for leaf in self.carry:
             meta = self.metas[leaf.call][leaf.place]
             assert meta.dtype is not None, "only tensors travel"
-            found.append((meta.local_shape(axes), meta.dtype))
-        return found
+            shapes.append((meta.local_shape(axes), meta.dtype))
+        return shapes
 
 
 _MOST_HEADERS = 512
@@ -141,8 +141,8 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self._told: dict[int, dict[Any, Header]] = {}
-        self._heard: dict[int, dict[Any, Header]] = {}
+        self._sent_headers: dict[int, dict[Any, Header]] = {}
+        self._received_headers: dict[int, dict[Any, Header]] = {}
         self._running: list[tuple[dist.Work, torch.Tensor]] = []
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
@@ -170,7 +170,7 @@ class Channel:
         Raises:
             RuntimeError: they are not what was told for the same key.
         """
-        known = self._told.setdefault(to, {})
+        known = self._sent_headers.setdefault(to, {})
         if key in known:
             if known[key] != header:
                 raise RuntimeError(
@@ -185,7 +185,7 @@ class Channel:
 
     def ask(self, key: Any, source: int) -> Header:
         """The header that rank `source` told for `key`."""
-        known = self._heard.setdefault(source, {})
+        known = self._received_headers.setdefault(source, {})
         if key not in known:
             (size,), works = self.receive([((1,), torch.int64)], source)
             works[0].wait()

@@ -40,11 +40,11 @@ def derive_plan(model: nn.Module, sequence_parallel: bool, ranks: int, example: 
     for block in blocks:
         _decide_block(flow, block, ranks, decisions)
     if not decisions.planned():
-        found = "".join(f"\n    {name}: {reason}" for name, reason in _one_of_each(decisions.reasons).items())
+        reasons = "".join(f"\n    {name}: {reason}" for name, reason in _one_of_each(decisions.reasons).items())
         raise ConfigError(
             "mp",
             f"nothing in {type(model).__name__} can be divided among {ranks} ranks"
-            + (found or ": no repeated blocks with pairs of linear layers were found"),
+            + (reasons or ": no repeated blocks with pairs of linear layers were found"),
             "a plan of your own in mp.plan, with mp.base=none, or a mesh whose mp is 1",
         )
     decide_vocabulary(model, flow, ranks, decisions)

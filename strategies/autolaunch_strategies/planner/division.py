@@ -34,8 +34,8 @@ def sharded_outputs(
         dims: `id` of a tensor argument -> its divided dim; of those that are divided.
     """
     first = args[0] if args else None
-    given = [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else (arg,)) if id(leaf) in dims]
-    tensor = given[0]
+    sharded = [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else (arg,)) if id(leaf) in dims]
+    tensor = sharded[0]
     dim = dims[id(tensor)]
     if name in _RESHAPES:
         return _judged([_through_view(tensor.shape, dim, output.shape) for output in outputs])
@@ -64,9 +64,9 @@ def sharded_outputs(
     if name in _ACROSS and args[_ACROSS[name]] % tensor.dim() == dim:
         return [None] * len(outputs), GATHERED
     if pointwise:
-        found = {item.dim() - dims[id(item)] for item in given}
-        return ([outputs[0].dim() - found.pop()], SAME) if len(found) == 1 else ([None], GATHERED)
-    return _judged([_alike(given, dims, output) for output in outputs], least=1)
+        dims_from_end = {item.dim() - dims[id(item)] for item in sharded}
+        return ([outputs[0].dim() - dims_from_end.pop()], SAME) if len(dims_from_end) == 1 else ([None], GATHERED)
+    return _judged([_alike(sharded, dims, output) for output in outputs], least=1)
 
 
 def sharded_product(left: int | None, right: int | None, batched: bool) -> tuple[str, int | None, str]:
@@ -89,10 +89,10 @@ def sharded_product(left: int | None, right: int | None, batched: bool) -> tuple
     return "", None, GATHERED if left is not None else SAME
 
 
-def _judged(found: list[int | None], least: int = 0) -> tuple[list[int | None], str]:
+def _judged(output_dims: list[int | None], least: int = 0) -> tuple[list[int | None], str]:
     """Nothing is exchanged if all outputs (or `least` of them) are divided."""
-    divided = sum(dim is not None for dim in found)
-    return found, SAME if divided >= (least or len(found)) else GATHERED
+    divided = sum(dim is not None for dim in output_dims)
+    return output_dims, SAME if divided >= (least or len(output_dims)) else GATHERED
 
 
 def _through_view(before: Sequence[int], dim: int, after: Sequence[int]) -> int | None:
@@ -128,9 +128,9 @@ def _reduced(
     return [dim if kept else dim - sum(item < dim for item in over)] * len(outputs), SAME
 
 
-def _alike(given: Sequence[torch.Tensor], dims: dict[int, int], output: torch.Tensor) -> int | None:
+def _alike(operands: Sequence[torch.Tensor], dims: dict[int, int], output: torch.Tensor) -> int | None:
     """The dim of the first operand whose divided dim has the same size in the output."""
-    for tensor in given:
+    for tensor in operands:
         dim = dims[id(tensor)]
         if dim < output.dim() and output.shape[: dim + 1] == tensor.shape[: dim + 1]:
             return dim

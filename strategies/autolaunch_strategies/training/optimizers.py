@@ -98,11 +98,11 @@ class _Placeholders:
             return run
 
         own, *rest = args
-        given = {**kwargs, **({"closure": rest[0]} if rest else {})}
-        if given.get("closure") is None:
+        arguments = {**kwargs, **({"closure": rest[0]} if rest else {})}
+        if arguments.get("closure") is None:
             self._put(optimizer)
             return args, kwargs
-        return (own, *rest[1:]), {**given, "closure": after(given["closure"])}
+        return (own, *rest[1:]), {**arguments, "closure": after(arguments["closure"])}
 
     @torch.no_grad()
     def _put(self, optimizer: torch.optim.Optimizer) -> None:

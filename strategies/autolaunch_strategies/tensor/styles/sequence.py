@@ -12,11 +12,11 @@ from autolaunch_strategies.tensor.views import plain
 
 def _begin(region: Region, tensor: torch.Tensor, transpose: bool) -> DTensor:
     """[b, s, h] to its positions of this rank: [b, s/n, h], or [s/n, b, h] if `transpose`."""
-    made = region.replicate(tensor)
+    sharded = region.replicate(tensor)
     if transpose:
-        made = made.redistribute(placements=[Shard(1)])
-        return made.transpose(0, 1)  # type: ignore[return-value]
-    return made.redistribute(placements=[Shard(1)])
+        sharded = sharded.redistribute(placements=[Shard(1)])
+        return sharded.transpose(0, 1)  # type: ignore[return-value]
+    return sharded.redistribute(placements=[Shard(1)])
 
 
 def _end(tensor: torch.Tensor, transpose: bool) -> torch.Tensor:

@@ -96,7 +96,7 @@ class RowWiseParallel(Style):
                 )
             region.shard(module, parameter_name, Shard(row_dim(module, parameter)))
         if not isinstance(module, nn.Embedding):
-            change_first_input(module, lambda tensor: _divided(region, tensor))
+            change_first_input(module, lambda tensor: _sharded(region, tensor))
         returns_to_sequence = any(
             name == outer or name.startswith(f"{outer}.") for outer in region.sequence_parallel_within
         )
@@ -111,11 +111,12 @@ def _usual(module: nn.Module, only: str | None, names: tuple[str, ...]) -> list[
 
 
 def _whole(region: Region, tensor: torch.Tensor) -> DTensor:
-    made = region.replicate(tensor)
-    return made if made.placements[0].is_replicate() else made.redistribute(placements=[Replicate()])
+    distributed = region.replicate(tensor)
+    whole = distributed.placements[0].is_replicate()
+    return distributed if whole else distributed.redistribute(placements=[Replicate()])
 
 
-def _divided(region: Region, tensor: torch.Tensor) -> DTensor:
-    made = region.replicate(tensor)
+def _sharded(region: Region, tensor: torch.Tensor) -> DTensor:
+    distributed = region.replicate(tensor)
     wanted: Any = Shard(tensor.dim() - 1)
-    return made if made.placements[0] == wanted else made.redistribute(placements=[wanted])
+    return distributed if distributed.placements[0] == wanted else distributed.redistribute(placements=[wanted])
