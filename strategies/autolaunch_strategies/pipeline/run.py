@@ -573,12 +573,12 @@ class Pipeline:
 
     def _send(self, job: Job, key: Any) -> None:
         work, to = self._works[job], self._home(job.stage + 1)
-        self.channel.tell((job.stage + 1, key), work.header, to)
+        self.channel.send_header((job.stage + 1, key), work.header, to)
         self.channel.send(work.outputs, to)
 
     def _receive(self, job: Job, key: Any) -> _Arrival:
         source = self._home(job.stage - 1)
-        header = self.channel.ask((job.stage, key), source)
+        header = self.channel.receive_header((job.stage, key), source)
         parts, works = self.channel.receive(header.shapes(self.axes), source)
         return _Arrival(parts, header, works)
 
