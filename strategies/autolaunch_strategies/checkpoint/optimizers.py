@@ -132,11 +132,11 @@ def fill_optimizer(
         saved = next((options_of[name] for name in candidates if name in options_of), None)
         if saved is not None:
             group.update(saved)
-    for parameter, state in optimizer.state.items():  # type: ignore[assignment]
+    for trained, state in optimizer.state.items():
         step = state.get("step")
-        group = next(group for group in optimizer.param_groups if any(item is parameter for item in group["params"]))
+        group = next(group for group in optimizer.param_groups if any(item is trained for item in group["params"]))
         if isinstance(step, torch.Tensor) and (group.get("capturable") or group.get("fused")):
-            state["step"] = step.to(parameter.device)
+            state["step"] = step.to(trained.device)
 
 
 def _named(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> Iterable[tuple[str, nn.Parameter]]:

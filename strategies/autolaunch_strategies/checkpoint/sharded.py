@@ -381,6 +381,7 @@ def _load_single_file(
     saved = checkpoint.pop("state_dict")
     mine = module.state_dict()
     stored = {
+        # Only sizes are compared, so there are no properties.
         f"model.{name}": TensorStorageMetadata(properties=None, size=value.shape, chunks=[])  # type: ignore[arg-type]
         for name, value in saved.items()
         if isinstance(value, torch.Tensor)

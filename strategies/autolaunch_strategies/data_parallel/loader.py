@@ -139,7 +139,7 @@ class DistributedLoader:
                     raise ConfigError(
                         _WHERE,
                         f"a batch of {size} samples can't be shared out evenly among {self.share.count} ranks along "
-                        "dp, which stages and divided sequences need",
+                        "dp, which stages and sharded sequences need",
                         "drop_last=True, or a batch size that divides",
                     )
                 yield batch
@@ -284,6 +284,7 @@ class IndexShare(Sampler[list[Any]]):
         self.sizes: deque[int] = deque()
 
     def __len__(self) -> int:
+        # torch's samplers are iterables that may have a length: one without raises TypeError, as it should.
         return -(-len(self.batches) // self.joined)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[list[Any]]:

@@ -352,6 +352,7 @@ class MeshStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Nothing: `setup` puts every parameter where it belongs."""
 
+    # Lightning's own two are generators under `contextmanager`, of which a type checker asks for the same class.
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Where lightning builds modules itself (`configure_model`): as `model_sharded_context`."""
         return self.precision_plugin.tensor_init_context()

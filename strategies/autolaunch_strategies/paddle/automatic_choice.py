@@ -79,12 +79,12 @@ class Choice:
                 lines.append(f"      batches of {self.batch_size}: {self.batch_size // mesh.dp} on each of {mesh.dp}")
         if mesh.mp > 1 and settings.mp is not None:
             also = " and sequences between blocks" if settings.mp.sequence_parallel else ""
-            lines.append(f"  mp: layers{also} divided over {mesh.mp} ranks")
+            lines.append(f"  mp: layers{also} sharded over {mesh.mp} ranks")
         if mesh.pp > 1 and settings.pp is not None:
             parts = f", {settings.pp.microbatches} microbatches" if settings.pp.microbatches else ""
             lines.append(f"  pp: {mesh.pp} ranks, {settings.pp.schedule}, loss {settings.pp.loss}{parts}")
         if mesh.cp > 1 and settings.cp is not None:
-            lines.append(f"  cp: sequences divided over {mesh.cp} ranks, {settings.cp.backend}")
+            lines.append(f"  cp: sequences sharded over {mesh.cp} ranks, {settings.cp.backend}")
         if settings.recompute.mode != "none":
             lines.append(f"  recompute: {settings.recompute.mode}")
         return "\n".join([*lines, *(f"  because {reason}" for reason in self.reasons)])
@@ -123,7 +123,7 @@ def choose(
             with example_named(model, inputs):
                 foresee(model, choice.settings)
         except ConfigError as error:
-            if not space.without_divided(choice.mesh, error):
+            if not space.without_sharding_of(choice.mesh, error):
                 raise
             continue
         return dataclasses.replace(choice, example=inputs)
@@ -183,8 +183,8 @@ class _Space:
                     meshes += [MeshShape(dp, mp, pp, cp) for dp in self.sizes["dp"] if dp * mp * pp * cp == self.world]
         return meshes
 
-    def without_divided(self, mesh: MeshShape, error: ConfigError) -> bool:
-        """Leave out what divides the model as `mesh` does, which `error` refuses; False if that was asked for."""
+    def without_sharding_of(self, mesh: MeshShape, error: ConfigError) -> bool:
+        """Leave out what shards the model as `mesh` does, which `error` refuses; False if that was asked for."""
         axis = next((axis for axis in reversed(SAME_DATA_AXES) if mesh.sizes[axis] > 1), None)
         if self.mesh is not None or axis is None:
             return False

@@ -61,7 +61,7 @@ def to_distributed(
     `parallelize`; where it leaves out samples or tokens by their values (padding), the mean of the ranks' means is
     taken. Clip with `clip_grad_norm_` of this package.
 
-    By default batches are shared out and layers divided (dp and mp). ``config.axes`` allows pipelines and divided
+    By default batches are shared out and layers sharded (dp and mp). ``config.axes`` allows pipelines and sharded
     sequences, too: they ask for ``model.forward_backward`` in the loop and for fused attention in the model.
 
     Args:
@@ -73,7 +73,7 @@ def to_distributed(
 
     Raises:
         ConfigError: another number of processes, arguments of wrong types, a batch size that can't be shared out, a
-            model that can't be divided as `config` wants, and what `parallelize` refuses; on every rank.
+            model that can't be sharded as `config` wants, and what `parallelize` refuses; on every rank.
     """
     config = checked_config(config)
     devices, nodes = _count("device_num", device_num), _count("node_num", 1 if node_num is None else node_num)

@@ -65,7 +65,7 @@ class StagedModel:
 
         Args:
             stages: those that this rank holds.
-            axes: over which leaves may be divided.
+            axes: over which leaves may be sharded.
         """
         self.model, self.cutting, self.stages, self.axes, self.device = model, cutting, stages, axes, device
         self._pass: Pass | None = None

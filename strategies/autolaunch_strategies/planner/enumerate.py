@@ -36,7 +36,7 @@ LIMIT = 40_000
 all of them)."""
 
 SHORTEST_PART = 128
-"""Positions of one rank of cp below which dividing further has no point."""
+"""Positions of one rank of cp below which sharding further has no point."""
 
 WORTH_BALANCING = 0.02
 """Share of the costliest stage that a balanced cut has to save to be proposed beside the even one."""
@@ -396,7 +396,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
             "mp with compile",
             ("mp",),
             lambda c: (c.mp > 1) & recipe.compiled,
-            lambda c: "torch.compile does not follow tensors that are divided along mp: compile=false, or mp=1",
+            lambda c: "torch.compile does not follow tensors that are sharded along mp: compile=false, or mp=1",
         ),
         Rule(
             "mp_sizes",

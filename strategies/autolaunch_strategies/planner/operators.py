@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from autolaunch_strategies.planner.division import GATHERED, REDUCED, SAME, sharded_outputs, sharded_product
 from autolaunch_strategies.planner.profile import Attention, MatMul
+from autolaunch_strategies.planner.sharded_dims import GATHERED, REDUCED, SAME, sharded_outputs, sharded_product
 from autolaunch_strategies.torch_private.tracing import storage_key
 from autolaunch_strategies.tracing.recorder import Observer, Operation
 from autolaunch_strategies.training.recompute import SAVE_GROUPS

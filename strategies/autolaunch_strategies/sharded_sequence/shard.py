@@ -185,7 +185,7 @@ class SequenceShard(torch.Tensor):
 
         return on_parts(local, gather, dim, positions.size)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch names its keyword
         count, dim = self._local.shape[self.sequence_dim], self.sequence_dim
         return (
             f"SequenceShard(shape={list(self.sizes)}, dtype={self._local.dtype}, device={self._local.device}, "
@@ -199,6 +199,7 @@ class SequenceShard(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return cls.computes(func, args, kwargs or {})
 
+    # A function that does nothing is what `torch.Tensor` has there.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(f"{func} {_UNSEEN}")

@@ -45,7 +45,7 @@ class ModelParallelModule:
             raise explanation from error
 
     def begin(self) -> None:
-        """Let gradients arrive divided as their parameters are. Called once, when every parameter has its values."""
+        """Let gradients arrive sharded as their parameters are. Called once, when every parameter has its values."""
         if self.mode is None:
             return
         for parameter in self.model.parameters():

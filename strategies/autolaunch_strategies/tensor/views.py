@@ -190,9 +190,12 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     ]
     if mask is not None:
         mask = replicate(mask)
-        sharded_dim = None if placement == Replicate() else mask.dim() - q.dim() + placement.dim
-        along = sharded_dim is not None and sharded_dim >= 0 and mask.shape[sharded_dim] > 1
-        mask = mask.redistribute(placements=[Shard(sharded_dim) if along else Replicate()]).to_local()  # type: ignore[arg-type]
+        mask_placement: Any = Replicate()
+        if placement != Replicate():
+            mask_dim = mask.dim() - q.dim() + placement.dim
+            if mask_dim >= 0 and mask.shape[mask_dim] > 1:
+                mask_placement = Shard(mask_dim)
+        mask = mask.redistribute(placements=[mask_placement]).to_local()
     with own_stream(q.redistribute(placements=[placement])) if arguments.get("dropout_p") else nullcontext():
         out = func(*local, attn_mask=mask, **arguments)
     return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)
@@ -213,7 +216,7 @@ def _part_of_whole(tensor: DTensor, dim: int, part: tuple[int, int]) -> torch.Te
 
 
 def _reshape(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
-    """A change of shape that the parts of an unevenly divided tensor do not survive is made on the whole tensor."""
+    """A change of shape that the parts of an unevenly sharded tensor do not survive is made on the whole tensor."""
     tensor = args[0]
     if isinstance(tensor, DTensor) and not _parts_survive(tensor, func, args[1:], kwargs):
         args = (tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim), *args[1:])
@@ -221,7 +224,7 @@ def _reshape(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _parts_survive(tensor: DTensor, func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a change of shape leaves a divided dim in front of a group of dims that can be divided as evenly.
+    """Whether a change of shape leaves a sharded dim in front of a group of dims that can be sharded as evenly.
 
     Looked at beforehand: an attempt that fails would be an operation that selective recomputation counts.
     """

@@ -33,7 +33,7 @@ class Region:
     context_backend: str | None = None
     """What the cp axis does (`config.CP_BACKENDS`); None where it has one rank: then nothing is marked."""
     context_regions: dict[str, str] = field(default_factory=dict)
-    """Names of modules within which sequences are divided along cp -> backend."""
+    """Names of modules within which sequences are sharded along cp -> backend."""
     context_attention: dict[str, str] = field(default_factory=dict)
     """Names of modules whose attention is over whole sequences -> backend."""
     _owners: dict[int, list[tuple[nn.Module, str]]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Region:
         return self.mp_replicate
 
     def shard(self, module: nn.Module, name: str, placement: Placement) -> bool:
-        """Divide a parameter among the ranks, unless an earlier rule has placed it. Ties to it stay ties.
+        """Shard a parameter among the ranks, unless an earlier rule has placed it. Ties to it stay ties.
 
         Returns:
             whether it was placed now.
