@@ -271,7 +271,7 @@ def _without_strangers(state: dict[str, Any], module: nn.Module) -> dict[str, An
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Whether all parameters of `module` were taken out of it, which leaves tensors on meta in their places."""
+    """Whether `module` belongs to another stage: it has no parameters, but meta tensors stand in their places."""
     return next(module.parameters(), None) is None and any(
         isinstance(value, torch.Tensor) and value.is_meta for part in module.modules() for value in vars(part).values()
     )

@@ -4,7 +4,7 @@ The call of such a module is intercepted: of its arguments, tensors with one seq
 this rank; those with two (masks) and those with none stay whole. What it returns says the shape of the whole and holds
 this rank's part (`SequenceShard`).
 
-Which dims are those of the sequence, and that the module output_dims the same result when its sequence is sharded, is tried
+Which dims are those of the sequence, and that the module gives the same result when its sequence is sharded, is tried
 out at the first call of each kind, on a short sequence: run whole and run sharded, it must return the same.
 """
 
@@ -144,14 +144,12 @@ class ShardedModule:
             return self._whole(leaves, form)
         with self._own_numbers():
             output = self._on_part(leaves, form, sharding, layout)
-        if isinstance(output, torch.Tensor) and len(sharding.output_dims) == 1 and sharding.output_dims[0] is not None:
-            return self._shard(output, sharding.output_dims[0], layout)
+        output_dims: Sequence[int | None] = sharding.output_dims
+        if isinstance(output, torch.Tensor) and len(output_dims) == 1 and output_dims[0] is not None:
+            return self._shard(output, output_dims[0], layout)
         outputs, out_spec = tree_flatten(output)
-        output_dims = (
-            sharding.output_dims
-            if len(sharding.output_dims) == len(outputs)
-            else [_dim_of_part(leaf, layout) for leaf in outputs]
-        )
+        if len(output_dims) != len(outputs):
+            output_dims = [_dim_of_part(leaf, layout) for leaf in outputs]
         shards = [
             leaf if dim is None or not isinstance(leaf, torch.Tensor) else self._shard(leaf, dim, layout)
             for leaf, dim in zip(outputs, output_dims, strict=True)
@@ -176,14 +174,8 @@ class ShardedModule:
         ]
         args, kwargs = form.arguments(parts)
         with without_torch_functions():
-            self._rows = next(
-                (
-                    _batch_of(part, dim)
-                    for part, dim in zip(parts, sharding.argument_dims, strict=True)
-                    if dim is not None
-                ),
-                1,
-            )
+            pairs = zip(parts, sharding.argument_dims, strict=True)
+            self._rows = next((_batch_of(part, dim) for part, dim in pairs if dim is not None), 1)
         with self._within(layout):
             return self._own(*args, **kwargs)
 
@@ -233,7 +225,10 @@ class ShardedModule:
     # --- what is cut ------------------------------------------------------------------------------------------------
 
     def _anchor(self, leaves: list[Any]) -> Anchor | None:
-        """What tells the length: the first shard, unless a whole [b, s, h] stands before it; or what looks so."""
+        """The argument whose sequence dim tells how long the sequence is; None if no argument has one.
+
+        The first that is a shard or a tensor of floats [b, s, h]; else the first with dims enough to have a sequence.
+        """
         other = None
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, SequenceShard):
@@ -307,7 +302,7 @@ class ShardedModule:
     def _compare(
         self, short: list[Any], form: Form, cuts: tuple[int | None, ...], layout: Layout
     ) -> tuple[CallSharding | None, str]:
-        """(how the call is sharded, "") if the module returns for a sharded sequence what it returns for a whole one, or why not."""
+        """(sharding, "") if the module returns for a sharded sequence what it returns for a whole one, or why not."""
         try:
             theirs = tree_flatten(self._whole(short, form))[0]
             ours = tree_flatten(self._on_part(short, form, CallSharding(cuts, ()), layout))[0]
@@ -367,7 +362,7 @@ class ShardedModule:
         return leaf
 
     def _agree(self, fine: bool) -> bool:
-        """Whether all ranks say so."""
+        """Whether all ranks pass True. Collective."""
         vote = torch.tensor(int(fine), device=self.sequences.device)
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=self.sequences.together or self.sequences.peers.group)
         return bool(vote)

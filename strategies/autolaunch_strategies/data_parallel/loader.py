@@ -43,7 +43,7 @@ class Share:
         return (start, stop) if stop > start or size == 0 else (0, 1)
 
     def weight(self, size: int) -> float:
-        """What the mean over this part counts in the mean over the batch; 1 where parts are equal, 0 if it is empty."""
+        """The weight of this part's mean in the mean over `size` samples: 1 if parts are equal, 0 if it is empty."""
         start, stop = self.bounds(size)
         return (stop - start) * self.count / size if size else 1.0
 
@@ -267,7 +267,9 @@ def _samples(dataset: Any, indices: list[Any]) -> Any:
 
 
 class IndexShare(Sampler[list[Any]]):
-    """Of every batch of indices this rank's part; `sizes`, the samples of whole batches of the pass begun last.
+    """Draws batches of indices and yields this rank's part of each.
+
+    `sizes` has the number of samples of each whole batch, for the pass over the data that was begun last.
 
     Args:
         batches: of all ranks, drawn with the random state of the first one.

@@ -73,7 +73,7 @@ class Batches:
 
     @property
     def weight(self) -> float:
-        """What this rank's mean over the batch of the last training step counts in the mean over all ranks along dp.
+        """The weight of this rank's mean in the mean over all ranks along dp, for the batch of the last training step.
 
         Raises:
             ConfigError: there are several loaders, whose batches do not agree on it.

@@ -403,7 +403,7 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def batch_weight(self) -> float:
-        """What a mean over this rank's part of the last training batch counts in the mean over dp: 1 if it divides."""
+        """The weight of this rank's mean over the last training batch in the mean over dp: 1 if all parts are equal."""
         return self.batches.weight
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -58,11 +58,11 @@ class Tally:
     """What ran, with shapes: parts that ran the same are of one kind."""
 
     def gathered_bytes(self) -> int:
-        """Of what is saved, what sequence parallelism leaves whole."""
+        """Bytes of saved activations that sequence parallelism leaves whole."""
         return sum(size for key, (size, sharded) in self.saved.items() if key in self.gathered and not sharded)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """(of all, of what is sharded)."""
+        """Bytes of saved activations: (all of them, those that mp shards)."""
         sizes = list(self.saved.values())
         return sum(size for size, _ in sizes), sum(size for size, sharded in sizes if sharded)
 

@@ -135,7 +135,7 @@ class _Device:
         self.element_bytes = {"fp32": 4, "tf32": 4, "fp8": 1}.get(kind, 2)
 
     def matmul(self, rows: Floats, inner: Floats, columns: Floats, count: Floats, together: bool) -> Floats:
-        """Of `count` products [rows, inner] x [inner, columns], one after the other or in one kernel."""
+        """Seconds of `count` products [rows, inner] x [inner, columns]; `together`: in one kernel, not one by one."""
         output = rows * columns * (count if together else 1)
         rate = self.matmul_rate * output / (output + self.half_output) * inner / (inner + self.half_inner)
         if self.aligned > 1:
@@ -481,7 +481,7 @@ def _dp_time(
         return np.asarray(seconds - min(constants.hidden_dp, 1.0) * np.minimum(shorter, seconds))
 
     def collective(kind: str, ranks: Ints, stride: Ints, total: Floats) -> Floats:
-        """Of groups of parameters, one collective each."""
+        """Seconds to exchange `total` bytes of parameters in their groups, one collective for each group."""
         return groups * collective_time(hardware, kind, ranks, stride, total / groups)
 
     reduced = exposed(collective_time(hardware, "all_reduce", size, c.mp, gradients), backward)
