@@ -1,4 +1,4 @@
-"""Sequences divided over ranks by `parallelize`, with a training loop of its own.
+"""Sequences sharded over ranks by `parallelize`, with a training loop of its own.
 
 On two or four processes:  torchrun --nproc-per-node 4 examples/context_parallel.py --backend p2p
 On one, unchanged:         python examples/context_parallel.py
@@ -64,7 +64,7 @@ class LlamaForCausalLayer(nn.Module):
         self.loss_func = nn.CrossEntropyLoss()
 
     def forward(self, input, label):
-        # What the marked layer is called with is divided; everything here is about the whole sequence.
+        # What the marked layer is called with is sharded; everything here is about the whole sequence.
         position = torch.arange(input.shape[1], device=input.device).expand_as(input)
         out = self.llama(input, position)
         logits = torch.matmul(out, self.weight)

@@ -17,5 +17,5 @@ def shown(file: Path) -> str:
 
 
 def user_cache() -> Path:
-    """Where what can be made again is kept: `$XDG_CACHE_HOME/autolaunch`, or `~/.cache/autolaunch`."""
+    """The directory for caches: `$XDG_CACHE_HOME/autolaunch`, or `~/.cache/autolaunch`. Deleting it loses nothing."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autolaunch"

@@ -55,31 +55,31 @@ def locate(target: str, where: str = "") -> Any:
     parts = target.split(".") if isinstance(target, str) else []
     if not all(part.isidentifier() for part in parts) or len(parts) < 2:
         raise ConfigError(_name(where, target), "not an import path", "module.Name, e.g. torch.nn.Linear")
-    found: Any = None
+    target_object: Any = None
     for count in range(1, len(parts) + 1):
         name = ".".join(parts[:count])
-        if found is not None and hasattr(found, parts[count - 1]):
-            found = getattr(found, parts[count - 1])
+        if target_object is not None and hasattr(target_object, parts[count - 1]):
+            target_object = getattr(target_object, parts[count - 1])
             continue
         try:
-            found = importlib.import_module(name)
+            target_object = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not (error.name == name or name.startswith(error.name + ".")):
                 raise ConfigError(_name(where, target), f"importing {name} failed: {_of(error)}") from error
-            if found is None:
+            if target_object is None:
                 raise ConfigError(
                     _name(where, target),
                     f"no module named {name} can be imported",
                     "a module in the working directory, on PYTHONPATH, or installed",
                 ) from None
-            close = nearest(parts[count - 1], [known for known in dir(found) if not known.startswith("_")])
+            close = nearest(parts[count - 1], [known for known in dir(target_object) if not known.startswith("_")])
             meant = f"; did you mean {'.'.join([*parts[: count - 1], close])}?" if close else ""
             raise ConfigError(
                 _name(where, target), f"{'.'.join(parts[: count - 1])} has no {parts[count - 1]}{meant}"
             ) from None
         except Exception as error:
             raise ConfigError(_name(where, target), f"importing {name} failed: {_of(error)}") from error
-    return found
+    return target_object
 
 
 def _targets(node: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -107,21 +107,21 @@ def _check_call(node: Mapping[str, Any], where: str, extra: Mapping[str, Any]) -
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature
         return
-    given = [key for key in node if not (key.startswith("_") and key.endswith("_"))]
+    named = [key for key in node if not (key.startswith("_") and key.endswith("_"))]
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     known = [p.name for p in by_name]
-    for key in [*given, *extra]:
+    for key in [*named, *extra]:
         if key not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             close = nearest(key, [name for name in known if name not in extra])
             meant = f"; did you mean {close}?" if close else ""
             raise ConfigError(
-                f"{where}.{key}" if where and key in given else _name(where, target),
+                f"{where}.{key}" if where and key in named else _name(where, target),
                 f"{target} takes no argument {key}{meant}",
                 ", ".join(name for name in known if name not in extra) or "no arguments",
             )
     if node.get("_partial_") or node.get("_args_"):
         return
-    missing = [p.name for p in by_name if p.default is p.empty and p.name not in given and p.name not in extra]
+    missing = [p.name for p in by_name if p.default is p.empty and p.name not in named and p.name not in extra]
     if missing:
         raise ConfigError(
             _name(where, target),

@@ -44,5 +44,6 @@ class _WhenImported:
                 execute(module)
                 _register(module)
 
+            # The loader of this one spec: nothing else is imported by it.
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

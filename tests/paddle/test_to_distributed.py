@@ -206,7 +206,7 @@ def test_refusals(groups: Any) -> None:
     assert told[0] == "device_num x node_num = 2 with batches of 3: no way to run on 2 devices is left"
     assert "    batches of 3 can't be shared out among 2 ranks along dp" in told
     assert told[-1].startswith("  allowed: a loader with batch_size=4; 1 device; ")
-    assert found["divided"].startswith("mp: nothing in Convolutions can be divided among 2 ranks")
+    assert found["divided"].startswith("mp: nothing in Convolutions can be sharded among 2 ranks")
 
 
 def test_a_batch_that_nothing_divides_is_refused(groups: Any) -> None:
@@ -225,7 +225,7 @@ def test_stages_need_even_batches(groups: Any) -> None:
     for rank in range(4):
         assert groups("four").read("staged_tail_is_refused", rank) == (
             "dataloader: a batch of 1 samples can't be shared out evenly among 2 ranks along dp, which stages and "
-            "divided sequences need\n  allowed: drop_last=True, or a batch size that divides"
+            "sharded sequences need\n  allowed: drop_last=True, or a batch size that divides"
         )
 
 

@@ -203,7 +203,7 @@ def test_reasons_are_words() -> None:
             ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
             "whole: the 47 inputs of mlp.down_proj do not divide among 2 ranks",
         ),
-        "lm_head": "column-wise: logits and loss stay divided by the vocabulary",
+        "lm_head": "column-wise: logits and loss stay sharded by the vocabulary",
     }
 
 

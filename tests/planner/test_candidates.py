@@ -82,7 +82,7 @@ RULES: list[Any] = [
         {"training": recipe(compiled=True)},
         {"mp": 2},
         {"cp": 2},
-        "torch.compile does not follow tensors that are divided along mp: compile=false, or mp=1",
+        "torch.compile does not follow tensors that are sharded along mp: compile=false, or mp=1",
         id="compile",
     ),
     pytest.param(

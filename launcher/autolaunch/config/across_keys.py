@@ -207,8 +207,8 @@ def _layers(pp: Mapping[str, Any] | None, mesh: MeshShape, facts: ModelFacts) ->
 def _plans(config: Mapping[str, Any], mesh: MeshShape | None) -> Iterator[ConfigError]:
     """Every rule of every plan in the config, used or not: each is read by itself, so that all are told."""
     plans = {"mp.plan": (config["mp"] or {}).get("plan"), "cp.plan": (config["cp"] or {}).get("plan")}
-    divides = mesh is not None and mesh.cp > 1 and config["cp"] is not None
-    backend = cp_backend(config["cp"]["backend"]) if divides else None
+    shards_sequences = mesh is not None and mesh.cp > 1 and config["cp"] is not None
+    backend = cp_backend(config["cp"]["backend"]) if shards_sequences else None
     own = config["model"].get("mp_plans") if config["module"] is None else None
     if own is not None and not isinstance(own, Mapping):
         plans["model.mp_plans"] = own

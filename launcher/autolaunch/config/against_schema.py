@@ -32,7 +32,9 @@ def node_schema(key: str, values: Any) -> tuple[type | None, bool]:
         return FAMILIES[key].get(str(values.get("name"))), False
     schema: Any = Job
     for part in key.split(".") if key else []:
-        schema = group_schema(field_types(schema).get(part)) if dataclasses.is_dataclass(schema) else None  # type: ignore[arg-type]
+        if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
+            return None, True
+        schema = group_schema(field_types(schema).get(part))
     if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
         return None, True
     # An optimizer class of one's own has arguments of its own.
@@ -104,7 +106,8 @@ def _value(
 
 def group_schema(wanted: Any) -> type | None:
     """The dataclass of a hint `Group` or `Group | None`; None of any other."""
-    return next((option for option in alternatives(wanted) if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
+    classes = (option for option in alternatives(wanted) if isinstance(option, type))
+    return next((option for option in classes if dataclasses.is_dataclass(option)), None)
 
 
 def schemas_of(group: str) -> dict[str, type]:

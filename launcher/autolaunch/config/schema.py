@@ -40,7 +40,7 @@ GROUPS = {
     "dp": "data parallel: what is sharded",
     "mp": "model (tensor) parallel",
     "pp": "pipeline parallel: in which order the stages work",
-    "cp": "context parallel: how attention sees sequences that are divided",
+    "cp": "context parallel: how attention sees sequences that are sharded",
     "optimizer": "",
     "scheduler": "the learning rate over the steps",
     "trainer": "arguments of Lightning's Trainer",
@@ -89,7 +89,7 @@ LLAMA_PLANS: dict[str, Any] = {
         "lm_head": [{"SequenceParallelEnd": {"need_transpose": False}}, "ColWiseParallel"],
     },
 }
-"""How mp divides a Llama."""
+"""How mp shards a Llama."""
 
 _PLANS_HELP = "Plans for mp that come with this model: {tensor_parallel: {pattern: style}, seq_parallel: {...}}."
 

@@ -65,6 +65,7 @@ class PositionedLoader(DataLoader[Batch]):
             **_worker_options(num_workers, order.seed, order.dp_rank, pin_memory),
         )
 
+    # torch's returns a class of its own, of which only the iterator is used.
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         # A generator starts at its first next(): a position that is loaded after iter() still counts.
         for batch in super().__iter__():

@@ -59,6 +59,7 @@ class TokenDataModule(LightningDataModule):
         order = BatchOrder(
             len(sequences), self.batch_size, self.microbatches, self.seed, self.shuffle, self._dp_rank, self._dp_size
         )
+        # Set by one of lightning's connectors, so its class does not declare it.
         overfit = self.trainer.overfit_batches if self.trainer else 0  # type: ignore[attr-defined]
         repeat = overfit if isinstance(overfit, int) else int(overfit * len(order))
         self._train_loader = PositionedLoader(sequences, order, self.num_workers, repeat or None, self._pin_memory)

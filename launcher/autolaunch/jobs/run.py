@@ -396,7 +396,8 @@ def _output_dir(config: DictConfig, node: DictConfig) -> Path:
 
 def _claim(directory: Path, config: DictConfig, node: DictConfig) -> Path:
     """Create the directory of a run or a sweep; where its name is a time, one that nobody else has."""
-    named_by_time = config.get("output_dir") is None and "${now" in OmegaConf.to_container(node, resolve=False)["dir"]  # type: ignore[index,call-overload]
+    unresolved: Any = OmegaConf.to_container(node, resolve=False)
+    named_by_time = config.get("output_dir") is None and "${now" in unresolved["dir"]
     candidate, number = directory, 1
     while True:
         try:

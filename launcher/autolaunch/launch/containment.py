@@ -27,8 +27,8 @@ def contained() -> Iterator[None]:
         del os.environ[VARIABLE]
         end = time.monotonic() + END_SECONDS
         # Several times: what is forked while this looks is found the next time.
-        while (found := _marked(mark)) and time.monotonic() < end:
-            for pid in found:
+        while (pids := _marked(mark)) and time.monotonic() < end:
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
@@ -36,10 +36,10 @@ def contained() -> Iterator[None]:
 
 def _marked(mark: str) -> list[int]:
     text = f"{VARIABLE}={mark}".encode()
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         # Others' processes cannot be read, and some are gone by now; of a zombie the environment is empty.
         with contextlib.suppress(OSError):
             if text in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids

@@ -156,7 +156,7 @@ def _environment(where: Place, job: ResolvedJob) -> dict[str, str]:
 
 
 def source_roots() -> list[str]:
-    """What a process that this one starts needs on its path, to find the same code however this one found it."""
+    """Directories that a child process needs on PYTHONPATH to import the same code; none of what is installed."""
     roots = {str(Path(module.__file__).parents[1]) for module in (autolaunch, autolaunch_strategies) if module.__file__}
     return sorted(roots - {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 

@@ -90,13 +90,13 @@ def share_job(store: Store, place: Place, make_job: Callable[[], ResolvedJob], t
 
     if place.rank:
         try:
-            found = json.loads(store.get("job"))
+            message = json.loads(store.get("job"))
             store.set(f"job_taken/{place.rank}", "1")
         except DistError as error:
             raise RankMissing(f"rank {place.rank} got no job from rank 0: {str(error).splitlines()[0]}") from error
-        if "exit_code" in found:
-            raise SystemExit(found["exit_code"])
-        return ResolvedJob.from_json(found["job"])
+        if "exit_code" in message:
+            raise SystemExit(message["exit_code"])
+        return ResolvedJob.from_json(message["job"])
     try:
         job = make_job()
     except BaseException as error:

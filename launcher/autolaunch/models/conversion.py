@@ -53,7 +53,7 @@ def sources(model: Any, names: Collection[str], wanted: Mapping[str, torch.Tenso
     """
     prefix = getattr(model, "base_model_prefix", "")
     renamings, converters = _declared(model)
-    found: dict[str, str | Converted] = {}
+    sources_by_target: dict[str, str | Converted] = {}
     parts: dict[str, list[tuple[str, str]]] = {}
     for name in sorted(names, key=_natural):
         renamed, pattern = _rename(name, renamings, converters)
@@ -61,7 +61,7 @@ def sources(model: Any, names: Collection[str], wanted: Mapping[str, torch.Tenso
         if target not in wanted:  # files written from the model's own names
             target, pattern = _with_or_without(prefix, name, wanted), None
         if target in wanted and pattern is None:
-            found[target] = name
+            sources_by_target[target] = name
         elif target in wanted and pattern is not None:
             parts.setdefault(target, []).append((pattern, name))
     for first, collected in parts.items():
@@ -70,8 +70,8 @@ def sources(model: Any, names: Collection[str], wanted: Mapping[str, torch.Tenso
             target = first.replace(converter.target_patterns[0], pattern)
             if target in wanted:
                 shape = tuple(wanted[target].shape)
-                found[target] = Converted(target, shape, tuple(collected), first, converter, model.config)
-    return found
+                sources_by_target[target] = Converted(target, shape, tuple(collected), first, converter, model.config)
+    return sources_by_target
 
 
 def _declared(model: Any) -> tuple[list[Any], list[Any]]:

@@ -60,8 +60,8 @@ def model_facts(model_cfg: Mapping[str, Any]) -> ModelFacts:
     sizes: dict[str, int] = {}
     for size, spellings in _SPELLINGS.items():
         values = (fields.get(spelling) for spelling in spellings)
-        found = next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
-        if found is not None:
-            sizes[size] = found
+        number = next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
+        if number is not None:
+            sizes[size] = number
     shares = {key: value for key in _DROPOUTS if isinstance(value := fields.get(key), int | float) and value}
     return ModelFacts(name, **sizes, attention_dropout=next(iter(shares.items()), None))

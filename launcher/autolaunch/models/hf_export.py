@@ -34,7 +34,7 @@ def write_transformers_files(directory: Path, model_cfg: Mapping[str, Any], mode
         config = _llama(llama_config(model_cfg), dtype)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     elif hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
-        model.config.save_pretrained(directory)  # type: ignore[operator]
+        model.config.save_pretrained(directory)  # type: ignore[operator]  # torch: a tensor or a module
         source = model_cfg.get("path")
         for name in TOKENIZER_FILES if source else ():
             if (file := Path(str(source)).expanduser() / name).is_file():

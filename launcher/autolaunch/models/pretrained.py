@@ -92,20 +92,20 @@ class SafetensorsWeights:
             ConfigError: the files lack a weight, or hold it in another shape.
         """
         wanted = model.state_dict(keep_vars=True)
-        found = sources(model, self._files, wanted)
-        self._share_tied(wanted, found)
+        matches = sources(model, self._files, wanted)
+        self._share_tied(wanted, matches)
         optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-        missing = [name for name in wanted if name not in found and not any(re.search(p, name) for p in optional)]
+        missing = [name for name in wanted if name not in matches and not any(re.search(p, name) for p in optional)]
         self._refuse(missing, f"{{}} of the {len(wanted)} weights of {type(model).__name__} are not in its files")
         self._refuse(
             [
                 f"{name} {list(self.shape(source))} instead of {list(wanted[name].shape)}"
-                for name, source in found.items()
+                for name, source in matches.items()
                 if self.shape(source) != tuple(wanted[name].shape)
             ],
             f"{{}} of the weights of {type(model).__name__} have another shape in its files",
         )
-        return {name: found[name] for name in wanted if name in found}
+        return {name: matches[name] for name in wanted if name in matches}
 
     def _convert(self, source: Converted) -> torch.Tensor:
         tensors = {name: self.read(name) for _, name in source.parts}
@@ -119,11 +119,11 @@ class SafetensorsWeights:
         return whole
 
     @staticmethod
-    def _share_tied(wanted: dict[str, Any], found: dict[str, Source]) -> None:
-        by_tensor = {id(wanted[name]): source for name, source in found.items()}
+    def _share_tied(wanted: dict[str, Any], matches: dict[str, Source]) -> None:
+        by_tensor = {id(wanted[name]): source for name, source in matches.items()}
         for name, tensor in wanted.items():
-            if name not in found and id(tensor) in by_tensor:
-                found[name] = by_tensor[id(tensor)]
+            if name not in matches and id(tensor) in by_tensor:
+                matches[name] = by_tensor[id(tensor)]
 
     def _refuse(self, names: list[str], problem: str) -> None:
         if names:

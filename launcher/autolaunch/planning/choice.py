@@ -32,11 +32,11 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
             "+data.batch_size=...",
         )
     known = KnownProfile(config, device_type)
-    found = known.read()
-    if found is None:
-        found = _profiled(config, device_type)
-        known.keep(*found)
-    profile, trained = found
+    profile_and_share = known.read()
+    if profile_and_share is None:
+        profile_and_share = _profiled(config, device_type)
+        known.keep(*profile_and_share)
+    profile, trained = profile_and_share
     optimizer = config["optimizer"]
     recipe = recipe_of(
         data["batch_size"],

@@ -31,7 +31,7 @@ class KnownProfile:
         model = config["model"]
         if config["module"] or "_target_" in model or model.get("path"):
             return  # code or files of the user's, which may have changed
-        told = {
+        identity = {
             **{key: config[key] for key in ("model", "precision")},
             "seq_len": config["data"].get("seq_len"),
             "param_dtype": config["dp"]["param_dtype"],
@@ -39,7 +39,7 @@ class KnownProfile:
             "device": device_type,
             "versions": [__version__, *map(_version, ("torch", "transformers")), *_sources()],
         }
-        name = hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+        name = hashlib.blake2b(json.dumps(identity, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
         self._path = user_cache() / "profiles" / f"config_{name}.json"
 
     def read(self) -> tuple[ModelProfile, float] | None:

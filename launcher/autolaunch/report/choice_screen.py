@@ -89,15 +89,15 @@ def show_why(explanation: Mapping[str, Any], console: Console) -> None:
             `memory_bytes`, `memory_limit_bytes`, `rejected` (`rule`, `reason`), `sentences`.
     """
     page = Page(console)
-    found = bool(explanation.get("found"))
+    exists = bool(explanation.get("found"))
     console.print()
-    page.panel(f"why not {explanation['asked']}", "cyan" if found else "yellow", _explanation_rows(explanation))
+    page.panel(f"why not {explanation['asked']}", "cyan" if exists else "yellow", _explanation_rows(explanation))
     refused = [item["reason"] for item in explanation.get("rejected") or ()]
     for sentence in explanation.get("sentences") or ():
         if not any(reason in sentence for reason in refused):  # said in the panel
             page.text(sentence)
     parts = parts_of(explanation.get("parts_difference"), PARTS)
-    if found and parts:
+    if exists and parts:
         _show_differences(page, parts)
 
 

@@ -146,7 +146,7 @@ class StepMetrics(pl.Callback):
         self._batches = 0
         if self._csv is not None:
             self._csv.begin_row(self._step)
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if every and self._step // every > previous // every:
             values = asdict(self._record(trainer, getattr(trainer.strategy, "last_grad_norm", None)))
             if trainer.is_global_zero:

@@ -89,6 +89,7 @@ def export_checkpoint(
         )
     with Construction(0).recording():
         module = build_module(config)
+    # Of attributes, torch's stubs say that they are tensors or modules.
     model: nn.Module = module if config.get("module") else module.model  # type: ignore[assignment]
     prefix = "model." if config.get("module") else "model.model."
     tied = _tied_names(model)

@@ -48,7 +48,7 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
     module = construct_module(config, strategy, trainer.precision_plugin, strategy.root_device)
     data = build_data(config["data"], config["seed"])
     ckpt_path = config["ckpt_path"]
-    found: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None
     try:
         if task == "fit":
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
@@ -57,7 +57,7 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
         else:
             run_evaluation = trainer.validate if task == "validate" else trainer.test
             results = run_evaluation(module, datamodule=data, ckpt_path=ckpt_path, verbose=False)
-            found = {name: value for result in results for name, value in result.items()}
+            metrics = {name: value for result in results for name, value in result.items()}
     except BaseException as error:
         if screen.is_first_rank:
             status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
@@ -67,7 +67,7 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
             )
             write_summary(job.output_dir, summary)
         raise
-    summary = collect_summary(trainer, steps, started, task=task, metrics=found, pipeline=screen.pipeline)
+    summary = collect_summary(trainer, steps, started, task=task, metrics=metrics, pipeline=screen.pipeline)
     if screen.is_first_rank:
         write_summary(job.output_dir, summary)
         show_end({**summary, "output_dir": str(job.output_dir)}, Terminal(), steps.losses)

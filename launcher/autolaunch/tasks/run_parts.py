@@ -115,6 +115,7 @@ class _PretrainedFiles:
         from autolaunch.models.pretrained import SafetensorsWeights
 
         self._weights = SafetensorsWeights(directory)
+        # Of attributes, torch's stubs say that they are tensors or modules.
         matching = self._weights.matching(module.model)  # type: ignore[arg-type]
         self._sources = {f"model.{name}": source for name, source in matching.items()}
 

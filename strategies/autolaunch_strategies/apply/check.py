@@ -47,7 +47,7 @@ def config_errors(config: ParallelConfig) -> list[ConfigError]:
         errors.append(
             ConfigError(
                 f"compile={str(config.compile).lower()} with mesh={config.mesh.name}",
-                "torch.compile does not follow tensors that are divided along mp through a block",
+                "torch.compile does not follow tensors that are sharded along mp through a block",
                 "compile=false, or a mesh with mp of size 1",
                 "compile=false",
             )

@@ -43,7 +43,7 @@ class Parallelized:
 
     def running(self) -> AbstractContextManager[None]:
         """Forward and backward passes of the module run within it."""
-        # What divides heads is asked before what divides sequences, so it is entered after it.
+        # What shards heads is asked before what shards sequences, so it is entered after it.
         return both(self.context_parallel.running(), self.model_parallel.running())
 
 

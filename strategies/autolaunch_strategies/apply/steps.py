@@ -278,7 +278,7 @@ def without_cache(module: nn.Module, config: ParallelConfig, keep: bool = False)
     A block that runs again would add to it twice, and a stage of a pipeline has a part of it only.
 
     Args:
-        config: where there are no stages, no sequences to divide and nothing to recompute, caches stay.
+        config: where there are no stages, no sharded sequences and nothing to recompute, caches stay.
         keep: leave it switched off afterwards, unless what runs within it raises.
     """
     needed = config.mesh.pp * config.mesh.cp > 1 or config.recompute.mode != "none"

@@ -63,9 +63,9 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     """The whole checkpoint directories right below `directory`, the furthest trained (then the newest) last."""
     if not directory.is_dir():
         return []
-    found = [
+    checkpoints = [
         item
         for item in directory.iterdir()
         if item.is_dir() and not item.is_symlink() and (item / MANIFEST).is_file() and problem_with(item) is None
     ]
-    return sorted(found, key=lambda item: (read_manifest(item)["step"], (item / MANIFEST).stat().st_mtime_ns))
+    return sorted(checkpoints, key=lambda item: (read_manifest(item)["step"], (item / MANIFEST).stat().st_mtime_ns))

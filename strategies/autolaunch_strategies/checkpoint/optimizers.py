@@ -48,8 +48,8 @@ def whole_groups(
         pipeline: the ranks that hold the other stages of the model, if it is cut; the last stage comes first.
     """
     mine = [
-        {"names": found, "options": options(group)}
-        for found, group in zip(names_in_groups(optimizer, names), optimizer.param_groups, strict=True)
+        {"names": group_names, "options": options(group)}
+        for group_names, group in zip(names_in_groups(optimizer, names), optimizer.param_groups, strict=True)
     ]
     if pipeline is None:
         return mine
@@ -62,11 +62,11 @@ def whole_groups(
     place = {name: place for place, name in enumerate(name for group in order or () for name in group)}
     whole = []
     for _, groups in sorted(parts.items()):
-        found = dict.fromkeys(name for group in reversed(groups) for name in group["names"])
+        merged = dict.fromkeys(name for group in reversed(groups) for name in group["names"])
         # Where a stage has no such group, one without parameters may stand in its place: not that one's options.
         first = next((group for group in groups if group["names"]), groups[0])
         whole.append(
-            {"names": sorted(found, key=lambda name: place.get(name, len(place))), "options": first["options"]}
+            {"names": sorted(merged, key=lambda name: place.get(name, len(place))), "options": first["options"]}
         )
     return whole
 
@@ -132,11 +132,11 @@ def fill_optimizer(
         saved = next((options_of[name] for name in candidates if name in options_of), None)
         if saved is not None:
             group.update(saved)
-    for parameter, state in optimizer.state.items():  # type: ignore[assignment]
+    for trained, state in optimizer.state.items():
         step = state.get("step")
-        group = next(group for group in optimizer.param_groups if any(item is parameter for item in group["params"]))
+        group = next(group for group in optimizer.param_groups if any(item is trained for item in group["params"]))
         if isinstance(step, torch.Tensor) and (group.get("capturable") or group.get("fused")):
-            state["step"] = step.to(parameter.device)
+            state["step"] = step.to(trained.device)
 
 
 def _named(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> Iterable[tuple[str, nn.Parameter]]:

@@ -271,7 +271,7 @@ def _without_strangers(state: dict[str, Any], module: nn.Module) -> dict[str, An
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Whether all parameters of `module` were taken out of it, which leaves tensors on meta in their places."""
+    """Whether `module` belongs to another stage: it has no parameters, but meta tensors stand in their places."""
     return next(module.parameters(), None) is None and any(
         isinstance(value, torch.Tensor) and value.is_meta for part in module.modules() for value in vars(part).values()
     )
@@ -350,11 +350,11 @@ def set_random_state(state: dict[str, Any]) -> None:
 def share_random_state(group: dist.ProcessGroup, source: int = 0) -> None:
     """Let every rank of `group` go on with the random state of its rank `source`. Collective."""
     first = group.rank() == source
-    told = [random_state() if first else None]
-    dist.broadcast_object_list(told, dist.get_global_rank(group, source), group=group)
+    state = [random_state() if first else None]
+    dist.broadcast_object_list(state, dist.get_global_rank(group, source), group=group)
     if not first:
-        assert told[0] is not None
-        set_random_state(told[0])
+        assert state[0] is not None
+        set_random_state(state[0])
 
 
 # --- plain lightning checkpoints ---------------------------------------------------------------------------------
@@ -381,6 +381,7 @@ def _load_single_file(
     saved = checkpoint.pop("state_dict")
     mine = module.state_dict()
     stored = {
+        # Only sizes are compared, so there are no properties.
         f"model.{name}": TensorStorageMetadata(properties=None, size=value.shape, chunks=[])  # type: ignore[arg-type]
         for name, value in saved.items()
         if isinstance(value, torch.Tensor)
@@ -393,9 +394,9 @@ def _load_single_file(
     names = {parameter: name for name, parameter in module.named_parameters()}
     parameters = {name: parameter for parameter, name in names.items()}
     for number, (optimizer, state) in enumerate(zip(optimizers, checkpoint.pop("optimizer_states", []), strict=False)):
-        made = None if optimizer_names is None else optimizer_names[number]
-        assert made is not None or mesh.group("pp") is None, "the order of all stages' parameters is not known"
-        whole = [group["names"] for group in whole_groups(optimizer, names, made, mesh.group("pp"))]
+        group_order = None if optimizer_names is None else optimizer_names[number]
+        assert group_order is not None or mesh.group("pp") is None, "the order of all stages' parameters is not known"
+        whole = [group["names"] for group in whole_groups(optimizer, names, group_order, mesh.group("pp"))]
         order = [name for group in whole for name in group]
         values: dict[str, Any] = {}
         for index, entries in state["state"].items():

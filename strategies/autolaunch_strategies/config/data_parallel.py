@@ -33,7 +33,7 @@ class DataParallel:
 
     @property
     def acts_on_one_rank(self) -> bool:
-        """Whether it changes what a rank does that shares nothing: where state is kept, in what type it computes."""
+        """Whether it has an effect on a single rank, too: where state is kept, or in which type is computed."""
         return self.cpu_offload or (self.sharding_level > 0 and bool(self.param_dtype or self.reduce_dtype))
 
     def split(self, dp: int) -> tuple[int, int]:

@@ -136,11 +136,11 @@ def parse_mesh(text: str | int, order: Iterable[str] | str = DEFAULT_ORDER) -> M
     elif _BY_NAME.fullmatch(text):
         named = []
         for part in text.split("x"):
-            found = re.fullmatch(rf"([a-z]+)({_SIZE})", part)
-            assert found is not None
-            if found[1] not in AXIS_SPELLINGS:
-                raise ConfigError(where, f"no axis is called {found[1]!r}", _MESH_ALLOWED)
-            named.append((AXIS_SPELLINGS[found[1]], found[2]))
+            match = re.fullmatch(rf"([a-z]+)({_SIZE})", part)
+            assert match is not None
+            if match[1] not in AXIS_SPELLINGS:
+                raise ConfigError(where, f"no axis is called {match[1]!r}", _MESH_ALLOWED)
+            named.append((AXIS_SPELLINGS[match[1]], match[2]))
     else:
         raise ConfigError(where, "not a mesh shape", _MESH_ALLOWED)
     sizes: dict[str, int] = {}

@@ -10,7 +10,7 @@ from autolaunch_strategies.config.options import option
 
 @dataclass
 class ModelParallel:
-    """How the ranks of the mp axis divide the layers of a model."""
+    """How the layers of a model are sharded over the ranks of the mp axis."""
 
     name: str = option("Which plan this is; set by the group.", "auto")
     base: str = option(
@@ -18,7 +18,7 @@ class ModelParallel:
         "model",
         choices=("model", "derive", "none"),
     )
-    sequence_parallel: bool = option("Divide activations between blocks along the sequence, too.", False)
+    sequence_parallel: bool = option("Shard activations between blocks along the sequence, too.", False)
     plan: dict[str, Any] = option(
         "Rules of your own, `pattern: style`; one with a pattern of the base takes its place, null removes it.", {}
     )

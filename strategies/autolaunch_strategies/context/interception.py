@@ -108,12 +108,12 @@ class AttentionCalls(TorchFunctionMode):
         return func(*args, **kwargs) if within is None else self._attention(within, arguments)
 
     def _now(self, length: int) -> Within | None:
-        """What runs now, in which attention has so many queries.
+        """The sharded module that calls attention now with `length` queries; None outside of all of them.
 
-        In a backward pass that is what a model computes again that checkpoints its blocks itself.
+        In a backward pass it is a module that is computed again, in a model that checkpoints its blocks itself.
 
         Raises:
-            ConfigError: that can't be told.
+            ConfigError: in a backward pass, if sequences of several lengths were padded to this one.
         """
         if self.within is not None or not is_differentiating():
             return self.within
@@ -246,7 +246,7 @@ _MULTI_HEAD_ARGUMENTS = tuple(inspect.signature(F.multi_head_attention_forward).
 
 
 def _is_all(positions: Positions) -> bool:
-    """Whether they are those of a whole sequence in which nothing is padding."""
+    """Whether `positions` are all positions of a sequence that has no padding."""
     return not positions.layout.is_padded and positions == Positions.of_layout(positions.layout)
 
 

@@ -50,13 +50,13 @@ class Anchor:
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a module is called on a part of a sequence."""
+class CallSharding:
+    """How one kind of call of a module is sharded."""
 
-    cuts: tuple[int | None, ...]
-    """Of every flattened argument the dim along which it is cut; None: it is handed over whole."""
-    gives: tuple[int | None, ...]
-    """Of every flattened output the sequence dim; None: it has none."""
+    argument_dims: tuple[int | None, ...]
+    """For every flattened argument the dim along which it is cut; None: it is handed over whole."""
+    output_dims: tuple[int | None, ...]
+    """For every flattened output its sequence dim; None: it has none."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class ShardedModule:
         self.backend = backend
         own = intercepted(module)
         self._own: Callable[..., Any] = own or (lambda *args, **kwargs: run_call(module, *args, **kwargs))
-        self._ways: dict[Any, Way | None] = {}
+        self._shardings: dict[Any, CallSharding | None] = {}
         self._draws: bool | None = None
         self._rows = 1
         """Samples in the batch of the present call."""
@@ -137,20 +137,22 @@ class ShardedModule:
         layout = self.sequences.peers.layout(anchor.size)
         show_whole(self.module, self._shown, self._is_trial)
         key = form, kinds
-        if key not in self._ways:
-            self._ways[key] = self._try(leaves, form, anchor)
-        way = self._ways[key]
-        if way is None:
+        if key not in self._shardings:
+            self._shardings[key] = self._try(leaves, form, anchor)
+        sharding = self._shardings[key]
+        if sharding is None:
             return self._whole(leaves, form)
         with self._own_numbers():
-            output = self._on_part(leaves, form, way, layout)
-        if isinstance(output, torch.Tensor) and len(way.gives) == 1 and way.gives[0] is not None:
-            return self._shard(output, way.gives[0], layout)
+            output = self._on_part(leaves, form, sharding, layout)
+        output_dims: Sequence[int | None] = sharding.output_dims
+        if isinstance(output, torch.Tensor) and len(output_dims) == 1 and output_dims[0] is not None:
+            return self._shard(output, output_dims[0], layout)
         outputs, out_spec = tree_flatten(output)
-        gives = way.gives if len(way.gives) == len(outputs) else [_dim_of_part(leaf, layout) for leaf in outputs]
+        if len(output_dims) != len(outputs):
+            output_dims = [_dim_of_part(leaf, layout) for leaf in outputs]
         shards = [
             leaf if dim is None or not isinstance(leaf, torch.Tensor) else self._shard(leaf, dim, layout)
-            for leaf, dim in zip(outputs, gives, strict=True)
+            for leaf, dim in zip(outputs, output_dims, strict=True)
         ]
         return tree_unflatten(shards, out_spec)
 
@@ -164,17 +166,16 @@ class ShardedModule:
         with self._within(None):
             return self._own(*args, **kwargs)
 
-    def _on_part(self, leaves: list[Any], form: Form, way: Way, layout: Layout) -> Any:
+    def _on_part(self, leaves: list[Any], form: Form, sharding: CallSharding, layout: Layout) -> Any:
         """What the module returns for this rank's part; with padding, if there is any."""
         parts = [
             self._part(leaf, dim, layout) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf, dim in zip(leaves, way.cuts, strict=True)
+            for leaf, dim in zip(leaves, sharding.argument_dims, strict=True)
         ]
         args, kwargs = form.arguments(parts)
         with without_torch_functions():
-            self._rows = next(
-                (_batch_of(part, dim) for part, dim in zip(parts, way.cuts, strict=True) if dim is not None), 1
-            )
+            pairs = zip(parts, sharding.argument_dims, strict=True)
+            self._rows = next((_batch_of(part, dim) for part, dim in pairs if dim is not None), 1)
         with self._within(layout):
             return self._own(*args, **kwargs)
 
@@ -224,7 +225,10 @@ class ShardedModule:
     # --- what is cut ------------------------------------------------------------------------------------------------
 
     def _anchor(self, leaves: list[Any]) -> Anchor | None:
-        """What tells the length: the first shard, unless a whole [b, s, h] stands before it; or what looks so."""
+        """The argument whose sequence dim tells how long the sequence is; None if no argument has one.
+
+        The first that is a shard or a tensor of floats [b, s, h]; else the first with dims enough to have a sequence.
+        """
         other = None
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, SequenceShard):
@@ -259,7 +263,7 @@ class ShardedModule:
 
     # --- trial ------------------------------------------------------------------------------------------------------
 
-    def _try(self, leaves: list[Any], form: Form, anchor: Anchor) -> Way | None:
+    def _try(self, leaves: list[Any], form: Form, anchor: Anchor) -> CallSharding | None:
         """How this call is sharded, found by running a short one of its kind whole and sharded; None: it is not.
 
         Collective over `Sequences.together`.
@@ -281,9 +285,9 @@ class ShardedModule:
                 short = [
                     self._short(leaf, anchor.size, dim, layout.local) for leaf, dim in zip(leaves, cuts, strict=True)
                 ]
-                way, problem = self._compare(short, form, cuts, layout)
-                if self._agree(way is not None):
-                    return way
+                sharding, problem = self._compare(short, form, cuts, layout)
+                if self._agree(sharding is not None):
+                    return sharding
         if not self.is_block:
             log.debug("cp: %s runs on whole sequences: %s", self.name, problem)
             return None
@@ -299,11 +303,11 @@ class ShardedModule:
 
     def _compare(
         self, short: list[Any], form: Form, cuts: tuple[int | None, ...], layout: Layout
-    ) -> tuple[Way | None, str]:
-        """(the way, "") if the module returns for a sharded sequence what it returns for a whole one, or why not."""
+    ) -> tuple[CallSharding | None, str]:
+        """(sharding, "") if the module returns for a sharded sequence what it returns for a whole one, or why not."""
         try:
             theirs = tree_flatten(self._whole(short, form))[0]
-            ours = tree_flatten(self._on_part(short, form, Way(cuts, ()), layout))[0]
+            ours = tree_flatten(self._on_part(short, form, CallSharding(cuts, ()), layout))[0]
         except ConfigError:
             raise
         except Exception as error:  # whatever a model raises when shapes don't fit
@@ -313,7 +317,7 @@ class ShardedModule:
             return None, f"it does not run on a part of a sequence ({type(error).__name__}: {first_line})"
         if len(ours) != len(theirs):
             return None, "it returns other things for a part of a sequence"
-        gives: list[int | None] = []
+        output_dims: list[int | None] = []
         tolerance = self._tolerance(short)
         for one, other in zip(ours, theirs, strict=True):
             dim = None
@@ -326,10 +330,10 @@ class ShardedModule:
                 dim = changed[0] if changed else None
                 if _far(plain(one if dim is None else self._shard(one, dim, layout)), plain(other), tolerance):
                     return None, "it returns something else when its sequence is sharded"
-            gives.append(dim)
-        if all(dim is None for dim in gives):
+            output_dims.append(dim)
+        if all(dim is None for dim in output_dims):
             return None, "nothing that it returns has the sequence among its dims"
-        return Way(cuts, tuple(gives)), ""
+        return CallSharding(cuts, tuple(output_dims)), ""
 
     def _tolerance(self, leaves: list[Any]) -> float:
         """By how much results may differ, relative to the largest value: by the coarsest type that is computed in."""
@@ -360,7 +364,7 @@ class ShardedModule:
         return leaf
 
     def _agree(self, fine: bool) -> bool:
-        """Whether all ranks say so."""
+        """Whether all ranks pass True. Collective."""
         vote = torch.tensor(int(fine), device=self.sequences.device)
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=self.sequences.together or self.sequences.peers.group)
         return bool(vote)

@@ -43,7 +43,7 @@ class Share:
         return (start, stop) if stop > start or size == 0 else (0, 1)
 
     def weight(self, size: int) -> float:
-        """What the mean over this part counts in the mean over the batch; 1 where parts are equal, 0 if it is empty."""
+        """The weight of this part's mean in the mean over `size` samples: 1 if parts are equal, 0 if it is empty."""
         start, stop = self.bounds(size)
         return (stop - start) * self.count / size if size else 1.0
 
@@ -139,7 +139,7 @@ class DistributedLoader:
                     raise ConfigError(
                         _WHERE,
                         f"a batch of {size} samples can't be shared out evenly among {self.share.count} ranks along "
-                        "dp, which stages and divided sequences need",
+                        "dp, which stages and sharded sequences need",
                         "drop_last=True, or a batch size that divides",
                     )
                 yield batch
@@ -267,7 +267,9 @@ def _samples(dataset: Any, indices: list[Any]) -> Any:
 
 
 class IndexShare(Sampler[list[Any]]):
-    """Of every batch of indices this rank's part; `sizes`, the samples of whole batches of the pass begun last.
+    """Draws batches of indices and yields this rank's part of each.
+
+    `sizes` has the number of samples of each whole batch, for the pass over the data that was begun last.
 
     Args:
         batches: of all ranks, drawn with the random state of the first one.
@@ -284,6 +286,7 @@ class IndexShare(Sampler[list[Any]]):
         self.sizes: deque[int] = deque()
 
     def __len__(self) -> int:
+        # torch's samplers are iterables that may have a length: one without raises TypeError, as it should.
         return -(-len(self.batches) // self.joined)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -361,11 +364,11 @@ def cut_batch(batch: Any, share: Share) -> tuple[int, Any]:
     """
     sizes = {len(leaf) for leaf in _leaves(batch)}
     if len(sizes) != 1:
-        sizes_told = ", ".join(map(str, sorted(sizes))) or "none"
+        listed_sizes = ", ".join(map(str, sorted(sizes))) or "none"
         raise ConfigError(
             _WHERE,
             "its batches can't be shared out among ranks: the first dims of their tensors, which count the samples, "
-            f"should be one number, but are {sizes_told}",
+            f"should be one number, but are {listed_sizes}",
             "a loader with a batch size or a batch sampler, or tensors that all have samples as their first dim",
         )
     size = sizes.pop()
@@ -377,12 +380,12 @@ def cut_batch(batch: Any, share: Share) -> tuple[int, Any]:
         if _is_plain(item):
             return item
         if isinstance(item, Mapping):
-            made = {key: cut(value) for key, value in item.items()}
+            parts = {key: cut(value) for key, value in item.items()}
             if isinstance(item, dict):
                 same_type = copy.copy(item)
-                same_type.update(made)
+                same_type.update(parts)
                 return same_type
-            return made
+            return parts
         if isinstance(item, list | tuple) and hasattr(item, "_fields"):
             return type(item)(*(cut(value) for value in item))
         if isinstance(item, list | tuple):
@@ -459,10 +462,10 @@ class SameRandomness:
 
     def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
         _share_states(list(generators))
-        told = [_random_states() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(told, 0)
-        assert told[0] is not None
-        self._shared: list[Any] = told[0]
+        states = [_random_states() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(states, 0)
+        assert states[0] is not None
+        self._shared: list[Any] = states[0]
         self._own: list[Any] = []
 
     def __enter__(self) -> SameRandomness:
@@ -506,8 +509,8 @@ def _samplers(loader: DataLoader) -> list[Any]:
 def generators_of(loader: DataLoader) -> list[torch.Generator]:
     """Those that the loader and its samplers hold, each once."""
     holders = [loader, *_samplers(loader)]
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
+    generators = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(item): item for item in generators if isinstance(item, torch.Generator)}.values())
 
 
 def _share_generators(loader: DataLoader) -> None:
@@ -517,7 +520,7 @@ def _share_generators(loader: DataLoader) -> None:
 def _share_states(generators: list[torch.Generator]) -> None:
     if not generators:
         return
-    told = [[generator.get_state() for generator in generators]]
-    dist.broadcast_object_list(told, 0)
-    for generator, state in zip(generators, told[0], strict=True):
+    states = [[generator.get_state() for generator in generators]]
+    dist.broadcast_object_list(states, 0)
+    for generator, state in zip(generators, states[0], strict=True):
         generator.set_state(state)

@@ -48,7 +48,7 @@ class Batches:
             )
         self.batch_size = batch_size
         self._are_shared: bool | None = None
-        self._told = False
+        self._is_logged = False
         self._trainer: pl.Trainer | None = None
         self._weight: float | None = 1.0
         self.is_in_step = False
@@ -73,7 +73,7 @@ class Batches:
 
     @property
     def weight(self) -> float:
-        """What this rank's mean over the batch of the last training step counts in the mean over all ranks along dp.
+        """The weight of this rank's mean in the mean over all ranks along dp, for the batch of the last training step.
 
         Raises:
             ConfigError: there are several loaders, whose batches do not agree on it.
@@ -118,8 +118,8 @@ class Batches:
         if is_left_alone:
             return loader
         check_loader(loader)
-        if not self._told and loader.batch_size is not None:
-            self._told = True
+        if not self._is_logged and loader.batch_size is not None:
+            self._is_logged = True
             log.info(self._in_words(loader.batch_size, ranks))
         share, joined = Share(rank, ranks), 1 if self.batch_size == "global" else ranks
         if isinstance(predicted := loader.batch_sampler, _IndexBatchSamplerWrapper):  # it shows which samples those are

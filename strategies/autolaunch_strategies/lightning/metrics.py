@@ -19,7 +19,7 @@ from autolaunch_strategies.tensor.views import plain
 
 
 class _HereOnly(Replacement):
-    """As a `Replacement`, but copies made in this process keep it: what it does is as true of them."""
+    """A `Replacement` that copies made in this process keep: what it does is right for them, too."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _HereOnly:
         return self

@@ -13,7 +13,7 @@ from autolaunch_strategies.config import ConfigError
 
 def refuse_callbacks(trainer: pl.Trainer, sharded: bool) -> None:
     """Raise ConfigError for callbacks that need whole weights; `sharded`: whether ranks hold parts of parameters."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, not by the class
         if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
             raise ConfigError(
                 "StochasticWeightAveraging",

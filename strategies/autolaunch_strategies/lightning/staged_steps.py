@@ -101,7 +101,7 @@ class StagedSteps:
         return trained.loss, _merged(trained.microbatches.rest, trained.loss, trained.samples)
 
     def _whose_gradients_will_be_dropped(self) -> set[nn.Parameter]:
-        """What lightning sets gradients of to zero after this training step, with nobody looking at them before."""
+        """Parameters whose gradients lightning sets to zero after this training step, before any hook can read them."""
         trainer: Any = self.module.trainer
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
             return set()

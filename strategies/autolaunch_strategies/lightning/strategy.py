@@ -352,6 +352,7 @@ class MeshStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Nothing: `setup` puts every parameter where it belongs."""
 
+    # Lightning's own two are generators under `contextmanager`, of which a type checker asks for the same class.
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Where lightning builds modules itself (`configure_model`): as `model_sharded_context`."""
         return self.precision_plugin.tensor_init_context()
@@ -402,7 +403,7 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def batch_weight(self) -> float:
-        """What a mean over this rank's part of the last training batch counts in the mean over dp: 1 if it divides."""
+        """The weight of this rank's mean over the last training batch in the mean over dp: 1 if all parts are equal."""
         return self.batches.weight
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ class Termination:
         self.trainer = trainer
         self.received = False
         self._device = torch.device("cpu") if "cpu:" in dist.get_backend_config() else device
+        # Methods of one trainer are replaced: lightning has no hook for what happens at SIGTERM.
         trainer._signal_connector._sigterm_notifier_fn = self._make_a_note  # type: ignore[method-assign,assignment]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._ask_all  # type: ignore[method-assign]
 

@@ -331,7 +331,7 @@ def _free_unless_training(module: nn.Module, *_: Any) -> None:
 
 
 def _forget_all_gathered(*_: Any) -> None:
-    """What was gathered between a backward pass and a step has old values now."""
+    """After an optimizer step, drop whole parameters that were gathered before it: they have the old values."""
     for applied in all_applied():
         applied.data_parallel.forget_gathered()
 

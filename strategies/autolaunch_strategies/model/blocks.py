@@ -24,7 +24,7 @@ class Blocks:
     members: list[Block]
     reasons: dict[str, str]
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Block]:
         return iter(self.members)
 
     def __len__(self) -> int:

@@ -195,9 +195,9 @@ class Construction:
                         output = operation.operator(*args, **kwargs)
                 else:
                     output = operation.operator(*args, **kwargs)
-                for view, made in zip(operation.outputs, tree_flatten(output)[0], strict=True):
+                for view, tensor in zip(operation.outputs, tree_flatten(output)[0], strict=True):
                     if view is not None and view.storage not in memory:
-                        memory[view.storage] = _flat(made, view)
+                        memory[view.storage] = _flat(tensor, view)
             return window(wanted)
 
     def values(self, tensors: Any) -> Any:
@@ -244,6 +244,7 @@ class _PretendReal(TorchFunctionMode):
 
     _READS_MEMORY: frozenset[Any] = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
     _ANSWERS: dict[Any, Any] = {
+        # These are descriptors; torch's stubs say bool.
         torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
         torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
         torch.Tensor.device.__get__: torch.device("cpu"),
@@ -267,14 +268,14 @@ def _view(tensor: torch.Tensor) -> _View:
     )
 
 
-def _flat(made: torch.Tensor, view: _View) -> torch.Tensor:
+def _flat(tensor: torch.Tensor, view: _View) -> torch.Tensor:
     """All memory of a fresh tensor as 1-D, laid out as the recorded one was."""
-    if made.stride() != view.stride or made.storage_offset() != view.offset:
-        copy = made.new_empty_strided(view.size, view.stride)
-        copy.copy_(made)
-        made = copy
-    numbers = made.untyped_storage().nbytes() // made.dtype.itemsize
-    return made.as_strided((numbers,), (1,), 0)
+    if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
+        copy = tensor.new_empty_strided(view.size, view.stride)
+        copy.copy_(tensor)
+        tensor = copy
+    numbers = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    return tensor.as_strided((numbers,), (1,), 0)
 
 
 def _covers_its_memory(tensor: torch.Tensor) -> bool:

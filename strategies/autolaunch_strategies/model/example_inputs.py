@@ -25,15 +25,15 @@ class ExampleInputs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def example_inputs(model: nn.Module, given: Any = None) -> Iterator[ExampleInputs]:
+def example_inputs(model: nn.Module, example: Any = None) -> Iterator[ExampleInputs]:
     """Inputs worth a try, the likeliest first. Batches of 2, sequences of 8.
 
     Args:
-        given: inputs that the user names (lightning's `example_input_array`); by default the model's own, if any.
+        example: inputs that the user names (lightning's `example_input_array`); by default the model's own, if any.
     """
-    given = getattr(model, "example_input_array", None) if given is None else given
-    if given is not None:
-        yield _as_given(given)
+    example = getattr(model, "example_input_array", None) if example is None else example
+    if example is not None:
+        yield _as_given(example)
     if hasattr(model, "main_input_name") and hasattr(model, "config"):
         yield from _of_transformers(model)
     names = _required_arguments(model)
@@ -41,11 +41,11 @@ def example_inputs(model: nn.Module, given: Any = None) -> Iterator[ExampleInput
         yield ExampleInputs(origin, (tensor,) * max(1, len(names)))
 
 
-def _as_given(given: Any) -> ExampleInputs:
+def _as_given(example: Any) -> ExampleInputs:
     origin = "example_input_array"
-    if isinstance(given, Mapping):
-        return ExampleInputs(origin, (), dict(given))
-    return ExampleInputs(origin, tuple(given) if isinstance(given, tuple | list) else (given,))
+    if isinstance(example, Mapping):
+        return ExampleInputs(origin, (), dict(example))
+    return ExampleInputs(origin, tuple(example) if isinstance(example, tuple | list) else (example,))
 
 
 def _of_transformers(model: Any) -> Iterator[ExampleInputs]:

@@ -50,18 +50,18 @@ def materialise(
         home = device if tensor.is_meta else local.device
         if in_files:
             assert files is not None
-            made = files.read(name, index)
-            if made.shape != local.shape:
-                raise ConfigError(name, f"has shape {tuple(made.shape)} in the files, {tuple(local.shape)} here")
-            made = made.to(home, local.dtype, copy=True)
+            values = files.read(name, index)
+            if values.shape != local.shape:
+                raise ConfigError(name, f"has shape {tuple(values.shape)} in the files, {tuple(local.shape)} here")
+            values = values.to(home, local.dtype, copy=True)
         else:
             whole = _whole(name, construction, home)
-            made = whole if index is None else whole[index].clone()
+            values = whole if index is None else whole[index].clone()
             del whole
         if tensor.is_meta:
-            _become(tensor, made.to(local.dtype))
+            _become(tensor, values.to(local.dtype))
         else:
-            local.copy_(made)
+            local.copy_(values)
 
 
 def share_values(module: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -112,12 +112,12 @@ def _whole(name: str, construction: Construction | None, device: torch.device) -
 
 def _become(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Turn a meta tensor into a real one, keeping the object: ties and references to it stay right."""
-    made = local
+    real = local
     if isinstance(tensor, DTensor):
-        made = DTensor.from_local(
+        real = DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, made)
+        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+    real.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, real)

@@ -114,9 +114,9 @@ def run_random(_: Any, func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map(local, (args, kwargs))
     args, kwargs = _not_in_place(func, args, kwargs)  # the local part is a view of the sharded tensor
     with own_stream(sharded):
-        made = func(*args, **kwargs)
+        output = func(*args, **kwargs)
     return DTensor.from_local(
-        made, sharded.device_mesh, placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+        output, sharded.device_mesh, placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
 
 

@@ -79,12 +79,12 @@ class Choice:
                 lines.append(f"      batches of {self.batch_size}: {self.batch_size // mesh.dp} on each of {mesh.dp}")
         if mesh.mp > 1 and settings.mp is not None:
             also = " and sequences between blocks" if settings.mp.sequence_parallel else ""
-            lines.append(f"  mp: layers{also} divided over {mesh.mp} ranks")
+            lines.append(f"  mp: layers{also} sharded over {mesh.mp} ranks")
         if mesh.pp > 1 and settings.pp is not None:
             parts = f", {settings.pp.microbatches} microbatches" if settings.pp.microbatches else ""
             lines.append(f"  pp: {mesh.pp} ranks, {settings.pp.schedule}, loss {settings.pp.loss}{parts}")
         if mesh.cp > 1 and settings.cp is not None:
-            lines.append(f"  cp: sequences divided over {mesh.cp} ranks, {settings.cp.backend}")
+            lines.append(f"  cp: sequences sharded over {mesh.cp} ranks, {settings.cp.backend}")
         if settings.recompute.mode != "none":
             lines.append(f"  recompute: {settings.recompute.mode}")
         return "\n".join([*lines, *(f"  because {reason}" for reason in self.reasons)])
@@ -123,7 +123,7 @@ def choose(
             with example_named(model, inputs):
                 foresee(model, choice.settings)
         except ConfigError as error:
-            if not space.without_divided(choice.mesh, error):
+            if not space.without_sharding_of(choice.mesh, error):
                 raise
             continue
         return dataclasses.replace(choice, example=inputs)
@@ -153,7 +153,7 @@ class _Space:
 
     def __init__(self, config: ToDistributedConfig, world: int, batch_size: int | None, is_fixed: bool) -> None:
         self.config, self.world, self.batch_size = config, world, batch_size
-        self.given = parallel_config(1, config.dp, config.mp, config.pp, config.cp, config.recompute or "none")
+        self.settled = parallel_config(1, config.dp, config.mp, config.pp, config.cp, config.recompute or "none")
         self.mesh = _mesh_of(config, world)
         fitting = [size for size in _divisors(world) if batch_size is None or batch_size % size == 0]
         if self.mesh is not None:
@@ -171,20 +171,20 @@ class _Space:
     @property
     def own_plan(self) -> Mapping[str, Any] | None:
         """The rules for mp that take the place of all others, if the config has such."""
-        mp = self.given.mp
+        mp = self.settled.mp
         return mp.plan if mp is not None and mp.base == "none" else None
 
     def meshes(self) -> list[MeshShape]:
         """Every mesh there may be."""
-        found = []
+        meshes = []
         for pp in self.sizes["pp"]:
             for cp in self.sizes["cp"]:
                 for mp in self.sizes["mp"]:
-                    found += [MeshShape(dp, mp, pp, cp) for dp in self.sizes["dp"] if dp * mp * pp * cp == self.world]
-        return found
+                    meshes += [MeshShape(dp, mp, pp, cp) for dp in self.sizes["dp"] if dp * mp * pp * cp == self.world]
+        return meshes
 
-    def without_divided(self, mesh: MeshShape, error: ConfigError) -> bool:
-        """Leave out what divides the model as `mesh` does, which `error` refuses; False if that was asked for."""
+    def without_sharding_of(self, mesh: MeshShape, error: ConfigError) -> bool:
+        """Leave out what shards the model as `mesh` does, which `error` refuses; False if that was asked for."""
         axis = next((axis for axis in reversed(SAME_DATA_AXES) if mesh.sizes[axis] > 1), None)
         if self.mesh is not None or axis is None:
             return False
@@ -194,29 +194,29 @@ class _Space:
 
     def wanted(self, staged: bool) -> dict[str, tuple[int, ...]]:
         """For the planner: field of `Candidate` -> the values that it may have; `staged`: with pp, or without."""
-        config, given = self.config, self.given
+        config, settled = self.config, self.settled
         wanted: dict[str, tuple[int, ...]] = {axis: tuple(sizes) for axis, sizes in self.sizes.items()}
         wanted["pp"] = tuple(size for size in self.sizes["pp"] if (size > 1) == staged)
         if not staged:
             wanted["microbatches"] = (1,)  # the loop makes one backward pass of every batch
-        elif given.pp is not None and config.pp is not None:
-            name = "exact" if given.pp.loss == "exact" else given.pp.schedule
+        elif settled.pp is not None and config.pp is not None:
+            name = "exact" if settled.pp.loss == "exact" else settled.pp.schedule
             if name in PIPELINES:
                 wanted["pipeline"] = (PIPELINES.index(name),)
-            if given.pp.microbatches is not None:
-                wanted["microbatches"] = (given.pp.microbatches,)
+            if settled.pp.microbatches is not None:
+                wanted["microbatches"] = (settled.pp.microbatches,)
         else:
             wanted["pipeline"] = (PIPELINES.index("exact"),)  # right for any loss
         if config.dp is not None:
-            wanted["level"] = (given.dp.sharding_level,)
-            if given.dp.sharding_level and (given.dp.replicate or given.dp.shard) and self.mesh is not None:
-                wanted["replicate"] = (given.dp.split(self.mesh.dp)[0],)
-        sequence = config.sequence_parallel or (given.mp is not None and given.mp.sequence_parallel)
+            wanted["level"] = (settled.dp.sharding_level,)
+            if settled.dp.sharding_level and (settled.dp.replicate or settled.dp.shard) and self.mesh is not None:
+                wanted["replicate"] = (settled.dp.split(self.mesh.dp)[0],)
+        sequence = config.sequence_parallel or (settled.mp is not None and settled.mp.sequence_parallel)
         wanted["sequence_parallel"] = (int(sequence),)
-        if given.cp is not None:
-            wanted["backend"] = (CP_BACKENDS.index(given.cp.backend),)
-            if given.cp.ulysses is not None:
-                wanted["ulysses"] = (given.cp.ulysses,)
+        if settled.cp is not None:
+            wanted["backend"] = (CP_BACKENDS.index(settled.cp.backend),)
+            if settled.cp.ulysses is not None:
+                wanted["ulysses"] = (settled.cp.ulysses,)
         if config.recompute is not None:
             mode = parse_recompute(config.recompute).mode
             named = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}
@@ -237,7 +237,7 @@ class _Space:
         if mesh.pp > 1 or "pp" in config.axes or config.pp is not None:
             pp = config.pp if config.pp is not None else chosen.get("pp") or PipelineParallel()
         cp = (config.cp if config.cp is not None else chosen.get("cp") or "gather") if mesh.cp > 1 else None
-        made = parallel_config(
+        settings = parallel_config(
             mesh,
             config.dp if config.dp is not None else chosen.get("dp", {"sharding_level": 0}),
             mp if mesh.mp > 1 else None,
@@ -245,20 +245,21 @@ class _Space:
             cp,
             config.recompute if config.recompute is not None else chosen.get("recompute", "none"),
         )
-        if config.sequence_parallel and made.mp is not None:
-            made.mp = dataclasses.replace(made.mp, sequence_parallel=True)
-        raise_all(config_errors(made))
-        return made
+        if config.sequence_parallel and settings.mp is not None:
+            settings.mp = dataclasses.replace(settings.mp, sequence_parallel=True)
+        raise_all(config_errors(settings))
+        return settings
 
     def none_fits(self, problem: str) -> ConfigError:
         """Nothing is left; `problem`: what the planner says of it."""
         where = f"device_num x node_num = {self.world}"
         if self.batch_size is not None:
             where += f" with batches of {self.batch_size}"
-        told = [f"no way to run on {self.world} devices is left", *self.problems]
+        problems = [f"no way to run on {self.world} devices is left", *self.problems]
         if self.left_out:
-            told.append(f"batches of {self.batch_size} can't be shared out among {_or(self.left_out)} ranks along dp")
-        told.append(problem)
+            ranks = f"{_or(self.left_out)} ranks along dp"
+            problems.append(f"batches of {self.batch_size} can't be shared out among {ranks}")
+        problems.append(problem)
         allowed = []
         if self.left_out and self.batch_size is not None:
             more = self.world * -(-self.batch_size // self.world)
@@ -266,7 +267,7 @@ class _Space:
             fewer = [size for size in range(1, self.world) if self.batch_size % size == 0]
             allowed.append(f"{_or(fewer)} device{'' if fewer == [1] else 's'}")
         allowed.append("other axes (config.axes)")
-        return ConfigError(where, "\n    ".join(line for line in told if line), "; ".join(allowed))
+        return ConfigError(where, "\n    ".join(line for line in problems if line), "; ".join(allowed))
 
 
 def _mesh_of(config: ToDistributedConfig, world: int) -> MeshShape | None:
@@ -326,9 +327,9 @@ def _profile(
     except Exception as error:  # a forward pass on shapes alone may fail in any way: the run itself need not
         if example is not None and example.origin == "config.input_spec" and isinstance(error, ConfigError):
             raise
-        told = str(error).strip() or type(error).__name__
-        log.info("to_distributed: the model can't be profiled: %s", told)
-        return None, told.splitlines()[0]
+        reason = str(error).strip() or type(error).__name__
+        log.info("to_distributed: the model can't be profiled: %s", reason)
+        return None, reason.splitlines()[0]
 
 
 def _recipe(model: nn.Module, optimizer: torch.optim.Optimizer, batch_size: int) -> Recipe:
@@ -362,20 +363,20 @@ def _states(optimizer: torch.optim.Optimizer) -> float:
     return known.get(name, 2) + bool(options.get("amsgrad"))
 
 
-def _hardware(given: Any, devices: int, nodes: int, device: torch.device) -> Hardware:
-    """The machines that were given, or this one, with so many devices."""
-    if given is None:
-        given = _this_machine(devices, "cpu" if device.type == "cpu" else "gpu", f"device_num={devices}")
-        if nodes > 1 and not given.get("inter"):
-            given = {**given, "inter": given["intra"]}
-    if isinstance(given, Mapping):
-        return hardware_from({**given, "nodes": nodes, "devices_per_node": devices}, "config.hardware")
-    if not isinstance(given, Hardware):
+def _hardware(cluster: Any, devices: int, nodes: int, device: torch.device) -> Hardware:
+    """The machines that the config describes, or this one, with so many devices."""
+    if cluster is None:
+        cluster = _this_machine(devices, "cpu" if device.type == "cpu" else "gpu", f"device_num={devices}")
+        if nodes > 1 and not cluster.get("inter"):
+            cluster = {**cluster, "inter": cluster["intra"]}
+    if isinstance(cluster, Mapping):
+        return hardware_from({**cluster, "nodes": nodes, "devices_per_node": devices}, "config.hardware")
+    if not isinstance(cluster, Hardware):
         raise ConfigError(
-            "config.hardware", f"not what a machine is described by: {type(given).__name__}",
+            "config.hardware", f"not what a machine is described by: {type(cluster).__name__}",
             "a planner.hardware.Hardware, or the keys of a file in conf/cluster",
         )  # fmt: skip
-    return dataclasses.replace(given, nodes=nodes, devices_per_node=devices)
+    return dataclasses.replace(cluster, nodes=nodes, devices_per_node=devices)
 
 
 def _this_machine(devices: int, accelerator: str, where: str) -> Mapping[str, Any]:
@@ -414,10 +415,10 @@ def _by_plan(profile: ModelProfile, recipe: Recipe, hardware: Hardware, space: _
         except ConfigError as error:
             problems.append(error.problem)
     if not plans:
-        told = "; ".join(problems)
+        problem = "; ".join(problems)
         if space.mesh is not None:  # what was asked for is tried: the engine has the last word
-            return _by_rule(space, size, told)
-        raise space.none_fits(told)
+            return _by_rule(space, size, problem)
+        raise space.none_fits(problem)
     # Stages ask more of the training loop: they have to be faster for sure.
     plan = min(plans, key=lambda plan: plan.seconds * (1 + plan.noise if plan.chosen.pp > 1 else 1))
     account = document(plan)

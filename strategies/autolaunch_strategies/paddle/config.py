@@ -54,7 +54,7 @@ class ToDistributedConfig:
     input_spec: Sequence[InputSpec] | None = None
     """What the model is called with, to find out what it costs. By default the first batch shows it."""
     sequence_parallel: bool = False
-    """Where layers are divided along mp, divide activations between blocks along the sequence, too."""
+    """Where layers are sharded along mp, shard activations between blocks along the sequence, too."""
     axes: Sequence[str] = ("dp", "mp")
     """Axes that the planner may give more than one rank. The others ask something of the training code or of the model:
     pp that `model.forward_backward` takes the place of forward and ``loss.backward()`` (see `parallelize`), cp that
@@ -64,11 +64,11 @@ class ToDistributedConfig:
     dp: DataParallel | Mapping[str, Any] | int | None = None
     """What is sharded along dp: a sharding level, or the fields of `config.DataParallel`."""
     mp: ModelParallel | Mapping[str, Any] | str | None = None
-    """How layers are divided: auto, tensor_parallel, seq_parallel, or the fields of `config.ModelParallel`."""
+    """How layers are sharded: auto, tensor_parallel, seq_parallel, or the fields of `config.ModelParallel`."""
     pp: PipelineParallel | Mapping[str, Any] | str | None = None
     """How stages work: exact, the name of a schedule, or the fields of `config.PipelineParallel`."""
     cp: ContextParallel | Mapping[str, Any] | str | None = None
-    """How attention sees divided sequences: gather, ring, ulysses, usp, or the fields of `config.ContextParallel`."""
+    """How attention sees sharded sequences: gather, ring, ulysses, usp, or the fields of `config.ContextParallel`."""
     recompute: str | int | None = None
     """Activation checkpointing: none, selective, full, or a number n for every n-th block."""
     hardware: Any = None
@@ -94,7 +94,7 @@ class ToDistributedConfig:
         ):
             raise ConfigError(
                 "config.input_spec",
-                f"a list of InputSpec is needed, not {_told(specs)}",
+                f"a list of InputSpec is needed, not {_type_in_words(specs)}",
                 "one InputSpec for each tensor that the model is called with",
                 'ToDistributedConfig(input_spec=[InputSpec([4, 1024], "int64", "input_ids")])',
             )
@@ -130,7 +130,7 @@ def checked_config(config: Any) -> ToDistributedConfig:
     return config
 
 
-def _told(value: Any) -> str:
+def _type_in_words(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
     return type(value).__name__

@@ -99,10 +99,10 @@ def _of_specs(model: nn.Module, specs: Sequence[InputSpec], batch: Any, batch_si
 
 
 def _dtype(spec: InputSpec) -> torch.dtype:
-    found = spec.dtype if isinstance(spec.dtype, torch.dtype) else getattr(torch, str(spec.dtype), None)
-    if not isinstance(found, torch.dtype):
+    dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else getattr(torch, str(spec.dtype), None)
+    if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"InputSpec(dtype={spec.dtype!r})", "no type of torch", "int64, float32, bfloat16, ...")
-    return found
+    return dtype
 
 
 def _called_with(model: nn.Module, batch: Any) -> tuple[Any, ...] | dict[str, Any]:

@@ -61,7 +61,7 @@ def to_distributed(
     `parallelize`; where it leaves out samples or tokens by their values (padding), the mean of the ranks' means is
     taken. Clip with `clip_grad_norm_` of this package.
 
-    By default batches are shared out and layers divided (dp and mp). ``config.axes`` allows pipelines and divided
+    By default batches are shared out and layers sharded (dp and mp). ``config.axes`` allows pipelines and sharded
     sequences, too: they ask for ``model.forward_backward`` in the loop and for fused attention in the model.
 
     Args:
@@ -73,7 +73,7 @@ def to_distributed(
 
     Raises:
         ConfigError: another number of processes, arguments of wrong types, a batch size that can't be shared out, a
-            model that can't be divided as `config` wants, and what `parallelize` refuses; on every rank.
+            model that can't be sharded as `config` wants, and what `parallelize` refuses; on every rank.
     """
     config = checked_config(config)
     devices, nodes = _count("device_num", device_num), _count("node_num", 1 if node_num is None else node_num)
@@ -186,20 +186,20 @@ def _process_mesh(mesh: MeshShape, has_pp: bool) -> ProcessMesh:
 
 def _made_by_first_rank(make: Callable[[], Result]) -> Result:
     """What `make` returns on the first rank, or the error that it raises there, on every rank. Collective."""
-    told: list[Any] = [None]
+    outcome: list[Any] = [None]
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            told = [(True, make())]
+            outcome = [(True, make())]
         except Exception as error:
             failed = error
             known = isinstance(error, ConfigError | ConfigErrors)
-            told = [(False, error if known else RuntimeError(f"{type(error).__name__} on the first rank: {error}"))]
-    dist.broadcast_object_list(told, 0)
-    made, result = told[0]
+            outcome = [(False, error if known else RuntimeError(f"{type(error).__name__} on the first rank: {error}"))]
+    dist.broadcast_object_list(outcome, 0)
+    succeeded, result = outcome[0]
     if failed is not None:
         raise failed
-    if not made:
+    if not succeeded:
         raise result
     return result
 

@@ -47,12 +47,12 @@ class Cutting:
 
     def unit_stages(self) -> dict[str, list[int]]:
         """Unit -> the stages that call it."""
-        found: dict[str, list[int]] = {}
+        callers: dict[str, list[int]] = {}
         for number, stage in enumerate(self.stages):
             for call in self.recording.calls[stage.first : stage.last + 1]:
-                if number not in found.setdefault(call.unit, []):
-                    found[call.unit].append(number)
-        return found
+                if number not in callers.setdefault(call.unit, []):
+                    callers[call.unit].append(number)
+        return callers
 
     def account(self) -> list[dict[str, Any]]:
         """What each stage calls, holds and costs, as plain data for plan.yaml."""
@@ -186,7 +186,7 @@ def cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, stages: int, wrap
 
 def _global_modules(spec: Any, modules: Sequence[str], prefix: str) -> list[str]:
     named = [] if spec is None else [spec] if isinstance(spec, str) else list(spec)
-    found = []
+    global_names = []
     for name in named:
         inner = str(name).removeprefix(prefix) if prefix else str(name)
         if inner not in modules:
@@ -196,8 +196,8 @@ def _global_modules(spec: Any, modules: Sequence[str], prefix: str) -> list[str]
                 "no module of the model is called so" + (f"; did you mean {close}?" if close else ""),
                 "names of modules, as a string or a list",
             )
-        found.append(inner)
-    return found
+        global_names.append(inner)
+    return global_names
 
 
 def _recorded(root: nn.Module, model: nn.Module, part: str, units: Sequence[str]) -> Recording:

@@ -260,8 +260,8 @@ class _Liveness(Observer):
                 self._draw_count += 1
         inputs = self._inputs.of(*operation.inputs)
         known = {storage_key(tensor) for tensor in operation.inputs}  # a window on them is what they are
-        made = [tensor for tensor in operation.outputs if storage_key(tensor) not in known]
-        for tensor in (*made, *operation.written):
+        created = [tensor for tensor in operation.outputs if storage_key(tensor) not in known]
+        for tensor in (*created, *operation.written):
             self._origins.add(tensor, origins)
             self._draws.add(tensor, draws)
             self._inputs.add(tensor, inputs)

@@ -329,10 +329,10 @@ class Pipeline:
             for module, mode in modes.items():
                 module.training = mode
         self.channel.finish()
-        told = [self._mixed_samples(structure, together, apart, leaves) if self.is_last else None]
-        dist.broadcast_object_list(told, dist.get_global_rank(self.group, self.last_rank), group=self.group)
-        if told[0] is not None:
-            raise told[0]
+        problem = [self._mixed_samples(structure, together, apart, leaves) if self.is_last else None]
+        dist.broadcast_object_list(problem, dist.get_global_rank(self.group, self.last_rank), group=self.group)
+        if problem[0] is not None:
+            raise problem[0]
 
     def _mixed_samples(
         self, structure: Structure, together: Filled, apart: Filled, leaves: list[Any]
@@ -395,13 +395,13 @@ class Pipeline:
         source = dist.get_global_rank(self.group, self.last_rank)
         leaves, spec = tree_flatten(output) if self.is_last else ([], None)
         leaves = [plain(leaf) for leaf in leaves]
-        told: list[Any] = [([LeafMeta.of(leaf) for leaf in leaves], spec)]
-        dist.broadcast_object_list(told, source, group=self.group)
-        metas, spec = told[0]
-        made: list[Any] = []
+        header: list[Any] = [([LeafMeta.of(leaf) for leaf in leaves], spec)]
+        dist.broadcast_object_list(header, source, group=self.group)
+        metas, spec = header[0]
+        output_leaves: list[Any] = []
         for place, meta in enumerate(metas):
             if meta.dtype is None:
-                made.append(meta.constant)
+                output_leaves.append(meta.constant)
                 continue
             tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
             if self.is_last:
@@ -409,8 +409,8 @@ class Pipeline:
             dist.broadcast(tensor, source, group=self.group)
             if torch.is_grad_enabled() and meta.dtype.is_floating_point:
                 tensor = _ForwardOnly.apply(tensor.requires_grad_())
-            made.append(tensor)
-        return tree_unflatten(made, spec)
+            output_leaves.append(tensor)
+        return tree_unflatten(output_leaves, spec)
 
     # --- microbatches one by one, by a schedule ---------------------------------------------------------------------
 
@@ -440,7 +440,7 @@ class Pipeline:
         results = Microbatches(works=[] if keep_outputs else None)
         arrivals: dict[Job, _Arrival] = {}
         gradients: dict[Job, tuple[Gradients, list[dist.Work]]] = {}
-        made: dict[Job, list[torch.Tensor]] = {}
+        input_gradients: dict[Job, list[torch.Tensor]] = {}
         later: dict[Job, Any] = {}
         parts_off = any(action.kind is Kind.W for actions in schedule.actions for action in actions)
         put_off = PutOffWeights(self._weights) if parts_off else nullcontext()
@@ -465,13 +465,13 @@ class Pipeline:
                     if job.stage == self.last_stage:
                         arrived = [torch.ones_like(self._works[job].outputs[0])]
                     inputs = self._works[job].inputs
-                    made[job] = self._backward(job, arrived, put_off=action.kind is Kind.I)
+                    input_gradients[job] = self._backward(job, arrived, put_off=action.kind is Kind.I)
                     if action.kind is Kind.I:
                         later[job] = self._weights.take()
                     if before.stage >= 0 and self._is_here(before.stage):
-                        gradients[before] = spread(made.pop(job), inputs), []
+                        gradients[before] = spread(input_gradients.pop(job), inputs), []
                 elif action.kind is Kind.SEND_B:
-                    self.channel.send(made.pop(job), self._home(before.stage))
+                    self.channel.send(input_gradients.pop(job), self._home(before.stage))
                 elif action.kind is Kind.W:
                     with self.clock.busy():
                         add_weight_gradients(later.pop(job))
@@ -589,12 +589,12 @@ class Pipeline:
 
     def _send(self, job: Job, key: Any) -> None:
         work, to = self._works[job], self._home(job.stage + 1)
-        self.channel.tell((job.stage + 1, key), work.header, to)
+        self.channel.send_header((job.stage + 1, key), work.header, to)
         self.channel.send(work.outputs, to)
 
     def _receive(self, job: Job, key: Any) -> _Arrival:
         source = self._home(job.stage - 1)
-        header = self.channel.ask((job.stage, key), source)
+        header = self.channel.receive_header((job.stage, key), source)
         parts, works = self.channel.receive(header.shapes(self.axes), source)
         return _Arrival(parts, header, works)
 
@@ -648,7 +648,7 @@ def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
 
 def leaves_of(loss: torch.Tensor) -> set[int]:
     """The `id`s of the leaf tensors, parameters among them, that `loss` depends on."""
-    found: set[int] = set()
+    leaf_ids: set[int] = set()
     seen: set[Any] = set()
     todo = [loss.grad_fn]
     while todo:
@@ -657,6 +657,6 @@ def leaves_of(loss: torch.Tensor) -> set[int]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            leaf_ids.add(id(node.variable))
         todo += [following for following, _ in node.next_functions]
-    return found
+    return leaf_ids

@@ -92,13 +92,13 @@ def candidate_names(spec: Any, modules: Collection[str], blocks: Sequence[str], 
             raise ConfigError(_where(spec), "the model shows no repeated blocks to cut between", _ALLOWED)
         return list(blocks)
     find = _modules_of_pattern if isinstance(parsed, dict) else _modules_of_name
-    found: dict[str, None] = {}
+    candidates: dict[str, None] = {}
     for name in parsed:
         of_name = find(name, modules, prefix)
         if not of_name:
             raise _no_match(spec, name, modules, blocks)
-        found.update(dict.fromkeys(of_name))
-    return list(found)
+        candidates.update(dict.fromkeys(of_name))
+    return list(candidates)
 
 
 def choose_cuts(
@@ -314,11 +314,11 @@ def _modules_of_name(name: str, modules: Collection[str], prefix: str) -> list[s
 
 
 def _modules_of_pattern(pattern: str, modules: Collection[str], prefix: str) -> list[str]:
-    found = matching(pattern, modules)
-    if not found and prefix:
+    matches = matching(pattern, modules)
+    if not matches and prefix:
         full = {f"{prefix.rstrip('.')}.{name}": name for name in modules if name}
-        found = [full[name] for name in matching(pattern, full)]
-    return found
+        matches = [full[name] for name in matching(pattern, full)]
+    return matches
 
 
 def _without_prefix(name: str, prefix: str) -> Iterable[str]:

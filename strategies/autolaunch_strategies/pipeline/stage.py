@@ -66,7 +66,7 @@ class StagedModel:
 
         Args:
             stages: those that this rank holds.
-            axes: over which leaves may be divided.
+            axes: over which leaves may be sharded.
         """
         self.model, self.cutting, self.stages, self.axes, self.device = model, cutting, stages, axes, device
         self._pass: Pass | None = None
@@ -165,20 +165,20 @@ class StagedModel:
     @contextmanager
     def _watching(self, wanted: list[Shown]) -> Iterator[dict[tuple[str, int], Any]]:
         """Within it outputs of modules are noted that hooks are shown, by (module, turn)."""
-        found: dict[tuple[str, int], Any] = {}
+        noted: dict[tuple[str, int], Any] = {}
         turns: dict[str, int] = {}
 
         def hook_of(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 turns[name] = turns.get(name, -1) + 1
-                found[name, turns[name]] = output
+                noted[name, turns[name]] = output
 
             return hook
 
         names = {item.module for item in wanted}
         handles = [self.model.get_submodule(name).register_forward_hook(hook_of(name)) for name in names]
         try:
-            yield found
+            yield noted
         finally:
             for handle in handles:
                 handle.remove()

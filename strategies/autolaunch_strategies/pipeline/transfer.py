@@ -19,7 +19,7 @@ from autolaunch_strategies.torch_private.meshes import local_shape
 
 @dataclass(frozen=True)
 class Axes:
-    """Over which other axes leaves may be divided, along with the stages."""
+    """Over which other axes leaves may be sharded, along with the stages."""
 
     mp: DeviceMesh | None = None
     cp: dist.ProcessGroup | None = None
@@ -27,7 +27,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class SequenceDim:
-    """Which dim of a leaf is divided along cp, and which of its entries each rank holds."""
+    """Which dim of a leaf is sharded along cp, and which of its entries each rank holds."""
 
     dim: int
     positions: Positions
@@ -38,14 +38,14 @@ class LeafMeta:
     """What a stage has to know of a leaf that another one made."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor; () for what is no tensor. Along a dim that is divided along cp, of this rank's part."""
+    """Of the whole tensor; () for what is no tensor. Along a dim that is sharded along cp, of this rank's part."""
     dtype: torch.dtype | None = None
     """None: no tensor, but `constant`."""
     requires_grad: bool = False
     placements: tuple[Placement, ...] | None = None
     """Of a DTensor over the mp axis."""
     sequence: SequenceDim | None = None
-    """Of a sequence that is divided along cp."""
+    """Of a sequence that is sharded along cp."""
     constant: Any = None
 
     @classmethod
@@ -80,15 +80,15 @@ class LeafMeta:
 
     def wrapped(self, local: torch.Tensor, axes: Axes) -> torch.Tensor:
         """`local` (this rank's part) as the leaf, differentiably."""
-        made = local
+        leaf = local
         if self.placements is not None and axes.mp is not None:
             whole = torch.empty(self.shape, device="meta")
-            made = DTensor.from_local(
+            leaf = DTensor.from_local(
                 local, axes.mp, self.placements, run_check=False, shape=whole.shape, stride=whole.stride()
             )
         if self.sequence is not None and axes.cp is not None:
-            made = SequenceShard.of(made, self.sequence.dim, self.sequence.positions, axes.cp)
-        return made
+            leaf = SequenceShard.of(leaf, self.sequence.dim, self.sequence.positions, axes.cp)
+        return leaf
 
 
 def local_part(leaf: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ Metas = tuple[tuple[LeafMeta, ...], ...]
 
 @dataclass(frozen=True)
 class Header:
-    """What a stage is told once about what will cross the cut in front of it."""
+    """What will cross the cut in front of a stage; sent to it once."""
 
     metas: Metas
     carry: tuple[Leaf, ...]
@@ -122,12 +122,12 @@ class Header:
 
     def shapes(self, axes: Axes) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape of this rank's part and type of everything that travels."""
-        found = []
+        shapes = []
         for leaf in self.carry:
             meta = self.metas[leaf.call][leaf.place]
             assert meta.dtype is not None, "only tensors travel"
-            found.append((meta.local_shape(axes), meta.dtype))
-        return found
+            shapes.append((meta.local_shape(axes), meta.dtype))
+        return shapes
 
 
 _MOST_HEADERS = 512
@@ -141,8 +141,8 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self._told: dict[int, dict[Any, Header]] = {}
-        self._heard: dict[int, dict[Any, Header]] = {}
+        self._sent_headers: dict[int, dict[Any, Header]] = {}
+        self._received_headers: dict[int, dict[Any, Header]] = {}
         self._running: list[tuple[dist.Work, torch.Tensor]] = []
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
@@ -160,17 +160,20 @@ class Channel:
     ) -> tuple[list[torch.Tensor], list[dist.Work]]:
         """Begin to receive tensors from rank `source` of the group: buffers, and what to wait for."""
         buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
-        works = [dist.irecv(buffer, group=self.group, group_src=source) for buffer in buffers]
-        assert all(work is not None for work in works)
-        return buffers, works  # type: ignore[return-value]
+        works = []
+        for buffer in buffers:
+            work = dist.irecv(buffer, group=self.group, group_src=source)
+            assert work is not None
+            works.append(work)
+        return buffers, works
 
-    def tell(self, key: Any, header: Header, to: int) -> None:
+    def send_header(self, key: Any, header: Header, to: int) -> None:
         """Send a header to a rank that does not know that of `key` yet.
 
         Raises:
-            RuntimeError: they are not what was told for the same key.
+            RuntimeError: it is not the header that was sent for the same key.
         """
-        known = self._told.setdefault(to, {})
+        known = self._sent_headers.setdefault(to, {})
         if key in known:
             if known[key] != header:
                 raise RuntimeError(
@@ -183,9 +186,9 @@ class Channel:
         data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8).to(self.device)
         self.send([torch.tensor([data.numel()], device=self.device), data], to)
 
-    def ask(self, key: Any, source: int) -> Header:
-        """The header that rank `source` told for `key`."""
-        known = self._heard.setdefault(source, {})
+    def receive_header(self, key: Any, source: int) -> Header:
+        """The header that rank `source` sent for `key`; it is received once."""
+        known = self._received_headers.setdefault(source, {})
         if key not in known:
             (size,), works = self.receive([((1,), torch.int64)], source)
             works[0].wait()

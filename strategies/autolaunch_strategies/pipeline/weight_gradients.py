@@ -28,15 +28,15 @@ class WeightGradients:
         waiting, self._waiting = self._waiting, []
         return waiting
 
-    def keep(self, weight: nn.Parameter, given: torch.Tensor, gradient: torch.Tensor) -> None:
+    def keep(self, weight: nn.Parameter, activation: torch.Tensor, gradient: torch.Tensor) -> None:
         """Put off the gradient of `weight` [out, in] at input [..., in] and output gradient [..., out]."""
-        self._waiting.append((weight, given, gradient))
+        self._waiting.append((weight, activation, gradient))
 
 
 def add_weight_gradients(waiting: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]) -> None:
     """Compute gradients that were put off and add them to their weights, as a backward pass would, hooks included."""
-    for weight, given, gradient in waiting:
-        torch.autograd.backward(weight.view_as(weight), _weight_gradient(weight, given, gradient))
+    for weight, activation, gradient in waiting:
+        torch.autograd.backward(weight.view_as(weight), _weight_gradient(weight, activation, gradient))
 
 
 class PutOffWeights(TorchFunctionMode):
@@ -51,39 +51,41 @@ class PutOffWeights(TorchFunctionMode):
         if func is not F.linear or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-        given, weight, bias = named["input"], named["weight"], named.get("bias")
+        activation, weight, bias = named["input"], named["weight"], named.get("bias")
         trained = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
-        if not (trained and given.requires_grad):
+        if not (trained and activation.requires_grad):
             return func(*args, **kwargs)
-        output = _Linear.apply(given, weight, self.gradients)
+        output = _Linear.apply(activation, weight, self.gradients)
         return output if bias is None else output + bias.to(output.dtype)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, given: torch.Tensor, weight: nn.Parameter, gradients: WeightGradients) -> torch.Tensor:
-        kind = given.device.type
+    def forward(
+        context: Any, activation: torch.Tensor, weight: nn.Parameter, gradients: WeightGradients
+    ) -> torch.Tensor:
+        kind = activation.device.type
         if torch.is_autocast_enabled(kind):
-            given = given.to(torch.get_autocast_dtype(kind))
-        context.save_for_backward(given, weight)
+            activation = activation.to(torch.get_autocast_dtype(kind))
+        context.save_for_backward(activation, weight)
         context.gradients, context.weight = gradients, weight
-        return F.linear(given, weight.to(given.dtype))
+        return F.linear(activation, weight.to(activation.dtype))
 
     @staticmethod
     def backward(context: Any, *output_gradients: torch.Tensor) -> Any:
         (gradient,) = output_gradients
-        given, weight = context.saved_tensors
+        activation, weight = context.saved_tensors
         to_input = gradient.matmul(weight.to(gradient.dtype)) if context.needs_input_grad[0] else None
         if not context.needs_input_grad[1]:
             return to_input, None, None
         if context.gradients.put_off:
-            context.gradients.keep(context.weight, given.detach(), gradient.detach())
+            context.gradients.keep(context.weight, activation.detach(), gradient.detach())
             return to_input, None, None
-        return to_input, _weight_gradient(weight, given, gradient), None
+        return to_input, _weight_gradient(weight, activation, gradient), None
 
 
 @torch.no_grad()
-def _weight_gradient(weight: torch.Tensor, given: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _weight_gradient(weight: torch.Tensor, activation: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     if gradient.dim() == 1:
-        return torch.outer(gradient, given).to(weight.dtype)
-    return gradient.flatten(0, -2).mT.matmul(given.flatten(0, -2)).to(weight.dtype)
+        return torch.outer(gradient, activation).to(weight.dtype)
+    return gradient.flatten(0, -2).mT.matmul(activation.flatten(0, -2)).to(weight.dtype)

@@ -31,8 +31,8 @@ def plan_for(
         if own_plan:
             base = read_plan(own_plan, "the model's plan")
         else:
-            found = transformers_plan(model, mp.sequence_parallel, ranks, example)
-            base = found if found is not None else derive_plan(model, mp.sequence_parallel, ranks, example)
+            shipped = transformers_plan(model, mp.sequence_parallel, ranks, example)
+            base = shipped if shipped is not None else derive_plan(model, mp.sequence_parallel, ranks, example)
     elif mp.base == "derive":
         base = derive_plan(model, mp.sequence_parallel, ranks, example)
     return merge_plans(base, mp.plan)

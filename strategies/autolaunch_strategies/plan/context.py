@@ -122,8 +122,8 @@ def context_config(cp_config: Mapping[str, Any], others: Iterable[Rule] = ()) ->
 
 def is_context_style(style: StyleSpec) -> bool:
     """Whether a style speaks of cp, be it by name, by import path, or an object of its class."""
-    if style.made is not None:
-        return any(base.__name__ in CONTEXT_STYLES for base in type(style.made).__mro__)
+    if style.instance is not None:
+        return any(base.__name__ in CONTEXT_STYLES for base in type(style.instance).__mro__)
     return style.name.rpartition(".")[2] in CONTEXT_STYLES
 
 
@@ -131,5 +131,5 @@ def _backend_of(style: StyleSpec) -> str | None:
     """The backend that a style for cp names, if it names one."""
     if not is_context_style(style):
         return None
-    named = style.arguments.get("backend") if style.made is None else style.made.backend
+    named = style.arguments.get("backend") if style.instance is None else style.instance.backend
     return None if named is None else cp_backend(named, f"{style.name}: backend")

@@ -28,5 +28,5 @@ class Decisions:
         self.reasons[name] = f"{said}; {reason}" if said else reason
 
     def planned(self) -> set[str]:
-        """Modules whose parameters are divided."""
+        """Modules whose parameters are sharded."""
         return {name for name, styles in self.styles.items() if any(style in (COLUMN, ROW) for style in styles)}

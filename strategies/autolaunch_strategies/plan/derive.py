@@ -31,7 +31,7 @@ def derive_plan(model: nn.Module, sequence_parallel: bool, ranks: int, example: 
     """The rules for `model` (on meta or real; it is not touched), each with its reason. No styles: it stays whole.
 
     Args:
-        sequence_parallel: divide activations between blocks along the sequence, too, where the structure allows it.
+        sequence_parallel: shard activations between blocks along the sequence, too, where the structure allows it.
         ranks: along the mp axis.
         example: inputs for one call of the model, if those that are found by themselves do not serve.
 
@@ -45,11 +45,11 @@ def derive_plan(model: nn.Module, sequence_parallel: bool, ranks: int, example: 
     for block in blocks:
         _decide_block(flow, block, ranks, decisions)
     if not decisions.planned():
-        found = "".join(f"\n    {name}: {reason}" for name, reason in _one_of_each(decisions.reasons).items())
+        reasons = "".join(f"\n    {name}: {reason}" for name, reason in _one_of_each(decisions.reasons).items())
         raise NothingToShard(
             "mp",
-            f"nothing in {type(model).__name__} can be divided among {ranks} ranks"
-            + (found or ": no repeated blocks with pairs of linear layers were found"),
+            f"nothing in {type(model).__name__} can be sharded among {ranks} ranks"
+            + (reasons or ": no repeated blocks with pairs of linear layers were found"),
             "a plan of your own in mp.plan, with mp.base=none, or a mesh whose mp is 1",
         )
     decide_vocabulary(model, flow, ranks, decisions)
@@ -202,7 +202,7 @@ def vocabulary(model: nn.Module, flow: Trace | None) -> tuple[str | None, str | 
 
 
 def decide_vocabulary(model: nn.Module, flow: Trace | None, ranks: int, decisions: Decisions) -> None:
-    """Divide the embedding of tokens and the layer of their logits by the vocabulary."""
+    """Shard the embedding of tokens and the layer of their logits by the vocabulary."""
     embedding_name, head_name = vocabulary(model, flow)
     if embedding_name is None:
         return
@@ -227,7 +227,7 @@ def decide_vocabulary(model: nn.Module, flow: Trace | None, ranks: int, decision
         decisions.decide(head_name, (), f"whole: it shares its weight with {embedding_name}")
     elif embedding.num_embeddings >= ranks:
         shared = f"; its weight is that of {embedding_name}" if tied else ""
-        decisions.decide(head_name, [COLUMN], f"column-wise: logits and loss stay divided by the vocabulary{shared}")
+        decisions.decide(head_name, [COLUMN], f"column-wise: logits and loss stay sharded by the vocabulary{shared}")
 
 
 # --- rules --------------------------------------------------------------------------------------------------------

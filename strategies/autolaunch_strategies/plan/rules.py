@@ -35,15 +35,15 @@ STYLES: dict[str, dict[str, type]] = {
 
 @dataclass(frozen=True)
 class StyleSpec:
-    """One style as a plan names it: by `name` and arguments, or an object (`made`) that Python code put there."""
+    """One style as a plan names it: by `name` and arguments, or an object (`instance`) that Python code put there."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    made: Any = None
+    instance: Any = None
 
     def to_yaml(self) -> Any:
         """The shortest way to write it in a plan."""
-        if self.made is not None:
+        if self.instance is not None:
             return f"<{self.name}>"
         if "." in self.name:
             return {"_target_": self.name, **self.arguments}
@@ -114,7 +114,7 @@ def _read_style(style: Any, where: str) -> StyleSpec:
     elif isinstance(style, Mapping | list | int | float | bool) or style is None:
         raise ConfigError(where, f"not a style: {style!r}", "a name, {Name: {argument: value}}, or {_target_: ...}")
     else:
-        return StyleSpec(type(style).__name__, {}, made=style)
+        return StyleSpec(type(style).__name__, {}, instance=style)
     if name not in STYLES:
         same_beginning = [known for known in STYLES if known[:3].lower() == str(name)[:3].lower()]
         close = nearest(str(name), same_beginning or STYLES)

@@ -28,7 +28,7 @@ _WHOLE = {"replicate", "replicated_with_grad_allreduce", "sequence_parallel", "a
 def transformers_plan(model: nn.Module, sequence_parallel: bool, ranks: int, example: Any = None) -> list[Rule] | None:
     """The plan that a `transformers` model comes with, as rules; None if it has none, or one that does not serve.
 
-    It serves if every layer that it divides can be divided among `ranks`, and column-wise and row-wise layers come
+    It serves if every layer that it shards can be sharded among `ranks`, and column-wise and row-wise layers come
     together; a plan derived from the model's dataflow is the better choice otherwise.
 
     Args:

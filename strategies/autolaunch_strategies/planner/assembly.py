@@ -230,9 +230,9 @@ class Assembly:
             refused["mp"] = self.sharding.refused
         if not self.look.order:
             refused["pp"] = "it has no repeated blocks, so nothing says where to cut"
-            refused["cp"] = "it has no repeated blocks whose sequences could be divided"
+            refused["cp"] = "it has no repeated blocks whose sequences could be sharded"
         elif heads is None:
-            refused["cp"] = "none of its blocks calls scaled_dot_product_attention, so positions can't be divided"
+            refused["cp"] = "none of its blocks calls scaled_dot_product_attention, so positions can't be sharded"
         return refused
 
 

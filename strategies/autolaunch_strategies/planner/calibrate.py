@@ -24,7 +24,7 @@ KNOWN = ("group_s", "cp_s")
 """Costs of the host that are much the same everywhere, and that little tells from waiting for others (`slice_s`)."""
 
 DTENSOR_CALLS = 10
-"""Calls on DTensors for each kernel that a profile counts as divided: views, changes of layout and hooks are calls,
+"""Calls on DTensors for each kernel that a profile counts as sharded: views, changes of layout and hooks are calls,
 too. In processor time of small Llamas with mp of 2 they were 7 (tensor parallel) to 20 (sequence parallelism)."""
 
 LEAST_HIDDEN = 0.02

@@ -1,8 +1,9 @@
-"""Every way to run a training that our runtime has, each once, and why the others are none. Torch-free.
+"""All configurations that can run a training, each once, and the rules that reject the others. Torch-free.
 
-What is the same run is one candidate: a sharding level where nothing is sharded, levels that differ only while
-gradients accumulate, a pipeline of one rank. What can't run, or has no point, is rejected by a rule, and a rule can say
-why for any candidate. Values are chosen one axis after the other, so that a rule cuts off all that would follow.
+Settings that make no difference make no further candidate: a sharding level where nothing is sharded, levels that
+differ only while gradients accumulate, a pipeline of one rank. What can't run, or has no point, is rejected by a rule,
+and a rule can say why for any candidate. Values are chosen one axis after the other, so that a rule cuts off all that
+would follow.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LIMIT = 40_000
 all of them)."""
 
 SHORTEST_PART = 128
-"""Positions of one rank of cp below which dividing further has no point."""
+"""Positions of one rank of cp below which sharding further has no point."""
 
 WORTH_BALANCING = 0.02
 """Share of the costliest stage that a balanced cut has to save to be proposed beside the even one."""
@@ -44,7 +45,7 @@ WORTH_BALANCING = 0.02
 
 @dataclass(frozen=True)
 class Rule:
-    """Why candidates are none."""
+    """A reason to reject candidates, as a test on some of their fields."""
 
     name: str
     words: str
@@ -396,7 +397,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
             "mp with compile",
             ("mp",),
             lambda c: (c.mp > 1) & recipe.compiled,
-            lambda c: "torch.compile does not follow tensors that are divided along mp: compile=false, or mp=1",
+            lambda c: "torch.compile does not follow tensors that are sharded along mp: compile=false, or mp=1",
         ),
         Rule(
             "mp_sizes",

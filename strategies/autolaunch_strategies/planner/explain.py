@@ -86,7 +86,7 @@ class Explanation:
     asked: str
     plan: Plan
     candidate: Candidate | None
-    """The best way that is so; None if there is none."""
+    """The best configuration with the settings that were asked for; None if there is none."""
     sentences: tuple[str, ...]
     rank: int | None = None
     """Its place among all that fit for sure, the fastest first, from 1; None if it does not."""
@@ -140,9 +140,9 @@ _ALLOWED = "mesh=4x2, mp=4, pp=2, dp=zero1, pp=1f1b, cp=ring, recompute=full, mi
 
 
 def why(plan: Plan, asked: Mapping[str, Any]) -> Explanation:
-    """Why the best way that is as asked for was not chosen.
+    """Why the plan did not choose a configuration with the settings in `asked`: the best one of these is explained.
 
-    It is looked for among everything, not only what the plan kept: also among what has no point.
+    It is searched among all configurations, also those that the plan did not keep, or had no reason to propose.
 
     Args:
         asked: as people type it: sizes of axes (``mp`` or ``tp``, ``dp``, ``pp``, ``cp``, ``mesh``: ``4x2``), options
@@ -233,7 +233,7 @@ def _field(name: str, value: str) -> dict[str, int]:
 
 
 def int_of(mode: str | int) -> int:
-    """Of every n-th block; 0 for what has a name."""
+    """n if `mode` recomputes every n-th block; 0 if it is the name of a mode."""
     return mode if isinstance(mode, int) else 0
 
 

@@ -187,7 +187,7 @@ class Bench:
         speeds.kernel_s = self._busy(chain, self.seconds / 2) / (2 * calls + 3)
 
     def dtensor(self, speeds: Measured) -> None:
-        """The same on tensors that a mesh divides."""
+        """The same on tensors that are sharded over a mesh."""
         mesh = DeviceMesh(self.device.type, list(range(self.ranks)))
         x = distribute_tensor(torch.ones(16 * self.ranks, device=self.device), mesh, [Shard(0)]).requires_grad_()
         calls = 20

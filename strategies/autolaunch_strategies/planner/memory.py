@@ -211,7 +211,7 @@ def _put_states(
 
 
 def _shared(profile: ModelProfile) -> Part:
-    """What the last stage holds of what runs before the blocks, as tied weights."""
+    """Tied weights as a part: the last stage holds a copy of those that the part before the blocks has."""
     count = profile.shared_parameters
     return Part("shared", count, min(count, profile.before.sharded_parameters))
 
@@ -227,7 +227,7 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
     ones = np.ones_like(c.mp)
 
     def of(whole: float, sharded: float = 0.0, over: Ints = whole_mp) -> Floats:
-        """Of one sequence on one rank; what mp does not shard by itself lies over so many ranks."""
+        """Bytes on one rank of `whole` for one sequence: mp shards `sharded` of them, the rest is on `over` ranks."""
         return ((whole - sharded) / over + sharded / c.mp) / c.cp
 
     def kept_by(part: Part) -> tuple[Floats, Floats, Floats]:

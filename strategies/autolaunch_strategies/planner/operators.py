@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from autolaunch_strategies.planner.division import GATHERED, REDUCED, SAME, sharded_outputs, sharded_product
 from autolaunch_strategies.planner.profile import Attention, MatMul
+from autolaunch_strategies.planner.sharded_dims import GATHERED, REDUCED, SAME, sharded_outputs, sharded_product
 from autolaunch_strategies.torch_private.tracing import storage_key
 from autolaunch_strategies.tracing.recorder import Observer, Operation
 from autolaunch_strategies.training.recompute import SAVE_GROUPS
@@ -58,11 +58,11 @@ class Tally:
     """What ran, with shapes: parts that ran the same are of one kind."""
 
     def gathered_bytes(self) -> int:
-        """Of what is saved, what sequence parallelism leaves whole."""
+        """Bytes of saved activations that sequence parallelism leaves whole."""
         return sum(size for key, (size, sharded) in self.saved.items() if key in self.gathered and not sharded)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """(of all, of what is sharded)."""
+        """Bytes of saved activations: (all of them, those that mp shards)."""
         sizes = list(self.saved.values())
         return sum(size for size, _ in sizes), sum(size for size, sharded in sizes if sharded)
 

@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def simplicity(self) -> int:
-        """Of the chosen one; see `simplicity`."""
+        """The value of the function `simplicity` for the chosen candidate: less is simpler."""
         return int(simplicity(Candidates.of([self.chosen]))[0])
 
     @property

@@ -51,7 +51,7 @@ class PlannerPredictions:
         self.spread = self._spread()
 
     def after(self, runs: Sequence[tuple[int, float]]) -> Belief:
-        """What is believed of every candidate after runs (index, measured seconds)."""
+        """The times of all candidates and how far to trust them, learned from runs (index, measured seconds)."""
         observed = [Run(self.profile, self.recipe, self.candidates[index], seconds) for index, seconds in runs]
         fitted = fit(self.hardware, observed)
         seconds = step_time(self.profile, self.recipe, fitted, self.candidates).seconds

@@ -1,7 +1,7 @@
 """What a model costs, as plain data: the planner knows nothing else of it. Torch-free.
 
-Everything is for one sequence on one undivided device; a microbatch of b sequences costs b times as much (launching its
-kernels, and exchanging parameters, does not).
+Everything is for one sequence on one device, nothing sharded; a microbatch of b sequences costs b times as much
+(launching its kernels, and exchanging parameters, does not).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MatMul:
     count: float = 1
     """How many of this shape; heads of a batched product."""
     divided: str = ""
-    """What mp divides: `columns`, `inner`, `count`; nothing if empty."""
+    """What mp shards: `columns`, `inner`, `count`; nothing if empty."""
     kept: bool = True
     """Whether `recompute=selective` keeps its output; else it is computed again."""
 
@@ -59,8 +59,8 @@ class Attention:
 class Part:
     """One kind of block, or what runs before or after the blocks: its forward pass of one sequence.
 
-    Of a number X with a `sharded_X` beside it, the latter is the share that mp divides (what lies between a
-    column-wise and a row-wise layer); the rest is whole on every rank of mp, unless sequence parallelism divides it.
+    Of a number X with a `sharded_X` beside it, the latter is the share that mp shards (what lies between a
+    column-wise and a row-wise layer); the rest is whole on every rank of mp, unless sequence parallelism shards it.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Part:
     kernels: int = 0
     """Kernels that are launched (operators that compute, not views)."""
     sharded_kernels: int = 0
-    """Of these, those that work on divided tensors under mp (DTensors: each costs more host time)."""
+    """Of these, those that work on sharded tensors under mp (DTensors: each costs more host time)."""
     saved_bytes: float = 0
     """Kept for the backward pass without recomputation, its input included; parameters are not counted."""
     sharded_saved_bytes: float = 0

@@ -92,7 +92,7 @@ class Ask:
     """One run that the search wants."""
 
     index: int
-    """Of the candidate in `Predictions.candidates`."""
+    """The place of the candidate in `Predictions.candidates`."""
     candidate: Candidate
     round: int
     steps: int
@@ -284,7 +284,7 @@ class Search:
         return self._seconds, self._sigma
 
     def _timing(self, index: int) -> Timing | None:
-        """Of its last round in which steps were timed."""
+        """The step times of a candidate in its last round that timed any; None if no round did."""
         timed = [trial for trial in self._runs.get(index, ()) if trial.outcome.seconds]
         if not timed:
             return None
@@ -300,7 +300,7 @@ class Search:
     # --- further rounds: which of them is best -------------------------------------------------------------------
 
     def _ordered(self, number: int) -> list[int]:
-        """Those whose last measured round is `number`, the best first; of ties the simpler one."""
+        """Candidates whose last measured round is `number`, fastest first, but of equally fast ones the simplest."""
         runs = [index for index in self._runs if self._round(index) == number]
         timings = {index: item for index in runs if (item := self._timing(index))}
         timings = {index: item for index, item in timings.items() if self._is_in(index)} or timings

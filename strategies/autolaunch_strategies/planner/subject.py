@@ -83,7 +83,7 @@ def parameter_sharding(subject: Subject, own_plan: Mapping[str, Any] | None) -> 
         }
         if dims:
             return ParameterSharding(dims)
-    return ParameterSharding({}, refused or "the plan divides none of its parameters")
+    return ParameterSharding({}, refused or "the plan shards none of its parameters")
 
 
 def _sharded_dims(model: nn.Module, matches: Sequence[Match]) -> dict[str, int]:

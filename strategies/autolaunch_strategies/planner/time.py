@@ -135,7 +135,7 @@ class _Device:
         self.element_bytes = {"fp32": 4, "tf32": 4, "fp8": 1}.get(kind, 2)
 
     def matmul(self, rows: Floats, inner: Floats, columns: Floats, count: Floats, together: bool) -> Floats:
-        """Of `count` products [rows, inner] x [inner, columns], one after the other or in one kernel."""
+        """Seconds of `count` products [rows, inner] x [inner, columns]; `together`: in one kernel, not one by one."""
         output = rows * columns * (count if together else 1)
         rate = self.matmul_rate * output / (output + self.half_output) * inner / (inner + self.half_inner)
         if self.aligned > 1:
@@ -202,8 +202,8 @@ def _part_costs(
     zero = np.zeros_like(ways.batch)
     whole_share = 1 / np.where(ways.sequence_parallel, ways.mp, 1.0)
 
-    def local(total: float, divided: float) -> Floats:
-        return np.asarray((total - divided) * whole_share + divided / ways.mp)
+    def local(total: float, sharded: float) -> Floats:
+        return np.asarray((total - sharded) * whole_share + sharded / ways.mp)
 
     full = np.where(ways.recompute >= FULL, 1 / np.maximum(ways.recompute, 1), 0.0) if recomputes else zero
     selective = np.where(ways.recompute == SELECTIVE, 1.0, 0.0) if recomputes else zero
@@ -250,9 +250,9 @@ def _part_costs(
     kernels = part.kernels * (COMPILED_KERNELS if recipe.compiled else 1.0)
     calls = part.attention.count if part.attention is not None else 0
     exchanged = np.where(ways.mp > 1, part.exchanges * EXCHANGE_KERNELS, 0.0)
-    # With sequences divided between what mp divides, everything works on DTensors.
-    divided = np.where(ways.sequence_parallel & (part.sharded_kernels > 0), part.kernels, part.sharded_kernels)
-    host = (kernels + exchanged) * constants.kernel_s + np.where(ways.mp > 1, divided * constants.mp_kernel_s, 0.0)
+    # With sequences sharded between what mp shards, everything works on DTensors.
+    sharded = np.where(ways.sequence_parallel & (part.sharded_kernels > 0), part.kernels, part.sharded_kernels)
+    host = (kernels + exchanged) * constants.kernel_s + np.where(ways.mp > 1, sharded * constants.mp_kernel_s, 0.0)
     host = host + np.where(ways.cp > 1, calls * constants.cp_s, 0.0)
     busy_f = compute_f + attention_f + elementwise_f + mp_f + cp_f
     busy_b = compute_b + attention_b + elementwise_b + mp_b + cp_b
@@ -481,7 +481,7 @@ def _dp_time(
         return np.asarray(seconds - min(constants.hidden_dp, 1.0) * np.minimum(shorter, seconds))
 
     def collective(kind: str, ranks: Ints, stride: Ints, total: Floats) -> Floats:
-        """Of groups of parameters, one collective each."""
+        """Seconds to exchange `total` bytes of parameters in their groups, one collective for each group."""
         return groups * collective_time(hardware, kind, ranks, stride, total / groups)
 
     reduced = exposed(collective_time(hardware, "all_reduce", size, c.mp, gradients), backward)

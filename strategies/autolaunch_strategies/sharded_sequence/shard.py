@@ -60,7 +60,7 @@ class Positions:
         return _kept_entries(self, rank, torch.device(device))
 
     def narrowed(self, start: int, stop: int) -> Positions:
-        """Of the entries [start, stop) of the dim."""
+        """The positions of `tensor.narrow(dim, start, stop - start)`: entries [start, stop) of the sequence dim."""
         assert 0 <= start <= stop <= self.size
         if self.rows == 1:
             first, last = self.start + start, self.start + stop
@@ -68,13 +68,13 @@ class Positions:
         return replace(self, first=self.first + start, last=self.first + stop)
 
     def flattened(self, outer: int) -> Positions:
-        """Of a dim in which `outer` of this one stand one after the other; all of the sequence has to be there."""
+        """The positions after `outer` dims in front were flattened into the sequence dim, which has to be complete."""
         assert self.rows is not None
         rows = outer * self.rows
         return replace(self, outer=rows, last=rows * (self.stop - self.start))
 
     def one_row(self) -> Positions:
-        """Of one of the rows that stand one after the other."""
+        """The positions of a single row, where several were flattened into the sequence dim."""
         assert self.rows is not None
         return replace(self, outer=1, last=self.stop - self.start)
 
@@ -185,7 +185,7 @@ class SequenceShard(torch.Tensor):
 
         return on_parts(local, gather, dim, positions.size)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch names its keyword
         count, dim = self._local.shape[self.sequence_dim], self.sequence_dim
         return (
             f"SequenceShard(shape={list(self.sizes)}, dtype={self._local.dtype}, device={self._local.device}, "
@@ -199,6 +199,7 @@ class SequenceShard(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return cls.computes(func, args, kwargs or {})
 
+    # A function that does nothing is what `torch.Tensor` has there.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(f"{func} {_UNSEEN}")

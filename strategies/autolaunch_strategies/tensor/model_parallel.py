@@ -39,13 +39,13 @@ class ModelParallelModule:
             with self.mode:
                 yield
         except Exception as error:
-            told = explained(error)
-            if told is None:
+            explanation = explained(error)
+            if explanation is None:
                 raise
-            raise told from error
+            raise explanation from error
 
     def begin(self) -> None:
-        """Let gradients arrive divided as their parameters are. Called once, when every parameter has its values."""
+        """Let gradients arrive sharded as their parameters are. Called once, when every parameter has its values."""
         if self.mode is None:
             return
         for parameter in self.model.parameters():
@@ -99,14 +99,14 @@ def matched(model: nn.Module, rules: list[Rule], prefix: str = "") -> tuple[list
 
 def account_of_plan(rules: list[Rule], matches: list[Match], warnings: list[str]) -> dict[str, Any]:
     """What a plan does, as plain data: every rule with its reason, and what it matches."""
-    found: dict[str, list[str]] = {}
+    matched: dict[str, list[str]] = {}
     for match in matches:
-        found.setdefault(match.rule.pattern, []).append(match.module + (f".{match.only}" if match.only else ""))
-    plan = {rule.pattern: rule.to_yaml() for rule in rules if rule.pattern in found}
+        matched.setdefault(match.rule.pattern, []).append(match.module + (f".{match.only}" if match.only else ""))
+    plan = {rule.pattern: rule.to_yaml() for rule in rules if rule.pattern in matched}
     return {
         "plan": plan,
-        "reasons": {rule.pattern: rule.reason or rule.source for rule in rules if rule.pattern in found},
-        "modules": {pattern: len(names) for pattern, names in found.items()},
+        "reasons": {rule.pattern: rule.reason or rule.source for rule in rules if rule.pattern in matched},
+        "modules": {pattern: len(names) for pattern, names in matched.items()},
         **({"warnings": warnings} if warnings else {}),
     }
 

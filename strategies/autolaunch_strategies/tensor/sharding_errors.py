@@ -51,9 +51,9 @@ def explained(error: Exception, frame: FrameType | None = None) -> ShardingError
 
 def raise_explained(error: Exception) -> None:
     """Raise `error` explained (see `explained`) if it can be; return otherwise. For use in an `except` clause."""
-    told = explained(error, sys._getframe(1))
-    if told is not None:
-        raise told from error
+    explanation = explained(error, sys._getframe(1))
+    if explanation is not None:
+        raise explanation from error
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -117,7 +117,7 @@ def _leaves_sharded(style: Any) -> bool:
         return True
     if style.name != "ColWiseParallel":
         return False
-    return not (style.arguments.get("gather_output") or getattr(style.made, "gather_output", False))
+    return not (style.arguments.get("gather_output") or getattr(style.instance, "gather_output", False))
 
 
 def _yaml(value: Any) -> str:

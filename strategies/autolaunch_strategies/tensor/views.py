@@ -142,8 +142,8 @@ def _first_sharded(values: Any) -> DTensor | None:
     for value in values:
         if type(value) is DTensor:
             return value
-        if type(value) in (list, tuple) and (found := _first_sharded(value)) is not None:
-            return found
+        if type(value) in (list, tuple) and (sharded := _first_sharded(value)) is not None:
+            return sharded
     return None
 
 
@@ -166,17 +166,18 @@ def _warn_once(name: str, error: str) -> None:
 def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     """Scaled dot product attention on each rank's own heads: q, k, v are [..., heads, s, d], sharded over heads."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    q = replicate(given.pop("query"))
-    k: Any = replicate(given.pop("key"))
-    v: Any = replicate(given.pop("value"))
-    mask = given.pop("attn_mask", None)
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    q = replicate(arguments.pop("query"))
+    k: Any = replicate(arguments.pop("key"))
+    v: Any = replicate(arguments.pop("value"))
+    mask = arguments.pop("attn_mask", None)
     head_dim = q.dim() - 3
     heads, kv_heads, ranks = q.shape[head_dim], k.shape[head_dim], replicate.mesh.size()
     own_heads = q.placements[0] == Shard(head_dim) and heads % ranks == 0
+    grouped = own_heads and arguments.get("enable_gqa")
     if own_heads and kv_heads % ranks == 0:
         placement: Any = Shard(head_dim)
-    elif own_heads and given.get("enable_gqa") and (part := _shared_heads(heads, kv_heads, replicate.mesh)) is not None:
+    elif grouped and (part := _shared_heads(heads, kv_heads, replicate.mesh)) is not None:
         placement = Shard(head_dim)
         k, v = (_part_of_whole(item, head_dim, part) for item in (k, v))
     elif any(item.placements[0] == Shard(0) for item in (q, k, v)) and q.shape[0] % ranks == 0:
@@ -189,11 +190,14 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     ]
     if mask is not None:
         mask = replicate(mask)
-        sharded_dim = None if placement == Replicate() else mask.dim() - q.dim() + placement.dim
-        along = sharded_dim is not None and sharded_dim >= 0 and mask.shape[sharded_dim] > 1
-        mask = mask.redistribute(placements=[Shard(sharded_dim) if along else Replicate()]).to_local()  # type: ignore[arg-type]
-    with own_stream(q.redistribute(placements=[placement])) if given.get("dropout_p") else nullcontext():
-        out = func(*local, attn_mask=mask, **given)
+        mask_placement: Any = Replicate()
+        if placement != Replicate():
+            mask_dim = mask.dim() - q.dim() + placement.dim
+            if mask_dim >= 0 and mask.shape[mask_dim] > 1:
+                mask_placement = Shard(mask_dim)
+        mask = mask.redistribute(placements=[mask_placement]).to_local()
+    with own_stream(q.redistribute(placements=[placement])) if arguments.get("dropout_p") else nullcontext():
+        out = func(*local, attn_mask=mask, **arguments)
     return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)
 
 
@@ -212,7 +216,7 @@ def _part_of_whole(tensor: DTensor, dim: int, part: tuple[int, int]) -> torch.Te
 
 
 def _reshape(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
-    """A change of shape that the parts of an unevenly divided tensor do not survive is made on the whole tensor."""
+    """A change of shape that the parts of an unevenly sharded tensor do not survive is made on the whole tensor."""
     tensor = args[0]
     if isinstance(tensor, DTensor) and not _parts_survive(tensor, func, args[1:], kwargs):
         args = (tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim), *args[1:])
@@ -220,7 +224,7 @@ def _reshape(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _parts_survive(tensor: DTensor, func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a change of shape leaves a divided dim in front of a group of dims that can be divided as evenly.
+    """Whether a change of shape leaves a sharded dim in front of a group of dims that can be sharded as evenly.
 
     Looked at beforehand: an attempt that fails would be an operation that selective recomputation counts.
     """
@@ -237,14 +241,14 @@ def _parts_survive(tensor: DTensor, func: Any, args: Any, kwargs: Any) -> bool:
 
 def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    logits, target = given["input"], plain(given["target"])
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    logits, target = arguments["input"], plain(arguments["target"])
     simple = (
-        given.get("weight") is None
-        and given.get("size_average") is None
-        and given.get("reduce") is None
+        arguments.get("weight") is None
+        and arguments.get("size_average") is None
+        and arguments.get("reduce") is None
         and not target.is_floating_point()
-        and given.get("reduction", "mean") in ("none", "mean", "sum")
+        and arguments.get("reduction", "mean") in ("none", "mean", "sum")
         and logits.shape == (target.shape[:1] + logits.shape[1:2] + target.shape[1:])
     )
     if isinstance(logits, DTensor) and simple and logits.placements[0] == Shard(1):
@@ -253,13 +257,13 @@ def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> 
             target.flatten(),
             replicate.mesh.get_group(),
             logits.shape[1],
-            ignore_index=given.get("ignore_index", -100),
-            reduction=given.get("reduction", "mean"),
-            label_smoothing=given.get("label_smoothing", 0.0),
+            ignore_index=arguments.get("ignore_index", -100),
+            reduction=arguments.get("reduction", "mean"),
+            label_smoothing=arguments.get("label_smoothing", 0.0),
         )
         return losses.view_as(target) if losses.dim() else losses
-    given |= {"input": plain(logits), "target": target, "weight": plain(given.get("weight"))}
-    return func(**given)
+    arguments |= {"input": plain(logits), "target": target, "weight": plain(arguments.get("weight"))}
+    return func(**arguments)
 
 
 def _on_first_whole(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose classes are divided among ranks, without ever gathering them.
+"""Cross entropy of logits whose classes are sharded among ranks, without ever gathering them.
 
 The sums that a softmax needs are found per rank and added over ranks (Megatron-LM, arXiv 1909.08053, section 3).
 """
@@ -31,7 +31,7 @@ def vocabulary_cross_entropy(
     Args:
         logits: this rank's part, cut as `torch.chunk` cuts `classes` (the last parts may be smaller or empty).
         target: class indices, the same on every rank.
-        group: the ranks among which the classes are divided.
+        group: the ranks among which the classes are sharded.
 
     Returns:
         a plain tensor, the same on every rank: 0-dim for `mean` and `sum`, [n] for `none`; in the type of `logits`, or

@@ -1,4 +1,4 @@
-"""An optimizer that was made for a model before the model's parameters were divided."""
+"""An optimizer that was made for a model before the model's parameters were sharded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def follow_parameters(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parame
     """Have `optimizer` train the parameters that now stand under the names of the ones it was made with, in place.
 
     Groups, their options and their order stay, so schedulers bound to the optimizer go on working. State that exists is
-    divided as the parameters are, with the values of the first rank. Collective.
+    sharded as the parameters are, with the values of the first rank. Collective.
     """
     standing = dict(model.named_parameters(remove_duplicate=False))
     for group in optimizer.param_groups:
@@ -56,7 +56,7 @@ def follow_parameters(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parame
         for old, new in zip(before, group["params"], strict=True):
             if old in optimizer.state:
                 state = optimizer.state.pop(old)
-                optimizer.state[new] = {key: _divided(value, old, new) for key, value in state.items()}
+                optimizer.state[new] = {key: _placed_as(value, old, new) for key, value in state.items()}
 
 
 def adapt_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -84,7 +84,7 @@ class _Placeholders:
 
     def __init__(self, whole: bool) -> None:
         self.whole = whole
-        self._standing: list[tuple[list[nn.Parameter], int, DTensor]] = []
+        self._standing: list[tuple[list[torch.Tensor], int, DTensor]] = []
 
     def enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before a step; of one with a closure, when that has made the gradients."""
@@ -98,11 +98,11 @@ class _Placeholders:
             return run
 
         own, *rest = args
-        given = {**kwargs, **({"closure": rest[0]} if rest else {})}
-        if given.get("closure") is None:
+        arguments = {**kwargs, **({"closure": rest[0]} if rest else {})}
+        if arguments.get("closure") is None:
             self._put(optimizer)
             return args, kwargs
-        return (own, *rest[1:]), {**given, "closure": after(given["closure"])}
+        return (own, *rest[1:]), {**arguments, "closure": after(arguments["closure"])}
 
     @torch.no_grad()
     def _put(self, optimizer: torch.optim.Optimizer) -> None:
@@ -122,7 +122,7 @@ class _Placeholders:
     def leave(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameters, index, parameter in self._standing:
             plain = parameters[index]
-            parameters[index] = parameter  # type: ignore[call-overload]
+            parameters[index] = parameter
             if self.whole:
                 parameter.to_local().copy_(plain[local_index(parameter)])
             state = optimizer.state.pop(plain, {})
@@ -176,7 +176,7 @@ def _run_per_parameter(optimizer: torch.optim.Optimizer) -> None:
                 group[option] = False
 
 
-def _divided(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+def _placed_as(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.numel() == 1:
         return value
     if dist.get_world_size() > 1:

@@ -94,14 +94,14 @@ def _selective(save: Iterable[str]) -> Callable:
     kept: set[Any] = set()
     for name in save:
         operators = SAVE_GROUPS.get(name, (name.removeprefix("aten."),))
-        found = {getattr(torch.ops.aten, operator) for operator in operators if hasattr(torch.ops.aten, operator)}
-        if not found:
+        packets = {getattr(torch.ops.aten, operator) for operator in operators if hasattr(torch.ops.aten, operator)}
+        if not packets:
             raise ConfigError(
                 f"recompute_save={name}",
                 "neither a group of operators nor an aten operator",
                 f"{', '.join(SAVE_GROUPS)}, or aten.<name>",
             )
-        kept |= found
+        kept |= packets
         if name == "attention":
             kept.add(CONTEXT_ATTENTION)
 

@@ -116,13 +116,13 @@ def _time(training: Training, job: ResolvedJob, device: torch.device, seconds: l
 
 def _base(config: Mapping[str, Any], place: Place, device: torch.device) -> Hardware:
     """Guesses for this machine, with the sizes that `cluster` says: an earlier calibration is no part of a new one."""
-    local, given = place.local_world_size, config["cluster"] or {}
+    local, cluster = place.local_world_size, config["cluster"] or {}
     values = this_machine(local, "cpu" if device.type == "cpu" else "gpu", measured=False)
     values["nodes"] = place.world_size // local
     if device.type == "cuda":
         values["memory_gib"] = facts(device)["memory_bytes"] / 2**30
-    elif given.get("memory_gib") and given.get("devices_per_node") == local:
-        values |= {"memory_gib": given["memory_gib"], "processors": given.get("processors") or cores()}
+    elif cluster.get("memory_gib") and cluster.get("devices_per_node") == local:
+        values |= {"memory_gib": cluster["memory_gib"], "processors": cluster.get("processors") or cores()}
     return hardware_of(values)
 
 

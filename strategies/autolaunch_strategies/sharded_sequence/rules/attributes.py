@@ -10,13 +10,13 @@ from autolaunch_strategies.torch_private.modes import without_torch_functions
 
 
 def of_shape(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the wrapper knows: the shape, type and device of the whole."""
+    """Attributes that the wrapper itself answers: shape, type and device of the whole tensor."""
     with without_torch_functions():
         return func(*args, **kwargs)
 
 
 def of_local(func: Any, args: Any, kwargs: Any) -> Any:
-    """What is known of, or done to, what this rank holds. Autograd's hooks get gradients of that."""
+    """Attributes and methods of this rank's local tensor. A hook of autograd gets the local gradient."""
     args, kwargs = map_leaves(lambda leaf: leaf.local if isinstance(leaf, SequenceShard) else leaf, (args, kwargs))
     return func(*args, **kwargs)
 

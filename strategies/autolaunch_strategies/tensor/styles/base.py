@@ -33,7 +33,7 @@ class Region:
     context_backend: str | None = None
     """What the cp axis does (`config.CP_BACKENDS`); None where it has one rank: then nothing is marked."""
     context_regions: dict[str, str] = field(default_factory=dict)
-    """Names of modules within which sequences are divided along cp -> backend."""
+    """Names of modules within which sequences are sharded along cp -> backend."""
     context_attention: dict[str, str] = field(default_factory=dict)
     """Names of modules whose attention is over whole sequences -> backend."""
     _owners: dict[int, list[tuple[nn.Module, str]]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Region:
         return self.mp_replicate
 
     def shard(self, module: nn.Module, name: str, placement: Placement) -> bool:
-        """Divide a parameter among the ranks, unless an earlier rule has placed it. Ties to it stay ties.
+        """Shard a parameter among the ranks, unless an earlier rule has placed it. Ties to it stay ties.
 
         Returns:
             whether it was placed now.
@@ -64,15 +64,15 @@ class Region:
         parameter = module._parameters[name]
         if parameter is None or isinstance(parameter, DTensor):
             return False
-        made = nn.Parameter(
+        sharded = nn.Parameter(
             distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=None),
             requires_grad=parameter.requires_grad,
         )
-        made.__dict__.update(parameter.__dict__)
+        sharded.__dict__.update(parameter.__dict__)
         for owner, _ in self._owners[id(parameter)]:
             if owner is not module and isinstance(owner, nn.Embedding):  # tied to it, with or without a rule of its own
                 change_first_output(owner, plain)
-        self._replace(parameter, made)
+        self._replace(parameter, sharded)
         return True
 
     def replacing_parameters(
@@ -85,10 +85,10 @@ class Region:
         """
         before = dict(module.named_parameters())
         change()
-        for name, made in module.named_parameters():
-            if name in before and before[name] is not made and name not in except_for:
-                made.__dict__.update(before[name].__dict__)
-                self._replace(before[name], made)
+        for name, replacement in module.named_parameters():
+            if name in before and before[name] is not replacement and name not in except_for:
+                replacement.__dict__.update(before[name].__dict__)
+                self._replace(before[name], replacement)
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         owners = self._owners.pop(id(old))
@@ -121,12 +121,12 @@ def change_first_input(module: nn.Module, change: Callable[[torch.Tensor], torch
     order = list(inspect.signature(module.forward).parameters)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        changed, found = _first_changed(args, change)
-        if found:
+        changed, is_changed = _first_changed(args, change)
+        if is_changed:
             return changed, kwargs
         for key in sorted(kwargs, key=lambda key: order.index(key) if key in order else len(order)):
-            value, found = _first_changed(kwargs[key], change, floating=True)
-            if found:
+            value, is_changed = _first_changed(kwargs[key], change, floating=True)
+            if is_changed:
                 return args, {**kwargs, key: value}
         return args, kwargs
 
@@ -139,8 +139,8 @@ def _first_changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], f
         return (value, False) if floating and not value.is_floating_point() else (change(value), True)
     if type(value) in (tuple, list):
         for index, item in enumerate(value):
-            changed, found = _first_changed(item, change, floating)
-            if found:
+            changed, is_changed = _first_changed(item, change, floating)
+            if is_changed:
                 return type(value)([*value[:index], changed, *value[index + 1 :]]), True
     return value, False
 

@@ -55,30 +55,30 @@ def build_style(spec: StyleSpec, where: str) -> Style:
     Raises:
         ConfigError: it is no style, or its class can't be found or made.
     """
-    made: Any = spec.made
-    if made is None:
+    style: Any = spec.instance
+    if style is None:
         try:
-            made = _find(spec.name)(**{key: _made(value) for key, value in spec.arguments.items()})
+            style = _find(spec.name)(**{key: _instantiated(value) for key, value in spec.arguments.items()})
         except (ImportError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"{where}: {spec.name}", f"can't be made: {error}", "the class of a style and its arguments"
             ) from error
-    if isinstance(made, ParallelStyle):
-        return TorchStyle(made)
-    if not isinstance(made, Style):
+    if isinstance(style, ParallelStyle):
+        return TorchStyle(style)
+    if not isinstance(style, Style):
         raise ConfigError(
             f"{where}: {spec.name}", "is not a style", "autolaunch_strategies.tensor.styles or torch's ParallelStyle"
         )
-    return made
+    return style
 
 
-def _made(value: Any) -> Any:
+def _instantiated(value: Any) -> Any:
     """An argument with the objects in it made: ``{_target_: torch.distributed.tensor.Shard, dim: 1}``."""
     if isinstance(value, Mapping):
-        inner = {key: _made(item) for key, item in value.items() if key != "_target_"}
+        inner = {key: _instantiated(item) for key, item in value.items() if key != "_target_"}
         return _find(value["_target_"])(**inner) if "_target_" in value else inner
     if isinstance(value, list | tuple):
-        return tuple(_made(item) for item in value)
+        return tuple(_instantiated(item) for item in value)
     return value
 
 

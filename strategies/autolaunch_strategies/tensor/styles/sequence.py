@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from autolaunch_strategies.tensor.styles.base import Region, Style, change_first_input, change_first_output
 from autolaunch_strategies.tensor.views import plain
 
 
-def _begin(region: Region, tensor: torch.Tensor, transpose: bool) -> DTensor:
+def _begin(region: Region, tensor: torch.Tensor, transpose: bool) -> torch.Tensor:
     """[b, s, h] to its positions of this rank: [b, s/n, h], or [s/n, b, h] if `transpose`."""
-    made = region.replicate(tensor)
+    sharded = region.replicate(tensor)
     if transpose:
-        made = made.redistribute(placements=[Shard(1)])
-        return made.transpose(0, 1)  # type: ignore[return-value]
-    return made.redistribute(placements=[Shard(1)])
+        sharded = sharded.redistribute(placements=[Shard(1)])
+        return sharded.transpose(0, 1)
+    return sharded.redistribute(placements=[Shard(1)])
 
 
 def _end(tensor: torch.Tensor, transpose: bool) -> torch.Tensor:

@@ -35,14 +35,14 @@ def row_dim(module: nn.Module, parameter: torch.Tensor) -> int:
 
 
 class ColWiseParallel(Style):
-    """Divide a layer by its outputs: each rank computes some of the last dim of the output.
+    """Shard a layer by its outputs: each rank computes some of the last dim of the output.
 
-    Linear, Embedding, Conv1D, or one parameter that the rule names: 1-D parameters are divided along their dim, 2-D
+    Linear, Embedding, Conv1D, or one parameter that the rule names: 1-D parameters are sharded along their dim, 2-D
     ones along their outputs (of a module that is none of these: dim 1, as Paddle does, or `shard_dim`).
 
     Args:
         gather_output: make the output whole again.
-        shard_dim: the dim along which a raw parameter is divided.
+        shard_dim: the dim along which a raw parameter is sharded.
     """
 
     def __init__(self, gather_output: bool = False, shard_dim: int | None = None) -> None:
@@ -72,13 +72,13 @@ class ColWiseParallel(Style):
 
 
 class RowWiseParallel(Style):
-    """Divide a layer by its inputs: each rank uses some of the last dim of the input, and the results are added up.
+    """Shard a layer by its inputs: each rank uses some of the last dim of the input, and the results are added up.
 
     Linear, Conv1D and Embedding (by the vocabulary), or one 2-D parameter that the rule names. A bias is whole on every
     rank and added once.
 
     Args:
-        is_input_parallel: the input is divided already, by a column-wise layer before.
+        is_input_parallel: the input is sharded already, by a column-wise layer before.
     """
 
     def __init__(self, is_input_parallel: bool = True) -> None:
@@ -96,7 +96,7 @@ class RowWiseParallel(Style):
                 )
             region.shard(module, parameter_name, Shard(row_dim(module, parameter)))
         if not isinstance(module, nn.Embedding):
-            change_first_input(module, lambda tensor: _divided(region, tensor))
+            change_first_input(module, lambda tensor: _sharded(region, tensor))
         returns_to_sequence = any(
             name == outer or name.startswith(f"{outer}.") for outer in region.sequence_parallel_within
         )
@@ -111,11 +111,12 @@ def _usual(module: nn.Module, only: str | None, names: tuple[str, ...]) -> list[
 
 
 def _whole(region: Region, tensor: torch.Tensor) -> DTensor:
-    made = region.replicate(tensor)
-    return made if made.placements[0].is_replicate() else made.redistribute(placements=[Replicate()])
+    distributed = region.replicate(tensor)
+    whole = distributed.placements[0].is_replicate()
+    return distributed if whole else distributed.redistribute(placements=[Replicate()])
 
 
-def _divided(region: Region, tensor: torch.Tensor) -> DTensor:
-    made = region.replicate(tensor)
+def _sharded(region: Region, tensor: torch.Tensor) -> DTensor:
+    distributed = region.replicate(tensor)
     wanted: Any = Shard(tensor.dim() - 1)
-    return made if made.placements[0] == wanted else made.redistribute(placements=[wanted])
+    return distributed if distributed.placements[0] == wanted else distributed.redistribute(placements=[wanted])

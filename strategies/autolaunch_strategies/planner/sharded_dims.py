@@ -1,7 +1,7 @@
-"""Along which dim mp divides a tensor, followed through the operators of a recorded pass.
+"""Along which dim mp shards a tensor, followed through the operators of a recorded pass.
 
 The rules are those that torch's `DTensor` and our `views` follow at run time, for one axis: what changes shape keeps a
-divided dim if the dim survives, elementwise operators keep it, products that sum over it end in an exchange, and
+sharded dim if the dim survives, elementwise operators keep it, products that sum over it end in an exchange, and
 anything else works on the gathered tensor.
 """
 
@@ -27,15 +27,15 @@ _ACROSS = {"_softmax": 1, "_safe_softmax": 1, "cumsum": 1}
 def sharded_outputs(
     name: str, pointwise: bool, args: Sequence[Any], dims: dict[int, int], outputs: Sequence[torch.Tensor]
 ) -> tuple[list[int | None], str]:
-    """(for each output the dim that is divided, what ranks exchange for it).
+    """(for each output the dim that is sharded, what ranks exchange for it).
 
     Args:
         name: of the operator, without its overload; no matrix product (see `sharded_product`).
-        dims: `id` of a tensor argument -> its divided dim; of those that are divided.
+        dims: `id` of a tensor argument -> its sharded dim; of those that are sharded.
     """
     first = args[0] if args else None
-    given = [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else (arg,)) if id(leaf) in dims]
-    tensor = given[0]
+    sharded = [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else (arg,)) if id(leaf) in dims]
+    tensor = sharded[0]
     dim = dims[id(tensor)]
     if name in _RESHAPES:
         return _judged([_through_view(tensor.shape, dim, output.shape) for output in outputs])
@@ -64,16 +64,16 @@ def sharded_outputs(
     if name in _ACROSS and args[_ACROSS[name]] % tensor.dim() == dim:
         return [None] * len(outputs), GATHERED
     if pointwise:
-        found = {item.dim() - dims[id(item)] for item in given}
-        return ([outputs[0].dim() - found.pop()], SAME) if len(found) == 1 else ([None], GATHERED)
-    return _judged([_alike(given, dims, output) for output in outputs], least=1)
+        dims_from_end = {item.dim() - dims[id(item)] for item in sharded}
+        return ([outputs[0].dim() - dims_from_end.pop()], SAME) if len(dims_from_end) == 1 else ([None], GATHERED)
+    return _judged([_alike(sharded, dims, output) for output in outputs], least=1)
 
 
 def sharded_product(left: int | None, right: int | None, batched: bool) -> tuple[str, int | None, str]:
-    """(what of a `MatMul` is divided, the divided dim of the result, what ranks exchange).
+    """(what of a `MatMul` is sharded, the sharded dim of the result, what ranks exchange).
 
     Args:
-        left, right: the divided dim of the operands [(b,) rows, inner] and [(b,) inner, columns]; None if whole.
+        left, right: the sharded dim of the operands [(b,) rows, inner] and [(b,) inner, columns]; None if whole.
         batched: whether the first dim counts products.
     """
     rows, inner = (1, 2) if batched else (0, 1)
@@ -89,14 +89,14 @@ def sharded_product(left: int | None, right: int | None, batched: bool) -> tuple
     return "", None, GATHERED if left is not None else SAME
 
 
-def _judged(found: list[int | None], least: int = 0) -> tuple[list[int | None], str]:
-    """Nothing is exchanged if all outputs (or `least` of them) are divided."""
-    divided = sum(dim is not None for dim in found)
-    return found, SAME if divided >= (least or len(found)) else GATHERED
+def _judged(output_dims: list[int | None], least: int = 0) -> tuple[list[int | None], str]:
+    """Nothing is exchanged if all outputs (or `least` of them) are sharded."""
+    sharded = sum(dim is not None for dim in output_dims)
+    return output_dims, SAME if sharded >= (least or len(output_dims)) else GATHERED
 
 
 def _through_view(before: Sequence[int], dim: int, after: Sequence[int]) -> int | None:
-    """Where a divided dim is after a change of shape: it stays first among the dims that it becomes."""
+    """Where a sharded dim is after a change of shape: it stays first among the dims that it becomes."""
     front, size, product = math.prod(before[:dim]), before[dim], 1
     for place, length in enumerate(after):
         if product == front and length > 1:
@@ -128,9 +128,9 @@ def _reduced(
     return [dim if kept else dim - sum(item < dim for item in over)] * len(outputs), SAME
 
 
-def _alike(given: Sequence[torch.Tensor], dims: dict[int, int], output: torch.Tensor) -> int | None:
-    """The dim of the first operand whose divided dim has the same size in the output."""
-    for tensor in given:
+def _alike(operands: Sequence[torch.Tensor], dims: dict[int, int], output: torch.Tensor) -> int | None:
+    """The dim of the first operand whose sharded dim has the same size in the output."""
+    for tensor in operands:
         dim = dims[id(tensor)]
         if dim < output.dim() and output.shape[: dim + 1] == tensor.shape[: dim + 1]:
             return dim
