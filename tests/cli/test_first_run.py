@@ -212,6 +212,12 @@ def test_what_a_run_leaves(mixed: Run) -> None:
         assert words in mixed.screen
 
 
+def test_a_profile_is_written(command: Commands) -> None:
+    run = command(*TINY, "mesh=2", "trainer.max_steps=2", "trainer.profiler=simple")
+    profiles = sorted(run.directory.glob("fit-profile*"))
+    assert profiles and "run_training_batch" in profiles[0].read_text()
+
+
 def test_plan_starts_nothing(command: Commands) -> None:
     large = ("model.size=8b", "mesh=64", "data.batch_size=64", "compile=true", "trainer.accelerator=gpu")
     run = command("plan", *large)

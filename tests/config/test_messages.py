@@ -225,8 +225,8 @@ WRONG = [
         id="added-unknown-key",
     ),
     pytest.param(
-        ["+trainer.max_steps=3"],
-        Told("+trainer.max_steps=3", "already", write="trainer.max_steps=3"),
+        ["+trainer.log_every_n_steps=3"],
+        Told("+trainer.log_every_n_steps=3", "already", write="trainer.log_every_n_steps=3"),
         id="added-known-key",
     ),
     pytest.param(
@@ -762,7 +762,7 @@ WRONG = [
     pytest.param(
         ["trainer.max_steps=-1", "trainer.max_epochs=1"],
         Told(
-            "trainer.max_steps=-1 with scheduler=cosine",
+            "trainer.max_epochs=1 with scheduler=cosine",
             "last step",
             "decay",
             allowed="a scheduler.total_steps, a trainer.max_steps, or scheduler=constant",

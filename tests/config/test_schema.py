@@ -181,7 +181,7 @@ def test_a_plan_is_an_experiment(mine: Path) -> None:
     ("typed", "where"),
     [
         pytest.param(["trainer.max_steps=3"], "trainer.max_steps=3", id="typed"),
-        pytest.param([], "trainer.max_steps=100 (conf/trainer/default.yaml)", id="group-file"),
+        pytest.param([], "trainer.max_steps=null (conf/trainer/default.yaml)", id="group-file"),
         pytest.param(
             ["experiment=smoke"], "trainer.max_steps=10 (conf/experiment/smoke.yaml)", id="experiment-over-group"
         ),
@@ -238,3 +238,18 @@ def test_the_page_lists_options_of_the_user(mine: Path, capfd: pytest.CaptureFix
 
     assert cli.run(["--help", "--config-dir", "mine"]) == 0
     assert "custom, hf, llama, net, tiny" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "steps"),
+    [
+        ([], 100),
+        (["trainer.max_steps=7", "trainer.max_epochs=2"], 7),
+        (["trainer.max_epochs=2"], -1),
+        (["trainer.max_time=00:01:00:00"], -1),
+        (["trainer.max_epochs=-1"], 100),
+    ],
+)
+def test_a_training_ends_where_it_is_said(typed: list[str], steps: int) -> None:
+    values, errors = validate(resolved(compose(parse([*typed, "scheduler=constant"])).config))
+    assert (errors, values["trainer"]["max_steps"]) == ([], steps)

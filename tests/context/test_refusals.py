@@ -41,7 +41,7 @@ KEY_PHRASES: dict[str, tuple[str, ...]] = {
         for kind in ("convolution", "cumsum", "own-attention", "positions", "last", "far")
     },
     "mixes-own-mask": ("a mask of attention has the shape", "this rank's queries with its own keys"),
-    "mixes-batch-norm": ("model.blocks.0.batch_norm (BatchNorm1d)", "trainer.sync_batchnorm=true"),
+    "mixes-batch-norm": ("model.blocks.0.batch_norm (BatchNorm1d)", "those of one rank"),
     "multi-head-weights": (
         "cp=2 with model.blocks.0: nn.MultiheadAttention is asked for its weights",
         "need_weights=False",

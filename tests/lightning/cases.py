@@ -423,12 +423,13 @@ def summary_of_example_input() -> Any:
 @case("ranks")
 def refusals() -> Any:
     messages = []
-    for callback, level in (
-        (pl.callbacks.StochasticWeightAveraging(1e-2), 0),
-        (pl.callbacks.WeightAveraging(), 1),
+    for callback, options in (
+        (pl.callbacks.StochasticWeightAveraging(1e-2), {"level": 0}),
+        (pl.callbacks.WeightAveraging(), {"level": 1}),
+        (pl.callbacks.WeightAveraging(), {"level": 0, "mesh": "mp2"}),
     ):
         try:
-            make_trainer(mesh_strategy(level), callback).fit(AutoEncoder(), loader())
+            make_trainer(mesh_strategy(**options), callback).fit(AutoEncoder(), loader())
         except ValueError as error:
             messages.append(str(error))
     module = AutoEncoder()
@@ -639,7 +640,7 @@ class Noisy(torch.utils.data.Dataset):
 
 @case("ranks")
 def augmentation_differs() -> Any:
-    """Random numbers in loader workers and in the model differ between dp ranks."""
+    """Random numbers in loader workers and in the model differ between dp ranks, in a second run, too."""
     drawn: list[float] = []
 
     class Draws(AutoEncoder):
@@ -649,8 +650,11 @@ def augmentation_differs() -> Any:
 
     pl.seed_everything(1, workers=True, verbose=False)
     trainer = make_trainer(mesh_strategy(3), use_distributed_sampler=True)
-    trainer.fit(Draws(), DataLoader(Noisy(), batch_size=4, num_workers=1))
+    module = Draws()
+    trainer.fit(module, DataLoader(Noisy(), batch_size=4, num_workers=1))
     os.environ.pop("PL_SEED_WORKERS", None)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, DataLoader(Noisy(), batch_size=4))
     return drawn
 
 

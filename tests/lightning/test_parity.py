@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 
 from autolaunch_strategies import MeshStrategy
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, parse_mesh
+from autolaunch_strategies.lightning.refusals import refuse_callbacks
 from tests.support.messages import assert_told
 from tests.support.ranks import Group, GroupOf, differences
 from tests.support.tiers import tiered
@@ -151,6 +154,8 @@ def test_refusals_come_before_the_first_step(ranks: Group) -> None:
         "WeightAveraging: it averages whole weights; here each rank holds a part\n"
         "  allowed: sharding level 0, or averaging the weights of saved checkpoints\n"
         "  write:   dp.sharding_level=0",
+        "WeightAveraging: it averages whole weights; here each rank holds a part\n"
+        "  allowed: a mesh with sharding level 0, without mp, or averaging the weights of saved checkpoints",
         "mesh=2: this module was parallelised before, for mesh=2 with other options\n"
         "  allowed: a MeshStrategy with the same options, or a new module that loads a checkpoint",
     ]
@@ -215,7 +220,7 @@ def test_collectives_are_over_the_ranks_whose_data_differ(ranks: Group) -> None:
 
 def test_ranks_draw_different_random_numbers(ranks: Group) -> None:
     drawn = ranks.read("augmentation_differs", 0) + ranks.read("augmentation_differs", 1)
-    assert len(set(drawn)) == len(drawn) == 16
+    assert len(set(drawn)) == len(drawn) == 32
 
 
 def test_statistics_are_the_first_ranks_wherever_they_count(ranks: Group) -> None:
@@ -239,6 +244,13 @@ def test_a_stream_is_shared_out_unless_it_does_so_itself(ranks: Group) -> None:
 
 def test_predictions_tell_which_samples_they_are_of(ranks: Group) -> None:
     assert [ranks.read("predicted", rank) for rank in (0, 1)] == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
+
+
+def test_ranks_do_not_look_for_a_batch_size_each() -> None:
+    trainer: Any = SimpleNamespace(callbacks=[pl.callbacks.BatchSizeFinder()])
+    refuse_callbacks(trainer, parse_mesh("1"), 0)
+    with pytest.raises(ConfigError, match="BatchSizeFinder"):
+        refuse_callbacks(trainer, parse_mesh("mp2"), 0)
 
 
 def test_an_unknown_batch_size_is_refused() -> None:

@@ -638,7 +638,9 @@ def refusals() -> dict[str, str]:
             model=Convolutions().double(), dataloader=DataLoader(images(9), 3), config=asked(axes=("dp", "mp"))
         ),
         "divided": refused(
-            model=Convolutions().double(), dataloader=DataLoader(images(8), 4), config=asked(mesh="1x2")
+            model=Convolutions().double(),
+            dataloader=DataLoader(images(8), 4),
+            config=asked(mesh="1x2", mp="tensor_parallel"),
         ),
         "spec": refused(config=asked(input_spec=[InputSpec([4, 12], "int65", "tokens")])),
     }

@@ -250,14 +250,17 @@ def _dotted(rule: Any) -> str:
 
 
 def _schedule(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
-    if config["module"] is not None or config["task"] != "fit":
+    if config["module"] is not None or config["task"] not in ("fit", "plan"):
         return
     scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
     decays = scheduler["name"] != "constant"
     total = scheduler["total_steps"] or (max_steps if max_steps > 0 else None)
     if decays and total is None and max_steps == -1:
+        ends = next(
+            (key for key in ("max_epochs", "max_time") if config["trainer"][key] not in (None, -1)), "max_steps"
+        )
         yield ConfigError(
-            f"{where('trainer.max_steps', max_steps)} with scheduler={scheduler['name']}",
+            f"{where(f'trainer.{ends}', config['trainer'][ends])} with scheduler={scheduler['name']}",
             "without a last step the rate has no step at which its decay ends",
             "a scheduler.total_steps, a trainer.max_steps, or scheduler=constant",
             "scheduler.total_steps=10000",

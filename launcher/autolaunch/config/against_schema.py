@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from autolaunch.config.schema import FAMILIES, MISSING, Job, default_of
+from autolaunch.config.schema import FAMILIES, MISSING, Job, default_of, last_step
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.config.values import Where, alternatives, checked_value, typed, written
 
@@ -49,7 +49,10 @@ def validate(config: Mapping[str, Any], where: Where = typed) -> tuple[dict[str,
         floats turned into floats), and every problem found; the config is of use only if there is none.
     """
     errors: list[ConfigError] = []
-    return _node(config, "", where, errors), errors
+    checked = _node(config, "", where, errors)
+    if not errors:
+        checked["trainer"]["max_steps"] = last_step(checked["trainer"])
+    return checked, errors
 
 
 def _node(values: Mapping[str, Any], key: str, where: Where, errors: list[ConfigError]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Torch-free. The files of conf/ say what differs from it (`autolaunch.config.sour
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -242,12 +243,29 @@ class Scheduler:
     total_steps: int | None = option("Step at which the decay ends (null: trainer.max_steps).", None, ge=1)
 
 
+USUAL_STEPS = 100
+"""Optimizer steps of a training for which nobody says when it ends."""
+
+
+def last_step(trainer: Mapping[str, Any]) -> int:
+    """`trainer.max_steps` as a number: -1 for no limit."""
+    if trainer["max_steps"] is not None:
+        return trainer["max_steps"]
+    ends_otherwise = trainer["max_epochs"] not in (None, -1) or trainer["max_time"] is not None
+    return -1 if ends_otherwise else USUAL_STEPS
+
+
 @dataclass
 class Trainer:
     """trainer.*: the arguments of lightning's Trainer, by its names."""
 
     accelerator: str = option("Kind of device.", "auto", choices=("auto", "cpu", "gpu", "cuda"))
-    max_steps: int = option("Optimizer steps after which training ends (-1: no limit).", 100, ge=-1)
+    max_steps: int | None = option(
+        f"Optimizer steps after which training ends (-1: no limit; null: {USUAL_STEPS}, or no limit where max_epochs "
+        "or max_time says when).",
+        None,
+        ge=-1,
+    )
     max_epochs: int | None = option("Passes over the data after which training ends (null: no limit).", None, ge=-1)
     max_time: str | None = option("Time after which training ends, DD:HH:MM:SS.", None)
     limit_train_batches: int | float | None = option("Batches of an epoch to use (a count or a share).", None, ge=0)
@@ -274,8 +292,11 @@ class Trainer:
     overfit_batches: int | float = option("Train and validate on this many batches or share only.", 0.0, ge=0)
     enable_progress_bar: bool = option("Show the progress bar.", True)
     enable_model_summary: bool = option("Show lightning's table of modules.", False)
-    sync_batchnorm: bool = option("Share batch norm statistics over dp.", False)
-    profiler: str | None = option("Lightning's profiler.", None, choices=("simple", "advanced", "pytorch", None))
+    profiler: str | None = option(
+        "Lightning's profiler; what it measures is in <task>-profile* of the run's directory.",
+        None,
+        choices=("simple", "advanced", "pytorch", None),
+    )
     callbacks: dict[str, Any] = option("Callbacks of your own: {name: {_target_: ...}}.", {})
 
 

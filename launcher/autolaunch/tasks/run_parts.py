@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from autolaunch.instantiate import build
 from autolaunch.job import ResolvedJob
@@ -20,7 +21,7 @@ from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.strategy import MeshStrategy
 from autolaunch_strategies.model.construction import Construction
 
-NOT_OF_LIGHTNING = ("accelerator", "accumulate_grad_batches", "callbacks")
+NOT_OF_LIGHTNING = ("accelerator", "accumulate_grad_batches", "callbacks", "profiler")
 """Keys of `trainer` that lightning's Trainer is not given as they are; all others are arguments of it."""
 
 
@@ -74,9 +75,20 @@ def build_trainer(
         logger=[*loggers, *own_loggers],
         enable_checkpointing=saving,
         default_root_dir=str(job.output_dir),
+        profiler=_profiler(trainer["profiler"], job.output_dir),
         use_distributed_sampler="_target_" in config["data"],  # our own data know their share
         **arguments,
     )
+
+
+def _profiler(name: str | None, output_dir: Path) -> Profiler | None:
+    """Lightning's profiler of this name; what it has measured is written to `<task>-profile*` in the directory."""
+    if name is None:
+        return None
+    kinds: dict[str, Callable[..., Profiler]] = {
+        "simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler,
+    }  # fmt: skip
+    return kinds[name](dirpath=output_dir, filename="profile")
 
 
 def construct_module(

@@ -123,11 +123,11 @@ def shard_sequences(
 
 def _refuse_statistics(name: str, block: nn.Module, ranks: int) -> None:
     for part_name, part in block.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(
                 f"cp={ranks} with {name}.{part_name} ({type(part).__name__})",
                 "it takes its statistics from the positions that it sees, which are those of one rank",
-                "torch.nn.SyncBatchNorm (trainer.sync_batchnorm=true), other norms, or a mesh with cp of size 1",
+                "other norms, or a mesh with cp of size 1",
             )
 
 

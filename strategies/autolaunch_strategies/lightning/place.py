@@ -144,8 +144,9 @@ class Place:
         """
         assert self.environment is not None
         ensure_process_group(self.shape, self.environment, self.device, self._backend, self._timeout)
-        assert dist.group.WORLD is not None
-        share_random_state(dist.group.WORLD)
+        if not self._rng_begun:  # afterwards each dp rank has its own
+            assert dist.group.WORLD is not None
+            share_random_state(dist.group.WORLD)
         _set_rank(dist.get_rank())
         if self._rank_mesh is None:
             replicate, shard = self.parallel.dp.split(self.shape.dp)

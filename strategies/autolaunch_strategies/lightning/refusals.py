@@ -8,11 +8,17 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import SHARDING_AXES, ConfigError, MeshShape
 
 
-def refuse_callbacks(trainer: pl.Trainer, sharded: bool) -> None:
-    """Raise ConfigError for callbacks that need whole weights; `sharded`: whether ranks hold parts of parameters."""
+def refuse_callbacks(trainer: pl.Trainer, mesh: MeshShape, level: int) -> None:
+    """Raise ConfigError for callbacks that need whole weights, or that try things out by themselves on each rank.
+
+    Args:
+        level: the sharding level along dp and cp.
+    """
+    cut = [axis for axis in ("mp", "pp") if mesh.sizes[axis] > 1]
+    sharded = bool(cut) or (level > 0 and any(mesh.sizes[axis] > 1 for axis in SHARDING_AXES))
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, not by the class
         if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
             raise ConfigError(
@@ -24,8 +30,15 @@ def refuse_callbacks(trainer: pl.Trainer, sharded: bool) -> None:
             raise ConfigError(
                 type(callback).__name__,
                 "it averages whole weights; here each rank holds a part",
-                "sharding level 0, or averaging the weights of saved checkpoints",
-                "dp.sharding_level=0",
+                f"{'a mesh with sharding level 0, without ' + ' and '.join(cut) if cut else 'sharding level 0'}, or "
+                "averaging the weights of saved checkpoints",
+                "" if cut else "dp.sharding_level=0",
+            )
+        if isinstance(callback, pl.callbacks.BatchSizeFinder) and mesh.size > 1:
+            raise ConfigError(
+                type(callback).__name__,
+                "it tries sizes until one rank runs out of memory, while the others wait for it",
+                "a size that was found on one device, or what `autolaunch plan` says of memory",
             )
 
 

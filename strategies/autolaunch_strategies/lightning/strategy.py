@@ -304,8 +304,7 @@ class MeshStrategy(ParallelStrategy):
         if fitting and self.shape.pp > 1:
             refuse_module_in_stages(module)
         if fitting:
-            sharded = self.shape.dp * self.shape.cp > 1 and self.parallel.dp.sharding_level > 0
-            refuse_callbacks(trainer, sharded)
+            refuse_callbacks(trainer, self.shape, self.parallel.dp.sharding_level)
         self.model = module
         self._parallelize(module, fitting)
         if self.shape.mp * self.shape.pp * self.shape.cp > 1:
