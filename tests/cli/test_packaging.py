@@ -138,7 +138,7 @@ def test_installed_command(installed: Path, tmp_path: Path) -> None:
     assert call(installed / "autolaunch", "--version", cwd=tmp_path).strip() == f"autolaunch {autolaunch.__version__}"
     assert call(installed / "python", "-m", "autolaunch", "--version", cwd=tmp_path).split()[0] == "autolaunch"
     assert "pretrain_small" in call(installed / "autolaunch", "--help", cwd=tmp_path)
-    assert "max_steps: 100" in call(installed / "autolaunch", "--cfg", "job", cwd=tmp_path)
+    assert "max_steps: null" in call(installed / "autolaunch", "--cfg", "job", cwd=tmp_path)
     assert "did you mean" in call(installed / "autolaunch", "modle=llama", cwd=tmp_path, fails=True)
     assert list(tmp_path.iterdir()) == []  # asking leaves nothing behind
 
@@ -154,4 +154,4 @@ def test_editable_install(environment: Callable[..., Path], tmp_path: Path) -> N
     commands = environment("--editable", ROOT)
     home = call(commands / "python", "-c", "import autolaunch; print(autolaunch.__file__)", cwd=tmp_path)
     assert Path(home.strip()) == ROOT / "launcher" / "autolaunch" / "__init__.py"
-    assert "max_steps: 100" in call(commands / "autolaunch", "--cfg", "job", cwd=tmp_path)
+    assert "max_steps: null" in call(commands / "autolaunch", "--cfg", "job", cwd=tmp_path)

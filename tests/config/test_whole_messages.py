@@ -69,7 +69,8 @@ COMMANDS = [
     ),
     pytest.param(
         ["trainer.max_steps=1e3"],
-        "trainer.max_steps=1e3: must be a whole number\n  write:   trainer.max_steps=1000",
+        "trainer.max_steps=1e3: must be a whole number\n  allowed: a whole number or null\n"
+        "  write:   trainer.max_steps=1000",
         id="type",
     ),
     pytest.param(
@@ -101,7 +102,8 @@ COMMANDS = [
     ),
     pytest.param(
         ["--config-dir", "mine", "experiment=wrong_type"],
-        "trainer.max_steps=soon (mine/experiment/wrong_type.yaml): must be a whole number",
+        "trainer.max_steps=soon (mine/experiment/wrong_type.yaml): must be a whole number\n"
+        "  allowed: a whole number or null",
         id="value-in-a-file",
     ),
     pytest.param(

@@ -79,7 +79,8 @@ class StepMetrics(pl.Callback):
         if isinstance(loss, torch.Tensor):
             # Lightning has divided it by the number of microbatches, so the sum is the mean already.
             wide = torch.float32 if loss.device.type == "mps" else torch.float64
-            share = loss.detach().to(wide).mean()
+            weight = getattr(trainer.strategy, "batch_weight", 1.0)  # of a batch that does not divide among ranks
+            share = loss.detach().to(wide).mean() * weight
             self._loss_sum = share if self._loss_sum is None else self._loss_sum + share
         if trainer.global_step > self._step:
             self._end_step(trainer, pl_module)
