@@ -1,6 +1,6 @@
 """The command `autolaunch`: what was typed, in; jobs run, a page printed or one message, out. Imports no torch.
 
-Exit codes: 0 done, 2 wrong config, 1 a run failed, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 2 wrong config, 1 a run failed, 75 a signal ended it after it had saved, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ def main() -> None:
 def run(argv: Sequence[str]) -> int:
     """Do what a command line says and return the exit code; messages go to stderr."""
     try:
+        if argv and argv[0] == "checkpoint":
+            from autolaunch.jobs.checkpoints import checkpoint_command
+
+            return checkpoint_command(argv[1:])
         return _run(parse(argv))
     except (ConfigError, ConfigErrors) as error:
         if users_want_tracebacks():

@@ -28,11 +28,11 @@ def build(node: Mapping[str, Any], where: str = "", without: tuple[str, ...] = (
     from hydra.utils import instantiate
 
     node = {key: value for key, value in node.items() if key not in without}
-    for path, nested in _targets(node, where):
+    for path, nested in targets(node, where):
         _check_call(nested, path, extra if nested is node else {})
     # Hydra 1.4 warns unless the caller says which targets it trusts: the ones that the person wrote.
-    targets = [nested["_target_"] for _, nested in _targets(node, where)]
-    trusted = {} if hydra.__version__ < "1.4" else {"_execution_whitelist_": targets}
+    typed = [nested["_target_"] for _, nested in targets(node, where)]
+    trusted = {} if hydra.__version__ < "1.4" else {"_execution_whitelist_": typed}
     try:
         # Partially, because Hydra copies what goes through it, and a copied parameter is another parameter.
         factory = instantiate({"_convert_": "all", **node, "_partial_": True}, **trusted)
@@ -82,7 +82,7 @@ def locate(target: str, where: str = "") -> Any:
     return target_object
 
 
-def _targets(node: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def targets(node: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Every node with a `_target_` that will be called, outermost first, with its key."""
     if isinstance(node, Mapping):
         if "_target_" in node:
@@ -90,10 +90,10 @@ def _targets(node: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if node.get("_recursive_") is False:
                 return
         for key, value in node.items():
-            yield from _targets(value, f"{where}.{key}" if where else str(key))
+            yield from targets(value, f"{where}.{key}" if where else str(key))
     elif isinstance(node, list | tuple):
         for index, value in enumerate(node):
-            yield from _targets(value, f"{where}.{index}" if where else str(index))
+            yield from targets(value, f"{where}.{index}" if where else str(index))
 
 
 def _check_call(node: Mapping[str, Any], where: str, extra: Mapping[str, Any]) -> None:

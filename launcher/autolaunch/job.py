@@ -28,6 +28,8 @@ class ResolvedJob:
     """Config group to the option that was chosen, to write the run down as an experiment file."""
     choice: dict[str, Any] | None = None
     """What the planner chose for a cluster, and why (`planner.document`); None where the person said everything."""
+    resumes_last: bool = False
+    """Whether `ckpt_path` was `last`: a damaged checkpoint then gives way to an earlier one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_dir", Path(self.output_dir))

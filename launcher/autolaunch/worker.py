@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from autolaunch.config.search import is_trial
 from autolaunch.job import ResolvedJob
-from autolaunch.launch.end import STOP_SIGNAL, RunEnd
+from autolaunch.launch.end import STACK_SIGNAL, STOP_SIGNAL, RunEnd, Stop, write_stop
 from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, failure_file, log_file, show, write_failure
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
 from autolaunch.launch.place import Place, place
@@ -72,7 +72,7 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
     with log.open("a", encoding="utf-8") as log_stream, stack_file(job.logs, place.rank).open("w") as stack_stream:
         try:
             faulthandler.enable(log_stream)
-            faulthandler.register(signal.SIGUSR1, stack_stream)
+            faulthandler.register(STACK_SIGNAL, stack_stream)
             write_phase(job.logs, place.rank, Phase.STARTED)
             _log_records(log if terminal or place.kind != "local" else None, console=terminal or place.kind == "local")
             _see_working_directory()
@@ -100,9 +100,16 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
             write_phase(job.logs, place.rank, Phase.DONE)
             rendezvous.leave_store(store, place)
         except BaseException as error:
-            return _fail(error, job, place, log)
+            stop = _stop_in(error)
+            if stop is None:
+                return _fail(error, job, place, log)
+            if place.rank == 0:
+                write_stop(stop, job.logs)
+                if place.kind != "local":
+                    print(stop.render(job.output_dir), file=sys.stderr, flush=True)
+            return stop.exit_code
         finally:
-            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.unregister(STACK_SIGNAL)
             faulthandler.enable()
     return 0
 
@@ -121,6 +128,9 @@ def run_here(job: ResolvedJob) -> RunEnd:
 
             tasks.run(job, where)
         except BaseException as error:
+            stop = _stop_in(error)
+            if stop is not None:
+                return RunEnd("interrupted", stop.exit_code, message=stop.render(job.output_dir))
             # Lightning turns Ctrl-C into sys.exit(1).
             signum = signal.SIGINT if _is_interrupt(error) else received[0] if received else None
             if signum is not None:
@@ -171,6 +181,15 @@ def _fail(error: BaseException, job: ResolvedJob, place: Place, log: Path) -> in
             # torchrun shows what it finds in the file that this writes.
             get_error_handler().record_exception(error)
     return failure.exit_code
+
+
+def _stop_in(error: BaseException) -> Stop | None:
+    """What a signal ended, if that is what `error` says."""
+    from autolaunch_strategies.lightning.votes import TrainingStopped
+
+    if not isinstance(error, TrainingStopped):
+        return None
+    return Stop(error.signum, error.step, None if error.checkpoint is None else str(error.checkpoint))
 
 
 def _record(error: BaseException, job: ResolvedJob, place: Place, log: Path) -> Failure:

@@ -90,3 +90,9 @@ def test_what_is_recomputed_is_counted_in_the_whole_model() -> None:
     )  # fmt: skip
     Recomputes(Look(model, config, blocks)).apply(site)
     assert [block.name for block in own if "forward" in vars(block.module)] == [names[4]]
+
+
+@pytest.mark.parametrize(("pp", "told"), [("zbv_zero_bubble", 1), ("1f1b", 0)])
+def test_what_a_schedule_promises_and_compiled_blocks_do_not_do_is_said(pp: str, told: int) -> None:
+    account = foresee(make("llama", num_hidden_layers=4), parallel_config("1x1x2", pp=pp, compile=True))
+    assert len(account["compile"].get("warnings", ())) == told

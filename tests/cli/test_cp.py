@@ -83,6 +83,6 @@ def test_the_summary_counts_every_token_once(alone: Run, ring: Run) -> None:
 
 def test_what_is_refused_before_anything_starts(command: Commands) -> None:
     """One of the messages of tests/config/test_cp_messages.py."""
-    refused = command("mesh=cp2", "data.seq_len=31", code=2)
+    refused = command("mesh=cp2", "data.seq_len=31", "cp.pad=false", code=2)
     assert refused.screen.startswith("data.seq_len=31: ") and "Traceback" not in refused.screen
     assert not refused.directory.exists()

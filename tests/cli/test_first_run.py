@@ -226,11 +226,16 @@ def test_plan_starts_nothing(command: Commands) -> None:
     assert not (run.directory / "metrics.csv").exists()
 
 
-def test_other_tasks_agree_on_every_mesh(command: Commands, alone: Run) -> None:
+def test_other_tasks_agree_on_every_mesh(command: Commands, alone: Run, tmp_path: Path) -> None:
+    (tmp_path / "test.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
     checkpoint = f"ckpt_path={alone.checkpoint}"
     validated = command("validate", *TINY, "mesh=1", checkpoint).summary
-    tested = command("test", *TINY, "mesh=2", "dp=zero1", checkpoint).summary
-    assert tested["metrics"]["test_loss"] == pytest.approx(validated["metrics"]["val_loss"], rel=1e-5)
+    tested, again = (
+        command("test", *TINY, *mesh, f"data.test_path={tmp_path / 'test.txt'}", checkpoint).summary
+        for mesh in (("mesh=2", "dp=zero1"), ("mesh=1",))
+    )
+    assert tested["metrics"]["test_loss"] == pytest.approx(again["metrics"]["test_loss"], rel=1e-5)
+    assert tested["metrics"]["test_loss"] != pytest.approx(validated["metrics"]["val_loss"], rel=1e-5)
     assert [(summary["task"], summary["status"]) for summary in (validated, tested)] == [
         ("validate", "finished"),
         ("test", "finished"),

@@ -50,6 +50,7 @@ def test_mp_auto(command: Commands, alone: Run) -> None:
     found = command("mesh=1x2", "mp=auto", "data.microbatches=2", "recompute=selective")
     assert_same_curve(found, alone)
     assert "mp         auto · " in found.screen
+    assert "each rank holds 5" in found.screen
 
 
 @pytest.mark.full  # more meshes show numbers only, here of Lightning's loop with an axis mp

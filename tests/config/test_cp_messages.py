@@ -64,7 +64,7 @@ WRONG = [
         id="values",
     ),
     pytest.param(
-        ["mesh=cp4", "data.seq_len=62"],
+        ["mesh=cp4", "cp.pad=false", "data.seq_len=62"],
         Told(
             "data.seq_len=62",
             "4 ranks of cp",
@@ -75,7 +75,7 @@ WRONG = [
         id="length",
     ),
     pytest.param(
-        ["mesh=cp4", "data.seq_len=62", "model.max_seq_len=63"],
+        ["mesh=cp4", "cp.pad=false", "data.seq_len=62", "model.max_seq_len=63"],
         Told(
             "data.seq_len=62",
             "4 ranks of cp",
@@ -86,7 +86,7 @@ WRONG = [
         id="length-of-a-model-that-takes-no-longer-one",
     ),
     pytest.param(
-        ["mesh=cp4", "data.seq_len=6", "model.max_seq_len=7"],
+        ["mesh=cp4", "cp.pad=false", "data.seq_len=6", "model.max_seq_len=7"],
         Told(
             "data.seq_len=6",
             "4 ranks of cp",
@@ -269,7 +269,7 @@ def test_the_default_serves(workplace: Path) -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        pytest.param(["mesh=cp2", "data.seq_len=61", "cp.pad=true"], id="padded"),
+        pytest.param(["mesh=cp2", "data.seq_len=61"], id="padded"),
         pytest.param(["mesh=2", "data.seq_len=61", "cp=ulysses", "model.num_heads=4"], id="length-of-one-rank"),
         pytest.param(["mesh=2", "cp=usp", "cp.ulysses=64"], id="groups-of-a-larger-mesh"),
         pytest.param(["mesh=2", "cp.plan={a: {ContextParallel: {backend: ulysses}}}"], id="backend-of-another-mesh"),
@@ -336,7 +336,7 @@ def test_usp_is_settled_by_the_model(argv: list[str], ulysses: int | None, workp
     [
         pytest.param("ring", "ring", id="name"),
         pytest.param("p2p", "ring", id="paddles name"),
-        pytest.param({"backend": "all2all", "pad": True}, "ulysses", id="mapping"),
+        pytest.param({"backend": "all2all", "pad": False}, "ulysses", id="mapping"),
         pytest.param(ContextOptions(backend="p2p"), "ring", id="object"),
         pytest.param({}, "gather", id="empty mapping"),
     ],
@@ -491,7 +491,7 @@ def test_a_plan_for_cp_goes_behind_the_one_for_mp() -> None:
         pytest.param({"parallelize_plan": {"sdpa": ContextParallel("p2p")}, "backend": "gather"}, {}, "gather",
                      id="ring beside gather"),
         pytest.param({}, {"llama": PrepareContextParallel("all2all")}, "ulysses", id="named in the plan for mp"),
-        pytest.param({"backend": "all2all", "pad": True}, {"fc": ColWiseParallel()}, "ulysses", id="without a plan"),
+        pytest.param({"backend": "all2all", "pad": False}, {"fc": ColWiseParallel()}, "ulysses", id="without a plan"),
         pytest.param({"parallelize_plan": None}, {}, "ring", id="nothing said"),
     ],
 )  # fmt: skip
@@ -500,7 +500,7 @@ def test_cp_config(given: dict[str, Any], others: dict[str, Any], backend: str) 
     made = context_config(given, read_plan(others))
     assert (made.backend, made.pad, made.plan) == (
         backend,
-        given.get("pad", False),
+        given.get("pad", True),
         given.get("parallelize_plan") or {},
     )
     assert config_errors(parallel_config("cp2", cp=made)) == []
@@ -569,7 +569,7 @@ def test_info_says_what_each_backend_does(workplace: Path, capfd: pytest.Capture
     for name in ("none", *CP_BACKENDS):
         assert f"cp={name} " in page
     assert "cp=ring Keys and values go round" in page
-    assert "cp.pad false Pad sequences" in page
+    assert "cp.pad true Pad sequences" in page
     assert cli.run(["--info", "cp.plan"]) == 0
     assert "styles: PrepareContextParallel, ContextParallel" in " ".join(capfd.readouterr().out.split())
     assert cli.run(["--info", "mp.plan"]) == 0

@@ -200,7 +200,9 @@ WRONG = [
     pytest.param(
         ["checkpoint.xyz=1"],
         Told(
-            "checkpoint.xyz=1", "no such key", allowed="enabled, every_n_steps, keep_last, monitor, mode, asynchronous"
+            "checkpoint.xyz=1",
+            "no such key",
+            write="autolaunch --info checkpoint",
         ),
         id="unknown-key-in-small-group",
     ),
@@ -516,6 +518,31 @@ WRONG = [
         id="zero-size",
     ),
     pytest.param(
+        ["test"],
+        Told(
+            "autolaunch test with data=text",
+            "no data",
+            allowed=("data.test_path", "validate"),
+            write="data.test_path=test.txt",
+        ),
+        id="test-without-test-data",
+    ),
+    pytest.param(
+        ["test", "data=synthetic", "data.num_test_sequences=0"],
+        Told("autolaunch test with data=synthetic", "no data", write="data.num_test_sequences=256"),
+        id="test-without-test-sequences",
+    ),
+    pytest.param(
+        ["trainer.accumulate_grad_batches=4"],
+        Told(
+            "trainer.accumulate_grad_batches=4",
+            "another data.batch_size",
+            allowed=("data.microbatches",),
+            write="data.microbatches=4",
+        ),
+        id="accumulation-of-own-data",
+    ),
+    pytest.param(
         ["data.validation_fraction=1"],
         Told("data.validation_fraction=1", "out of range", allowed="0 or more, less than 1"),
         id="share-of-one",
@@ -615,6 +642,16 @@ WRONG = [
             write="compile=false",
         ),
         id="compile-with-mp",
+    ),
+    pytest.param(
+        ["compile=true", "random_numbers=by_position"],
+        Told(
+            "compile=true with random_numbers=by_position",
+            "compiled code",
+            allowed=("compile=false", "random_numbers=by_rank"),
+            write="random_numbers=by_rank",
+        ),
+        id="compile-with-numbers-by-position",
     ),
     pytest.param(
         [

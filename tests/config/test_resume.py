@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autolaunch.config.resume import resolve_ckpt_path
+from autolaunch.config.resume import damage_passed_over, resolve_ckpt_path
 from autolaunch_strategies.checkpoint.files import MANIFEST, complete_checkpoints, problem_with, write_manifest
 from autolaunch_strategies.config import ConfigError
 from tests.support.messages import Told, assert_only_told, assert_told
@@ -72,7 +72,6 @@ def test_what_a_killed_run_was_writing_is_passed_over(tmp_path: Path) -> None:
     assert resolve("last", tmp_path) == str(good)
 
 
-@pytest.mark.parametrize("ckpt_path", ["last", "explicit"])
 @pytest.mark.parametrize(
     ("damage", "facts"),
     [
@@ -83,15 +82,18 @@ def test_what_a_killed_run_was_writing_is_passed_over(tmp_path: Path) -> None:
     ],
     ids=["short", "missing", "no-manifest", "broken-manifest"],
 )
-def test_a_damaged_checkpoint_offers_the_previous_one(
-    tmp_path: Path, ckpt_path: str, damage: Callable[[Path], Any], facts: list[str]
+def test_a_damaged_checkpoint_gives_way_to_the_previous_one_for_last_only(
+    tmp_path: Path, damage: Callable[[Path], Any], facts: list[str]
 ) -> None:
     good, bad = checkpoint(tmp_path / "checkpoints", 5), checkpoint(tmp_path / "checkpoints", 10)
     damage(bad)
     os.utime(bad, (10, 10))
-    asked = str(bad) if ckpt_path == "explicit" else "last"
-    told = Told(f"ckpt_path={asked}", str(bad), *facts, allowed="a complete checkpoint", write=f"ckpt_path={good}")
-    assert_only_told(refusal(asked, tmp_path), told)
+    told = Told(f"ckpt_path={bad}", str(bad), *facts, allowed="a complete checkpoint", write=f"ckpt_path={good}")
+    assert_only_told(refusal(str(bad), tmp_path), told)
+    assert resolve("last", tmp_path) == str(good)
+    passed_over = damage_passed_over(good)
+    assert passed_over is not None
+    assert all(fact in passed_over for fact in [str(bad), *facts])
 
 
 def test_a_damaged_checkpoint_without_another(tmp_path: Path) -> None:

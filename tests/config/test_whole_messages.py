@@ -45,7 +45,7 @@ COMMANDS = [
     ),
     pytest.param(
         ["checkpoint.xyz=1"],
-        "checkpoint.xyz=1: no such key\n  allowed: enabled, every_n_steps, keep_last, monitor, mode, asynchronous",
+        "checkpoint.xyz=1: no such key\n  write:   autolaunch --info checkpoint",
         id="key-like-nothing",
     ),
     pytest.param(
@@ -152,7 +152,7 @@ COMMANDS = [
     pytest.param(
         ["+mp.plan={fc1: ColumnParallel, fc2: {ColWiseParallel: {gather: true}}}"],
         "mp.plan: fc1: no style is called 'ColumnParallel'; did you mean ColWiseParallel?\n"
-        "  allowed: ColWiseParallel, RowWiseParallel, SequenceParallelBegin, SequenceParallelEnd, "
+        "  allowed: ColWiseParallel, RowWiseParallel, GatherWhenUsed, SequenceParallelBegin, SequenceParallelEnd, "
         "SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, ContextParallel, PrepareLayerInput, "
         "PrepareLayerOutput\n"
         "mp.plan: fc2: ColWiseParallel has no argument 'gather'\n"

@@ -346,21 +346,56 @@ training(
 training("accumulate", modules.built_in, LABELLED, on("cp2", "ring"),
          on("dp2xcp2", "gather", label="level2", dp=2), accumulate_grad_batches=2, max_epochs=2, **CLIP)  # fmt: skip
 
-_PAD = {backend: {"backend": backend, "pad": True} for backend in ("gather", "ring", "ulysses", "usp")}
 # Of 9 positions one of four ranks, each with a part in one piece, holds padding only.
 for _length, _cp4 in ((13, ("gather", "ring")), (9, ("ulysses", "usp"))):
     _data = batches(lambda length=_length: shifted(length), 4)
     training(
-        f"llama-length-{_length}", modules.built_in, _data, *(on("cp2", _PAD[name]) for name in THREE),
-        *(on("cp4", _PAD[name]) for name in _cp4), val=_data, **CLIP,
+        f"llama-length-{_length}", modules.built_in, _data, *(on("cp2", name) for name in THREE),
+        *(on("cp4", name) for name in _cp4), val=_data, **CLIP,
     )  # fmt: skip
 _TEXTS_13 = batches(lambda: texts("right", 13), 4)
-training("hf-bert-length-13", wrapped("bert"), _TEXTS_13, on("cp2", _PAD["gather"]), **CLIP)
+training("hf-bert-length-13", wrapped("bert"), _TEXTS_13, on("cp2", "gather"), **CLIP)
 training("hf-gpt2-length-13", wrapped("gpt2"), batches(lambda: texts(length=13), 4),
-         *(on("cp2", _PAD[name]) for name in THREE), **CLIP)  # fmt: skip
+         *(on("cp2", name) for name in THREE), **CLIP)  # fmt: skip
 training("encoder-length-13", lambda: Tokens(Encoder()), batches(lambda: texts("right", 13), 4),
-         *(on("cp2", _PAD[name]) for name in THREE), **CLIP)  # fmt: skip
-training("vit-token", lambda: modules.Images(ViT("token")), IMAGES, on("cp2", _PAD["ring"]), **CLIP)
+         *(on("cp2", name) for name in THREE), **CLIP)  # fmt: skip
+training("vit-token", lambda: modules.Images(ViT("token")), IMAGES, on("cp2", "ring"), **CLIP)
+
+# --- blocks in which positions meet outside of attention ------------------------------------------------------------
+
+for _kind in ("convolution", "cumsum", "own-attention", "positions", "last", "batch-norm", "far", "own-mask", "loop"):
+    training(f"mixes-{_kind}", lambda kind=_kind: Tokens(modules.Mixing(kind)), PADDED, on("cp2"), val=PADDED, **CLIP)  # type: ignore[misc]
+training(
+    "mixes-closed", lambda: Tokens(modules.Mixing("closed")), PADDED, on("cp2"), on("dp2xcp2", label="level3", dp=3),
+    on("mp2xcp2", label="sp", mp="seq_parallel"), **CLIP,
+)  # fmt: skip
+training(
+    "mixes-compiled", lambda: Tokens(modules.Mixing("closed")), PADDED, on("cp2", compile=True, timeout=250), **CLIP
+)
+training("mixes-faint", lambda: Tokens(modules.Mixing("faint")), PADDED, on("cp2"), **CLIP)
+training(
+    "written-out", lambda: Tokens(modules.WrittenOut()), _TEXTS_13,
+    on("cp2", "ring"), on("cp2", "ulysses"), on("cp4", "gather"),
+    on("cp2", "gather", label="full", recompute="full"), on("cp2", "gather", label="selective", recompute="selective"),
+    on("cp2", "gather", label="compiled", compile=True, timeout=250),
+    *(on("dp2xcp2", "gather", label=f"level{level}", dp=level) for level in (0, 2, 3)),
+    on("mp2xcp2", "gather", label="mp", mp="tensor_parallel"), on("mp2xcp2", "gather", label="sp", mp="seq_parallel"),
+    on("pp2xcp2", "gather", label="exact", pp="exact"), val=_TEXTS_13, **CLIP,
+)  # fmt: skip
+training("hf-t5", wrapped("t5"), PAIRS, on("cp2"), on("dp2xcp2", label="level3", dp=3), val=PAIRS, **CLIP)
+training(
+    "hf-gptj",
+    wrapped("gptj", "eager"),
+    PADDED,
+    on("cp2"),
+    on("cp2", recompute="full", label="full"),
+    val=PADDED,
+    **CLIP,
+)
+training("hf-vit", lambda: modules.Images(modules.ClassifiesImages(hf("vit"))), IMAGES, on("cp2"), val=IMAGES, **CLIP)
+training("multi-head-weights", lambda: Tokens(MultiHead(need_weights=True)), PADDED, on("cp2"), val=PADDED, **CLIP)
+training("sequence-first", lambda: Tokens(SequenceFirst()), PADDED, on("cp2"), val=PADDED, **CLIP)
+training("no-attention", lambda: Tokens(modules.NoAttention()), PADDED, on("cp2"), val=PADDED, **CLIP)
 
 # --- dropout --------------------------------------------------------------------------------------------------------
 
@@ -457,21 +492,16 @@ class ThreeHeads(nn.Module):
 
 
 training("three-heads", lambda: Tokens(ThreeHeads()), PADDED, on("cp2", "gather"), on("cp2", "ring"), **CLIP)
-ODD = batches(lambda: ids(13), 4)
+_AS_IT_IS = {backend: {"backend": backend, "pad": False} for backend in THREE}
+_TEXTS_14 = batches(lambda: texts("right", 14), 4)
 for _backend in THREE:
-    add("refused", f"odd-length-{_backend}", failing(modules.OwnStep, batches(lambda: texts("right", 13), 4), _backend))
-    add("refused", f"no-attention-{_backend}", failing(lambda: Tokens(modules.NoAttention()), PADDED, _backend))
-add("refused", "half-length", failing(lambda: Tokens(Encoder()), batches(lambda: texts("right", 14), 4)))
+    add("refused", f"odd-length-{_backend}", failing(modules.OwnStep, _TEXTS_13, _AS_IT_IS[_backend]))
+add("refused", "half-length", failing(lambda: Tokens(Encoder()), _TEXTS_14, _AS_IT_IS["gather"]))
 add("refused", "ring-dropout", failing(lambda: modules.NanoGPT(attention_dropout=0.5), IDS, "ring"))
 add("refused", "ring-hf-dropout", failing(wrapped("gpt2", attn_pdrop=0.5), UNPADDED, "ring"))
 add("refused", "ulysses-heads", failing(lambda: Tokens(ThreeHeads()), PADDED, "ulysses"))
-for _kind in ("convolution", "cumsum", "own-attention", "positions", "last", "batch-norm", "far", "own-mask"):
-    add("refused", f"mixes-{_kind}", failing(lambda kind=_kind: Tokens(modules.Mixing(kind)), PADDED))  # type: ignore[misc]
-add("refused", "class-token", failing(lambda: modules.Images(modules.ViT("token")), IMAGES))
-add("refused", "sequence-first", failing(lambda: Tokens(SequenceFirst()), PADDED))
-add("refused", "multi-head-weights", failing(lambda: Tokens(MultiHead(need_weights=True)), PADDED))
+add("refused", "class-token", failing(lambda: modules.Images(modules.ViT("token")), IMAGES, _AS_IT_IS["gather"]))
 add("refused", "ring-learned-bias", failing(lambda: Tokens(modules.Bent()), PADDED, "ring"))
-add("refused", "t5", failing(wrapped("t5"), PAIRS))
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 

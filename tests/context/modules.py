@@ -42,6 +42,22 @@ _HF: dict[str, tuple[str, dict[str, Any]]] = {
             "num_decoder_layers": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0,
         },
     ),
+    "gptj": (
+        "GPTJForCausalLM",
+        {
+            "vocab_size": VOCABULARY, "n_positions": 32, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS,
+            "rotary_dim": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        {
+            "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+            "image_size": 8, "patch_size": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+            "num_labels": 4, "initializer_range": 0.2,
+        },
+    ),
     "bart": (
         "BartForConditionalGeneration",
         {
@@ -645,6 +661,17 @@ class ViT(nn.Module):
         return self.head(x.mean(1) if self.class_token is None else x[:, 0])
 
 
+class ClassifiesImages(nn.Module):
+    """A classifier of `transformers` as a module from images to logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(images).logits
+
+
 class Images(Trained):
     """The classifier of the tutorials."""
 
@@ -658,7 +685,7 @@ class Images(Trained):
         self.log("val_loss", F.cross_entropy(self.model(batch["images"]), batch["target"]), sync_dist=True)
 
 
-# --- what can't be divided ------------------------------------------------------------------------------------------
+# --- positions that meet outside of attention -------------------------------------------------------------------------
 
 
 class Mixing(nn.Module):
@@ -671,6 +698,8 @@ class Mixing(nn.Module):
             self.norm, self.attn = nn.LayerNorm(WIDTH), GPT.Attention(0.0, 0.0)
             self.mixer = nn.Conv1d(WIDTH, WIDTH, 3) if kind == "convolution" else nn.Linear(WIDTH, WIDTH)
             self.batch_norm = nn.BatchNorm1d(WIDTH) if kind == "batch-norm" else None
+            if kind in ("closed", "faint"):
+                self.gate = nn.Parameter(torch.full((WIDTH,), 0.0 if kind == "closed" else 1e-5))
             self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool).tril(), persistent=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -684,8 +713,16 @@ class Mixing(nn.Module):
                 return x + self.mixer(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
             if self.kind == "batch-norm":  # in training mode only
                 return x + self.batch_norm(self.mixer(x).transpose(1, 2)).transpose(1, 2)
+            if self.kind == "loop":  # a recurrence, position by position
+                state, states = torch.zeros_like(x[:, 0]), []
+                for position in range(x.shape[1]):
+                    state = torch.tanh(0.5 * state + self.mixer(x[:, position]))
+                    states.append(state)
+                return x + torch.stack(states, 1)
             if self.kind == "far":  # nearer positions have nothing to do with each other
                 return x + F.pad(self.mixer(x), (0, 0, 9, 0))[:, :-9]
+            if self.kind in ("closed", "faint"):  # nothing of it is seen in what a block returns at first
+                return x + self.gate * self.mixer(x).cumsum(1)
             if self.kind == "cumsum":
                 return x + 0.1 * self.mixer(x).cumsum(1)
             if self.kind == "own-attention":
@@ -701,6 +738,40 @@ class Mixing(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.blocks = nn.ModuleList(Mixing.Block(kind) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class WrittenOut(nn.Module):
+    """Causal attention by products and a softmax, with a learned bias by distance, as T5 and its kin have it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+            self.out, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+            self.bias = nn.Embedding(64, HEADS)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            batch, length, width = x.shape
+            y = self.norm1(x)
+            q, k, v = (part(y).view(batch, length, HEADS, -1).transpose(1, 2) for part in (self.q, self.k, self.v))
+            places = torch.arange(length, device=x.device)
+            bias = self.bias((places[:, None] - places[None, :]).abs()).permute(2, 0, 1)
+            scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias
+            scores = scores.masked_fill(places[None, :] > places[:, None], -math.inf)
+            x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width))
+            return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(WrittenOut.Block() for _ in range(2))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)

@@ -96,47 +96,47 @@ def test_messages(results: Group) -> None:
     allowed_mask = (
         "  allowed: bool or float, [batch, heads, queries, keys], where heads is 1 or 4, and queries and keys are each "
         f"1, 16 (the whole sequence) or {local} (one rank's part)\n"
-        f"  write:   mesh=dp{count}"
+        f'  write:   mesh="dp{count}"'
     )
     dropout = (
         "attention drops out 0.1 of its weights, which a ring cannot\n"
         "  allowed: cp=gather, cp=ulysses, or a model whose attention dropout is 0 (attention_dropout, attn_pdrop)\n"
-        "  write:   cp=gather"
+        '  write:   cp="gather"'
     )
     assert results.read("messages") == {
         "dropout": f"cp=ring: {dropout}",
         "learned mask": (
             "cp=ring: a mask of attention needs a gradient (a learned bias), which a ring cannot give\n"
             "  allowed: cp=gather or cp=ulysses\n"
-            "  write:   cp=gather"
+            '  write:   cp="gather"'
         ),
         "heads": (
             f"cp=ulysses: 3 heads of attention cannot be shared evenly by {count} ranks\n"
             "  allowed: as many ranks per group as divide 3; gather and ring need no heads\n"
-            "  write:   cp=gather"
+            '  write:   cp="gather"'
         ),
         "cross": (
             f"cp=gather: a call of attention has {local} queries and 3 keys per rank, of {local} positions\n"
             "  allowed: self-attention over the sequence that is sharded: as many queries as keys, no cache of earlier "
             "keys\n"
-            f"  write:   mesh=dp{count}"
+            f'  write:   mesh="dp{count}"'
         ),
         "groups": (
             "cp=gather: a call of attention has 4 heads of queries, 3 of keys and 3 of values\n"
             "  allowed: as many heads of keys as of values, in a number that divides that of queries\n"
-            f"  write:   mesh=dp{count}"
+            f'  write:   mesh="dp{count}"'
         ),
         "dims": (
             f"cp=gather: a call of attention has queries of shape [1, 2, 4, {local}, 8]\n"
             "  allowed: [batch, heads, sequence, width] or [batch, sequence, width]\n"
-            f"  write:   mesh=dp{count}"
+            f'  write:   mesh="dp{count}"'
         ),
         "mask shape": f"cp=gather: a mask of attention (float32) has the shape [2, 4, 16, 17]\n{allowed_mask}",
         "mask of both parts": (
             f"cp=gather: a mask of attention has the shape [{local}, {local}]: this rank's queries with its own keys, "
             "so none for other keys\n"
             "  allowed: [batch, heads, queries, keys], where one of queries and keys is 16, the whole sequence\n"
-            f"  write:   mesh=dp{count}"
+            f'  write:   mesh="dp{count}"'
         ),
         "mask dims": f"cp=gather: a mask of attention (float32) has the shape [1, 2, 4, 16, 16]\n{allowed_mask}",
         "mask dtype": f"cp=ring: a mask of attention (int64) has the shape [16, 16]\n{allowed_mask}",

@@ -29,6 +29,7 @@ LONG = {
     "hf-no-cache",
     "bent",
     "compiled",
+    "mixes-compiled",
     "captured",
     "as-many-samples-as-positions",
     "hf-generates",

@@ -20,34 +20,15 @@ def refused(group_of: GroupOf) -> Group:
 
 
 _PARTS = "a sequence of {} positions can't be cut into 2 x 2 parts of equal length"
-_PADDED = "or padding\n  write:   cp.pad=true"
-_ATTENTION = (
-    "Positions of a sharded sequence may meet only in attention that is computed by torch.nn.functional.scaled_dot_"
-)
-_UNSEEN = "cp=2 but no attention call was intercepted in model "
-_BLOCK = "cp=2 with model.blocks.0 (Block): "
-_DIFFERS = "it returns something else when its sequence is sharded"
+_PADDED = 'or padding\n  write:   cp={"pad": True}'
 KEY_PHRASES: dict[str, tuple[str, ...]] = {
     **{f"odd-length-{name}": ("with model.model.layers.0", _PARTS.format(13), _PADDED) for name in THREE},
     "half-length": ("with model.encoder.layers.0", _PARTS.format(14), _PADDED),
     "class-token": ("with model.blocks.0", _PARTS.format(17), _PADDED),
-    **{f"no-attention-{name}": (f"{_UNSEEN}NoAttention",) for name in THREE},
-    "sequence-first": (f"{_UNSEEN}SequenceFirst", "[b, heads, s, d]", "batch_first=True"),
-    "ring-dropout": ("cp=ring: attention drops out 0.5 of its weights, which a ring cannot", "write:   cp=gather"),
-    "ring-hf-dropout": ("cp=ring: attention drops out 0.5 of its weights", "attn_pdrop", "write:   cp=gather"),
-    "ulysses-heads": ("cp=ulysses: 3 heads of attention cannot be shared evenly by 2 ranks", "write:   cp=gather"),
-    **{
-        f"mixes-{kind}": (_BLOCK, _DIFFERS, _ATTENTION)
-        for kind in ("convolution", "cumsum", "own-attention", "positions", "last", "far")
-    },
-    "mixes-own-mask": ("a mask of attention has the shape", "this rank's queries with its own keys"),
-    "mixes-batch-norm": ("model.blocks.0.batch_norm (BatchNorm1d)", "those of one rank"),
-    "multi-head-weights": (
-        "cp=2 with model.blocks.0: nn.MultiheadAttention is asked for its weights",
-        "need_weights=False",
-    ),
+    "ring-dropout": ("cp=ring: attention drops out 0.5 of its weights, which a ring cannot", 'write:   cp="gather"'),
+    "ring-hf-dropout": ("cp=ring: attention drops out 0.5 of its weights", "attn_pdrop", 'write:   cp="gather"'),
+    "ulysses-heads": ("cp=ulysses: 3 heads of attention cannot be shared evenly by 2 ranks", 'write:   cp="gather"'),
     "ring-learned-bias": ("cp=ring: a mask of attention needs a gradient (a learned bias), which a ring cannot give",),
-    "t5": ("cp=2 with model.encoder.block.0 (T5Block): it does not run on a part of a sequence", _ATTENTION),
 }
 """What the message of each has to say: what is wrong, where, and what to write instead."""
 

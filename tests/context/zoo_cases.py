@@ -1,6 +1,6 @@
 """Cases of the zoo with sequences divided: loss and gradients of one step.
 
-A case is `<family>:<backend>`, or `<family>:<backend>+pad` for lengths that don't divide; a group is a mesh.
+A case is `<family>:<backend>`; a group is a mesh.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ def unpadded(data: Data) -> Data:
 
 
 def run(name: str, mesh: str, backend: str) -> dict[str, Any]:
-    backend, _, padded = backend.partition("+")
     data = batch_of(name) if backend == "gather" else unpadded(batch_of(name))
     alone = made(name)
     loss = step_of(name, alone)(data)
     loss.backward()
-    strategy = MeshStrategy(mesh=mesh, dp=0, cp={"backend": backend, "pad": padded == "pad"}, timeout=40)
+    strategy = MeshStrategy(mesh=mesh, dp=0, cp=backend, timeout=40)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
@@ -61,18 +60,15 @@ def run(name: str, mesh: str, backend: str) -> dict[str, Any]:
     return {"expected": (loss.detach(), gradients(alone)), "found": module.found}
 
 
-ODD = ("vision_transformer", "clip", "whisper")
-"""Families whose sequences have lengths that two ranks can't share evenly: tokens of a class, and few labels."""
-
 MESHES: dict[str, tuple[int, list[str]]] = {
     "cp2": (
         2,
-        [f"{name}:gather+pad" if name in ODD else f"{name}:gather" for name in (*NAMES, *MORE)]
+        [f"{name}:gather" for name in (*NAMES, *MORE)]
         + [f"{name}:{backend}" for name in ("llama", "gpt2", "mixtral", "bart") for backend in ("ring", "ulysses")]
         + ["deepseek_v3:ring", "qwen3_moe_router_logits:ring", "mixtral_router_logits:gather", "falcon:ulysses"]
-        + ["vision_transformer:ring+pad", "clip:ulysses+pad"],
+        + ["vision_transformer:ring", "clip:ulysses"],
     ),
-    "cp4": (4, ["gpt2_4:usp+pad", "qwen3:ring+pad", "bert:gather+pad", "opt:ulysses+pad"]),
+    "cp4": (4, ["gpt2_4:usp", "qwen3:ring", "bert:gather", "opt:ulysses"]),
 }
 """Mesh -> ranks, cases."""
 

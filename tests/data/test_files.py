@@ -69,7 +69,7 @@ def test_token_files_of_every_type_form_one_space(tmp_path: Path, dtype: str) ->
     values[:21].tofile(tmp_path / "a.bin")
     np.save(tmp_path / "b" / "c.npy", values[21:].astype(">i4"))
     (tmp_path / "notes.txt").write_text("not tokens")
-    training, validation = tokens.open_sequences(
+    training, validation, _ = tokens.open_sequences(
         config("tokens", path=str(tmp_path), dtype=dtype, seq_len=4, validation_fraction=0.25), 0
     )
     rows = np.concatenate([everything(training), everything(validation)])
@@ -83,9 +83,30 @@ def test_validation_files_leave_the_training_files_whole(tmp_path: Path) -> None
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "train.bin")
     np.arange(100, 105, dtype=np.uint16).tofile(tmp_path / "valid.bin")
     paths = {"path": str(tmp_path / "train.bin"), "validation_path": str(tmp_path / "valid.bin")}
-    training, validation = tokens.open_sequences(config("tokens", seq_len=4, **paths), 0)
+    training, validation, _ = tokens.open_sequences(config("tokens", seq_len=4, **paths), 0)
     assert everything(training)[:, 0].tolist() == [0, 4]
     assert everything(validation)[:, 0].tolist() == [100]
+
+
+def test_test_files_are_for_the_test_alone(tmp_path: Path) -> None:
+    np.arange(200, 209, dtype=np.uint16).tofile(tmp_path / "test.bin")
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    (tmp_path / "a.txt").write_text("a" * 100)
+    (tmp_path / "b.txt").write_text("b" * 100)
+    tested = tokens.open_sequences(
+        config("tokens", seq_len=4, path=str(tmp_path / "train.bin"), test_path=str(tmp_path / "test.bin")), 0
+    ).test
+    assert tested is not None and everything(tested)[:, 0].tolist() == [200, 204]
+    parts = text.open_sequences(
+        config("text", seq_len=4, path=str(tmp_path / "a.txt"), test_path=str(tmp_path / "b.txt")), 0
+    )
+    assert parts.test is not None
+    assert {int(token) for token in everything(parts.test).flatten()} == {ord("b")}
+    assert {int(token) for part in parts[:2] for token in everything(part).flatten()} == {ord("a")}
+    walks = synthetic.open_sequences(config("synthetic", num_test_sequences=3, num_validation_sequences=2), 0)
+    assert walks.test is not None and len(walks.test) == 3
+    rows = [everything(part).tolist() for part in (walks.validation, walks.test)]
+    assert not any(row in rows[0] for row in rows[1])
 
 
 def test_ten_gigabytes_are_not_read(tmp_path: Path) -> None:
@@ -125,7 +146,7 @@ def test_a_mapped_file_is_not_copied_into_workers(tmp_path: Path) -> None:
 
 
 def test_default_text_is_the_help_of_python() -> None:
-    training, validation = text.open_sequences(config("text"), 0)
+    training, validation, _ = text.open_sequences(config("text"), 0)
     rows = np.concatenate([everything(training), everything(validation)])
     stream = np.append(rows[:, :-1].reshape(-1), rows[-1, -1])
     documents = bytes(np.where(stream == 256, 0, stream).astype(np.uint8)).decode(errors="replace").split("\0")
@@ -144,7 +165,7 @@ def test_bytes_of_several_files_are_separated(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / ".hidden.txt").write_text("no")
     (tmp_path / "picture.png").write_bytes(b"no")
-    training, _ = text.open_sequences(config("text", path=str(tmp_path), seq_len=7, validation_fraction=0.0), 0)
+    training, *_ = text.open_sequences(config("text", path=str(tmp_path), seq_len=7, validation_fraction=0.0), 0)
     assert everything(training).tolist() == [[97, 98, 256, 0xC3, 0xB6, 33, 256, 99]]
 
 
@@ -200,7 +221,7 @@ def test_text_through_a_tokenizer_file(tmp_path: Path, cache: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("the cat\nsat")
     (tmp_path / "b.txt").write_text("dog the cat sat")
-    training, _ = text.open_sequences(
+    training, *_ = text.open_sequences(
         config(
             "text",
             path=[str(tmp_path / "a.txt"), str(tmp_path / "b.txt")],
@@ -220,7 +241,7 @@ def test_text_through_a_tokenizer_file(tmp_path: Path, cache: Path) -> None:
 
 def test_synthetic_sequences_depend_on_seed_and_index_only() -> None:
     wanted = config("synthetic", num_sequences=100, num_validation_sequences=20, vocab_size=50, seq_len=32)
-    training, validation = synthetic.open_sequences(wanted, 7)
+    training, validation, _ = synthetic.open_sequences(wanted, 7)
     rows = everything(training)
     assert rows.shape == (100, 33) and rows.dtype == np.int64
     assert rows.min() == 0 and rows.max() == 49
@@ -232,7 +253,7 @@ def test_synthetic_sequences_depend_on_seed_and_index_only() -> None:
 
 def test_synthetic_sequences_have_a_pattern_to_learn() -> None:
     wanted = config("synthetic", num_sequences=400, vocab_size=64, seq_len=64)
-    training, validation = synthetic.open_sequences(wanted, 0)
+    training, validation, _ = synthetic.open_sequences(wanted, 0)
     pairs = Counter(zip(everything(training)[:, :-1].flat, everything(training)[:, 1:].flat, strict=True))
     follower = {first: max(range(64), key=lambda second: pairs[first, second]) for first in range(64)}
     assert sorted(follower.values()) == list(range(64))

@@ -18,7 +18,7 @@ from autolaunch.data import build_data
 from autolaunch.data.loader import PositionedLoader
 from autolaunch.data.module import TokenDataModule
 from autolaunch.data.order import BatchOrder
-from autolaunch.data.windows import Sequences
+from autolaunch.data.windows import Parts
 from autolaunch_strategies.config import ConfigError, parallel_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -81,8 +81,8 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def open_numbered(training: int, validation: int) -> tuple[Sequences, Sequences]:
-    return Numbered(training), Numbered(validation)
+def open_numbered(training: int, validation: int) -> Parts:
+    return Parts(Numbered(training), Numbered(validation))
 
 
 def numbered_data(microbatches: int = 2, workers: int = 0, training: int = 33, validation: int = 0) -> TokenDataModule:

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import ConfigError
+from tests.lightning import any_signature
 from tests.lightning.modules import AutoEncoder, Classifier, Gan, LanguageModel, LateLanguageModel
 from tests.support.cases import OUT, RANK, WORLD, no_compiler, serve
 
@@ -338,6 +339,49 @@ parity(
     "own-batches", LanguageModel, data=lambda: own_loader(None, sampler=BatchSampler(range(51), 8, False)),
     use_distributed_sampler=True,
 )  # fmt: skip
+for _kind, _make in any_signature.KINDS.items():
+    for level in LEVELS:
+        parity(f"{_kind}-{level}", _make, {"level": level}, data=any_signature.series, use_distributed_sampler=True)
+    parity(f"{_kind}-mp", _make, {"mesh": f"mp{WORLD}"}, data=partial(any_signature.series, shuffle=True))
+parity("conditioned-of-stream-mp", any_signature.Conditioned, {"mesh": f"mp{WORLD}"}, data=any_signature.stream)
+
+
+@case("parity")
+def evaluated_with_any_signature() -> Any:
+    """Without a training before it: the batch is one of the loaders that are evaluated."""
+
+    class Evaluated(any_signature.Conditioned):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.training_step(batch, batch_idx))
+
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+            return self.model(batch["past"], added={"static": batch["static"]})
+
+    results: list[Any] = []
+    for task in ("validate", "predict"):
+        pl.seed_everything(1, verbose=False)
+        module, trainer = Evaluated(), make_trainer(mesh_strategy(mesh=f"mp{WORLD}"))
+        loaders = [any_signature.series(), any_signature.series()]
+        if task == "validate":
+            results.append(trainer.validate(module, loaders[0], verbose=False))
+        else:
+            results.append([batch.tolist() for part in trainer.predict(module, loaders) for batch in part])
+    return {"results": results}
+
+
+@case("ranks")
+def shares_of_kinds() -> Any:
+    """Of the parameters of each module, the share that one rank along mp holds, and what is said of it."""
+    shares = {}
+    for kind, make in any_signature.KINDS.items():
+        module = make()
+        trainer = make_trainer(mesh_strategy(mesh=f"mp{WORLD}"), max_steps=1)
+        trainer.fit(module, any_signature.series())
+        wholes = sum(item.numel() for item in module.parameters())
+        local = sum((item.to_local() if isinstance(item, DTensor) else item).numel() for item in module.parameters())
+        warned = trainer.strategy.describe().get("mp", {}).get("warnings", [])
+        shares[kind] = {"share": local / wholes, "warnings": warned}
+    return shares
 
 
 @case("parity")
@@ -702,7 +746,10 @@ class Numbers(IterableDataset):
 def nothing_to_shard() -> str:
     try:
         strategy = MeshStrategy(f"mp{WORLD}", mp="tensor_parallel", timeout=60)
-        make_trainer(strategy).fit(Classifier(), own_loader())
+        model = Classifier()
+        model.model = nn.Sequential(nn.Flatten(), nn.LayerNorm(64))
+        model.example_input_array = torch.zeros(2, 1, 8, 8)
+        make_trainer(strategy).fit(model, own_loader())
     except ConfigError as error:
         return str(error)
     return ""
@@ -907,16 +954,22 @@ def metadata_of_any_type() -> Any:
                 make(), loader(), ckpt_path=str(shelf() / name), verbose=False
             )
         except Exception as error:
-            return type(error).__name__
+            return str(error)
         return "loaded"
 
     config = OmegaConf.create({"width": 3})
     save_at("config.ckpt", lambda: WithConfig(config), loader())
+    save_at("object.ckpt", lambda: WithConfig(_Fancy()), loader())
     return {
-        "trusted": load("config.ckpt", lambda: WithConfig(config)),
-        "not trusted": load("config.ckpt", lambda: WithConfig(config), trust_checkpoints=False),
-        "plain": load("encoder.ckpt", AutoEncoder, trust_checkpoints=False),
+        "config": load("config.ckpt", lambda: WithConfig(config)),
+        "object": load("object.ckpt", lambda: WithConfig(_Fancy())),
+        "trusted object": load("object.ckpt", lambda: WithConfig(_Fancy()), trust_checkpoints=True),
+        "plain": load("encoder.ckpt", AutoEncoder),
     }
+
+
+class _Fancy:
+    """No plain data."""
 
 
 @case("save")

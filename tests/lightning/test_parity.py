@@ -12,6 +12,7 @@ import pytest
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import ConfigError, parse_mesh
 from autolaunch_strategies.lightning.refusals import refuse_callbacks
+from tests.lightning import any_signature
 from tests.support.messages import assert_told
 from tests.support.ranks import Group, GroupOf, differences
 from tests.support.tiers import tiered
@@ -81,6 +82,8 @@ SAME = [
     *("tasks_after_each_other", "logged_once", "early_stopping"),
     *(f"{order}-{level}" for order in ("in-order", "shuffled") for level in LEVELS),
     *("per-rank", "own-batches", "whole-along-mp"),
+    *(f"{kind}-{mesh}" for kind in any_signature.KINDS for mesh in (*LEVELS, "mp")),
+    *("conditioned-of-stream-mp", "evaluated_with_any_signature"),
 ]
 
 
@@ -92,6 +95,7 @@ LONG = {
     "recompute-selective", "compile", "in-order-0", "in-order-1", "in-order-2", "shuffled-1", "shuffled-3",
     "synchronised-0", "thawed-1", "thawed-2", "offload-1", "compile-captured", "adafactor-3", "own-clipping-3",
     "parts-elsewhere-3",
+    *(f"{kind}-{level}" for kind in any_signature.KINDS for level in LEVELS if f"{kind}-{level}" != "fusion-3"),
 }  # fmt: skip
 """Of model x level and option x level: what is left when every two have met."""
 
@@ -99,6 +103,14 @@ LONG = {
 @pytest.mark.parametrize("case", tiered(SAME, lambda case: case not in LONG))
 def test_two_ranks_equal_one_process(one: Group, two: Group, case: str) -> None:
     check(one, two, case, 2)
+
+
+def test_modules_with_any_signature_are_sharded_along_mp_where_they_can_be(ranks: Group) -> None:
+    shares = ranks.read("shares_of_kinds")
+    assert {kind for kind, said in shares.items() if said["share"] < 0.75} >= {
+        "conditioned", "unet", "adversaries", "taught",
+    }  # fmt: skip
+    assert all(said["warnings"] for said in shares.values() if said["share"] == 1)
 
 
 @pytest.mark.parametrize("level", tiered([0, 3], [3]))

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_styles
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -31,6 +32,7 @@ from autolaunch_strategies import (
     parallelize,
     set_mesh,
 )
+from autolaunch_strategies.tensor.views import MixedTensors
 from tests.support.cases import RANK, WORLD, serve
 
 Case = Callable[[], Any]
@@ -284,11 +286,11 @@ def local(tensor: torch.Tensor) -> int:
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(8))
+        self.scale, self.gain = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(1))
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale + self.down(F.gelu(self.up(self.norm(x))))
+        return x * self.scale + self.gain * self.down(F.gelu(self.up(self.norm(x))))
 
 
 SMALL = {"up": ColWiseParallel(), "down": RowWiseParallel()}
@@ -438,7 +440,7 @@ def refusals() -> dict[str, str]:
         "lbfgs": message(other, torch.optim.LBFGS(other.parameters()), mesh, config),
         "meta": message(on_meta, None, mesh, config),
         "world size": message(Small(), None, ProcessMesh([0], ["dp"]), {"dp_config": {"sharding_level": 1}}),
-        "three dims": message(nn.Sequential(nn.Conv1d(2, 2, 1)), None, mesh, plan_of({"0": ColWiseParallel()})),
+        "three dims": message(nn.Sequential(nn.Conv1d(2, 2, 1)), None, mesh, plan_of({"0": RowWiseParallel()})),
         "torch style": message(
             nn.Sequential(nn.LayerNorm(2)), None, mesh, plan_of({"0": torch_styles.ColwiseParallel()})
         ),
@@ -575,6 +577,26 @@ class Odd(nn.Module):
         with torch._C.DisableTorchFunction():  # code that no function mode sees, such as a kernel of its own
             hidden = hidden + torch.zeros(16)
         return self.down(hidden)
+
+
+@cases("two")
+def operations_that_sharded_tensors_do_not_survive() -> None:
+    """Values and gradients are those of the whole tensor, also where its parts are of unequal size."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("mp",))
+    operations: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "flatten": lambda x: x.flatten(1),
+        "view": lambda x: x.contiguous().view(3, -1),
+        "group_norm": lambda x: F.group_norm(x.transpose(1, 2), 2),
+    }
+    for name, operation in operations.items():
+        for length in (9, 8, 1):
+            whole = torch.randn(3, length, 4, generator=torch.Generator().manual_seed(3)).requires_grad_()
+            factors = torch.randn(operation(whole).shape, generator=torch.Generator().manual_seed(4))
+            (operation(whole) * factors).sum().backward()
+            sharded = distribute_tensor(whole.detach(), mesh, [Shard(1)]).requires_grad_()
+            with MixedTensors(mesh):
+                (operation(sharded) * factors).sum().backward()
+            assert torch.allclose(full(sharded.grad), whole.grad, atol=1e-6), (name, length)
 
 
 @cases("two")

@@ -495,6 +495,34 @@ def refusals() -> dict[str, str]:
 
 
 @cases("two")
+def refusals_by_schedule() -> dict[str, str]:
+    """The same of single microbatches: every stage is told, and the next batch is trained on."""
+    tokens, told = tokens_of(), {}
+    for schedule in ("1f1b", "zbv_zero_bubble"):
+        reference, model = built(loss="microbatch", schedule=schedule, microbatches=4)
+        third = [0]
+
+        def fails_late(x: Any, model: Any = model, third: list[int] = third) -> Any:
+            logits = model(x)
+            third[0] += 1
+            return logits.sum() * (1 / (3 - third[0]))
+
+        for name, step in {
+            "no loss": lambda x, model=model: model(x),
+            "two calls": lambda x, model=model: model(x).sum() + model(x).sum(),
+            "no graph": lambda x, model=model: model(x).detach().sum(),
+            "error behind the call": fails_late,
+        }.items():
+            told[f"{name} {schedule}"] = message(lambda step=step, model=model: model.forward_backward(step, tokens))
+        for parameter in model.parameters():
+            assert parameter.grad is None
+        F.cross_entropy(reference(tokens).flatten(0, 1), tokens.flatten()).backward()
+        model.forward_backward(lambda x, model=model: F.cross_entropy(model(x).flatten(0, 1), x.flatten()), tokens)
+        assert_same_gradients(model, reference)
+    return told
+
+
+@cases("two")
 def refused_batch_leaves_earlier_gradients() -> None:
     """A loss that is refused behind its backward passes has added nothing to the gradients of earlier batches."""
     _, model = built(loss="microbatch", schedule="1f1b", microbatches=4)

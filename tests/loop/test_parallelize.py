@@ -180,7 +180,7 @@ def test_refusals(two: Group) -> None:
         "three dims": found["three dims"],
         "torch style": found["torch style"],
     }
-    assert "ColWiseParallel: a parameter of 3 dims" in found["three dims"]
+    assert "RowWiseParallel: a parameter of 3 dims" in found["three dims"]
     assert "torch can't apply it to LayerNorm" in found["torch style"]
 
 
@@ -201,6 +201,10 @@ def test_dropout(two: Group) -> None:
     assert found["share dropped on both"] == pytest.approx(0.25**2, abs=0.02)
     assert found["outputs differ by"] == 0
     assert found["share of outputs dropped"] == pytest.approx(0.25, abs=0.03)
+
+
+def test_operations_that_sharded_tensors_do_not_survive_run_on_whole_ones(two: Group) -> None:
+    two.read_all("operations_that_sharded_tensors_do_not_survive")
 
 
 def test_random_functions(two: Group) -> None:

@@ -147,10 +147,10 @@ def test_one_rank_computes_as_without(caplog: pytest.LogCaptureFixture) -> None:
 
 
 EXPECTED = {
-    "length": "ConfigError: cp=2 with llama: a sequence of 13 positions can't be cut into 2 x 2 parts of equal length",
+    "length": "ConfigError: cp=2 with llama: a sequence of 13 positions can't be cut into 2 x 2 parts of equal length"
+    '\n  allowed: multiples of 4, such as 12, or padding\n  write:   cp_config={"pad": True}',
     "two backends": "ConfigError: cp_config['parallelize_plan']: llama.attention.sdpa: ContextParallel with "
     "backend=ulysses and cp.backend=ring: sequences are sharded in one way in the whole model",
-    "no attention": "no attention call was intercepted",
     "a parameter": "ConfigError: cp.plan: llama.norm.weight: ContextParallel: it is a parameter",
 }
 

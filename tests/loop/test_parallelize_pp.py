@@ -155,6 +155,24 @@ def test_refusals_are_the_same_on_every_stage(two: Group, case: str) -> None:
         assert two.read("refusals", rank)[case] == REFUSALS[case]
 
 
+BY_SCHEDULE = {
+    "no loss": REFUSALS["no loss"].replace("(8, 6, 16)", "(2, 6, 16)"),
+    "two calls": REFUSALS["two calls"],
+    "no graph": REFUSALS["no graph"],
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+@pytest.mark.parametrize("case", [*BY_SCHEDULE, "error behind the call"])
+def test_what_fails_for_one_microbatch_is_told_to_every_stage(two: Group, case: str, schedule: str) -> None:
+    last, first = (two.read("refusals_by_schedule", rank)[f"{case} {schedule}"] for rank in (0, 1))
+    if case in BY_SCHEDULE:
+        assert last == first == BY_SCHEDULE[case]
+        return
+    assert last.startswith("ZeroDivisionError")
+    assert first == f"StageFailedError: the step failed on the last pipeline stage: {last}"
+
+
 def test_errors_that_belong_to_one_stage(two: Group) -> None:
     last, first = two.read("refusals", 0), two.read("refusals", 1)
     assert last["error behind the call"] == "IndexError: list index out of range"

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from autolaunch_strategies.model.blocks import find_blocks
+from autolaunch_strategies.plan.choose import planned_part
 
 
 class Layer(nn.Module):
@@ -68,3 +69,12 @@ def test_a_block_that_shares_a_parameter_is_none() -> None:
     model.layers[1].inner.weight = model.layers[0].inner.weight
     assert names(model) == ["layers.2"]
     assert set(find_blocks(model).reasons) == {"layers", "layers.0", "layers.1"}
+
+
+def test_a_second_name_of_a_part_adds_no_blocks() -> None:
+    """As fine-tuning code writes it: `self.backbone = self.model.body`."""
+    root, model = nn.Module(), nn.Module()
+    model.layers = nn.ModuleList([Layer(), Layer()])
+    root.model, root.backbone = model, model.layers
+    assert names(root) == ["model.layers.0", "model.layers.1"]
+    assert planned_part(root) == (model, "model.")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.model.materialise import materialise
 
 
 class Everything(nn.Module):
@@ -148,3 +149,21 @@ def test_making_one_tensor_holds_no_other() -> None:
     with Sizes() as sizes:
         construction.tensor(model[19].weight)
     assert (sizes.largest, sizes.made) == (10_000, 10_000)
+
+
+def test_what_is_converted_afterwards_has_the_values_of_its_constructor() -> None:
+    class Typed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((3,), 0.3, dtype=torch.float32))
+            self.register_buffer("shift", torch.arange(3.0))
+
+    construction = Construction(1)
+    with construction.recording():
+        module = Typed()
+    construction.remember(module)
+    module.to(torch.bfloat16)
+    construction.remember(module)
+    materialise(module, torch.device("cpu"), construction)
+    assert torch.equal(module.scale, torch.full((3,), 0.3).bfloat16())
+    assert torch.equal(module.shift, torch.arange(3.0).bfloat16())

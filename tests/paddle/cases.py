@@ -90,7 +90,7 @@ class Variant(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Nothing that a plan could divide."""
+    """No pairs of layers for a plan."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +101,18 @@ class Convolutions(nn.Module):
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Any:
         logits = self.head(self.features(images).mean((2, 3)))
+        return F.cross_entropy(logits, labels), logits
+
+
+class Scale(nn.Module):
+    """Nothing that a plan could shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = (images * self.scale).flatten(1)
         return F.cross_entropy(logits, labels), logits
 
 
@@ -638,7 +650,7 @@ def refusals() -> dict[str, str]:
             model=Convolutions().double(), dataloader=DataLoader(images(9), 3), config=asked(axes=("dp", "mp"))
         ),
         "divided": refused(
-            model=Convolutions().double(),
+            model=Scale().double(),
             dataloader=DataLoader(images(8), 4),
             config=asked(mesh="1x2", mp="tensor_parallel"),
         ),

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autolaunch_strategies import ConfigError, InputSpec, ToDistributedConfig
-from autolaunch_strategies.data_parallel.loader import Share, check_loader, cut_batch, first_batch, global_batch_size
+from autolaunch_strategies.data_parallel.first_batch import first_batch
+from autolaunch_strategies.data_parallel.loader import Share, check_loader, cut_batch, global_batch_size
 from autolaunch_strategies.paddle.example_batch import example_of
 from tests import ROOT
 from tests.support.ranks import Group, GroupOf, start, torchrun
@@ -206,7 +207,7 @@ def test_refusals(groups: Any) -> None:
     assert told[0] == "device_num x node_num = 2 with batches of 3: no way to run on 2 devices is left"
     assert "    batches of 3 can't be shared out among 2 ranks along dp" in told
     assert told[-1].startswith("  allowed: a loader with batch_size=4; 1 device; ")
-    assert found["divided"].startswith("mp: nothing in Convolutions can be sharded among 2 ranks")
+    assert found["divided"].startswith("mp: nothing in Scale can be sharded among 2 ranks")
 
 
 def test_a_batch_that_nothing_divides_is_refused(groups: Any) -> None:

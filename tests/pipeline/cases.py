@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import parse_mesh
 from autolaunch_strategies.mesh.rank_mesh import coordinates
+from tests.lightning import any_signature
 from tests.pipeline import modules as modules
 from tests.pipeline.modules import VOCABULARY, WIDTH
 from tests.support.cases import OUT, RANK, WORLD, no_compiler, serve
@@ -199,7 +200,8 @@ class Rows(pl.Callback):
         self.history.append(metrics(trainer))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach())))
+        weight = getattr(trainer.strategy, "batch_weight", 1.0)
+        self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach() * weight)))
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         norm = norm_of(gathered(module, self.names, lambda item: item.grad))
@@ -300,11 +302,17 @@ training(
     "hf-t5", lambda: modules.Transformers(modules.hf_t5()), TEXTS, val=TEXTS,
     on={"pp": {"split_spec": {"model.decoder.block.0": "BEGINNING"}}},
 )  # fmt: skip
-training(
-    "hf-bert",
-    lambda: modules.Transformers(modules.hf_bert()),
-    batches(lambda: Items([{**item, "labels": item["input_ids"][0] % 4} for item in only(texts(), *HF_KEYS).items])),
+CLASSES = batches(
+    lambda: Items([{**item, "labels": item["input_ids"][0] % 4} for item in only(texts(), *HF_KEYS).items])
 )
+training("hf-bert", lambda: modules.Transformers(modules.hf_bert()), CLASSES)
+training("hf-albert", lambda: modules.Transformers(modules.hf_albert()), CLASSES, gradient_clip_val=0.5)
+_BLOCK = "model.albert.encoder.albert_layer_groups.0"
+again("hf-albert", "call-0", "two", "1x1x2", pp={"split_spec": {f"{_BLOCK}@0": "END"}})
+again(
+    "hf-albert", "1f1b", "two", "1x1x2",
+    pp={"schedule": "1f1b", "loss": "microbatch", "microbatches": 4, "split_spec": {f"{_BLOCK}@3": "BEGINNING"}},
+)  # fmt: skip
 training("tuples", modules.Tuples, batches(nested))
 training("encoder", modules.Masked, MASKED, val=MASKED)
 training("causal", modules.Causal, EVEN_TEXTS, val=EVEN_TEXTS)  # as many positions as samples
@@ -315,6 +323,10 @@ training("resnet", lambda: modules.Classifier(modules.ResNet(), (1, 4, 4)), VECT
 training("batch-norm", lambda: modules.Classifier(modules.ResNet("batch"), (1, 4, 4)), VECTORS, val=VECTORS)
 again("batch-norm", "one-microbatch", "two", "1x1x2", pp={"microbatches": 1})
 again("batch-norm", "dp2pp2", "four", "2x1x2", dp=0)
+training("no-blocks", lambda: modules.Classifier(modules.NoBlocks()), VECTORS, val=VECTORS)
+training("sequence-first", lambda: modules.SequenceFirst(recurrent=False), VECTORS)
+again("sequence-first", "mp2pp2", "four", "1x2x2", mp="auto")
+training("state-first", lambda: modules.SequenceFirst(recurrent=True), VECTORS)
 training("sandwich", modules.Sandwich, VECTORS, gradient_clip_val=0.1)
 training(
     "frozen-first-stage", lambda: modules.Sandwich("before backbone.stem backbone.blocks.0 backbone.blocks.1"), VECTORS
@@ -326,9 +338,33 @@ training(
 )
 training("frozen-all-but-before", lambda: modules.Sandwich("backbone after temp"), VECTORS)
 training("unfreezes", modules.Unfreezes, VECTORS, max_epochs=2)
+for _kind in ("conditioned", "unet", "n-beats"):
+    training(_kind, any_signature.KINDS[_kind], lambda setting: any_signature.series())
+again("conditioned", "1f1b", "two", "1x1x2", pp="1f1b")
+training("example-of-forward", modules.ShowsExample, VECTORS)
+training("example-without-forward", modules.ShowsExampleWithoutForward, VECTORS)
+training("conditioned-of-stream", any_signature.Conditioned, lambda setting: any_signature.stream())
+training("unfreezes-first", modules.UnfreezesFirst, VECTORS, max_epochs=2)
+again(
+    "unfreezes-first", "1f1b", "two", "1x1x2", pp={"loss": "microbatch", "schedule": "1f1b", "microbatches": 4},
+)  # fmt: skip
 training("holds-blocks", modules.HoldsBlocks, VECTORS)
 training("distilled", modules.Distilled, VECTORS)
 training("contrastive", modules.Contrastive, VECTORS)
+
+training("by-hand", modules.ManualOptimization, VECTORS)
+training("by-hand-tied", modules.TiedByHand, TEXTS)
+training("adversarial", modules.Adversarial, VECTORS)
+training("adversarial-critic", lambda: modules.Adversarial("critic"), VECTORS)
+training("two-models", lambda: modules.TwoModels(by_hand=False), VECTORS)
+training("two-models-by-hand", lambda: modules.TwoModels(by_hand=True), VECTORS)
+for _name in ("by-hand", "adversarial", "adversarial-critic"):
+    again(_name, "dp2pp2-3", "four", "2x1x2", dp=3)
+
+training("grad-norms", modules.GradNorms, TEXTS, accumulate_grad_batches=2)
+for _mesh, _level in (("2x1x1", 3), ("2x1x1", 1), ("1x2x1", 0)):
+    again("grad-norms", f"{_mesh}-{_level}", "two", _mesh, dp=_level, mp="auto")
+again("grad-norms", "dp2pp2-3", "four", "2x1x2", dp=3)
 
 # --- loop -------------------------------------------------------------------------------------------------------------
 
@@ -344,6 +380,12 @@ training(
 )  # fmt: skip
 training("clip-by-value", modules.Classifier, VECTORS, gradient_clip_val=0.01, gradient_clip_algorithm="value")
 training("clip-tied", hf("gpt2"), TEXTS, gradient_clip_val=0.05)
+training(
+    "own-loader", modules.Classifier, lambda setting: DataLoader(vectors(27), 8),
+    val=lambda setting: DataLoader(vectors(13), 8), use_distributed_sampler=True, max_epochs=2,
+)  # fmt: skip
+again("own-loader", "dp2pp2", "four", "2x1x2")
+again("own-loader", "dp2pp2-1f1b", "four", "2x1x2", pp={"loss": "microbatch", "schedule": "1f1b", "microbatches": 2})
 training("odd-last-batch", modules.Classifier, batches(vectors, 8, limit=27), val=batches(vectors, 8, limit=13))
 training("prime-batch", modules.Classifier, batches(vectors, 7, limit=21), on={"pp": {"microbatches": 4}})
 training("batch-below-microbatches", modules.Classifier, batches(vectors, 3, limit=9), on={"pp": {"microbatches": 8}})
@@ -505,6 +547,23 @@ def tasks(setting: Setting) -> Any:
     }
 
 
+class Writes(pl.callbacks.BasePredictionWriter):
+    """As in the manual: all ranks write the same files."""
+
+    def __init__(self, directory: Path, interval: Any) -> None:
+        super().__init__(interval)
+        self.directory = directory
+        directory.mkdir(exist_ok=True)
+
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, index: int, loader: int
+    ) -> None:
+        torch.save(prediction.tolist(), self.directory / f"{index}.pt")
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        torch.save([item.tolist() for item in predictions], self.directory / "all.pt")
+
+
 @recipe("predictions", PP2)
 def predictions(setting: Setting) -> Any:
     """Predictions of every loader, in training's middle and of a model that was never trained."""
@@ -512,6 +571,9 @@ def predictions(setting: Setting) -> Any:
     module, trainer = modules.Classifier(), make_trainer(setting)
     trainer.fit(module, VECTORS(setting))
     after = trainer.predict(module, [VECTORS(setting), batches(vectors, 8, limit=11)(setting)])
+    written = OUT / f"written-{WORLD}"
+    for interval in ("batch", "epoch"):
+        make_trainer(setting, Writes(written, interval)).predict(module, VECTORS(setting))
     pl.seed_everything(1, verbose=False)
     untrained = make_trainer(setting).predict(hf("gpt2")(), TEXTS(setting))  # without labels
     if RANK:
@@ -521,6 +583,7 @@ def predictions(setting: Setting) -> Any:
         "first": {
             "after": [[item.tolist() for item in part] for part in after],
             "untrained": [item.tolist() for item in untrained],
+            "written": {item.name: torch.load(item) for item in sorted(written.iterdir())},
         }
     }
 
@@ -590,7 +653,10 @@ def failing(
 
 MICROBATCH = {"pp": {"loss": "microbatch", "schedule": "1f1b", "microbatches": 4}}
 REFUSED: dict[str, Case] = {
-    "manual-optimization": lambda: failing(modules.ManualOptimization),
+    "manual-optimization": lambda: failing(modules.ManualOptimization, pp="1f1b"),
+    "through-itself": lambda: failing(modules.ThroughItself),
+    "twice-by-hand": lambda: failing(modules.TwiceByHand),
+    "penalty-by-hand": lambda: failing(modules.PenaltyByHand),
     "own-backward": lambda: failing(modules.OwnBackward),
     "averaging": lambda: failing(modules.Classifier, pl.callbacks.StochasticWeightAveraging(1e-2)),
     "second-order": lambda: failing(modules.SecondOrder),
@@ -600,10 +666,14 @@ REFUSED: dict[str, Case] = {
     "batch-norm-microbatches": lambda: failing(
         lambda: modules.Classifier(modules.ResNet("batch"), (1, 4, 4)), pp={"microbatches": 4}
     ),
+    "sequence-first-microbatches": lambda: failing(
+        lambda: modules.SequenceFirst(recurrent=False), pp={"microbatches": 2}
+    ),
     "too-few-blocks": lambda: failing(
         lambda: modules.Classifier(modules.Mlp(blocks=1)), pp={"split_spec": "model.blocks"}
     ),
     "two-calls": lambda: failing(modules.TwoCalls),
+    "parts-by-themselves": lambda: failing(modules.PartsByThemselves),
     "penalty": lambda: failing(modules.Penalty),
     "masked-mean": lambda: failing(modules.Masked, data=MASKED, **MICROBATCH),
     "hf-masked-mean": lambda: failing(hf("llama"), data=TEXTS, **MICROBATCH),
@@ -756,6 +826,13 @@ training("micro-hf-gpt2", hf("gpt2"), EVEN_TEXTS, val=TEXTS, on=scheduled("1f1b"
 training("micro-sandwich", modules.Sandwich, VECTORS, on=scheduled("1f1b"), gradient_clip_val=0.1)
 training("micro-skips", lambda: modules.Classifier(modules.SkipModel()), VECTORS, on=scheduled("gpipe"))
 training("micro-recompute", hf("llama", use_cache=False), EVEN_TEXTS, on={**scheduled("1f1b"), "recompute": "full"})
+
+
+training("micro-metrics", modules.Scored, batches(vectors, 8, limit=30), on=scheduled("1f1b"), max_epochs=2)
+training(
+    "compile-zero-bubble", modules.OwnLlama, EVEN_TEXTS, on={**scheduled("zbv_zero_bubble"), "compile": True},
+    max_steps=2, inside=no_compiler,
+)  # fmt: skip
 
 
 @recipe("micro-hooks", ("two", Setting("1x1x2", scheduled("1f1b"))))

@@ -45,11 +45,12 @@ class _Mailbox(Channel):
         self.boxes = boxes
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
-        self.boxes[self.group.rank(), to].extend(tensor.detach().clone() for tensor in tensors)
+        # Read as late as by a slow network: what is sent must not be changed meanwhile.
+        self.boxes[self.group.rank(), to].extend(tensor.detach().contiguous() for tensor in tensors)
 
     def receive(self, shapes: Any, source: int) -> tuple[list[torch.Tensor], list[Any]]:
         box = self.boxes[source, self.group.rank()]
-        parts = [box.popleft() for _ in shapes]
+        parts = [box.popleft().clone() for _ in shapes]
         assert [(tuple(part.shape), part.dtype) for part in parts] == list(shapes)
         return parts, [_Arrived() for _ in parts]
 

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 VOCABULARY, WIDTH, BLOCKS = 32, 16, 4
@@ -60,6 +61,19 @@ def hf_t5() -> nn.Module:
         T5Config(
             vocab_size=VOCABULARY, d_model=WIDTH, d_kv=4, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=4,
             dropout_rate=0.0, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def hf_albert() -> nn.Module:
+    from transformers import AlbertConfig, AlbertForSequenceClassification
+
+    return AlbertForSequenceClassification(
+        AlbertConfig(
+            vocab_size=VOCABULARY, embedding_size=8, hidden_size=WIDTH, num_hidden_layers=BLOCKS,
+            num_attention_heads=4, intermediate_size=24, max_position_embeddings=32, num_labels=4,
+            initializer_range=0.2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            classifier_dropout_prob=0.0,
         )
     )  # fmt: skip
 
@@ -311,7 +325,75 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
+class NoBlocks(nn.Module):
+    """Stages of one layer each: nothing in it is repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.trunk = nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), Block(24))
+        self.recurrent = nn.LSTM(24, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.trunk(F.gelu(self.stem(x)))
+        out, (state, _) = self.recurrent(torch.stack([x, -x], 1))
+        return self.head(out[:, -1] + state[-1])
+
+
 # --- LightningModules around them -------------------------------------------------------------------------------------
+
+
+class SequenceFirst(pl.LightningModule):
+    """Takes [positions, batch, width], as torch's own transformer and LSTM do by default; a state goes in, too."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__()
+        self.model = Recurrent() if recurrent else MixesPositions()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        x = x.view(len(x), 4, 4).transpose(0, 1)
+        state = (x.new_zeros(1, len(y), 4),) if isinstance(self.model, Recurrent) else ()
+        loss = F.cross_entropy(self.model(x, *state).mean(0), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self)
+
+
+class MixesPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, 0.0) for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class RecurrentBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.norm = nn.GRU(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output, state = self.rnn(x, state)
+        return x + self.norm(output), state
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RecurrentBlock() for _ in range(BLOCKS))
+        self.example_input_array = torch.zeros(4, 2, 4), torch.zeros(1, 2, 4)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x, state = block(x, state)
+        return x
 
 
 class Classifier(pl.LightningModule):
@@ -512,6 +594,18 @@ class Unfreezes(Sandwich):
         return sgd(self)
 
 
+class UnfreezesFirst(Classifier):
+    """Nothing on the first stage is trained before the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = [self.model.stem, *self.model.blocks[:2]]
+
+    def on_train_epoch_start(self) -> None:
+        for part in self.first:
+            part.requires_grad_(self.current_epoch > 0)
+
+
 class HoldsBlocks(pl.LightningModule):
     """The blocks belong to the LightningModule itself; its own forward is the model."""
 
@@ -608,6 +702,53 @@ class Distilled(Classifier):
         return loss
 
 
+class Keyed(Mlp):
+    """Takes a dict."""
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(inputs["features"])
+
+
+class ShowsExample(Classifier):
+    """Its own forward takes something else than its model; the example is for the former."""
+
+    def __init__(self) -> None:
+        super().__init__(Keyed())
+        self.example_input_array = torch.zeros(2, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model({"features": x})
+
+
+class ShowsExampleWithoutForward(pl.LightningModule):
+    """Nothing but the model could take the example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Keyed()
+        self.example_input_array = ({"features": torch.zeros(2, WIDTH)},)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.model({"features": batch[0]}), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class PartsByThemselves(ShowsExampleWithoutForward):
+    """As autoencoders in tutorials: nothing calls the model as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = self.model.stem(batch[0])
+        for block in self.model.blocks:
+            x = block(x)
+        return F.cross_entropy(self.model.head(x), batch[1])
+
+
 class Noisy(Classifier):
     """Dropout in every block."""
 
@@ -619,16 +760,133 @@ class Noisy(Classifier):
 
 
 class ManualOptimization(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
+    """Two batches for each optimizer step, clipped, with a scheduler that is stepped by hand."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__(model)
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
         optimizer = self.optimizers()
-        optimizer.zero_grad()
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            self.lr_schedulers().step()
+        if loss > 1e-3:  # what depends on values goes the same way everywhere
+            self.log("by_hand", 2 * loss, sync_dist=True)
+        return loss
+
+
+class Scored(Classifier):
+    """Metrics of every batch that are no means over its parts, logged in each of the usual ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scores = torchmetrics.classification
+        self.f1, self.recall = scores.MulticlassF1Score(4, average="macro"), scores.MulticlassRecall(4, average="macro")
+        self.several = torchmetrics.MetricCollection(
+            {"auroc": scores.MulticlassAUROC(4), "precision": scores.MulticlassPrecision(4)}, prefix="several_"
+        )
+        self.largest = torchmetrics.MaxMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        self.f1(logits, y)
+        self.largest(logits.amax(-1))
+        self.log("f1", self.f1, on_step=True, on_epoch=True)
+        self.log("recall", self.recall(logits, y), on_step=True, on_epoch=True)
+        self.log_dict(self.several(logits, y), on_step=True, on_epoch=False)
+        self.log("largest", self.largest, on_step=True, on_epoch=True)
+        return F.cross_entropy(logits, y)
+
+
+class GradNorms(TransformersAdamW):
+    """Logs norms of gradients by Lightning's utility, of everything and of a part, which one stage holds."""
+
+    def __init__(self) -> None:
+        super().__init__(hf_causal("llama"))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+        part = grad_norm(self.model.model.layers[0].mlp, norm_type="inf", group_separator="_")
+        assert len(part) == 4
+        self.log_dict({f"part_{name}": norm for name, norm in part.items()})
+
+
+class TiedByHand(Transformers):
+    """Accumulates over two batches the gradient of an embedding that both stages hold."""
+
+    def __init__(self) -> None:
+        super().__init__(hf_causal("llama"))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
         self.manual_backward(loss)
-        optimizer.step()
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return loss
+
+
+class Adversarial(pl.LightningModule):
+    """A generator and a critic, each with an optimizer; the one that has blocks is cut."""
+
+    def __init__(self, cut: str = "generator") -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        plain = [nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, size)) for size in (WIDTH, 1)]
+        self.generator = Mlp(WIDTH) if cut == "generator" else plain[0]
+        self.critic = Mlp(1) if cut == "critic" else plain[1]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        of_generator, of_critic = self.optimizers()
+        self.toggle_optimizer(of_generator)
+        loss = F.softplus(-self.critic(self.generator(x.flip(1)))).mean()
+        self.log("generator", loss, on_step=True, sync_dist=True)
+        self.manual_backward(loss)
+        of_generator.step()
+        of_generator.zero_grad()
+        self.untoggle_optimizer(of_generator)
+        self.toggle_optimizer(of_critic)
+        other = F.softplus(-self.critic(x)).mean() + F.softplus(self.critic(self.generator(x.flip(1)).detach())).mean()
+        self.log("critic", other, on_step=True, sync_dist=True)
+        self.manual_backward(other)
+        of_critic.step()
+        of_critic.zero_grad()
+        self.untoggle_optimizer(of_critic)
+        return loss + other
+
+    def configure_optimizers(self) -> Any:
+        return [sgd(self.generator), sgd(self.critic)]
+
+
+class TwoModels(pl.LightningModule):
+    """Two models with blocks, each with an optimizer and called once."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+        self.small, self.large = Mlp(WIDTH, blocks=2), Mlp(blocks=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self.large(self.small(x)), y)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self) if self.automatic_optimization else [sgd(self.small), sgd(self.large)]
 
 
 class OwnBackward(Classifier):
@@ -646,6 +904,31 @@ class Penalty(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         return F.cross_entropy(self(x), y) + 0.01 * sum(item.square().sum() for item in self.model.parameters())
+
+
+class ThroughItself(ManualOptimization):
+    """One call of the model takes what another one returned."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.model(x)
+        self.manual_backward(F.cross_entropy(self.model(logits.repeat(1, 4)), y))
+
+
+class TwiceByHand(ManualOptimization):
+    """Two backward passes through one call."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        self.manual_backward(F.cross_entropy(logits, y), retain_graph=True)
+        self.manual_backward(logits.square().mean())
+
+
+class PenaltyByHand(ManualOptimization):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.manual_backward(F.cross_entropy(self(x), y) + 0.01 * self.model.blocks[0].up.weight.square().sum())
 
 
 class CallsForward(Classifier):

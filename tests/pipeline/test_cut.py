@@ -196,6 +196,20 @@ class TorchEncoder(nn.Module):
         return self.head(self.encoder(self.embed(ids), src_key_padding_mask=padding))
 
 
+class TorchDecoder(nn.Module):
+    """Its mask is compared with a causal one: there is something to see in values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, 2, 12, 0.0, batch_first=True), 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=self.head.weight.dtype)
+        x = self.embed(ids)
+        return self.head(self.decoder(x, x, tgt_mask=mask))
+
+
 class Convolutions(nn.Sequential):
     def __init__(self) -> None:
         def block(inputs: int, outputs: int) -> nn.Module:
@@ -288,6 +302,97 @@ class LooksAtNotes(Noting):
     looks = True
 
 
+class KeptRow:
+    def __init__(self, key: torch.Tensor) -> None:
+        self.key = key
+
+
+class Kept:
+    """Something for every block, within objects within an object, as caches of keys hold it."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = [KeptRow(row) for row in rows.unbind(1)]
+
+    def join(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        row = self.rows[number]
+        row.key = torch.cat((row.key, x), 1)
+        return row.key
+
+
+class PrefixedBlock(Block):
+    def forward(self, x: torch.Tensor, number: int, kept: Kept) -> torch.Tensor:
+        keys = kept.join(number, x)
+        return super().forward((x @ keys.mT).softmax(-1) @ keys)
+
+
+class Prefixed(Stack):
+    """A prefix for the keys of every block: one module makes them all."""
+
+    kind = PrefixedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.Embedding(2, len(self.layers) * WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.prefix(torch.arange(2).expand(len(ids), -1))
+        kept = Kept(rows.view(len(ids), 2, -1, WIDTH).transpose(1, 2))
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, number, kept)
+        return self.head(x)
+
+
+class Hidden:
+    """What nothing can look into."""
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        self.scores = scores
+
+
+class HidingBlock(NotingBlock):
+    def forward(self, x: torch.Tensor, before: Any = None) -> Any:
+        x, notes = super().forward(x, before)
+        return x, Hidden(notes.scores)
+
+
+class LooksAtHidden(LooksAtNotes):
+    kind = HidingBlock
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """A batch, and what the model made of it."""
+
+    ids: torch.Tensor
+    keep: torch.Tensor
+    states: tuple[Any, ...] = dataclasses.field(default=())
+    nothing: None = dataclasses.field(default=None, init=False)
+
+
+class PassesTokens(Block):
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+        x = super().forward(x) * tokens.keep[..., None]
+        return x, dataclasses.replace(tokens, states=(*tokens.states, Notes(x.mean(-1))))
+
+
+class InDataclasses(Stack):
+    """A dataclass goes in, grows from block to block, and comes out."""
+
+    kind = PassesTokens
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = (Tokens(ids(), ids() > 0),)
+
+    def forward(self, tokens: Tokens) -> Any:
+        x = self.embed(tokens.ids)
+        for layer in self.layers:
+            x, tokens = layer(x, tokens)
+        scores = sum(notes.scores for notes in tokens.states)
+        return {"logits": self.head(self.norm(x)), "scores": scores, "tokens": dataclasses.replace(tokens, states=())}
+
+
 class Structured(Stack):
     """Blocks with outputs in a class of `transformers`."""
 
@@ -341,6 +446,48 @@ class Frozen(Stack):
         for layer in self.layers:
             pair = layer(pair)
         return self.head(self.norm(pair[0])) * pair[1].unsqueeze(-1)
+
+
+class Times(nn.Module):
+    """Embeddings of a time, the second made from the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, time: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.first(time)
+        return self.second(first.tanh()), first
+
+
+class ConditionedBlock(Block):
+    """It adds tables to an embedding: of one sample the gradients of all of them are one tensor in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        both = (self.table[None] + time.reshape(len(x), 2, -1)) + self.other[None]
+        shift, scale = both.tanh().chunk(2, dim=1)
+        return super().forward(x * (1 + scale) + shift)
+
+
+class Conditioned(Stack):
+    """Every block and the output need the embeddings of a time."""
+
+    kind = ConditionedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times, self.table = Times(), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        both, time = self.times(ids[:, :1].to(x.dtype) / TOKENS)
+        for layer in self.layers:
+            x = layer(x, both)
+        return self.head(self.norm(x) + (self.table[None] + time)[:, None])
 
 
 def ids(batch: int = 6, length: int = 5) -> torch.Tensor:
@@ -409,6 +556,8 @@ CASES = {
     "stack": (Stack, (ids(),), {}),
     "keywords, tuples and masks": (Masked, (ids(),), {"mask": ids() % 5 > 0}),
     "objects beside outputs": (Noting, (ids(),), {}),
+    "dataclasses": (LooksAtNotes, (ids(),), {}),
+    "objects in dataclasses": (InDataclasses, (Tokens(ids(), ids() % 5 > 0),), {}),
     "a module that all layers share": (SharedPositions, (ids(),), {}),
     "lists of parts": (ListsOfParts, (ids(),), {}),
     "batch == length": (Masked, (ids(5, 5),), {"mask": ids(5, 5) % 4 > 0}),
@@ -421,10 +570,12 @@ CASES = {
     "out of order": (OutOfOrder, (ids(),), {}),
     "encoder of torch": (TorchEncoder, (ids(),), {}),
     "encoder of torch with padding": (TorchEncoder, (ids(), ids() % 5 == 4), {}),
+    "decoder of torch with a mask": (TorchDecoder, (ids(),), {}),
     "convolutions": (Convolutions, (images(),), {}),
     "structured outputs": (Structured, (ids(),), {}),
     "batch second": (BatchSecond, (ids(),), {}),
     "flattened": (Flattened, (ids(),), {}),
+    "objects within objects": (Prefixed, (ids(),), {}),
     "frozen and integers": (Frozen, (ids(),), {}),
 }
 
@@ -460,6 +611,11 @@ def test_output_and_gradients_are_those_of_the_whole_model(case: str, stages: in
     model = built(make)
     chain = Chain(model, stages, microbatches=microbatches, split_spec="layers" if case == "tied" else None)
     compare(model, chain, args, kwargs)
+
+
+def test_gradients_that_share_memory() -> None:
+    model = built(Conditioned)
+    compare(model, Chain(model, 2, microbatches=4), (ids(4),), {})
 
 
 @pytest.mark.parametrize(
@@ -597,10 +753,9 @@ class WritesIntoASkip(InPlace):
         return self.head(x + first)
 
 
-@dataclasses.dataclass
 class Pair:
-    x: torch.Tensor
-    count: int
+    def __init__(self, x: torch.Tensor, count: int) -> None:
+        self.x, self.count = x, count
 
 
 class InAClass(Stack):
@@ -710,6 +865,45 @@ def test_a_model_that_runs_on_nothing_that_is_known_is_refused_with_what_was_tri
     ]
     assert_only_told(error.value, Told("pp", "order", "Picky", *tried, allowed=("`example_input_array`", "Picky")))
     assert str(error.value).count("exactly 12 tokens, please") == 3
+
+
+def test_a_model_of_one_part_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        Chain(nn.Bilinear(2, 2, 2), 2)
+    assert_only_told(error.value, Told("pp", "Bilinear", "no parts", allowed=("pp of size 1",)))
+
+
+class FixedLength(nn.Module):
+    """Its blocks run on sequences of 12 only, which no guess has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.stack = nn.Embedding(TOKENS, WIDTH), FixedStack()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.stack(self.embed(ids))
+
+
+class FixedStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(1, 12, WIDTH))
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_inputs_on_which_blocks_do_not_run_are_none() -> None:
+    with pytest.raises(ConfigError) as error:
+        Chain(built(FixedLength), 2)
+    assert_told(error.value, "pp", "stack does not run", write=None)
+    model = built(FixedLength)
+    model.example_input_array = ids(6, 12)
+    compare(model, Chain(model, 2, microbatches=2), (ids(6, 12),), {})
 
 
 def test_a_call_in_another_order_is_refused() -> None:
@@ -888,5 +1082,5 @@ def test_random_numbers_that_several_stages_need_are_refused() -> None:
 
 def test_what_an_object_holds_cannot_be_sent() -> None:
     with pytest.raises(ConfigError) as caught:
-        Chain(built(LooksAtNotes), 2).step((ids(),))
+        Chain(built(LooksAtHidden), 2).step((ids(),))
     assert_told(caught.value, "pp", "layers.1", "does not return", write=None)

@@ -30,6 +30,10 @@ LONG = {
     "llama-4", "llama-8", "llama-4@gpipe-pp2", "llama-4@looped_bfs-pp2", "micro-classifier-odd", "micro-hf-gpt2",
     "micro-recompute", "micro-hooks", "micro-sandwich", "accumulate-3",
     "llama-4@zbv_zero_bubble-pp2", "llama-4@dualpipev-pp2", "hf-gpt2",
+    "n-beats", "conditioned@1f1b", "example-of-forward",
+    "by-hand-tied", "adversarial-critic", "hf-albert", "hf-albert@1f1b", "own-loader", "grad-norms@2x1x1-1",
+    "grad-norms@1x2x1-0", "two-models", "compile-zero-bubble", "unfreezes-first",
+    "state-first",
 }  # fmt: skip
 """Cases of which each part is in another case, too."""
 
@@ -96,14 +100,19 @@ def test_each_stage_holds_its_own_parameters(two: Group) -> None:
 
 OTHER_LOSS = "microbatches is {}: training would minimise something else than on one device\n  allowed: pp.loss=exact"
 MESSAGES = {
-    "manual-optimization": "pp with ManualOptimization: it optimizes by hand (automatic_optimization=False)",
+    "manual-optimization": "pp=1f1b with ManualOptimization: it optimizes by hand (automatic_optimization=False)",
+    "through-itself": "pp: the step calls self.model with what it returned before",
+    "twice-by-hand": "pp: what a call of self.model returned is differentiated a second time",
+    "penalty-by-hand": "pp: the loss uses model.blocks.0.up.weight outside of the call of the model",
     "own-backward": "pp with OwnBackward: it overrides `backward`",
     "averaging": "StochasticWeightAveraging: it averages whole weights",
     "second-order": "pp with LBFGS: its step needs products over all parameters",
     "batch-norm-by-schedule": "pp.loss=microbatch with model.",
     "batch-norm-microbatches": "pp.microbatches=4 pp.loss=exact with model.",
+    "sequence-first-microbatches": "pp.microbatches: blocks.3 returns something else for a sample when another one",
     "too-few-blocks": "pp.split_spec=model.blocks: ",
     "two-calls": "pp: the step calls self.model more than once",
+    "parts-by-themselves": "pp with Keyed: training_step with the first batch calls self.model.stem, self.model.blocks",
     "penalty": "pp: the loss uses model.blocks.2.norm.weight outside of the call of the model",
     "masked-mean": OTHER_LOSS.format("3.9895"),
     "hf-masked-mean": OTHER_LOSS.format("3.7572"),

@@ -135,6 +135,40 @@ def test_both_ways_to_name_a_place_cut_a_container_that_runs():
         assert len(choose_cuts(spec, executed, executed, [], 2, "even", {})) == 1
 
 
+REPEATED = ["", "embed", "layer", "layer.up", "layer.down", "layer@1", "layer@2", "between", "layer@3", "head"]
+"""One block that is called four times."""
+ONCE = [name for name in REPEATED if "@" not in name]
+
+
+@pytest.mark.parametrize(
+    ("spec", "stages", "expected"),
+    [
+        pytest.param({"layer@1": "END"}, 2, ["behind layer@1"], id="behind a call"),
+        pytest.param({"layer@0": "END"}, 2, ["behind layer@0"], id="behind the first"),
+        pytest.param({"layer@3": "BEGINNING"}, 2, ["before layer@3"], id="before a call"),
+        pytest.param({"layer": "END"}, 2, ["behind layer"], id="behind all calls"),
+        pytest.param({"laye[r]@2": "END", "layer@0": "END"}, 3, ["behind layer@0", "behind layer@2"], id="in order"),
+        pytest.param("layer", 2, ["behind layer@1"], id="every call is a place"),
+        pytest.param(["layer", "head"], 3, ["behind layer@1", "behind layer@3"], id="beside a module called once"),
+    ],
+)
+def test_calls_of_one_module_are_places(spec, stages, expected):
+    found = choose_cuts(spec, REPEATED, ONCE, [], stages, "even", {})
+    assert [str(cut) for cut in found] == expected
+
+
+def test_the_cost_of_a_module_is_shared_by_its_calls():
+    costs = {"layer": 4, "head": 3}
+    assert choose_cuts("layer", REPEATED, ONCE, [], 2, "balanced", costs) == [Cut("layer@2", after=True)]
+
+
+@pytest.mark.parametrize(("module", "problem"), [("layer@4", "4 times"), ("head@1", "once")])
+def test_a_call_that_there_is_not(module, problem):
+    with pytest.raises(ConfigError) as raised:
+        choose_cuts({module: "END"}, REPEATED, ONCE, [], 2, "even", {})
+    assert_told(raised.value, f"pp.split_spec={{{module}: END}}", problem)
+
+
 @pytest.mark.parametrize(
     ("costs", "stages", "expected"),
     [
@@ -385,3 +419,9 @@ def test_without_blocks_the_cuts_must_be_named():
         choose_cuts(None, ["a", "b"], ["a", "b"], [], 2, "even", {})
     told = Told("pp.split_spec=null", "no repeated blocks", allowed=("BEGINNING", "END", "null"))
     assert_only_told(raised.value, told)
+
+
+def test_blocks_that_are_never_called() -> None:
+    with pytest.raises(ConfigError) as error:
+        choose_cuts(None, ["a"], ["a", "b.0", "b.1"], ["b.0", "b.1"], 2, "even", {})
+    assert_only_told(error.value, Told("pp.split_spec=null", "none of the blocks", "b.0, b.1", allowed=("calls",)))

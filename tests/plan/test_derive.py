@@ -19,11 +19,22 @@ from autolaunch_strategies.plan.derive import derive_plan
 from autolaunch_strategies.plan.rules import Rule, read_plan
 from autolaunch_strategies.plan.transformers_plans import transformers_plan
 from autolaunch_strategies.tensor.model_parallel import matched
+from autolaunch_strategies.tensor.share import share_in_words, share_per_rank
 from tests.support.messages import Told, assert_only_told
 from tests.support.tiers import in_turn, tiered
-from tests.support.zoo import CAUSAL, Encoder, Layer, VisionTransformer, make
+from tests.support.zoo import CAUSAL, Encoder, Layer, VisionTransformer, made, make
+from tests.tensor.rest_cases import Alone, Convolutions, Odd
 
 C, R = "ColWiseParallel", "RowWiseParallel"
+G: dict[str, Any] = {"ColWiseParallel": {"gather_output": True}}
+A: dict[str, Any] = {"RowWiseParallel": {"is_input_parallel": False}}
+"""Row-wise by itself, of inputs that are whole."""
+
+
+def used(*parameters: str) -> dict[str, Any]:
+    return {"GatherWhenUsed": {"parameters": list(parameters)}}
+
+
 BEGIN, PAUSE, END = ({f"SequenceParallel{name}": {"need_transpose": False}} for name in ("Begin", "Disable", "End"))
 
 
@@ -49,6 +60,7 @@ LLAMA = {
 }
 GPT2 = {
     "transformer.wte": R,
+    "transformer.wpe": G,
     "transformer.h.*.attn.c_attn": C,
     "transformer.h.*.attn.c_proj": R,
     "transformer.h.*.mlp.c_fc": C,
@@ -57,17 +69,16 @@ GPT2 = {
 }
 
 
-class Unplaceable(nn.Module):
-    """Blocks with one linear layer each: no pairs."""
+class Recurrent(nn.Module):
+    """Matrices that the layer keeps in a list of its own, too, and one that is hardly worth an exchange."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
+        self.example_input_array = torch.zeros(2, 5, 32)
+        self.rows, self.head = nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
+        return self.head(self.rows(x)[0])
 
 
 class LooksAtValues(nn.Module):
@@ -121,31 +132,40 @@ class TwoInputs(nn.Module):
         pytest.param(
             lambda: make("llama"),
             4,
-            {**LLAMA, "model.layers.*.self_attn.k_proj": [], "model.layers.*.self_attn.v_proj": []},
+            {**LLAMA, "model.layers.*.self_attn.k_proj": G, "model.layers.*.self_attn.v_proj": G},
             id="few-key-value-heads",
         ),
         pytest.param(
             lambda: make("llama", num_attention_heads=2),
             4,
-            LLAMA | {f"model.layers.*.self_attn.{name}_proj": [] for name in "qkvo"},
+            LLAMA | {f"model.layers.*.self_attn.{name}_proj": G for name in "qkvo"},
             id="heads-do-not-divide",
         ),
         pytest.param(
             lambda: make("llama", intermediate_size=47),
             2,
-            LLAMA | {f"model.layers.*.mlp.{name}_proj": [] for name in ("gate", "up", "down")},
+            LLAMA
+            | {f"model.layers.*.mlp.{name}_proj": A for name in ("gate", "up")}
+            | {"model.layers.*.mlp.down_proj": G},
             id="size-does-not-divide",
         ),
         pytest.param(
             lambda: make("qwen3_moe"),
             2,
-            {**LLAMA, "model.layers.*.mlp.gate": [], "model.layers.*.mlp.experts": []},
+            {**LLAMA, "model.layers.*.mlp.gate": [], "model.layers.*.mlp.experts": used("gate_up_proj", "down_proj")},
             id="experts-in-some-layers",
         ),
         pytest.param(
             VisionTransformer,
             2,
-            {"blocks.*.attn.qkv": C, "blocks.*.attn.proj": R, "blocks.*.mlp.0": C, "blocks.*.mlp.2": R},
+            {
+                "patches": G,
+                "blocks.*.attn.qkv": C,
+                "blocks.*.attn.proj": R,
+                "blocks.*.mlp.0": C,
+                "blocks.*.mlp.2": R,
+                "head": G,
+            },
             id="vision-transformer",
         ),
         pytest.param(
@@ -153,7 +173,7 @@ class TwoInputs(nn.Module):
             2,
             {
                 "embed": R,
-                "encoder.layers.*.self_attn": [],
+                "encoder.layers.*.self_attn": used("in_proj_weight", "out_proj.weight"),
                 "encoder.layers.*.linear1": C,
                 "encoder.layers.*.linear2": R,
                 "head": C,
@@ -174,8 +194,8 @@ class TwoInputs(nn.Module):
                 "*.attn.proj": R,
                 "*.mlp.0": C,
                 "*.mlp.2": R,
-                "*.up": [],
-                "*.down": [],
+                "*.up": G,
+                "*.down": G,
             },
             id="unsure-operator-in-one-block",
         ),
@@ -195,14 +215,18 @@ def test_reasons_are_words() -> None:
     assert reasons == {
         "model.embed_tokens": "row-wise: each rank holds some of the vocabulary",
         "self_attn.q_proj": "column-wise: it feeds self_attn.o_proj",
-        "self_attn.k_proj": "whole: its heads (1) do not divide among 2 ranks",
-        "self_attn.v_proj": "whole: its heads (1) do not divide among 2 ranks",
+        **dict.fromkeys(
+            ("self_attn.k_proj", "self_attn.v_proj"),
+            "column-wise by itself, outputs gathered: its heads (1) do not divide among 2 ranks",
+        ),
         "self_attn.o_proj": "row-wise: it joins the residual stream; fed by self_attn.k_proj, "
         "self_attn.q_proj, self_attn.v_proj",
         **dict.fromkeys(
-            ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-            "whole: the 47 inputs of mlp.down_proj do not divide among 2 ranks",
+            ("mlp.gate_proj", "mlp.up_proj"),
+            "row-wise by itself: the 47 inputs of mlp.down_proj do not divide among 2 ranks",
         ),
+        "mlp.down_proj": "column-wise by itself, outputs gathered: "
+        "the 47 inputs of mlp.down_proj do not divide among 2 ranks",
         "lm_head": "column-wise: logits and loss stay sharded by the vocabulary",
     }
 
@@ -228,7 +252,7 @@ def test_reasons_are_words() -> None:
             Encoder,
             {
                 "embed": [R, BEGIN],
-                "encoder.layers.*.self_attn": PAUSE,
+                "encoder.layers.*.self_attn": [PAUSE, used("in_proj_weight", "out_proj.weight")],
                 "encoder.layers.*.linear1": C,
                 "encoder.layers.*.linear2": [BEGIN, R],
                 "head": [END, C],
@@ -281,9 +305,58 @@ def test_plan_of_transformers_that_does_not_divide_gives_way() -> None:
 
 def test_nothing_to_divide_is_an_error() -> None:
     with pytest.raises(ConfigError) as raised:
-        derive_plan(on_meta(Unplaceable), False, 2)
-    told = Told("mp", "Unplaceable", "2 ranks", "layers.0.1: whole", allowed=("mp.plan", "mp.base=none", "mp is 1"))
+        derive_plan(on_meta(Recurrent), False, 2)
+    told = Told("mp", "Recurrent", "2 ranks", allowed=("mp.plan", "mp.base=none", "mp is 1"))
     assert_only_told(raised.value, told)
+
+
+@pytest.mark.parametrize(
+    "build, expected",
+    [
+        pytest.param(
+            Odd,
+            {
+                "patches": G,
+                "positions": R,
+                "layers.*": used("turn"),
+                "layers.*.attention.qkv": G,
+                "layers.*.attention.proj": G,
+                "layers.*.mixed": used("in_proj_weight", "out_proj.weight"),
+                "layers.*.mlp.0": A,
+                "layers.*.mlp.2": G,
+                "head": G,
+            },
+            id="heads-sizes-attention-of-torch",
+        ),
+        pytest.param(
+            Convolutions,
+            dict.fromkeys(("stem", "depthwise", "pointwise", "up", "line", "head"), G),
+            id="convolutions-even-and-uneven",
+        ),
+        pytest.param(Alone, {"first": A, "last.0": G, "last.2": A, "last.4": G}, id="no-blocks"),
+    ],
+)
+def test_what_no_pair_divides_is_sharded_by_itself(build: Callable[[], nn.Module], expected: dict[str, Any]) -> None:
+    rules = [rule for rule in derive_plan(on_meta(build), False, 2) if rule.styles]
+    assert written(rules) == expected
+
+
+@pytest.mark.parametrize("name", ["bart", "albert", "clip", "convnext", "deberta_v2", "mixtral", "mamba", "swin"])
+def test_the_share_of_each_rank(name: str) -> None:
+    """By the plan alone; `tensor/test_rest.py` counts what ranks hold."""
+    model = on_meta(lambda: made(name))
+    rules = plan_for(model, ModelParallel(), None, 2, getattr(model, "example_input_array", None))
+    share, whole = share_per_rank(model, matched(model, rules)[0], 2)
+    assert 0.5 < share < 0.52
+    assert share == pytest.approx(0.5 + sum(whole.values()) / 2, abs=1e-9)
+
+
+def test_the_share_in_words() -> None:
+    model = on_meta(lambda: Recurrent())
+    assert share_in_words(*share_per_rank(model, [], 2)) == (
+        "each rank holds 100% of the parameters; whole on all of them: "
+        "rows.weight_ih_l* 48%, rows.weight_hh_l* 48%, rows.bias_ih_l* 2%"
+    )
 
 
 def test_a_forward_that_needs_data_is_an_error() -> None:
@@ -314,3 +387,63 @@ def test_example_inputs(build: Callable[[], nn.Module], expected: list[tuple[int
     first = next(example_inputs(build()))
     given = [*first.args, *first.kwargs.values()]
     assert [tuple(value.shape) for value in given if isinstance(value, torch.Tensor)] == expected
+
+
+class Turned(nn.Module):
+    """Uses its parameter raw."""
+
+    def __init__(self, before: nn.Module | None = None) -> None:
+        super().__init__()
+        self.turn, self.before = nn.Parameter(torch.empty(16, 16)), before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (x if self.before is None else self.before(x)) @ self.turn
+
+
+class ListsOfTwo(nn.Module):
+    """Blocks of two kinds in each of several lists, as many a vision transformer has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([Turned(), nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))]) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for turned, mlp in self.layers:
+            x = mlp(turned(x))
+        return x
+
+
+def test_a_rule_names_only_the_blocks_that_it_was_decided_for() -> None:
+    model = on_meta(ListsOfTwo)
+    rules = derive_plan(model, False, 2, torch.ones(2, 16))
+    styled = {match.module for match in matched(model, rules)[0]}
+    mlps = {f"layers.{block}.1.{layer}" for block in (0, 1) for layer in (0, 2)}
+    assert styled == {"layers.0.0", "layers.1.0"} | mlps
+
+
+class Scaled(nn.Sequential):
+    """A list of blocks with a parameter of its own."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("container", "pattern"),
+    [
+        pytest.param(nn.Sequential, "*", id="blocks-alone"),
+        pytest.param(Scaled, "(0|1)", id="a-parameter"),
+        pytest.param(lambda *blocks: nn.Sequential(*blocks, nn.Identity()), "(0|1)", id="a-module"),
+    ],
+)
+def test_a_rule_leaves_out_what_stands_beside_the_blocks(container: Callable[..., nn.Module], pattern: str) -> None:
+    model = on_meta(lambda: container(*(Turned(nn.LayerNorm(16)) for _ in range(2))))
+    rules = derive_plan(model, False, 2, torch.ones(2, 16))
+    assert [(match.module, match.only) for match in matched(model, rules)[0]] == [("0", None), ("1", None)]
+    assert [rule.pattern for rule in rules] == [pattern]

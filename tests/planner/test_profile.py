@@ -278,7 +278,7 @@ def test_convolutions_count_as_products() -> None:
     profile = profile_of("images", Images())
     assert profile.kinds[0].matmuls == (MatMul(256, 72, 8, 2, kept=False),)
     assert profile.positions == 1
-    assert "nothing in Images can be sharded" in profile.refused["mp"]
+    assert "nothing in Images can be sharded" in profile.refused["mp"]  # layers by themselves are no reason for mp
 
 
 def test_a_model_without_blocks_is_one_part() -> None:

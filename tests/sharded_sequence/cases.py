@@ -274,6 +274,35 @@ LOCAL: dict[str, Callable[[Any, Operands], Any]] = {
 }
 """Computed without a gather."""
 
+
+def attention_by_hand(x: Any, g: Operands) -> Any:
+    weights = (x @ x.transpose(1, 2) + g.table[:, 0]).masked_fill(~g.mask[:, None], -9.0).softmax(-1)
+    return weights @ (x * g.scale)
+
+
+def attention_by_letters(x: Any, g: Operands) -> Any:
+    weights = torch.einsum("... i d, ... j d -> ... i j", x, x * g.scale).softmax(-1)
+    return torch.einsum("bij,bjd->bid", weights, x)
+
+
+def heads(x: Any) -> Any:
+    return x.view(*x.shape[:2], 2, -1).transpose(1, 2)
+
+
+ROWS: dict[str, Callable[[Any, Operands], Any]] = {
+    "scores": lambda x, g: x @ x.transpose(1, 2),
+    "attention by hand": attention_by_hand,
+    "attention by letters": attention_by_letters,
+    "baddbmm": lambda x, g: torch.baddbmm(g.table[:, 0], batch1=x, batch2=x.transpose(1, 2), beta=0.5, alpha=0.3),
+    "attention": lambda x, g: F.scaled_dot_product_attention(heads(x), heads(x * g.scale), heads(x)),
+    "causal attention": lambda x, g: F.scaled_dot_product_attention(x, x, x * g.scale, is_causal=True),
+    "masked attention": lambda x, g: F.scaled_dot_product_attention(
+        heads(x), heads(x), heads(x), (g.table @ g.table.T)[None, None]
+    ),
+    "attention to others": lambda x, g: F.scaled_dot_product_attention(x, g.rows[:, :2], g.rows[:, :2]),
+}
+"""Rows of this rank only, which may gather what they are multiplied with."""
+
 WHOLE: dict[str, Callable[[Any, Operands], Any]] = {
     "first position": lambda x, g: x[:, 0],
     "last position": lambda x, g: x[torch.arange(2), g.mask.sum(-1) - 1],
@@ -289,8 +318,6 @@ WHOLE: dict[str, Callable[[Any, Operands], Any]] = {
     "cat along the sequence": lambda x, g: torch.cat([x, g.rows], dim=1),
     "pad of the sequence": lambda x, g: F.pad(x, (0, 0, 1, 0)),
     "merged with width": lambda x, g: x.reshape(2, -1),
-    "scores": lambda x, g: x @ x.transpose(1, 2),
-    "attention": lambda x, g: F.scaled_dot_product_attention(x, x, x, is_causal=True),
     "convolution": lambda x, g: F.conv1d(x.transpose(1, 2), g.batched[:1].permute(0, 1, 2)),
     "contraction": lambda x, g: torch.einsum("bsd,bsv->bdv", x, scores(x, g)),
     "in place": in_place,
@@ -329,7 +356,7 @@ def expect_equal(result: torch.Tensor, expected: torch.Tensor, what: str) -> Non
     )
 
 
-def compare(function: Callable[[Any, Operands], Any], layout: Layout, stays: bool) -> None:
+def compare(function: Callable[[Any, Operands], Any], layout: Layout, stays: bool, rows: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
     start = torch.randn(2, layout.size, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -341,6 +368,7 @@ def compare(function: Callable[[Any, Operands], Any], layout: Layout, stays: boo
     results, own = outcome(function, SequenceShard.of(cut(ours, 1, positions, group), 1, positions, group), g)
     if stays:
         assert not GATHERS, f"{len(GATHERS)} gathers"
+    assert not rows or all(isinstance(item, SequenceShard) for item in results)
     assert len(results) == len(expected)
     for one, other in zip(results, expected, strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype, (one.shape, other.shape, one.dtype, other.dtype)
@@ -360,12 +388,12 @@ def functions() -> dict[str, dict[str, str]]:
     failures: dict[str, dict[str, str]] = {}
     for name, layout in LAYOUTS.items():
         failures[name] = {}
-        for table, stays in ((LOCAL, True), (WHOLE, False)):
+        for table in (LOCAL, ROWS, WHOLE):
             for function_name, function in table.items():
                 if os.environ.get("ONLY", function_name) != function_name:
                     continue
                 try:
-                    compare(function, layout, stays and "short" not in name)
+                    compare(function, layout, table is LOCAL and "short" not in name, table is ROWS)
                 except Exception:
                     failures[name][function_name] = traceback.format_exc()[-1500:]
     return failures

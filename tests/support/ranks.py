@@ -173,14 +173,22 @@ class Group:
         name: which of its groups.
         count: how many ranks; on one it is a plain process, no rank of anything.
         timeout: of one case, the start included, in seconds.
+        farewell: how long the others may still write when a case has ended one of them, in seconds.
         extra: variables of the environment.
     """
 
     def __init__(
-        self, script: Path, directory: Path, name: str, count: int, timeout: float = 270, **extra: str
+        self,
+        script: Path,
+        directory: Path,
+        name: str,
+        count: int,
+        timeout: float = 270,
+        farewell: float = FAREWELL_SECONDS,
+        **extra: str,
     ) -> None:
         self.script, self.directory, self.name, self.count = script, directory, name, count
-        self.timeout, self.extra = timeout, extra
+        self.timeout, self.farewell, self.extra = timeout, farewell, extra
         directory.mkdir(parents=True)
         self._log = (directory / "log").open("w+b")
         self._processes: list[Any] = []
@@ -206,6 +214,10 @@ class Group:
         assert rank in written, f"{case} has no result on rank {rank}:\n{self._tail()}"
         assert "error" in written[rank], f"{case} raised nothing on rank {rank}"
         return written[rank]["error"]
+
+    def outcome(self, case: str) -> dict[int, dict[str, Any]]:
+        """What each rank wrote that came to an end: `result`, or `error` and `traceback`."""
+        return self._written(case)
 
     def close(self) -> None:
         """End the ranks."""
@@ -244,7 +256,7 @@ class Group:
         while not all(self._file(case, rank).exists() for rank in range(self.count)):
             over = time.monotonic() > end
             if over or any(process.poll() is not None for process in self._processes):
-                time.sleep(0 if over else FAREWELL_SECONDS)
+                time.sleep(0 if over else self.farewell)
                 self.close()
                 break
             time.sleep(POLL_SECONDS / 4)

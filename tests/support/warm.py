@@ -22,17 +22,17 @@ SERVER = "AUTOLAUNCH_TESTS_WARM"
 """The environment variable that says where the server is: `<process id>:<path of its socket>`."""
 
 
-def start_server() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start the process that forks; it imports nothing until somebody connects. Sets `SERVER`."""
+def start_server(*modules: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the process that forks; it imports nothing until somebody connects, then `modules`, too. Sets `SERVER`."""
     directory = tempfile.mkdtemp(prefix="warm")
     listener = socket.socket(socket.AF_UNIX)
     path = Path(directory) / "socket"
     listener.bind(str(path))
     listener.listen(64)
-    paths = [str(ROOT / "launcher"), str(ROOT / "strategies"), str(ROOT)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    paths = [str(ROOT / "launcher"), str(ROOT / "strategies"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths).rstrip(os.pathsep), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.warm_server", str(listener.fileno())],
+        [sys.executable, "-m", "tests.support.warm_server", str(listener.fileno()), *modules],
         pass_fds=[listener.fileno()], env=environment, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     os.environ[SERVER] = f"{process.pid}:{path}"

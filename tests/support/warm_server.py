@@ -120,7 +120,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | No
 
 def _preload() -> None:
     gc.disable()
-    for name in PRELOADED:
+    for name in (*sys.argv[2:], *PRELOADED):
         with contextlib.suppress(ImportError):  # this version has none, or it is not installed
             importlib.import_module(name)
     for package in ("autolaunch", "autolaunch_strategies"):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
@@ -25,6 +27,7 @@ from autolaunch_strategies import (
     SequenceParallelEnd,
     parallelize,
 )
+from autolaunch_strategies.tensor.views import MixedTensors, plain
 from tests.support.cases import serve
 
 MESH = ProcessMesh([[0, 1]], ["dp", "mp"])
@@ -102,6 +105,8 @@ def equal_to_one_process(layer: Callable[[], nn.Module], styles: Any, x: torch.T
             torch.testing.assert_close(
                 gradient.full_tensor() if isinstance(gradient, DTensor) else gradient, other.grad
             )
+    for (name, buffer), other in zip(model.layer.named_buffers(), alone.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, msg=f"{name}: {{}}".format)
     return found
 
 
@@ -128,6 +133,13 @@ def placements() -> dict[str, Any]:
         "gathered 4-D": run(lambda: nn.Linear(4, 6), ColWiseParallel(gather_output=True), x[None]),
         "uneven": run(lambda: nn.Linear(4, 5), ColWiseParallel(gather_output=True), x),
         "column then row": run(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), both(column, row), x, key=""),
+        "column, norm, row": run(
+            lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)),
+            {"layer.0": column, "layer.2": row},
+            x[0],
+            key="",
+        ),
+        "column norm": run(lambda: nn.BatchNorm1d(4), ColWiseParallel(gather_output=True), x[0]),
         "raw weight": run(Raw, column, x, key="layer.weight"),
         "raw weight of rows": run(Raw, ColWiseParallel(shard_dim=0), x, key="layer.weight"),
         "raw both": run(Raw, {"layer.weight": column, "layer.shift": column}, x, key=""),
@@ -137,6 +149,26 @@ def placements() -> dict[str, Any]:
         "first key wins": run(lambda: nn.Linear(4, 6), {"layer": row, "lay.*": row}, x, key=""),
         "only the named parameter": run(lambda: nn.Linear(4, 6), column, x, key="layer.weight"),
     }
+
+
+@case
+def running_statistics() -> None:
+    """Of inputs that are sharded along any dim, whichever function is called."""
+    mesh, x = DeviceMesh("cpu", [0, 1]), torch.randn(4, 6, 8)
+    raw: dict[str, Any] = {"weight": None, "bias": None, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False}
+    for function in (
+        partial(F.batch_norm, training=True),
+        partial(torch.batch_norm, training=True, **raw),
+        partial(F.instance_norm, use_input_stats=True),
+        partial(torch.instance_norm, use_input_stats=True, **raw),
+    ):
+        for dim in range(3):
+            expected, found = ({"running_mean": torch.zeros(6), "running_var": torch.ones(6)} for _ in range(2))
+            whole = function(x, **expected)
+            with MixedTensors(mesh):
+                out = function(distribute_tensor(x, mesh, [Shard(dim)]), **found)
+            torch.testing.assert_close(plain(out), whole)
+            torch.testing.assert_close(found, expected, msg=f"{function} along {dim}: {{}}".format)
 
 
 class Seen(nn.Module):

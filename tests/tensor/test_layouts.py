@@ -44,6 +44,15 @@ LORA = {"weight": "plain [6, 4]", "bias": "plain [6]"}
                 **{"0.weight": "S0 [3, 4]", "0.bias": "S0 [3]", "1.weight": "S1 [4, 3]", "1.bias": "plain [4]"},
             },
         ),
+        (
+            "column, norm, row",
+            {
+                "out": "plain [3, 4]",
+                **{"0.weight": "S0 [3, 4]", "0.bias": "S0 [3]", "1.weight": "plain [6]", "1.bias": "plain [6]"},
+                **{"2.weight": "S1 [4, 3]", "2.bias": "plain [4]"},
+            },
+        ),
+        ("column norm", {"out": "plain [3, 4]", "weight": "S0 [2]", "bias": "S0 [2]"}),
         ("raw weight", {"out": "S2 [2, 3, 3]", "weight": "S1 [4, 3]", "shift": "plain [6]"}),
         ("raw both", {"out": "S2 [2, 3, 3]", "weight": "S1 [4, 3]", "shift": "S0 [3]"}),
         ("raw weight of rows", {"out": "P [2, 3, 6]", "weight": "S0 [2, 6]", "shift": "plain [6]"}),
@@ -77,6 +86,11 @@ def test_sequence_within_one_module_and_other_ways_to_call(results: Group) -> No
     assert found["enable"] == ["S0 [3, 2, 4]", [6, 2, 4], "plain [2, 6, 4]"]
     assert found["keyword"] == "plain [2, 6, 4]"
     assert found["tuple"] == ["S1 [2, 3, 4]", "plain [2, 6]"]
+
+
+def test_norms_update_their_running_statistics(results: Group) -> None:
+    for rank in range(2):
+        results.read("running_statistics", rank)
 
 
 def test_hooks_stack_in_order(results: Group) -> None:

@@ -55,6 +55,28 @@ def test_what_is_wrong_anyway_raises_torchs_own_error(mesh: DeviceMesh) -> None:
         torch.cumsum(sharded(mesh, 3, 4), 7)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, dist.DistBackendError])
+def test_an_error_that_whole_tensors_would_meet_as_well_is_raised_at_once(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    calls = []
+
+    def fails(*args: object) -> None:
+        calls.append(args)
+        raise error("no more")
+
+    with MixedTensors(mesh) as mode, pytest.raises(error, match="no more"):
+        mode._run(fails, (sharded(mesh, 3, 4),), {})
+    assert len(calls) == 1
+
+
+def test_anomalies_are_detected_in_gradients_that_are_sharded(mesh: DeviceMesh) -> None:
+    with torch.autograd.set_detect_anomaly(True), MixedTensors(mesh):
+        (sharded(mesh, 3, 4) * 2).sum().backward()
+        with pytest.raises(RuntimeError, match=r"SqrtBackward.*returned nan"):
+            (sharded(mesh, 3, 4) * 0).sqrt().mul(0).sum().backward()
+
+
 def test_plain_tensors_get_whole_gradients(mesh: DeviceMesh) -> None:
     weight = torch.full((4,), 2.0, requires_grad=True)
     with MixedTensors(mesh):

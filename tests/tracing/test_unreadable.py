@@ -14,7 +14,7 @@ from autolaunch_strategies.model.example_inputs import ExampleInputs
 from autolaunch_strategies.tracing.inputs import with_inputs_that_run
 from autolaunch_strategies.tracing.recorder import Observer, Recorder
 from autolaunch_strategies.tracing.shapes import fake_inputs, fake_state, on_shapes_alone
-from autolaunch_strategies.tracing.unreadable import stepping_over
+from autolaunch_strategies.tracing.unreadable import reason_of, stepping_over
 
 
 def run(model: nn.Module, placeholders: Mapping[str, str]) -> dict[str, str]:
@@ -98,6 +98,14 @@ def test_what_is_no_part_of_its_own_is_not_stepped_over(build: type[nn.Module], 
     with pytest.raises(Exception, match=error):
         stepping_over(model, lambda placeholders: attempts.append(1) or run(model, placeholders))
     assert len(attempts) == 1
+
+
+def test_what_looks_at_values_is_named_by_its_line() -> None:
+    with pytest.raises(Exception) as raised:
+        stepping_over(Glue(), lambda placeholders: run(Glue(), placeholders))
+    line = Glue.forward.__code__.co_firstlineno + 1
+    assert f"`return self.part(x) if len(x.nonzero()) else x` (test_unreadable.py:{line})" in reason_of(raised.value)
+    assert reason_of(ValueError("other\nlines")) == "other"
 
 
 def test_inputs_are_tried_in_turn() -> None:

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autolaunch.config.microbatches import check_batch_parts, with_batch_parts
+from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.resume import resolve_ckpt_path
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.sequence_parts import check_sequence_parts
-from autolaunch.data.present import check_data
+from autolaunch.data.present import check_data, test_data_error
 from autolaunch.machine.devices import visible_devices
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch_strategies.apply.check import config_errors
@@ -61,12 +61,17 @@ def check(
         mesh = _mesh(config, started_ranks)
     if mesh is not None:
         parallel = {axis: config[axis] for axis in AXES}
-        errors += config_errors(parallel_config(mesh, **parallel, compile=config["compile"]))
+        errors += config_errors(
+            parallel_config(mesh, **parallel, compile=config["compile"], random_numbers=config["random_numbers"])
+        )
         errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
     with _collected(errors):
         parse_recompute(config["recompute"], config["recompute_save"])
     errors += _plans(config, mesh)
     errors += _schedule(config, where)
+    errors += _accumulation(config, mesh, where)
+    if config["task"] == "test" and (error := test_data_error(config["data"])):
+        errors.append(error)
     with _collected(errors):
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
@@ -282,6 +287,25 @@ def _schedule(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
         )
 
 
+def _accumulation(config: Mapping[str, Any], mesh: MeshShape | None, where: Where) -> Iterator[ConfigError]:
+    """Batches to accumulate that are not the parts into which this project's data cut the batch of a step."""
+    asked, data = config["trainer"]["accumulate_grad_batches"], config["data"]
+    if asked is None or "_target_" in data or mesh is None:
+        return
+    accumulated, _ = batch_parts(config, mesh.pp)
+    if asked != accumulated:
+        pipelined = mesh.pp > 1 and config["pp"] is not None
+        yield ConfigError(
+            where("trainer.accumulate_grad_batches", asked),
+            f"data={data['name']} gives the batch of an optimizer step in {accumulated} part"
+            f"{'' if accumulated == 1 else 's'}; accumulating {asked} would train on another data.batch_size",
+            "data.microbatches, the parts of data.batch_size; trainer.accumulate_grad_batches is for a data module of "
+            "your own",
+            f"data.microbatches={asked}"
+            + (" pp.microbatches=" + str(config["pp"]["microbatches"] or mesh.pp) if pipelined else ""),
+        )
+
+
 def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:
     if config["ckpt_path"] is None and config["task"] == "export":
         raise ConfigError(
@@ -289,6 +313,13 @@ def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:
             "which checkpoint is to be exported is not said",
             "the path of a checkpoint, or `last` with the output_dir of the run",
             "autolaunch export ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
+        )
+    if config["checkpoint"]["keep_last"] == 0:
+        raise ConfigError(
+            "checkpoint.keep_last=0",
+            "a checkpoint that is not kept can't be gone on from",
+            "a number from 1, or -1 for all; checkpoint.enabled=false writes none",
+            "checkpoint.keep_last=1",
         )
     resolve_ckpt_path(config, output_dir)
 

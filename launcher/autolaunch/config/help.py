@@ -52,7 +52,8 @@ def print_help(directories: Sequence[Path], console: Console) -> None:
     """Print the page of `--help`, with the options that these config directories offer."""
     console.print("Train a single-device PyTorch model on many devices, from YAML.\n", highlight=False)
     console.print("[bold]autolaunch[/] \\[task] \\[group=option] \\[key=value] ...\n", highlight=False)
-    _section("Tasks", [(name, text + (" (default)" if name == "fit" else "")) for name, text in TASKS.items()], console)
+    tasks = [(name, text + (" (default)" if name == "fit" else "")) for name, text in TASKS.items()]
+    _section("Tasks", [*tasks, ("checkpoint verify PATH", "say whether checkpoints are what was written")], console)
     rows = [(f"{name}=", _options_line(name, text, directories)) for name, text in _groups(directories)]
     _section("Groups and their options", rows, console)
     _section("Keys people type", [(f"{key}=", _help_of(key)) for key in _TYPED_KEYS], console)

@@ -13,7 +13,7 @@ from autolaunch_strategies.config import ConfigError
 def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None:
     """The absolute path of the checkpoint that `ckpt_path` means; None to start from scratch.
 
-    `last` is the furthest trained checkpoint in `<output_dir>/checkpoints`; for a run in
+    `last` is the furthest trained whole checkpoint in `<output_dir>/checkpoints`; for a run in
     `outputs/<name>/<date>_<time>` or else that of the newest earlier run of its name. Where there has never been one,
     `fit` starts from scratch, so that one command serves the first start of a job and every restart of it.
 
@@ -33,9 +33,11 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
         earlier = sorted((item for item in runs.iterdir() if item != output_dir), reverse=True)  # named by time
     for directory in (item / "checkpoints" for item in (output_dir, *earlier)):
         candidates = _candidates(directory)
-        if candidates:
+        whole = complete_checkpoints(directory)
+        if candidates and not whole:
             _check(candidates[-1], "ckpt_path=last")
-            return str(complete_checkpoints(directory)[-1])
+        if whole:
+            return str(whole[-1])
     if config["task"] == "fit":
         return None
     raise ConfigError(
@@ -44,6 +46,13 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
         "the path of a checkpoint, or the output_dir of the run that wrote one",
         f"autolaunch {config['task']} ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
     )
+
+
+def damage_passed_over(chosen: Path) -> str | None:
+    """Which newer checkpoint than `chosen` in its directory is damaged, and how; None if none is."""
+    newer = [item for item in _candidates(chosen.parent) if item.stat().st_mtime_ns > chosen.stat().st_mtime_ns]
+    damaged = ((item, problem_with(item)) for item in reversed(newer))
+    return next((f"{item} {problem}" for item, problem in damaged if problem is not None), None)
 
 
 def _candidates(directory: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from autolaunch.config.search import Search
 from autolaunch_strategies.config import (
     AXES,
     DEFAULT_ORDER,
+    RANDOM_NUMBERS,
     ContextParallel,
     DataParallel,
     ModelParallel,
@@ -27,7 +28,7 @@ TASKS = {
     "fit": "train the model",
     "validate": "run the validation data through a trained model",
     "test": "run the test data through a trained model",
-    "predict": "write the model's predictions to <output_dir>/predictions",
+    "predict": "write the model's predictions of the validation data to <output_dir>/predictions",
     "plan": "show what a run would do, and write it to plan.yaml, without starting it; with cluster= choose it, too",
     "calibrate": "measure this machine for the planner, and write it as a cluster",
     "export": "write a checkpoint as safetensors that `transformers` loads",
@@ -171,6 +172,7 @@ class TextData:
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_fraction: float = option("Share of the text, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    test_path: Any = option("What `autolaunch test` reads, given as data.path is.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
 
@@ -182,6 +184,7 @@ class TokenData:
     name: str = option("Which data this is; set by the group.", "tokens")
     path: Any = option("A .bin or .npy file, a directory, a glob, or a list of them.", None)
     validation_path: Any = option("The same for validation (null: the last part of data.path).", None)
+    test_path: Any = option("The same for `autolaunch test`.", None)
     dtype: str = option(
         "Type of the tokens in .bin files.", "uint16", choices=("uint8", "uint16", "int32", "uint32", "int64")
     )
@@ -203,6 +206,7 @@ class SyntheticData:
     vocab_size: int = option("Number of token ids that occur.", 256, ge=2)
     num_sequences: int = option("Sequences in the training set.", 65536, ge=1)
     num_validation_sequences: int = option("Sequences in the validation set.", 256, ge=0)
+    num_test_sequences: int = option("Sequences in the test set.", 256, ge=0)
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
@@ -285,6 +289,9 @@ class Trainer:
     gradient_clip_algorithm: str = option(
         "What is clipped: the norm over all parameters, or each value.", "norm", choices=("norm", "value")
     )
+    nonfinite_patience: int | None = option(
+        "End the run when loss or gradient norm have not been finite for so many steps (null: never).", 10, ge=1
+    )
     deterministic: bool = option("Use deterministic algorithms only.", False)
     benchmark: bool | None = option("Let cuDNN choose its algorithms by measuring.", None)
     detect_anomaly: bool = option("Check every backward operation for NaN (slow).", False)
@@ -305,11 +312,21 @@ class Checkpoint:
     """When and how checkpoints are written to <output_dir>/checkpoints."""
 
     enabled: bool = option("Write checkpoints.", True)
-    every_n_steps: int | None = option("Write one every so many optimizer steps (null: only at the end).", None, ge=1)
+    every_n_steps: int | None = option("Write one every so many optimizer steps (null: not by steps).", None, ge=1)
+    every_minutes: float | None = option("Write one every so many minutes (null: not by time).", 30.0, gt=0)
+    emergency_seconds: float = option(
+        "How long a run may take to finish its step and write a last checkpoint when a signal ends it.", 60.0, gt=0
+    )
     keep_last: int = option("How many to keep (-1: all).", 2, ge=-1)
-    monitor: str | None = option("Keep the best by this logged value instead of the last.", None)
+    monitor: str | None = option("Keep the best by this logged value, and the last one, instead of the last.", None)
     mode: str = option("Whether the best is the lowest or the highest.", "min", choices=("min", "max"))
     asynchronous: bool = option("Write in the background while training goes on.", False)
+    verify: str = option(
+        "Before loading: compare the content of every file with its hash, or sizes only.",
+        "hash",
+        choices=("hash", "size"),
+    )
+    trust: bool = option("Load checkpoints that run code: pickles that hold more than tensors and plain data.", False)
 
 
 @dataclass
@@ -342,6 +359,12 @@ class Job:
         "With recompute=selective: operators whose outputs are kept.", ["mm", "attention"]
     )
     compile: bool | str = option("torch.compile every block: true, or a mode such as max-autotune.", False)
+    random_numbers: str = option(
+        "What dropout draws: by_rank (from a generator on each rank, as torch does), by_position (a hash of where an "
+        "element stands in the run, the same on every mesh).",
+        "by_rank",
+        choices=RANDOM_NUMBERS,
+    )
     ckpt_path: str | None = option("Checkpoint to go on from: a path, or `last`.", None)
     export_path: str | None = option("Where `autolaunch export` writes (null: <output_dir>/export).", None)
     module: dict[str, Any] | None = option(

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from autolaunch.data.loader import Batch, PositionedLoader, evaluation_loader
 from autolaunch.data.order import BatchOrder
-from autolaunch.data.windows import Sequences
+from autolaunch.data.windows import Parts, Sequences
 from autolaunch_strategies.config import ConfigError, ParallelConfig
 
 
@@ -18,19 +18,19 @@ class TokenDataModule(LightningDataModule):
     """Batches ``{input_ids, labels}``, int64 [b, s], of this rank's share of the data.
 
     The share is that of ``trainer.strategy.dp_rank`` among ``trainer.strategy.dp_size`` ranks (0 of 1 where the
-    strategy has no such attributes). Training batches follow a `BatchOrder`. Validation sequences are cut to whole
-    microbatches, so that every data parallel size averages over the same ones. The training position is part of the
-    checkpoint.
+    strategy has no such attributes). Training batches follow a `BatchOrder`. Validation and test sequences are cut to
+    whole microbatches, so that every data parallel size averages over the same ones. The training position is part of
+    the checkpoint.
 
     Args:
-        open_sequences: gives the (training, validation) sequences; slow only in the first call on a machine.
+        open_sequences: gives the sequences of each task; slow only in the first call on a machine.
         batch_size: sequences per optimizer step, over all ranks.
         microbatches: parts of a step; the Trainer must accumulate as many batches.
     """
 
     def __init__(
         self,
-        open_sequences: Callable[[], tuple[Sequences, Sequences]],
+        open_sequences: Callable[[], Parts],
         *,
         batch_size: int,
         microbatches: int = 1,
@@ -42,7 +42,7 @@ class TokenDataModule(LightningDataModule):
         self.open_sequences = open_sequences
         self.batch_size, self.microbatches = batch_size, microbatches
         self.seed, self.num_workers, self.shuffle = seed, num_workers, shuffle
-        self._sequences: tuple[Sequences, Sequences] | None = None
+        self._sequences: Parts | None = None
         self._train_loader: PositionedLoader | None = None
         self._resume_from: dict[str, int] | None = None
 
@@ -55,7 +55,7 @@ class TokenDataModule(LightningDataModule):
         self._train_loader = self._resume_from = None
 
     def train_dataloader(self) -> PositionedLoader:
-        sequences = self._opened[0]
+        sequences = self._opened.training
         order = BatchOrder(
             len(sequences), self.batch_size, self.microbatches, self.seed, self.shuffle, self._dp_rank, self._dp_size
         )
@@ -68,16 +68,21 @@ class TokenDataModule(LightningDataModule):
         return self._train_loader
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        sequences = self._opened[1]
+        return self._in_order(self._opened.validation)
+
+    predict_dataloader = val_dataloader
+
+    def test_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        test = self._opened.test
+        return [] if test is None else self._in_order(test)
+
+    def _in_order(self, sequences: Sequences) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         per_batch = self.batch_size // self.microbatches
         whole = len(sequences) // per_batch * per_batch
         if not whole:
-            return []  # how lightning is told that there is nothing to validate on
+            return []  # how lightning is told that there is nothing to run
         order = BatchOrder(whole, per_batch, 1, self.seed, False, self._dp_rank, self._dp_size)
         return evaluation_loader(sequences, order, self.num_workers, self._pin_memory)
-
-    test_dataloader = val_dataloader
-    predict_dataloader = val_dataloader
 
     def state_dict(self) -> dict[str, Any]:
         """The training position. Lightning stores the loader's own state too, but drops it at the end of an epoch."""
@@ -107,7 +112,7 @@ class TokenDataModule(LightningDataModule):
             self._train_loader.load_state_dict(self._resume_from)
 
     @property
-    def _opened(self) -> tuple[Sequences, Sequences]:
+    def _opened(self) -> Parts:
         assert self._sequences is not None, "setup() comes before the loaders"
         return self._sequences
 

@@ -107,6 +107,38 @@ def _amount_errors(config: dict[str, Any], where: str, training: int, validation
     return errors
 
 
+def _test_amount_errors(config: dict[str, Any], key: str, test: int) -> list[ConfigError]:
+    """Too few sequences under `key` for one batch of a test."""
+    batch = config["batch_size"] // config["microbatches"]
+    if test >= batch:
+        return []
+    return [
+        ConfigError(
+            f"{key}={config[key.removeprefix('data.')]}",
+            f"{test} test sequences of {config['seq_len']} tokens, fewer than one batch of {batch}",
+            "more data, or a smaller data.batch_size or data.seq_len",
+            f"{key}={batch}" if config["name"] == "synthetic" else "",
+        )
+    ]
+
+
+def test_data_error(data_cfg: dict[str, Any]) -> ConfigError | None:
+    """What keeps `autolaunch test` from running: nothing, or too little, was kept for it."""
+    if "_target_" in data_cfg or data_cfg.get("test_path") is not None:
+        return None
+    if count := data_cfg.get("num_test_sequences"):
+        return next(iter(_test_amount_errors(data_cfg, "data.num_test_sequences", count)), None)
+    key, value = {"text": ("test_path", "test.txt"), "tokens": ("test_path", "test.bin")}.get(
+        data_cfg["name"], ("num_test_sequences", "256")
+    )
+    return ConfigError(
+        f"autolaunch test with data={data_cfg['name']}",
+        "no data are said to be those of the test",
+        f"data.{key}; or `autolaunch validate`, for the data that training validates on",
+        f"data.{key}={value}",
+    )
+
+
 def _vocabulary_error(where: str, needed: int, vocab_size: int | None) -> list[ConfigError]:
     if vocab_size is None or vocab_size >= needed:
         return []
@@ -122,8 +154,15 @@ def _vocabulary_error(where: str, needed: int, vocab_size: int | None) -> list[C
 
 def _text_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
     path, tokenizer = config["path"], config["tokenizer"]
-    errors = []
-    sizes = None
+    errors: list[ConfigError] = []
+    sizes = test_sizes = None
+    try:
+        if config["test_path"] is not None:
+            test_sizes = [
+                file.stat().st_size for file in find_files(config["test_path"], TEXT_SUFFIXES, "data.test_path")
+            ]
+    except ConfigError as error:
+        errors.append(error)
     try:
         if path is None:
             sizes = [len(document) for document in standard_library_documents()]
@@ -139,6 +178,9 @@ def _text_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigE
         training, validation = split_counts(windows, config["validation_fraction"])
         where = f"data.path={'null' if path is None else path}"
         errors += _amount_errors(config, where, training, validation if config["validation_fraction"] else None)
+    if test_sizes is not None:
+        test = window_count(bytes_token_count(test_sizes), config["seq_len"])
+        errors += _test_amount_errors(config, "data.test_path", test)
     return errors
 
 
@@ -186,9 +228,9 @@ def _token_errors(config: dict[str, Any], vocab_size: int | None) -> list[Config
                 "data.path=tokens.bin",
             )
         ]
-    keys = ["path"] if config["validation_path"] is None else ["path", "validation_path"]
+    keys = ["path", *(key for key in ("validation_path", "test_path") if config[key] is not None)]
     errors: list[ConfigError] = []
-    counts: list[int] = []
+    counts: dict[str, int] = {}
     for key in keys:
         name = f"data.{key}"
         try:
@@ -198,18 +240,20 @@ def _token_errors(config: dict[str, Any], vocab_size: int | None) -> list[Config
             continue
         faults = [fault for file in files if (fault := _token_file_error(file, config["dtype"], name))]
         if not faults:
-            counts.append(
-                sum(window_count(token_file_length(file, config["dtype"]), config["seq_len"]) for file in files)
+            counts[key] = sum(
+                window_count(token_file_length(file, config["dtype"]), config["seq_len"]) for file in files
             )
             faults = _first_unknown_token(files, config["dtype"], vocab_size, name)
         errors += faults
     if len(counts) < len(keys):
         return errors
-    if len(counts) == 2:
-        training, validation = counts
+    if "test_path" in counts:
+        errors += _test_amount_errors(config, "data.test_path", counts["test_path"])
+    if "validation_path" in counts:
+        training, validation = counts["path"], counts["validation_path"]
         wanted = True
     else:
-        training, validation = split_counts(counts[0], config["validation_fraction"])
+        training, validation = split_counts(counts["path"], config["validation_fraction"])
         wanted = config["validation_fraction"] > 0
     return errors + _amount_errors(config, f"data.path={config['path']}", training, validation if wanted else None)
 

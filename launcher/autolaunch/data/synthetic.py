@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from autolaunch.data.order import mix64, permuted, random_keys
-from autolaunch.data.windows import Sequences, Span
+from autolaunch.data.windows import Parts, Span
 
 JUMP_PROBABILITY = 1 / 16
 """How often a token is drawn at random instead of following the one before."""
@@ -45,8 +45,13 @@ class RandomWalks:
         return cycle[walks % self.vocab_size]
 
 
-def open_sequences(config: dict[str, Any], seed: int) -> tuple[Sequences, Sequences]:
-    """(training, validation) sequences of a `SyntheticData` config."""
+def open_sequences(config: dict[str, Any], seed: int) -> Parts:
+    """The sequences of a `SyntheticData` config."""
     training, validation = config["num_sequences"], config["num_validation_sequences"]
-    walks = RandomWalks(training + validation, config["vocab_size"], config["seq_len"], seed)
-    return Span(walks, 0, training), Span(walks, training, validation)
+    test = config["num_test_sequences"]
+    walks = RandomWalks(training + validation + test, config["vocab_size"], config["seq_len"], seed)
+    return Parts(
+        Span(walks, 0, training),
+        Span(walks, training, validation),
+        Span(walks, training + validation, test) if test else None,
+    )

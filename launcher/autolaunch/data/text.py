@@ -15,7 +15,7 @@ import numpy as np
 from autolaunch.data.counts import bytes_token_count
 from autolaunch.data.documents import TEXT_SUFFIXES, expanded, find_files, standard_library_documents
 from autolaunch.data.present import missing_tokenizers
-from autolaunch.data.windows import Sequences, TokenFile, Windows, split
+from autolaunch.data.windows import Parts, TokenFile, Windows, split
 from autolaunch.directories import user_cache
 from autolaunch_strategies.config import ConfigError
 
@@ -27,22 +27,29 @@ _END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "
 _PIECE = 8 * 2**20
 
 
-def open_sequences(config: dict[str, Any], seed: int) -> tuple[Sequences, Sequences]:
-    """(training, validation) sequences of a `TextData` config; the text is tokenised unless that was done before.
+def open_sequences(config: dict[str, Any], seed: int) -> Parts:
+    """The sequences of a `TextData` config; the text is tokenised unless that was done before.
 
     Raises:
         ConfigError: files or a tokenizer that are absent, empty or unreadable; `tokenizers` is not installed.
     """
-    files = None if config["path"] is None else find_files(config["path"], TEXT_SUFFIXES)
     encoder = BytesEncoder() if config["tokenizer"] == "bytes" else FileEncoder(expanded(config["tokenizer"]))
-    documents: Sequence[bytes | Path] = standard_library_documents() if files is None else files
+    test = None
+    if config["test_path"] is not None:
+        test = _windows(find_files(config["test_path"], TEXT_SUFFIXES, "data.test_path"), encoder, config["seq_len"])
+    files = None if config["path"] is None else find_files(config["path"], TEXT_SUFFIXES)
+    text = _windows(standard_library_documents() if files is None else files, encoder, config["seq_len"])
+    return split(text, config["validation_fraction"], test)
+
+
+def _windows(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncoder, seq_len: int) -> Windows:
     sizes = [document.stat().st_size if isinstance(document, Path) else len(document) for document in documents]
     tokens: np.ndarray | TokenFile
     if isinstance(encoder, BytesEncoder) and bytes_token_count(sizes) < IN_MEMORY_TOKENS:
         tokens = np.concatenate(list(_encoded(documents, encoder)))
     else:
         tokens = TokenFile(_cached(documents, encoder))
-    return split(Windows([tokens], config["seq_len"]), config["validation_fraction"])
+    return Windows([tokens], seq_len)
 
 
 class BytesEncoder:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from autolaunch.data.documents import TOKEN_SUFFIXES, find_files
-from autolaunch.data.windows import Sequences, TokenFile, Windows, split
+from autolaunch.data.windows import Parts, TokenFile, Windows, split
 
 
-def open_sequences(config: dict[str, Any], seed: int) -> tuple[Sequences, Sequences]:
-    """(training, validation) sequences of a `TokenData` config; opens no file before its first token is asked for.
+def open_sequences(config: dict[str, Any], seed: int) -> Parts:
+    """The sequences of a `TokenData` config; opens no file before its first token is asked for.
 
     Raises:
         ConfigError: files that are absent, empty or unreadable.
     """
     training = _windows(config, "path")
+    test = None if config["test_path"] is None else _windows(config, "test_path")
     if config["validation_path"] is not None:
-        return training, _windows(config, "validation_path")
-    return split(training, config["validation_fraction"])
+        return Parts(training, _windows(config, "validation_path"), test)
+    return split(training, config["validation_fraction"], test)
 
 
 def _windows(config: dict[str, Any], key: str) -> Windows:

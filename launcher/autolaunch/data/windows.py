@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -81,7 +81,15 @@ class Span:
         return self.sequences.tokens(np.asarray(indices) + self.first)
 
 
-def split(sequences: Sequences, validation_fraction: float) -> tuple[Sequences, Sequences]:
-    """(training, validation): the first part, and the last `validation_fraction` of `sequences`."""
+class Parts(NamedTuple):
+    """What a data group has for which task."""
+
+    training: Sequences
+    validation: Sequences
+    test: Sequences | None = None
+
+
+def split(sequences: Sequences, validation_fraction: float, test: Sequences | None = None) -> Parts:
+    """The first part for training, and the last `validation_fraction` of `sequences` for validation."""
     training, validation = split_counts(len(sequences), validation_fraction)
-    return Span(sequences, 0, training), Span(sequences, training, validation)
+    return Parts(Span(sequences, 0, training), Span(sequences, training, validation), test)

@@ -26,7 +26,7 @@ from autolaunch.config.command_line import CommandLine, quoted_mesh, unquoted
 from autolaunch.config.compose import Composed, compose, resolved, run_once, run_sweep, unresolvable
 from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.config.origin import Origin
-from autolaunch.config.resume import resolve_ckpt_path
+from autolaunch.config.resume import damage_passed_over, resolve_ckpt_path
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.search import is_trial
 from autolaunch.config.sequence_parts import with_sequence_parts
@@ -351,7 +351,10 @@ def resolve_job(
     mesh, wrong = check(values, output_dir, origin, started_ranks)
     raise_all(wrong)
     values["mesh"] = {**mesh.sizes, "order": list(mesh.order)}
+    resumes_last = values["ckpt_path"] == "last"
     values["ckpt_path"] = resolve_ckpt_path(values, output_dir)
+    if resumes_last and values["ckpt_path"] and (damage := damage_passed_over(Path(values["ckpt_path"]))):
+        print(f"ckpt_path=last: {damage}; going on from {values['ckpt_path']}", file=sys.stderr)
     values = with_sequence_parts(with_batch_parts(values, mesh.pp), mesh)
     if values["pp"] is not None and values["pp"]["schedule"].endswith(".csv"):
         values["pp"] = {**values["pp"], "schedule": str(Path(values["pp"]["schedule"]).absolute())}
@@ -361,7 +364,9 @@ def resolve_job(
         from autolaunch.tasks.calibrate.job import calibration
 
         values, ranks = calibration(values, started_ranks)
-    return ResolvedJob(values, output_dir, ranks, typed_overrides(hydra), __version__, choices)
+    return ResolvedJob(
+        values, output_dir, ranks, typed_overrides(hydra), __version__, choices, resumes_last=resumes_last
+    )
 
 
 def hydra_node() -> DictConfig:

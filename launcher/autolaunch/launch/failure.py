@@ -39,6 +39,10 @@ VERDICT_SECONDS = 1.0
 TAIL_LINES = 20
 
 
+class RunFailed(RuntimeError):
+    """A run that can't go on, told in full by its message: where in the code that was seen tells a person nothing."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """The failure of one rank, as it saw it itself, or as the parent saw it if the rank had no time to speak."""
@@ -115,8 +119,10 @@ def describe(error: BaseException, directory: Path, rank: int, world_size: int) 
     return Failure(
         rank=rank,
         world_size=world_size,
-        error=str(error) if wrong_config else "".join(lines[-1:]).strip().split("\n")[0],
-        details="" if wrong_config else user_traceback(error),
+        error=str(error)
+        if wrong_config or isinstance(error, RunFailed)
+        else "".join(lines[-1:]).strip().split("\n")[0],
+        details="" if wrong_config or isinstance(error, RunFailed) else user_traceback(error),
         log=str(log_file(directory, rank)),
         host=socket.gethostname(),
         pid=os.getpid(),

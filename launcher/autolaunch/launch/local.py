@@ -25,7 +25,7 @@ import autolaunch
 import autolaunch_strategies
 from autolaunch.config.search import is_trial
 from autolaunch.job import ResolvedJob
-from autolaunch.launch.end import STOP_SIGNAL, RunEnd
+from autolaunch.launch.end import PREEMPTED, STACK_SIGNAL, STOP_SIGNAL, RunEnd, Stop, read_stop
 from autolaunch.launch.failure import VERDICT_SECONDS, Exit, Failure, failure_file, first_failure, log_file, tail
 from autolaunch.launch.phase import Phase, forget_reports, read_phase, stack_file
 from autolaunch.launch.place import Place
@@ -34,6 +34,9 @@ POLL_SECONDS = 0.05
 KILL_SECONDS = 5.0
 STACK_SECONDS = 2.0
 """How long a rank may take to write its stack."""
+
+_STOPPED_CODES = (PREEMPTED, *(128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)))
+"""Exit codes of ranks that ended together because of a signal."""
 
 
 @dataclass
@@ -52,7 +55,7 @@ class _Rank:
 
 
 class _Signals:
-    """Ctrl-C and SIGTERM while a run lasts: counted here, acted on by the loop that watches the ranks."""
+    """Ctrl-C, SIGTERM and SIGUSR1 while a run lasts: counted here, acted on by the loop that watches the ranks."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -64,7 +67,7 @@ class _Signals:
             return
         before: dict[int, Any] = {}
         try:
-            for signum in (signal.SIGINT.value, signal.SIGTERM.value):
+            for signum in (signal.SIGINT.value, signal.SIGTERM.value, signal.SIGUSR1.value):
                 before[signum] = signal.signal(signum, self._note)
             yield self
         finally:
@@ -182,6 +185,9 @@ class _Watch:
             self._look()
             if self.signals.received:
                 return self._interrupted()
+            if any(rank.exit is not None and rank.exit.code == PREEMPTED for rank in self.ranks):
+                # A signal went to a rank, and all ranks have ended together.
+                return self._stopped_together() or self._interrupted()
             failure = self._first_failure()
             if failure is not None:
                 return self._failed(failure)
@@ -229,10 +235,45 @@ class _Watch:
         return first_failure(self.job.logs, exits, self.job.world_size)
 
     def _interrupted(self) -> RunEnd:
-        signum = self.signals.received[0]
+        signum = self.signals.received[0] if self.signals.received else int(signal.SIGTERM)
+        if self._can_save():
+            name = "Ctrl-C" if signum == signal.SIGINT else "a signal"
+            print(f"{name}: saving after this step; once more ends at once", file=sys.stderr, flush=True)
+            for rank in self.ranks:
+                if rank.exit is None:
+                    rank.told_to_stop = True
+                    rank.process.send_signal(signal.SIGTERM)
+            end = self._stopped_together(signum)
+            if end is not None:
+                return end
         self._stop()
         name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
         return RunEnd("interrupted", 128 + signum, message=f"stopped by {name}; every rank has ended")
+
+    def _can_save(self) -> bool:
+        """Whether the ranks answer to a signal by saving."""
+        training = self.job.config["task"] == "fit" and self.job.config["checkpoint"]["enabled"]
+        # Before that they have nothing to save, and the signal would just end them.
+        return training and all(self._phase(rank) == Phase.RUNNING for rank in self.ranks)
+
+    def _stopped_together(self, signum: int | None = None) -> RunEnd | None:
+        """Wait until all ranks have ended by themselves; None if they don't, or one fails, or one more signal comes.
+
+        Args:
+            signum: the signal that this process got; the ranks may have got another.
+        """
+        signals = len(self.signals.received)
+        end = time.monotonic() + self.job.config["checkpoint"]["emergency_seconds"]
+        while time.monotonic() < end and len(self.signals.received) == signals:
+            self._look()
+            stop = read_stop(self.job.logs)
+            if stop is not None and all(rank.exit for rank in self.ranks):
+                stop = Stop(signum or stop.signum, stop.step, stop.checkpoint)
+                return RunEnd("interrupted", stop.exit_code, message=stop.render(self.job.output_dir))
+            if any(rank.exit is not None and rank.exit.code not in _STOPPED_CODES for rank in self.ranks):
+                return None
+            time.sleep(POLL_SECONDS)
+        return None
 
     def _failed(self, failure: Failure) -> RunEnd:
         end = time.monotonic() + VERDICT_SECONDS
@@ -278,7 +319,7 @@ class _Watch:
         if self._phase(rank) < Phase.STARTED:
             return ""  # the signal would kill it
         file = stack_file(self.job.logs, rank.number)
-        rank.process.send_signal(signal.SIGUSR1)
+        rank.process.send_signal(STACK_SIGNAL)
         end = time.monotonic() + STACK_SECONDS
         text = ""
         while time.monotonic() < end:

@@ -41,7 +41,7 @@ def read_phase(directory: Path, rank: int) -> Phase:
 def forget_reports(directory: Path) -> None:
     """Make the directory, and remove what ranks of an earlier run in it reported; their logs stay."""
     directory.mkdir(parents=True, exist_ok=True)
-    for report in ("phase_*", "failure_*", "stack_*"):
+    for report in ("phase_*", "failure_*", "stack_*", "stopped.json"):
         for file in directory.glob(report):
             file.unlink()
 
@@ -52,5 +52,5 @@ def phase_file(directory: Path, rank: int) -> Path:
 
 
 def stack_file(directory: Path, rank: int) -> Path:
-    """Where a rank writes its stack when it gets SIGUSR1."""
+    """Where a rank writes its stack when the parent asks for it."""
     return directory / f"stack_{rank}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from array import array
@@ -28,6 +29,9 @@ class StepMetrics(pl.Callback):
         self.tokens = 0
         # One entry per record; arrays, because a run may have millions of them.
         self.steps, self.losses = array("q"), array("d")
+        self.not_finite_since: int | None = None
+        """The logged step from which on loss or gradient norm have not been finite; None if they are. Equal on all
+        ranks."""
         self.seconds, self.steps_timed, self.tokens_timed = array("d"), array("q"), array("q")
         self._csv: MetricsCsv | None = None
         self._data_parallel = 1
@@ -183,6 +187,8 @@ class StepMetrics(pl.Callback):
             tokens=self.tokens,
             step_time_s=elapsed / steps,
         )
+        is_finite = all(value is None or math.isfinite(value) for value in (record.loss, grad_norm))
+        self.not_finite_since = None if is_finite else self.not_finite_since or self._step
         self.steps.append(self._step)
         self.losses.append(mean_loss)
         self.seconds.append(elapsed)

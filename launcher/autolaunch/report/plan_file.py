@@ -14,7 +14,7 @@ from autolaunch.job import write_beside
 from autolaunch_strategies.config import AXES
 
 SECTIONS = {
-    "What is trained": ("name", "seed", "precision", "model", "module", "data"),
+    "What is trained": ("name", "seed", "random_numbers", "precision", "model", "module", "data"),
     "On which devices, and how": ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile"),
     "How it learns": ("optimizer", "scheduler", "trainer"),
     "What is written": ("checkpoint", "logger"),
@@ -82,7 +82,7 @@ def _with_written_plan(
     applied = reasons.get("mp")
     if not applied or not config.get("mp"):
         return config, reasons
-    mp = {**config["mp"], "base": "none", "plan": applied["plan"]}
+    mp = {**config["mp"], "base": "none", "plan": applied.get("plan", {})}
     return {**config, "mp": mp}, {**reasons, "mp": {key: value for key, value in applied.items() if key != "plan"}}
 
 

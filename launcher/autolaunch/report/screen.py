@@ -96,6 +96,8 @@ def _steps(account: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]:
     for pattern, styles in mp.get("plan", {}).items():
         matches = counted(mp["modules"][pattern], "module")
         yield "mp", f"{pattern}: {_styles(styles)} ({matches}; {mp['reasons'][pattern]})"
+    if share := mp.get("share"):
+        yield "mp", share
     for warning in mp.get("warnings", ()):
         yield "mp", Text(warning, style="yellow")
     for kind, names in _sharded_sequences(cp):
@@ -105,6 +107,8 @@ def _steps(account: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]:
     for step in ("recompute", "compile"):
         if blocks := account[step].get("blocks"):
             yield step, f"{len(blocks)} of {len(account['blocks']['found'])} blocks: {account[step]['mode']}"
+    for warning in account["compile"].get("warnings", ()):
+        yield "compile", Text(warning, style="yellow")
     for names, reason in _alike(account["dp"]["groups"]):
         yield "dp", f"{names}: {reason}"
 
@@ -194,8 +198,9 @@ def _plan(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
     kv_heads = facts.num_kv_heads or ranks
     return joined(
         job["mp"]["name"],
-        counted(len(mp["plan"]), "rule"),
-        counted(len(mp["warnings"]), "rule") + " matching nothing" if mp.get("warnings") else "",
+        counted(len(mp.get("plan", {})), "rule"),
+        counted(len(mp["warnings"]), "rule") + " matching nothing" if mp.get("plan") and mp.get("warnings") else "",
+        mp.get("share", ""),
         f"keys and values gathered ({kv_heads} heads for {ranks} ranks)" if kv_heads % ranks else "",
     )
 
@@ -230,6 +235,8 @@ def _sharded_sequences(cp: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """(what happens there, names of modules) of each kind of layer that sharded sequences go through."""
     if names := [*cp.get("regions", ()), *cp.get("layers", ())]:
         yield f"each rank has 1/{cp['ranks']} of the positions", _names(names)
+    for reason, gathered in itertools.groupby((cp.get("gathered") or {}).items(), key=lambda item: item[1]):
+        yield f"gathered where positions meet: {reason}", _names(name for name, _ in gathered)
     for backend, run in itertools.groupby((cp.get("attention") or {}).items(), key=lambda item: item[1]):
         yield f"attention over all positions by {backend}", _names(name for name, _ in run)
 

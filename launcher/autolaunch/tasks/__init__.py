@@ -8,6 +8,7 @@ from typing import Any
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
 from autolaunch.loading import loading
+from autolaunch_strategies.config import on_command_line
 
 RUNNERS: dict[str, str] = {
     "fit": "autolaunch.tasks.fit:run",
@@ -25,5 +26,6 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     module, _, function = RUNNERS.get(job.config["task"], job.config["task"]).partition(":")
     with loading():
         runner = getattr(import_module(module), function)
-    result: dict[str, Any] = runner(job, place)
+    with on_command_line():
+        result: dict[str, Any] = runner(job, place)
     return result

@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from autolaunch.instantiate import locate, targets
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
 from autolaunch.models import build_module
@@ -24,7 +24,8 @@ from autolaunch.models.hf_export import write_transformers_files
 from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch.report.summary import write_summary
 from autolaunch.report.terminal import Terminal
-from autolaunch_strategies.checkpoint.files import WRITING, read_manifest
+from autolaunch_strategies.checkpoint.files import WRITING, damage_in, files_with_hashes, problem_with, read_manifest
+from autolaunch_strategies.checkpoint.storage import Planner, Reader
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
 
@@ -38,8 +39,12 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     source = Path(job.config["ckpt_path"])
     target = Path(job.config["export_path"] or job.output_dir / "export").expanduser().absolute()
     console = Terminal()
-    config = trained_config(source) or job.config
-    exported = export_checkpoint(source, target, config)
+    config, checkpoint = trained_config(source), job.config["checkpoint"]
+    if config is not None and not checkpoint["trust"]:
+        _check_targets(source, config)
+    exported = export_checkpoint(
+        source, target, config or job.config, trust=checkpoint["trust"], verify=checkpoint["verify"]
+    )
     summary = {
         "task": "export",
         "status": "finished",
@@ -66,20 +71,42 @@ def trained_config(checkpoint: Path) -> dict[str, Any] | None:
     return ResolvedJob.read(job_file).config if job_file.is_file() else None
 
 
+def _check_targets(checkpoint: Path, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the config beside `checkpoint` names something else to build than models."""
+    for key in ("model", "module"):
+        for where, node in targets(config.get(key), key):
+            target = locate(node["_target_"], where)
+            if not (isinstance(target, type) and issubclass(target, nn.Module)):
+                raise ConfigError(
+                    f"ckpt_path={checkpoint}",
+                    f"its run names {where}._target_={node['_target_']}, and calling that is code of its choice",
+                    "classes of torch.nn.Module; or the checkpoint of a run that you trust",
+                    "checkpoint.trust=true",
+                )
+
+
 def export_checkpoint(
-    source: Path, target: Path, config: Mapping[str, Any], shard_bytes: int = SHARD_BYTES
+    source: Path,
+    target: Path,
+    config: Mapping[str, Any],
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    trust: bool = False,
+    verify: str = "hash",
 ) -> dict[str, int]:
     """Write the model of the checkpoint directory `source` to the directory `target`, beside and renamed.
 
     Args:
         config: the job that trained it: decides which model it is, and its config.json.
         shard_bytes: largest file, and the most that is held in memory (unless one tensor is larger).
+        trust: run what its pickles name, if that is no plain data.
+        verify: compare the content of its files with their hashes (hash), or their sizes only (size).
 
     Returns:
         parameters, bytes and files written.
 
     Raises:
-        ConfigError: `target` exists, or `source` is a single file.
+        ConfigError: `target` exists, or `source` is a single file, or damaged.
     """
     if target.exists():
         raise ConfigError(f"export_path={target}", "exists already", "a directory that does not exist yet")
@@ -93,7 +120,10 @@ def export_checkpoint(
     model: nn.Module = module if config.get("module") else module.model  # type: ignore[assignment]
     prefix = "model." if config.get("module") else "model.model."
     tied = _tied_names(model)
-    reader = FileSystemReader(source)
+    problem = problem_with(source) or (damage_in(source, files_with_hashes(source)) if verify == "hash" else None)
+    if problem:
+        raise ConfigError(f"ckpt_path={source}", problem, "a complete checkpoint")
+    reader = Reader(source, trust)
     stored = {
         name.removeprefix(prefix): metadata
         for name, metadata in reader.read_metadata().state_dict_metadata.items()
@@ -111,7 +141,7 @@ def export_checkpoint(
         room = {prefix + name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be: no_dist
-            dcp.load(room, storage_reader=reader, no_dist=True)
+            dcp.load(room, storage_reader=reader, planner=Planner(trust), no_dist=True)
         save_file({name.removeprefix(prefix): tensor for name, tensor in room.items()}, beside / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
         total += sum(tensor.nbytes for tensor in room.values())

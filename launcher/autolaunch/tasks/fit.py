@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from autolaunch.data import build_data
 from autolaunch.job import ResolvedJob
+from autolaunch.launch.failure import RunFailed
 from autolaunch.launch.place import Place
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.metrics_csv import MetricsCsv
@@ -36,15 +38,18 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     torch.use_deterministic_algorithms(bool(config["trainer"]["deterministic"]))
     strategy = build_strategy(config)
+    strategy.checkpoints.earlier_if_damaged = job.resumes_last
+    if task == "fit" and config["checkpoint"]["enabled"]:
+        strategy.stop_signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     steps = StepMetrics()
     screen = _Screen(job)
-    callbacks: list[pl.Callback] = [steps, screen]
+    callbacks: list[pl.Callback] = [screen]
     if config["trainer"]["enable_progress_bar"]:
         callbacks.append(ProgressLine(steps))
     if task == "predict":
         callbacks.append(_PredictionFiles(job.output_dir / "predictions"))
     loggers = [MetricsCsv(job.output_dir)] if task == "fit" else []
-    trainer = build_trainer(job, strategy, callbacks, loggers)
+    trainer = build_trainer(job, strategy, steps, callbacks, loggers)
     module = construct_module(config, strategy, trainer.precision_plugin, strategy.root_device)
     data = build_data(config["data"], config["seed"])
     ckpt_path = config["ckpt_path"]
@@ -52,6 +57,7 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
     try:
         if task == "fit":
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+            _check_that_it_trained(trainer)
         elif task == "predict":
             trainer.predict(module, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
         else:
@@ -72,6 +78,12 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
         write_summary(job.output_dir, summary)
         show_end({**summary, "output_dir": str(job.output_dir)}, Terminal(), steps.losses)
     return summary
+
+
+def _check_that_it_trained(trainer: Any) -> None:
+    """Raise RunFailed after a training without a step: its data were empty. A finished run that is resumed had some."""
+    if trainer.global_step == 0 and not trainer.fast_dev_run and trainer.max_steps != 0 and trainer.max_epochs != 0:
+        raise RunFailed("not one training step was made: the training data are empty, or all batches were left out")
 
 
 class _Screen(pl.Callback):

@@ -76,10 +76,32 @@ def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], int, Timeline 
     from autolaunch_strategies.config import parallel_config
     from autolaunch_strategies.model.construction import Construction
 
-    keys = ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile")
+    keys = ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile", "random_numbers")
     parallel = parallel_config(**{key: config[key] for key in keys})
     with Construction(config["seed"]).recording():
         module = build_module(config)
-    account = foresee(module, parallel, own_plan(config))
+    account = foresee(module, parallel, own_plan(config), _training_step(module, config))
     parameters = sum(parameter.numel() for parameter in module.parameters())
     return account, parameters, foreseen_timeline(account, config)
+
+
+def _training_step(module: Any, config: Mapping[str, Any]) -> Any:
+    """The training step with a batch of the job's data, which is read where nothing else shows how to call the model.
+
+    Text would have to be tokenised for it: then there is none.
+    """
+    import lightning.pytorch as pl
+
+    from autolaunch.data import build_data
+    from autolaunch_strategies.data_parallel.first_batch import FirstBatches
+    from autolaunch_strategies.lightning.first_step import first_of, first_step, without_values
+
+    if not isinstance(module, pl.LightningModule) or config["data"].get("name") == "text":
+        return None
+
+    def read() -> Any:
+        data = build_data(config["data"], config["seed"])
+        data.setup("fit")  # without prepare_data, which may download
+        return without_values(first_of(data.train_dataloader(), FirstBatches().read))
+
+    return first_step(module, read)

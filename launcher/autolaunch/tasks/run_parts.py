@@ -10,18 +10,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from autolaunch.instantiate import build
 from autolaunch.job import ResolvedJob
 from autolaunch.models import build_module
+from autolaunch.report.metrics import StepMetrics
+from autolaunch.tasks.checkpoints import Checkpoints
+from autolaunch.tasks.not_finite import EndsWhenNotFinite
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.strategy import MeshStrategy
 from autolaunch_strategies.model.construction import Construction
 
-NOT_OF_LIGHTNING = ("accelerator", "accumulate_grad_batches", "callbacks", "profiler")
+NOT_OF_LIGHTNING = ("accelerator", "accumulate_grad_batches", "callbacks", "nonfinite_patience", "profiler")
 """Keys of `trainer` that lightning's Trainer is not given as they are; all others are arguments of it."""
 
 
@@ -36,9 +38,12 @@ def build_strategy(config: Mapping[str, Any]) -> MeshStrategy:
         recompute=config["recompute"],
         recompute_save=config["recompute_save"],
         compile=config["compile"],
+        random_numbers=config["random_numbers"],
         own_plan=own_plan(config),
         timeout=config["launch"]["collective_timeout"],
         asynchronous_checkpoints=config["checkpoint"]["asynchronous"],
+        trust_checkpoints=config["checkpoint"]["trust"],
+        verify_checkpoints=config["checkpoint"]["verify"],
     )
 
 
@@ -51,7 +56,7 @@ def own_plan(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def build_trainer(
-    job: ResolvedJob, strategy: MeshStrategy, callbacks: list[pl.Callback], loggers: list[Any]
+    job: ResolvedJob, strategy: MeshStrategy, steps: StepMetrics, callbacks: list[pl.Callback], loggers: list[Any]
 ) -> pl.Trainer:
     """The lightning Trainer of a resolved job; the user's own callbacks and loggers stand behind the given ones."""
     config = job.config
@@ -63,7 +68,9 @@ def build_trainer(
     checkpoints = config["checkpoint"]
     saving = checkpoints["enabled"] and not trainer["fast_dev_run"]
     if saving and config["task"] == "fit":
-        callbacks = [*callbacks, Checkpoints(job.output_dir / "checkpoints", checkpoints)]
+        callbacks = [*callbacks, Checkpoints(job.output_dir / "checkpoints", checkpoints, steps)]
+    if config["task"] == "fit" and trainer["nonfinite_patience"] is not None:
+        callbacks = [*callbacks, EndsWhenNotFinite(steps, trainer["nonfinite_patience"])]
     arguments = {name: value for name, value in trainer.items() if name not in NOT_OF_LIGHTNING}
     arguments["max_epochs"] = -1 if trainer["max_epochs"] is None else trainer["max_epochs"]
     return pl.Trainer(
@@ -71,7 +78,7 @@ def build_trainer(
         accelerator="cuda" if trainer["accelerator"] == "gpu" else trainer["accelerator"],
         precision=config["precision"],
         accumulate_grad_batches=trainer["accumulate_grad_batches"] or config["data"].get("microbatches", 1),
-        callbacks=[*callbacks, *own_callbacks],
+        callbacks=[steps, *callbacks, *own_callbacks],
         logger=[*loggers, *own_loggers],
         enable_checkpointing=saving,
         default_root_dir=str(job.output_dir),
@@ -136,36 +143,6 @@ class _PretrainedFiles:
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         return self._weights.read(self._sources[name], index)
-
-
-class Checkpoints(ModelCheckpoint):
-    """Checkpoints every so many steps and at the end of training; the last few (or the best) are kept."""
-
-    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
-        super().__init__(
-            dirpath=directory,
-            filename="step_{step:07.0f}",
-            auto_insert_metric_name=False,
-            # Kept are those with the highest step, unless another value says which are best.
-            monitor=config["monitor"] or "step",
-            mode=config["mode"] if config["monitor"] else "max",
-            save_top_k=config["keep_last"],
-            every_n_train_steps=config["every_n_steps"] or 0,
-            save_on_train_epoch_end=False,
-        )
-
-    @property
-    def state_key(self) -> str:
-        """One name, however often is saved: a run may go on with another interval."""
-        return type(self).__name__
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Nothing: checkpoints are written at steps and at the end."""
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._last_global_step_saved != trainer.global_step:
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
-        super().on_train_end(trainer, pl_module)
 
 
 @contextmanager

@@ -52,6 +52,15 @@ def config_errors(config: ParallelConfig) -> list[ConfigError]:
                 "compile=false",
             )
         )
+    if config.compile and config.random_numbers == "by_position":
+        errors.append(
+            ConfigError(
+                f"compile={str(config.compile).lower()} with random_numbers=by_position",
+                "which module draws is found while Python runs, and compiled code has no modules",
+                "compile=false, or random_numbers=by_rank",
+                "random_numbers=by_rank",
+            )
+        )
     errors += _check_pipeline(config)
     errors += _check_context(config)
     return errors

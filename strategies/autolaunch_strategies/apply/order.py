@@ -20,6 +20,7 @@ from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.model.materialise import WeightFiles, share_values
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.tensor.model_parallel import ModelParallelModule
+from autolaunch_strategies.tracing.step import Step as TracedStep
 
 ORDER = (*(step.name for step in STEPS), "optimizer")
 
@@ -44,7 +45,8 @@ class Parallelized:
     def running(self) -> AbstractContextManager[None]:
         """Forward and backward passes of the module run within it."""
         # What shards heads is asked before what shards sequences, so it is entered after it.
-        return both(self.context_parallel.running(), self.model_parallel.running())
+        within = both(self.context_parallel.running(), self.model_parallel.running())
+        return both(within, self.data_parallel.running())  # asked first: what it gathers may be sharded along mp
 
 
 def apply_parallelism(
@@ -55,6 +57,7 @@ def apply_parallelism(
     construction: Construction | None = None,
     files: WeightFiles | None = None,
     own_plan: Mapping[str, Any] | None = None,
+    training: TracedStep | None = None,
 ) -> Parallelized:
     """Apply a parallel config to `module` in place and give it its values. Collective over the whole mesh.
 
@@ -63,6 +66,7 @@ def apply_parallelism(
         device: where this rank computes.
         files: weights to start from, by parameter name.
         own_plan: the mp plan that comes with the model.
+        training: what the module does with a batch, where nothing else shows how the model is called.
 
     Raises:
         ConfigError: the config does not fit the module. Apart from its values and device that is then as it was, unless
@@ -74,7 +78,7 @@ def apply_parallelism(
     share_values(_moved(module, device), mesh.group(*AXES))
     blocks = find_blocks(module)
     with without_cache(module, config, keep=True):
-        steps = _planned(Look(module, config, blocks, own_plan))
+        steps = _planned(Look(module, config, blocks, own_plan, training))
     site = Site(module, mesh, device, blocks, construction, files)
     for step in steps.values():
         step.apply(site)
@@ -85,7 +89,12 @@ def apply_parallelism(
     return Parallelized(module, config, dp, mp, cp, count, site.blocks, _account(config, blocks, steps), site.pipeline)
 
 
-def foresee(module: nn.Module, config: ParallelConfig, own_plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def foresee(
+    module: nn.Module,
+    config: ParallelConfig,
+    own_plan: Mapping[str, Any] | None = None,
+    training: TracedStep | None = None,
+) -> dict[str, Any]:
     """The account that `apply_parallelism` would give of `module` (may be on meta), without touching it.
 
     Raises:
@@ -93,7 +102,7 @@ def foresee(module: nn.Module, config: ParallelConfig, own_plan: Mapping[str, An
     """
     blocks = find_blocks(module)
     with without_cache(module, config):
-        return _account(config, blocks, _planned(Look(module, config, blocks, own_plan)))
+        return _account(config, blocks, _planned(Look(module, config, blocks, own_plan, training)))
 
 
 def _planned(look: Look) -> dict[type[Step], Step]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autolaunch_strategies.config import MP_NAMES, ParallelConfig
+from autolaunch_strategies.config.schedules import SCHEDULE_SPECS
 from autolaunch_strategies.context.marked import Marked, marked_by
 from autolaunch_strategies.context.parallel import (
     ContextParallelModule,
@@ -28,6 +29,7 @@ from autolaunch_strategies.data_parallel.sharding import DataParallelModule, app
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
 from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.model.example_inputs import as_given
 from autolaunch_strategies.model.materialise import WeightFiles, materialise
 from autolaunch_strategies.pipeline.build import CutModel, account_of_pipeline, plan_cut
 from autolaunch_strategies.pipeline.cut import Cutting
@@ -37,6 +39,9 @@ from autolaunch_strategies.plan.context import context_rules, other_rules, with_
 from autolaunch_strategies.plan.derive import NothingToShard
 from autolaunch_strategies.plan.rules import Rule, read_plan
 from autolaunch_strategies.tensor.model_parallel import ModelParallelModule, account_of_plan, apply_plan, matched
+from autolaunch_strategies.tensor.share import share_in_words, share_per_rank
+from autolaunch_strategies.tracing.inputs import Steps
+from autolaunch_strategies.tracing.step import Step as TracedStep
 from autolaunch_strategies.training.batch_statistics import batch_norms, share_batch_statistics
 from autolaunch_strategies.training.recompute import apply_compile, apply_recompute, recomputed_blocks
 
@@ -56,6 +61,17 @@ class Look:
     blocks: Blocks
     own_plan: Mapping[str, Any] | None = None
     """The mp plan that comes with the model."""
+    training: TracedStep | None = None
+    """What the module does with a batch, if it is known."""
+
+    def steps(self, model: nn.Module) -> Steps:
+        """What the module shows of how `model`, a part of it, is called."""
+        example = getattr(self.module, "example_input_array", None)
+        if example is None or model is self.module or not _has_forward(self.module):
+            return Steps(example, None, self.training)
+        inputs = as_given(example)
+        forward = TracedStep(inputs.origin, self.module, self.module.forward, lambda: (inputs.args, inputs.kwargs))
+        return Steps(None, forward, self.training)
 
 
 @dataclass
@@ -111,7 +127,9 @@ class CutStages(Step):
         if look.config.mesh.pp > 1:
             assert look.config.pp is not None
             wrapped = isinstance(look.module, pl.LightningModule)
-            self.cutting = plan_cut(look.module, look.blocks, look.config.pp, look.config.mesh.pp, wrapped=wrapped)
+            self.cutting = plan_cut(
+                look.module, look.blocks, look.config.pp, look.config.mesh.pp, wrapped=wrapped, steps=look.steps
+            )
 
     def account(self) -> dict[str, Any]:
         if self.cutting is None:
@@ -158,6 +176,9 @@ class Styles(Step):
         self.matches, warnings = matched(self.model, self.rules, prefix)
         self.warnings = [*whole, *(line for line in warnings if not line.startswith(f"{CONTEXT_PLAN}: "))]
         self.context_warnings = [line for line in warnings if line.startswith(f"{CONTEXT_PLAN}: ")]
+        self.share = ""
+        if look.config.mesh.mp > 1 and next(self.model.parameters(), None) is not None:
+            self.share = share_in_words(*share_per_rank(self.model, self.matches, look.config.mesh.mp))
         self.marked, self.context = Marked(), dict[str, Any]()
         if look.config.mesh.cp > 1:
             assert look.config.cp is not None
@@ -173,6 +194,7 @@ class Styles(Step):
         if other_rules(rules):  # what stands in a plan for cp stays in it
             matches = [match for match in self.matches if match.rule.source != CONTEXT_PLAN]
             plan = account_of_plan(rules, matches, self.warnings)
+        plan |= if_any("share", self.share)
         return {**if_any("mp", plan), **if_any("cp", self.context)}
 
     def apply(self, site: Site) -> None:
@@ -217,11 +239,24 @@ class Compiles(Step):
     def __init__(self, look: Look) -> None:
         super().__init__(look)
         self.blocks = [block.name for block in look.blocks] if look.config.compile else []
+        pp = look.config.pp if look.config.mesh.pp > 1 else None
+        schedule = SCHEDULE_SPECS.get(pp.schedule) if pp is not None else None
+        self.warnings = (
+            [
+                f"pp.schedule={schedule.name} puts the gradients of weights off, but compiled blocks compute them at "
+                "once: the numbers are right, the idle time is that of a schedule that does not"
+            ]
+            if schedule is not None and schedule.splits_backward and self.blocks
+            else []
+        )
 
     def account(self) -> dict[str, Any]:
-        return {"compile": {"mode": self.config.compile, **if_any("blocks", self.blocks)}}
+        compiled = {"mode": self.config.compile, **if_any("blocks", self.blocks), **if_any("warnings", self.warnings)}
+        return {"compile": compiled}
 
     def apply(self, site: Site) -> None:
+        for warning in self.warnings:
+            log.warning(warning)
         apply_compile(site.blocks, self.config.compile)
 
 
@@ -305,16 +340,25 @@ def _rules(look: Look, model: nn.Module) -> tuple[list[Rule], list[str]]:
     rules: list[Rule] = []
     if config.mesh.mp > 1:
         assert config.mp is not None
-        example = getattr(look.module, "example_input_array", None)
+        steps = look.steps(model)
         try:
-            rules = plan_for(model, config.mp, look.own_plan, config.mesh.mp, example)
+            rules = plan_for(model, config.mp, look.own_plan, config.mesh.mp, steps.example, steps)
         except NothingToShard as error:
             if config.mp != MP_NAMES["auto"]:
                 raise
-            whole = [f"mp: {error.problem}; each of them does all of the work of its share of the data"]
+            ranks = config.mesh.mp
+            whole = [
+                f"mp: {error.problem}\n  so it runs whole: each of the {ranks} ranks along mp holds all of it and does "
+                f"all of the work of its share of the data\n  allowed: {error.allowed}"
+            ]
     elif config.mp is not None:
         rules = context_rules([*read_plan(look.own_plan, "the model's plan"), *read_plan(config.mp.plan)])
     return (with_context_plan(rules, config.cp) if config.mesh.cp > 1 else other_rules(rules)), whole
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward that is not the one that says that there is none."""
+    return type(module).forward not in (nn.Module.forward, pl.LightningModule.forward) or "forward" in module.__dict__
 
 
 def if_any(key: str, value: Any) -> dict[str, Any]:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 MANIFEST = "checkpoint.json"
-"""Written last: names every file of the checkpoint with its size. A directory without it is half-written."""
+"""Written last: names every file of the checkpoint with size and hash. A directory without it is half-written."""
+
+FORMAT = 2
+"""Of the manifest; 1 had sizes only."""
 
 METADATA = "meta.pt"
 """Everything that is not a model's or an optimizer's tensor."""
@@ -18,21 +25,48 @@ REPLACED = ".replaced"
 """Suffix of a checkpoint directory for the moment in which another one takes its place."""
 
 
-def write_manifest(directory: Path, step: int, mesh: str) -> None:
-    """List the files of a finished checkpoint directory with their sizes."""
-    files = {item.name: item.stat().st_size for item in sorted(directory.iterdir()) if item.name != MANIFEST}
+def hash_of(file: Path) -> str:
+    """The XXH3 hash (128 bits) of a file: it tells damage, not malice."""
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_manifest(directory: Path, step: int, mesh: str, hashes: Mapping[str, str] | None = None) -> None:
+    """List the files of a finished checkpoint directory with their sizes and hashes.
+
+    Args:
+        hashes: of those files whose hash is known; the others are read.
+    """
+    known = hashes or {}
+    files = {
+        item.name: {"size": item.stat().st_size, "xxh3": known.get(item.name) or hash_of(item)}
+        for item in sorted(directory.iterdir())
+        if item.name != MANIFEST
+    }
     beside = directory / f"{MANIFEST}{WRITING}"
-    beside.write_text(json.dumps({"format": 1, "step": step, "mesh": mesh, "files": files}, indent=1))
+    beside.write_text(json.dumps({"format": FORMAT, "step": step, "mesh": mesh, "files": files}, indent=1))
     beside.replace(directory / MANIFEST)
 
 
-def read_manifest(directory: Path) -> dict:
-    """The manifest of a checkpoint directory, or an empty dict if there is none that can be read."""
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint directory, each file as its `size` and, if it is known, its hash `xxh3`.
+
+    An empty dict if there is none that can be read, or that says less than a manifest does.
+    """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-    except (OSError, ValueError):
+        files = {
+            name: {"size": int(entry["size"]), "xxh3": str(entry["xxh3"])}
+            if isinstance(entry, dict)
+            else {"size": int(entry)}
+            for name, entry in manifest["files"].items()
+        }
+        return {**manifest, "format": int(manifest["format"]), "step": int(manifest["step"]), "files": files}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else {}
 
 
 def problem_with(path: Path) -> str | None:
@@ -50,12 +84,40 @@ def problem_with(path: Path) -> str | None:
     manifest = read_manifest(path)
     if not manifest:
         return f"is not a complete checkpoint: it has no readable {MANIFEST}"
-    for name, size in manifest["files"].items():
+    if manifest["format"] > FORMAT:
+        return f"was written by a newer autolaunch: its format is {manifest['format']}, this one reads up to {FORMAT}"
+    for name, entry in manifest["files"].items():
         file = path / name
-        if not file.is_file():
+        try:
+            size = file.stat().st_size if file.is_file() else None
+        except OSError as error:
+            return f"can't be read: {name}: {error.strerror}"
+        if size is None:
             return f"is damaged: {name} is missing"
-        if file.stat().st_size != size:
-            return f"is damaged: {name} has {file.stat().st_size} bytes instead of {size}"
+        if size != entry["size"]:
+            return f"is damaged: {name} has {size} bytes instead of {entry['size']}"
+    return None
+
+
+def files_with_hashes(path: Path) -> list[str]:
+    """The files of a whole checkpoint directory whose content can be checked, the largest first."""
+    files = read_manifest(path)["files"]
+    return sorted((name for name, entry in files.items() if "xxh3" in entry), key=lambda name: -files[name]["size"])
+
+
+def damage_in(path: Path, names: Iterable[str]) -> str | None:
+    """What is wrong with the content of some files of a checkpoint directory, in a few words; None if nothing is.
+
+    Args:
+        names: of files in the manifest, with hashes.
+    """
+    files = read_manifest(path)["files"]
+    for name in names:
+        try:
+            if hash_of(path / name) != files[name]["xxh3"]:
+                return f"is damaged: the content of {name} has changed since it was written"
+        except OSError as error:
+            return f"can't be read: {name}: {error.strerror}"
     return None
 
 

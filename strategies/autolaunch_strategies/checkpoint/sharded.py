@@ -11,7 +11,12 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Mapping
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +35,8 @@ from autolaunch_strategies.checkpoint.files import (
     REPLACED,
     WRITING,
     complete_checkpoints,
+    damage_in,
+    files_with_hashes,
     problem_with,
     write_manifest,
 )
@@ -41,20 +48,32 @@ from autolaunch_strategies.checkpoint.optimizers import (
     room_for_optimizer,
     whole_groups,
 )
+from autolaunch_strategies.checkpoint.plain_data import NotPlainData, load_plain
+from autolaunch_strategies.checkpoint.storage import Planner, Reader, Writer
 from autolaunch_strategies.config import SAME_DATA_AXES, ConfigError
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.torch_private.meshes import local_index
 
-_OURS = "autolaunch"  # key of our part in meta.pt
+OURS = "autolaunch"
+"""Key of our part in meta.pt."""
 
 
 class CheckpointWriter:
-    """Writes checkpoints, one at a time; in the background if `asynchronous`."""
+    """Writes checkpoints, one at a time, and removes them; both in the background if `asynchronous`.
 
-    def __init__(self, asynchronous: bool = False) -> None:
-        self.asynchronous = asynchronous
+    A checkpoint takes its place as soon as all ranks have written their parts: in the background, too, and whatever
+    happens to the training meanwhile.
+
+    Args:
+        timeout: seconds after which a rank is waited for no longer while a checkpoint is written in the background.
+    """
+
+    def __init__(self, asynchronous: bool = False, timeout: float = 1800.0) -> None:
+        self.asynchronous, self.timeout = asynchronous, timeout
         self._group: dist.ProcessGroup | None = None
-        self._running: tuple[Any, Path, int, str] | None = None
+        self._running: Future[Any] | None = None
+        self._path: Path | None = None
+        self._doomed: list[Path] = []
 
     def save(
         self,
@@ -85,40 +104,57 @@ class CheckpointWriter:
                 tensors[f"optimizer_{index}"] = optimizer_tensors(optimizer, names)
                 order = None if optimizer_names is None else optimizer_names[index]
                 groups.append(whole_groups(optimizer, names, order, mesh.group("pp")))
-        checkpoint[_OURS] = {"optimizer_groups": groups, "by_dp_rank": _gather_by_dp_rank(checkpoint, mesh)}
+        checkpoint[OURS] = {"optimizer_groups": groups, "by_dp_rank": _gather_by_dp_rank(checkpoint, mesh)}
         beside = path.with_name(path.name + WRITING)
         if dist.get_rank() == 0:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
             torch.save(checkpoint, beside / METADATA)
+            _say_if_it_needs_trust(beside / METADATA)
         dist.barrier()
         step = int(checkpoint.get("global_step", 0))
+
+        def publish(hashes: Mapping[str, str]) -> None:
+            write_manifest(beside, step, mesh.shape.name, hashes)
+            _put_in_place(beside, path)
+            while self._doomed:
+                remove_checkpoint(self._doomed.pop())
+
+        writer = Writer(beside, publish)
         if not self.asynchronous:
-            dcp.save(tensors, storage_writer=FileSystemWriter(beside))
-            _put_in_place(beside, path, step, mesh.shape.name)
-            dist.barrier()
+            dcp.save(tensors, storage_writer=writer)
             return
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")  # a group of its own: training goes on in the others
-        future = dcp.async_save(tensors, storage_writer=FileSystemWriter(beside), process_group=self._group)
-        self._running = (future, path, step, mesh.shape.name)
+        if self._group is None:  # a group of its own: training goes on in the others
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        self._path = path
+        self._running = cast("Future[Any]", dcp.async_save(tensors, storage_writer=writer, process_group=self._group))
+
+    def remove(self, path: Path) -> None:
+        """Delete a checkpoint directory; while another one is written, only when that is whole. On the first rank."""
+        if self._running is None or self._running.done():
+            remove_checkpoint(path)
+        else:
+            self._doomed.append(path)
 
     def finish(self, together: bool = True) -> None:
-        """Wait for the checkpoint that is being written, if any, and put it in place.
+        """Wait for the checkpoint that is being written, if any.
 
         Collective; with `together=False` the other ranks may be gone: nothing waits for them but their writing.
+
+        Raises:
+            RuntimeError: it could not be written; `together` only.
         """
         if self._running is None:
             return
-        future, path, step, mesh = self._running
-        self._running = None
+        running, self._running = self._running, None
         try:
-            future.result()
-            _put_in_place(path.with_name(path.name + WRITING), path, step, mesh)
-        except Exception:
+            running.result()
+        except (Exception, CheckpointException) as error:
             if together:
-                raise
+                raise RuntimeError(f"rank {dist.get_rank()} could not write {self._path}: {error}") from error
             return  # it stays half-written; what went wrong before is what people need to see
+        while dist.get_rank() == 0 and self._doomed:  # asked for just as the last one took its place
+            remove_checkpoint(self._doomed.pop())
         if together:
             dist.barrier()
 
@@ -128,8 +164,9 @@ def load_checkpoint(
     module: LightningModule,
     optimizers: list[torch.optim.Optimizer],
     mesh: RankMesh,
-    trust: bool,
+    trust: bool = False,
     optimizer_names: list[GroupNames] | None = None,
+    verify: str = "hash",
 ) -> dict[str, Any]:
     """Fill `module` and `optimizers` from a checkpoint written on any mesh, or by plain lightning on one device.
 
@@ -138,30 +175,26 @@ def load_checkpoint(
     Args:
         module, optimizers: those to fill, with what this rank holds of them; no optimizers for validation, test and
             prediction.
-        trust: unpickle metadata of any type.
+        trust: run what its pickles name, if that is no plain data.
         optimizer_names: the groups of each whole optimizer; needed where the model is cut into stages, since plain
             lightning tells the parameters of an optimizer by their place only.
+        verify: `hash` reads each file once more, a share on every rank; `size` looks at sizes only.
 
     Returns:
-        lightning's checkpoint without tensors (`state_dict` and `optimizer_states` are empty).
+        lightning's checkpoint; `state_dict` is that of the module, filled, and `optimizer_states` is empty.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or belongs to another model. Every rank raises the same.
+        ConfigError: the checkpoint is damaged, would run code, or belongs to another model. Every rank raises the same.
     """
-    if problem := problem_with(path):
-        earlier = [item for item in complete_checkpoints(path.parent) if item != path]
-        raise ConfigError(
-            f"ckpt_path={path}",
-            problem,
-            "a complete checkpoint" + ("" if earlier else f"; there is no other one in {path.parent}"),
-            f"ckpt_path={earlier[-1]}" if earlier else "",
-        )
+    if problem := damage(path, verify):
+        raise _damaged(path, problem)
     if path.is_file():
         return _load_single_file(path, module, optimizers, mesh, trust, optimizer_names)
-    checkpoint = torch.load(path / METADATA, map_location="cpu", weights_only=not trust)
-    ours = checkpoint.pop(_OURS)
-    reader = FileSystemReader(path)
-    stored = reader.read_metadata().state_dict_metadata
+    with readable(path):
+        checkpoint = load_plain(path / METADATA, trust)
+        ours = checkpoint.pop(OURS)
+        reader = Reader(path, trust)
+        stored = reader.read_metadata().state_dict_metadata
     if len(optimizers) > len(ours["optimizer_groups"]):
         raise _other_optimizers(path, len(ours["optimizer_groups"]), len(optimizers))
     model = module.state_dict()
@@ -171,21 +204,95 @@ def load_checkpoint(
     names = {parameter: name for name, parameter in module.named_parameters()}
     for index, optimizer in enumerate(optimizers):
         tensors[f"optimizer_{index}"] = room_for_optimizer(optimizer, names, f"optimizer_{index}.", stored)
-    dcp.load(tensors, storage_reader=reader)
+    with readable(path):
+        dcp.load(tensors, storage_reader=reader, planner=Planner(trust))
     _set_extra_state(module, model)
     for index, optimizer in enumerate(optimizers):
         order = None if optimizer_names is None else optimizer_names[index]
         whole = [group["names"] for group in whole_groups(optimizer, names, order, mesh.group("pp"))]
         fill_optimizer(optimizer, names, tensors[f"optimizer_{index}"], ours["optimizer_groups"][index], whole)
-    checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
+    checkpoint["state_dict"], checkpoint["optimizer_states"] = dict(module.state_dict()), []
     _restore_by_dp_rank(checkpoint, ours["by_dp_rank"], mesh, path)
     return checkpoint
 
 
-def _put_in_place(beside: Path, path: Path, step: int, mesh: str) -> None:
-    if dist.get_rank() != 0:
-        return
-    write_manifest(beside, step, mesh)
+def damage(path: Path, verify: str = "hash") -> str | None:
+    """Why a checkpoint can't be loaded, in a few words, the same on every rank; None if it is whole. Collective.
+
+    Args:
+        verify: `hash` reads each file, a share on every rank; `size` looks at sizes only.
+    """
+    problem = problem_with(path)
+    if problem is None and verify == "hash":
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        if path.is_dir():
+            problem = damage_in(path, files_with_hashes(path)[rank::ranks])
+        elif rank == 0:
+            problem = _damaged_member(path)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return next((item for item in problems if item is not None), None)
+
+
+def _damaged_member(file: Path) -> str | None:
+    """What is wrong with the content of a file of `torch.save`, which is a zip archive with checksums."""
+    if not zipfile.is_zipfile(file):
+        return None  # an older format, without
+    try:
+        with zipfile.ZipFile(file) as archive:
+            member = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError):
+        return "is damaged: it is no readable archive"
+    return None if member is None else f"is damaged: the content of {member} has changed since it was written"
+
+
+def _damaged(path: Path, problem: str) -> ConfigError:
+    earlier = [item for item in complete_checkpoints(path.parent) if item != path]
+    return ConfigError(
+        f"ckpt_path={path}",
+        problem,
+        "a complete checkpoint" + ("" if earlier else f"; there is no other one in {path.parent}"),
+        f"ckpt_path={earlier[-1]}" if earlier else "",
+    )
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Within it what can't be read is a ConfigError about the checkpoint `path`."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        reason: BaseException = error
+        if isinstance(error, CheckpointException):  # of torch: the errors of all ranks
+            reason = next(iter(error.failures.values()))[0]
+        if isinstance(reason, NotPlainData):
+            raise ConfigError(
+                f"ckpt_path={path}",
+                f"holds {reason.name}, and loading that would run code that the file names",
+                "tensors and plain data; names that torch.serialization.add_safe_globals adds; or files that you trust",
+                "checkpoint.trust=true, in a script MeshStrategy(trust_checkpoints=True)",
+            ) from error
+        if isinstance(reason, OSError):
+            raise ConfigError(f"ckpt_path={path}", f"can't be read: {reason}", "a complete checkpoint") from error
+        if isinstance(reason, RuntimeError | EOFError | KeyError | ValueError | pickle.UnpicklingError):
+            raise _damaged(path, f"is damaged: torch can't read it ({type(reason).__name__})") from error
+        raise
+
+
+def _say_if_it_needs_trust(file: Path) -> None:
+    """Warn when a checkpoint is written that can't be loaded without running code."""
+    try:
+        load_plain(file)
+    except NotPlainData as error:
+        warnings.warn(
+            f"checkpoints of this run hold {error.name}, which is no plain data: resuming from them needs "
+            "checkpoint.trust=true, in a script MeshStrategy(trust_checkpoints=True); plain hyperparameters and "
+            "callbacks' states don't",
+            stacklevel=2,
+        )
+
+
+def _put_in_place(beside: Path, path: Path) -> None:
     replaced = path.with_name(path.name + REPLACED)
     if os.path.lexists(path):
         _remove(replaced)  # an earlier process may have died right here
@@ -370,12 +477,8 @@ def _load_single_file(
     optimizer_names: list[GroupNames] | None,
 ) -> dict[str, Any]:
     """Load a checkpoint file that lightning wrote on one device: each rank copies its parts from the mapped file."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
-    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        if "weights_only" in str(error):  # torch says well what it does not trust
-            raise
-        raise ConfigError(f"ckpt_path={path}", "is damaged: torch can't read it", "a complete checkpoint") from error
+    with readable(path):
+        checkpoint = load_plain(path, trust, mmap=not _is_old(path))
     if len(optimizers) > len(checkpoint.get("optimizer_states", [])):
         raise _other_optimizers(path, len(checkpoint.get("optimizer_states", [])), len(optimizers))
     saved = checkpoint.pop("state_dict")
@@ -389,7 +492,7 @@ def _load_single_file(
     _check_names(_whole_shapes(mine, mesh.group("pp")), stored, path, module.strict_loading)
     for name, tensor in mine.items():
         if isinstance(tensor, torch.Tensor) and name in saved:
-            _copy_part(saved[name], tensor)
+            copy_part(saved[name], tensor)
     _set_extra_state(module, {name: _opaque(name, saved[name]) for name in mine if name in saved})
     names = {parameter: name for name, parameter in module.named_parameters()}
     parameters = {name: parameter for parameter, name in names.items()}
@@ -406,7 +509,7 @@ def _load_single_file(
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
                     part = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
-                    _copy_part(value, part)
+                    copy_part(value, part)
                     value = part
                 values[f"state.{order[index]}.{key}"] = value
         groups = [
@@ -417,11 +520,18 @@ def _load_single_file(
             for group in state["param_groups"]
         ]
         fill_optimizer(optimizer, names, values, groups, whole)
-    checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
+    checkpoint["state_dict"], checkpoint["optimizer_states"] = dict(mine), []
     return checkpoint
 
 
-def _copy_part(whole: torch.Tensor, part: torch.Tensor) -> None:
+def _is_old(file: Path) -> bool:
+    """Whether `torch.save` wrote it before it wrote archives; such a file can't be mapped."""
+    return not zipfile.is_zipfile(file)
+
+
+@torch.no_grad()
+def copy_part(whole: torch.Tensor, part: torch.Tensor) -> None:
+    """Fill `part`, which may be sharded, from the whole tensor."""
     if isinstance(part, DTensor):
         part.to_local().copy_(whole[local_index(part)])
     else:

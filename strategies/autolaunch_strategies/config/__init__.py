@@ -30,10 +30,11 @@ from autolaunch_strategies.config.mesh_shape import (
 )
 from autolaunch_strategies.config.model_parallel import MP_NAMES, ModelParallel
 from autolaunch_strategies.config.options import option
-from autolaunch_strategies.config.parallel import ParallelConfig, parallel_config
+from autolaunch_strategies.config.parallel import RANDOM_NUMBERS, ParallelConfig, parallel_config
 from autolaunch_strategies.config.pipeline import PP_NAMES, PipelineParallel
 from autolaunch_strategies.config.recompute import RECOMPUTE_MODES, Recompute, parse_recompute
 from autolaunch_strategies.config.schedules import SCHEDULE_SPECS, SCHEDULES, ScheduleSpec
+from autolaunch_strategies.config.spelling import on_command_line, to_write
 
 __all__ = [
     "AXES",
@@ -46,6 +47,7 @@ __all__ = [
     "DEFAULT_ORDER",
     "MP_NAMES",
     "PP_NAMES",
+    "RANDOM_NUMBERS",
     "RECOMPUTE_MODES",
     "SAME_DATA_AXES",
     "SCHEDULES",
@@ -68,11 +70,13 @@ __all__ = [
     "cp_backend",
     "looks_like_mesh",
     "nearest",
+    "on_command_line",
     "option",
     "parallel_config",
     "parse_mesh",
     "parse_order",
     "parse_recompute",
     "raise_all",
+    "to_write",
     "ulysses_degree",
 ]

@@ -15,6 +15,7 @@ from autolaunch_strategies.config.context_backends import (
 )
 from autolaunch_strategies.config.errors import ConfigError, nearest
 from autolaunch_strategies.config.options import as_yaml, from_mapping, option
+from autolaunch_strategies.config.spelling import to_write
 
 _SPELLINGS = ", ".join(f"{spelling} is {name}" for spelling, name in CP_SPELLINGS.items())
 _MIXED = backends_that(lambda spec: spec.is_mixed)
@@ -76,7 +77,7 @@ class ContextParallel:
         None,
         ge=1,
     )
-    pad: bool = option("Pad sequences whose length is no multiple of 2 x cp, instead of refusing them.", False)
+    pad: bool = option("Pad sequences whose length is no multiple of 2 x cp; false refuses them.", True)
     plan: dict[str, Any] = option(
         "Where sequences are sharded, if not in every block: `pattern: PrepareContextParallel` for layers that get "
         "them, `pattern: ContextParallel` for layers that call attention.",
@@ -90,6 +91,10 @@ class ContextParallel:
     def spec(self) -> ContextBackend:
         """What is true of the backend."""
         return CP_BACKEND_SPECS[self.backend]
+
+    def to_write(self, field: str, value: str) -> str:
+        """The line that sets a field, for whoever wrote this config."""
+        return to_write(f"cp.{field}", value, "cp_config" if self.name == "parallelize" else "")
 
     def split(self, cp: int, heads: int | None = None) -> tuple[int, int]:
         """(ring, ulysses): how many places of a ring, and how many ranks at each, the `cp` ranks of the axis are.

@@ -8,12 +8,15 @@ from typing import Any
 
 from autolaunch_strategies.config.context import ContextParallel, context_parallel
 from autolaunch_strategies.config.data_parallel import DataParallel
-from autolaunch_strategies.config.errors import ConfigError
+from autolaunch_strategies.config.errors import ConfigError, nearest
 from autolaunch_strategies.config.mesh_shape import MeshShape, mesh_of_sizes, parse_mesh
 from autolaunch_strategies.config.model_parallel import MP_NAMES, ModelParallel
 from autolaunch_strategies.config.options import from_mapping
 from autolaunch_strategies.config.pipeline import PP_NAMES, PipelineParallel
 from autolaunch_strategies.config.recompute import Recompute, parse_recompute
+
+RANDOM_NUMBERS = ("by_rank", "by_position")
+"""Whether dropout draws from a generator on each rank, or a number for each place in the run, equal on every mesh."""
 
 
 @dataclass
@@ -27,6 +30,7 @@ class ParallelConfig:
     cp: ContextParallel | None = None
     recompute: Recompute = field(default_factory=Recompute)
     compile: bool | str = False
+    random_numbers: str = "by_rank"
 
     @property
     def ulysses(self) -> int:
@@ -43,6 +47,7 @@ def parallel_config(
     recompute: Any = "none",
     recompute_save: Iterable[str] = ("mm", "attention"),
     compile: bool | str = False,
+    random_numbers: str = "by_rank",
 ) -> ParallelConfig:
     """Build a `ParallelConfig` from what people write in Python or YAML.
 
@@ -52,6 +57,7 @@ def parallel_config(
         mp: a `ModelParallel`, its fields as a mapping, or none, auto, tensor_parallel, seq_parallel.
         pp: a `PipelineParallel`, its fields as a mapping, or none, exact, or the name of a schedule.
         cp: a `ContextParallel`, its fields as a mapping, or none, or the name of a backend.
+        random_numbers: one of `RANDOM_NUMBERS`.
 
     Raises:
         ConfigError: an unknown field, a wrong shape or a wrong value.
@@ -73,6 +79,14 @@ def parallel_config(
             raise ConfigError(f"pp={pp}", "no such pipeline", ", ".join(PP_NAMES))
         pp = PP_NAMES[pp]
     pipeline = from_mapping(PipelineParallel, pp, "pp") if isinstance(pp, Mapping) else pp
+    if random_numbers not in RANDOM_NUMBERS:
+        close = nearest(str(random_numbers), RANDOM_NUMBERS)
+        raise ConfigError(
+            f"random_numbers={random_numbers}",
+            "no such numbers" + (f"; did you mean {close}?" if close else ""),
+            ", ".join(RANDOM_NUMBERS),
+            f"random_numbers={close or 'by_position'}",
+        )
     return ParallelConfig(
         mesh,
         data_parallel,
@@ -81,4 +95,5 @@ def parallel_config(
         context_parallel(cp),
         parse_recompute(recompute, recompute_save),
         compile,
+        random_numbers,
     )

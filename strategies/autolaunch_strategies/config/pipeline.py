@@ -41,7 +41,8 @@ class PipelineParallel:
     )
     split_spec: Any = option(
         "Where to cut: a prefix of numbered blocks (model.layers), a list of names and prefixes, or the cuts "
-        "themselves, {name or pattern: BEGINNING | END} (null: the blocks that the model's structure shows).",
+        "themselves, {name or pattern: BEGINNING | END}; name@n is call n, from 0, of a module that is called several "
+        "times (null: the blocks that the model's structure shows, calls of one that repeats, or its parts by cost).",
         None,
     )
     allow_batch_statistics: bool = option(

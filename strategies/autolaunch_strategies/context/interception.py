@@ -12,10 +12,10 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, to_write
 from autolaunch_strategies.context.attention.backends import context_attention
 from autolaunch_strategies.mesh.layout import Layout, Peers
-from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard
+from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, repeated_to
 from autolaunch_strategies.torch_private.attention import attention_replaced
 from autolaunch_strategies.torch_private.backward import is_differentiating, run_backward
 from autolaunch_strategies.torch_private.modes import is_active
@@ -120,10 +120,10 @@ class AttentionCalls(TorchFunctionMode):
         ran = self._ran.get(length, set())
         if len(ran) > 1:
             raise ConfigError(
-                "cp.pad=true with activation checkpointing within the model",
+                f"cp={self.peers.size} with activation checkpointing within the model",
                 "sequences of several lengths are padded to the same one, and what is computed again has only that",
                 "recompute=full, which knows what it computes again, or lengths that divide",
-                "recompute=full",
+                to_write("recompute", "full"),
             )
         return next(iter(ran), None)
 
@@ -134,9 +134,10 @@ class AttentionCalls(TorchFunctionMode):
         positions = heads[0].positions if sharded else None
         if positions is None or any(item.positions != positions for item in heads) or not _is_all(positions):
             return func(**arguments)
-        parts = arguments | {name: arguments[name].local for name in ("query", "key", "value")}
-        out = self._attention(Within("the model", positions.layout, self.backend), parts)
-        return SequenceShard.of(out, out.dim() - 2, positions, self.peers.group)
+        layout, dim = positions.layout, heads[0].dim() - 2
+        parts = {name: repeated_to(arguments[name].local, dim, layout.local) for name in ("query", "key", "value")}
+        out = self._attention(Within("the model", layout, self.backend), arguments | parts)
+        return SequenceShard.of(out.narrow(dim, 0, layout.valid(self.peers.rank)), dim, positions, self.peers.group)
 
     @torch.compiler.disable
     def _attention(self, within: Within, arguments: dict[str, Any]) -> Any:
@@ -246,8 +247,8 @@ _MULTI_HEAD_ARGUMENTS = tuple(inspect.signature(F.multi_head_attention_forward).
 
 
 def _is_all(positions: Positions) -> bool:
-    """Whether `positions` are all positions of a sequence that has no padding."""
-    return not positions.layout.is_padded and positions == Positions.of_layout(positions.layout)
+    """Whether `positions` are all positions of a sequence."""
+    return positions == Positions.of_layout(positions.layout)
 
 
 def _four_dims(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autolaunch_strategies.config import SAME_DATA_AXES, ConfigError, ContextParallel
+from autolaunch_strategies.config import SAME_DATA_AXES, ContextParallel
 from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.marked import Marked
-from autolaunch_strategies.context.sharded_modules import Sequences, ShardedModule
-from autolaunch_strategies.context.transformers_attention import use_torch_attention
+from autolaunch_strategies.context.sharded_modules import Sequences, ShardedModule, mixes_positions
+from autolaunch_strategies.context.transformers_attention import blocks_without_torch_attention, use_torch_attention
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -27,7 +30,7 @@ class ContextParallelModule:
 
     sequences: Sequences | None = None
     sharded: list[ShardedModule] = field(default_factory=list)
-    _seen_is_checked: bool = False
+    _is_reported: bool = False
 
     def running(self) -> AbstractContextManager[None]:
         """Forward and backward passes of the model run within it, and within what `model_parallel` needs inside it."""
@@ -37,30 +40,67 @@ class ContextParallelModule:
         """The context in which a block that runs now can run again, in a backward pass."""
         return nullcontext() if self.sequences is None else self.sequences.calls.repeating()
 
-    def check_seen(self, name: str, group: dist.ProcessGroup | None) -> None:
-        """Once, after the first step: whether attention has been seen at all.
+    def report(self, name: str, group: dist.ProcessGroup | None) -> None:
+        """Once, after the first step, warn of what gathers sequences, and of a model in which none are sharded.
 
         Args:
             group: the ranks that hold the other stages; collective over it.
-
-        Raises:
-            ConfigError: it has not, so sequences were not sharded where it matters.
         """
-        if self.sequences is None or self._seen_is_checked:
+        if self.sequences is None or self._is_reported:
             return
-        self._seen_is_checked = True
-        seen = torch.tensor(self.sequences.calls.seen, device=self.sequences.device)
+        self._is_reported = True
+        own = self.sequences.calls.seen, self.sequences.has_sharded, gathering(self.sharded)
+        stages: list[Any] = [own]
         if group is not None:
-            dist.all_reduce(seen, group=group)
-        if not int(seen):
-            ranks = self.sequences.peers.size
-            raise ConfigError(
-                f"cp={ranks} but no attention call was intercepted in model {name}",
-                "nothing in its blocks calls torch.nn.functional.scaled_dot_product_attention on [b, heads, s, d] with "
-                "a sequence that can be sharded",
-                "models whose attention is scaled_dot_product_attention (for transformers: attn_implementation=sdpa) "
-                "on inputs [batch, sequence, ...] (batch_first=True), or a mesh with cp of size 1",
-            )
+            stages = [None] * group.size()
+            dist.all_gather_object(stages, own, group=group)
+        seen, sharded = any(stage[0] for stage in stages), any(stage[1] for stage in stages)
+        lines = list(dict.fromkeys(line for stage in stages for line in stage[2]))
+        if self.sequences.peers.rank == 0:
+            for line in lines or _nothing_seen(name, seen, sharded):
+                log.warning("cp=%d: %s", self.sequences.peers.size, line)
+
+
+def _nothing_seen(name: str, attention: bool, sharded: bool) -> list[str]:
+    """What is said of a model in which no sequences are sharded, or no attention has been found."""
+    if not sharded:
+        return [
+            f"nothing is sharded in {name}: its modules run on whole sequences, so that each rank does all of the work "
+            "of its share of the data"
+        ]
+    if attention:
+        return []
+    return [
+        f"no call of torch.nn.functional.scaled_dot_product_attention over a sharded sequence was seen in {name}: if "
+        "it has attention, cp shards something else than sequences; what it shards is the second dim, so that inputs "
+        "have to be [batch, sequence, ...] (for torch's layers: batch_first=True)"
+    ]
+
+
+def gathering(sharded: Iterable[ShardedModule]) -> list[str]:
+    """What blocks do not run on parts of sequences, and what that costs: a line for all of a class."""
+    alike: dict[str, list[ShardedModule]] = {}
+    for module in sharded:
+        if module.is_block and module.why_whole:
+            alike.setdefault(type(module.module).__name__, []).append(module)
+    lines = []
+    for kind, modules in alike.items():
+        names = modules[0].name + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
+        repeats = modules[0].repeats
+        more = f" and {len(repeats) - _SHOWN} more" if len(repeats) > _SHOWN else ""
+        lines.append(
+            f"{names} ({kind}) can't run on parts of sequences: {modules[0].why_whole}. What meets there is gathered, "
+            f"{_readable(sum(module.gathered for module in modules))} per rank in a forward pass"
+            + (f"; each rank computes {', '.join(repeats[:_SHOWN])}{more} of whole sequences" if repeats else "")
+        )
+    return lines
+
+
+_SHOWN = 4
+
+
+def _readable(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
 def prepare_context(
@@ -86,7 +126,7 @@ def prepare_context(
     mp = mesh.sub_mesh("mp")
     ranks_along_mp = 1 if mp is None else mp.size()
     together = mesh.group(*(axis for axis in SAME_DATA_AXES if axis != "pp"))
-    return ContextParallelModule(Sequences(peers, calls, config.pad, device, together, ranks_along_mp))
+    return ContextParallelModule(Sequences(peers, calls, config, device, together, ranks_along_mp))
 
 
 def _using(calls: AttentionCalls, backend: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,20 +155,8 @@ def shard_sequences(
     chosen = sharded_modules(model, [block.module for block in blocks], marked)
     for name, (module, is_block) in chosen.items():
         if not is_elsewhere(module):
-            if is_block:
-                _refuse_statistics(name, module, applied.sequences.peers.size)
             backend = marked.regions.get(name, applied.sequences.calls.backend)
             applied.sharded.append(ShardedModule(name, module, applied.sequences, is_block, backend))
-
-
-def _refuse_statistics(name: str, block: nn.Module, ranks: int) -> None:
-    for part_name, part in block.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            raise ConfigError(
-                f"cp={ranks} with {name}.{part_name} ({type(part).__name__})",
-                "it takes its statistics from the positions that it sees, which are those of one rank",
-                "other norms, or a mesh with cp of size 1",
-            )
 
 
 def sharded_modules(model: nn.Module, blocks: list[nn.Module], marked: Marked) -> Mapping[str, tuple[nn.Module, bool]]:
@@ -162,17 +190,31 @@ def _only_blocks(model: nn.Module) -> list[nn.Module]:
 def account_of_context(
     config: ContextParallel, ranks: int, model: nn.Module, blocks: list[nn.Module], marked: Marked
 ) -> dict[str, Any]:
-    """What is done along cp, as plain data for plan.yaml."""
+    """What is done along cp, as plain data for plan.yaml. What only a trial can show is not in it."""
     chosen = sharded_modules(model, blocks, marked)
+    regions = {name: module for name, (module, is_block) in chosen.items() if is_block}
+    gathered = dict(_foreseen_gathers(model, regions))
     return {
         "backend": config.backend,
         "ranks": ranks,
         "ulysses": config.split(ranks)[1],
         "pad": config.pad,
-        "regions": [name for name, (_, is_block) in chosen.items() if is_block],
+        "regions": [name for name in regions if name not in gathered],
         "layers": [name for name, (_, is_block) in chosen.items() if not is_block],
         "attention": dict(marked.attention),
+        **({"gathered": gathered} if gathered else {}),
     }
+
+
+def _foreseen_gathers(model: nn.Module, regions: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    """(name, why) of blocks in which positions meet outside of calls of attention, as far as their classes say it."""
+    written_out = blocks_without_torch_attention(model)
+    for name, region in regions.items():
+        mixing = next((part for part in region.modules() if mixes_positions(part)), None)
+        if mixing is not None:
+            yield name, f"{type(mixing).__name__} sees several positions"
+        elif region in written_out:
+            yield name, f"attention is computed as `{written_out[region]}`, not by scaled_dot_product_attention"
 
 
 @contextmanager

@@ -5,7 +5,12 @@ this rank; those with two (masks) and those with none stay whole. What it return
 this rank's part (`SequenceShard`).
 
 Which dims are those of the sequence, and that the module gives the same result when its sequence is sharded, is tried
-out at the first call of each kind, on a short sequence: run whole and run sharded, it must return the same.
+out at the first call of each kind, on a short sequence: run whole and run sharded, it must return the same. No
+parameter is zero in that (`trial_parameters`).
+
+Where it does not, a block is opened: its own code sees whole sequences, as that between blocks does, so that positions
+meet in operators that gather what they need, and the modules in it are tried in turn. What can't run so, either, or
+would gather again and again, runs whole on every rank.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +31,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, ContextParallel
 from autolaunch_strategies.context.arguments import Form, flattened
 from autolaunch_strategies.context.interception import AttentionCalls
+from autolaunch_strategies.context.opened import OpenedForward
 from autolaunch_strategies.context.shown import show_whole
-from autolaunch_strategies.context.transformers_attention import attention_by_hand
+from autolaunch_strategies.context.transformers_attention import is_cache
+from autolaunch_strategies.context.trial_parameters import no_small_parameters
 from autolaunch_strategies.mesh.layout import Layout, Peers
-from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut
+from autolaunch_strategies.model.random_positions import holding
+from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
+from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut, repeated_to
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
 from autolaunch_strategies.torch_private.fsdp import end_left_forward, gathered_once
@@ -59,13 +70,20 @@ class CallSharding:
     """For every flattened output its sequence dim; None: it has none."""
 
 
+class Whole(Enum):
+    """How a kind of call runs that gives something else on parts of a sequence."""
+
+    OPENED = "its code sees whole sequences, of which each rank holds a part"
+    REPEATED = "it runs on whole sequences, on every rank"
+
+
 @dataclass
 class Sequences:
     """What all sharded modules of a model share."""
 
     peers: Peers
     calls: AttentionCalls
-    pad: bool
+    config: ContextParallel
     device: torch.device
     together: dist.ProcessGroup | None
     """Ranks that are given the same data, so call the same modules alike, and agree on what a trial has shown."""
@@ -74,6 +92,14 @@ class Sequences:
     """Whether a module runs that is sharded, or found not to be shardable: those within it run as they are called."""
     trying: bool = False
     """Whether a module runs for a trial only."""
+    rows: int = 1
+    """Samples in the batch of the module that runs on a part."""
+    has_sharded: bool = False
+    """Whether any module has run on a part."""
+    inner: dict[nn.Module, ShardedModule] = field(default_factory=dict)
+    """Modules within blocks that have been opened."""
+    opened: list[SequenceShard] = field(default_factory=list)
+    """What comes into and out of opened modules that run now."""
     _cut: dict[tuple[int, int, Any], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
 
     def cut(self, leaf: torch.Tensor, dim: int, layout: Layout, padded: bool) -> torch.Tensor:
@@ -101,34 +127,58 @@ _KNOWN = (torch.Tensor, bool, int, float, str, type(None))
 _MOST_CUT = 16
 _TRIAL_LENGTH = 1024
 """Positions of the sequence on which a call is tried out: what meets over a larger distance only is not seen."""
+_MOST_GATHERS = 16
+"""How often the code of an opened module gathers in a forward pass: a loop over positions would do it for each."""
 
 
 class ShardedModule:
     """One module whose calls run on this rank's part of the sequence."""
 
-    def __init__(self, name: str, module: nn.Module, sequences: Sequences, is_block: bool, backend: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        sequences: Sequences,
+        is_block: bool,
+        backend: str,
+        outer: ShardedModule | None = None,
+    ) -> None:
         """Take over the calls of `module`.
 
         Args:
-            is_block: it holds attention: that it can't be sharded is an error. Any other module then runs whole.
+            is_block: it holds attention: where it gives something else on parts, it is opened.
             backend: what computes attention in it.
+            outer: the opened module within which this one is. Only sequences that are sharded already are sharded in
+                it: its code sees some that the model left whole.
         """
         self.name, self.module, self.sequences, self.is_block = name, module, sequences, is_block
-        self.backend = backend
+        self.backend, self.outer = backend, outer
+        self.why_whole = ""
+        """What a trial has found against running on parts."""
+        self.gathered = 0
+        """Bytes that its first call that was no trial got from other ranks, with all modules within it."""
+        self.repeats: list[str] = []
+        """What every rank has computed in that call of gathered tensors: functions, and modules within it."""
+        self._opened: OpenedForward | None = None
+        self._gathers_within = 0
+        """How often the modules within this one have gathered."""
         own = intercepted(module)
         self._own: Callable[..., Any] = own or (lambda *args, **kwargs: run_call(module, *args, **kwargs))
-        self._shardings: dict[Any, CallSharding | None] = {}
+        self._shardings: dict[Any, CallSharding | Whole] = {}
         self._draws: bool | None = None
-        self._rows = 1
-        """Samples in the batch of the present call."""
         intercept_calls(module, self._called)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        if self.sequences.inside or not is_active(self.sequences.calls):  # outside of steps everything is whole
+        calls = self.sequences.calls
+        # Outside of steps everything is whole; and within a part, which may be computed again, everything is one.
+        if self.sequences.inside or calls.within is not None or not is_active(calls):
             return self._own(*args, **kwargs)
         leaves, form = flattened(args, kwargs)
         if not torch.is_grad_enabled() and any(not isinstance(leaf, _KNOWN) for leaf in leaves):
             return self._whole(leaves, form)  # such as a cache of keys that text is generated with
+        if any(is_cache(leaf) for leaf in leaves if not isinstance(leaf, _KNOWN)):
+            self.why_whole = "it is given a cache of keys, which every trial would fill"
+            return self._whole(leaves, form)
         with without_torch_functions():  # shapes of the whole, as shards know them, without asking every mode
             anchor = self._anchor(leaves)
             kinds = () if anchor is None else tuple(_kind(leaf, anchor.size) for leaf in leaves)
@@ -136,13 +186,18 @@ class ShardedModule:
             return self._whole(leaves, form)
         layout = self.sequences.peers.layout(anchor.size)
         show_whole(self.module, self._shown, self._is_trial)
-        key = form, kinds
+        key = form, kinds, layout.is_padded
         if key not in self._shardings:
-            self._shardings[key] = self._try(leaves, form, anchor)
+            self._shardings[key] = self._try(leaves, form, anchor, layout)
         sharding = self._shardings[key]
-        if sharding is None:
-            return self._whole(leaves, form)
-        with self._own_numbers():
+        if isinstance(sharding, Whole):
+            before = TRAFFIC.times
+            output = self._on_whole(sharding, leaves, form, anchor)
+            if self.outer is not None:
+                self.outer._gathers_within += TRAFFIC.times - before
+            return output
+        self.sequences.has_sharded |= not self.sequences.trying
+        with self._own_numbers(), holding(partial(self._held, layout)):
             output = self._on_part(leaves, form, sharding, layout)
         output_dims: Sequence[int | None] = sharding.output_dims
         if isinstance(output, torch.Tensor) and len(output_dims) == 1 and output_dims[0] is not None:
@@ -166,6 +221,43 @@ class ShardedModule:
         with self._within(None):
             return self._own(*args, **kwargs)
 
+    def _on_whole(self, how: Whole, leaves: list[Any], form: Form, anchor: Anchor) -> Any:
+        """What the module returns for whole sequences, of which it may hold a part."""
+        before, TRAFFIC.repeated = TRAFFIC.copy(), frozenset()
+        if how is Whole.REPEATED:
+            output = self._whole(leaves, form)
+            TRAFFIC.repeated = frozenset({self.name})
+        else:
+            self.sequences.has_sharded |= not self.sequences.trying
+            output = self._opened_call(self._as_shards(leaves, anchor), form)
+        if not self.gathered and not self.sequences.trying:
+            self.gathered, self.repeats = TRAFFIC.received - before.received, sorted(TRAFFIC.repeated)
+        TRAFFIC.repeated |= before.repeated
+        return output
+
+    def _as_shards(self, leaves: list[Any], anchor: Anchor) -> list[Any]:
+        """The arguments with the one that tells the length as a shard; others are as they were handed."""
+        leaves, leaf = list(leaves), leaves[anchor.leaf]
+        if not isinstance(leaf, SequenceShard):
+            leaves[anchor.leaf] = self._shard_of_whole(leaf, anchor.dim, self.sequences.peers.layout(anchor.size))
+        return leaves
+
+    def _shard_of_whole(self, leaf: torch.Tensor, dim: int, layout: Layout) -> SequenceShard:
+        positions, group = Positions.of_layout(layout), self.sequences.peers.group
+        return SequenceShard.of(cut(leaf, dim, positions, group), dim, positions, group)
+
+    def _opened_call(self, leaves: list[Any], form: Form) -> Any:
+        """What the module returns if its own code sees whole sequences; some arguments are this rank's part of one."""
+        if self._opened is None:
+            self._opened = OpenedForward(self.module, self._is_trial, self.sequences.opened)
+            for name, part in _called_parts(self.module):
+                if part not in self.sequences.inner:
+                    self.sequences.inner[part] = ShardedModule(
+                        f"{self.name}.{name}", part, self.sequences, False, self.backend, outer=self
+                    )
+        with self.sequences.calls.using(self.backend), torch.compiler.set_stance("force_eager"):
+            return self._opened(self._own, leaves, form)
+
     def _on_part(self, leaves: list[Any], form: Form, sharding: CallSharding, layout: Layout) -> Any:
         """What the module returns for this rank's part; with padding, if there is any."""
         parts = [
@@ -175,17 +267,19 @@ class ShardedModule:
         args, kwargs = form.arguments(parts)
         with without_torch_functions():
             pairs = zip(parts, sharding.argument_dims, strict=True)
-            self._rows = next((_batch_of(part, dim) for part, dim in pairs if dim is not None), 1)
+            self.sequences.rows = next((_batch_of(part, dim) for part, dim in pairs if dim is not None), 1)
         with self._within(layout):
             return self._own(*args, **kwargs)
 
     def _shown(self, part: torch.Tensor) -> torch.Tensor | None:
         """What a hook within the module is shown: the tensor of the whole sequence, if one has the part's length."""
         within = self.sequences.calls.within
-        if within is None or isinstance(part, SequenceShard):
+        if isinstance(part, SequenceShard):
             return None
+        if within is None:
+            return next((shard for shard in self.sequences.opened if shard._local is part), None)
         dim = _dim_of_part(part, within.layout)
-        if dim is None and part.dim() > 0 and part.shape[0] == self._rows * within.layout.local:
+        if dim is None and part.dim() > 0 and part.shape[0] == self.sequences.rows * within.layout.local:
             dim = 0  # the batch is flattened into it
         return None if dim is None else self._shard(part, dim, within.layout)
 
@@ -204,7 +298,7 @@ class ShardedModule:
             return _whole(leaf)
         if isinstance(leaf, SequenceShard):
             if leaf.sequence_dim == dim and leaf.positions == Positions.of_layout(layout):
-                return _padded(leaf.local, dim, layout.local)
+                return repeated_to(leaf.local, dim, layout.local)
             leaf = leaf.whole()
         return self.sequences.cut(leaf, dim, layout, padded=True)
 
@@ -233,7 +327,7 @@ class ShardedModule:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, SequenceShard):
                 return Anchor(place, leaf.sequence_dim, leaf.shape[leaf.sequence_dim])
-            if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, torch.Tensor) or self.outer is not None:
                 continue
             if leaf.is_floating_point() and leaf.dim() == 3:
                 return Anchor(place, 1, leaf.shape[1])
@@ -245,78 +339,127 @@ class ShardedModule:
         """Whether a sequence of so many positions is sharded.
 
         Raises:
-            ConfigError: a block would be trained on one that can't be.
+            ConfigError: a block would be trained on one that is not padded, as the config says.
         """
         ranks = self.sequences.peers.size
-        if size % (2 * ranks) == 0 or (self.sequences.pad and size >= 2 * ranks):
+        if size < 2 * ranks:
+            return False
+        if size % (2 * ranks) == 0 or self.sequences.config.pad:
             return True
         if not self.is_block or not torch.is_grad_enabled():  # a prompt that grows has every length
             return False
-        below = max(size // (2 * ranks), 1) * 2 * ranks
-        enough = size >= 2 * ranks
         raise ConfigError(
             f"cp={ranks} with {self.name}",
             f"a sequence of {size} positions can't be cut into 2 x {ranks} parts of equal length",
-            f"multiples of {2 * ranks}, such as {below}" + (", or padding" if enough else ""),
-            "cp.pad=true" if enough else "",
+            f"multiples of {2 * ranks}, such as {size // (2 * ranks) * 2 * ranks}, or padding",
+            self.sequences.config.to_write("pad", "true"),
         )
 
     # --- trial ------------------------------------------------------------------------------------------------------
 
-    def _try(self, leaves: list[Any], form: Form, anchor: Anchor) -> CallSharding | None:
-        """How this call is sharded, found by running a short one of its kind whole and sharded; None: it is not.
+    def _try(self, leaves: list[Any], form: Form, anchor: Anchor, layout: Layout) -> CallSharding | Whole:
+        """How this call is sharded, found by running a short one of its kind whole and sharded.
 
         Collective over `Sequences.together`.
 
         Raises:
-            ConfigError: a block returns something else when its sequence is sharded.
+            ConfigError: the module can't run sharded as the config says, and can with another one.
         """
+        # Statistics of training are not seen in a trial. Of layers without parts only the kind is known.
+        statistics = [part for part in self.module.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
         if isinstance(self.module, _NEVER_BY_POSITION) and not self.is_block:
-            return None
-        ranks = self.sequences.peers.size
-        pairs = max(_TRIAL_LENGTH // (2 * ranks), self.sequences.ranks_along_mp)
-        per_rank = 2 * max(min(anchor.size // (2 * ranks), pairs), 1)
-        layout = self.sequences.peers.layout(per_rank * ranks)
-        problem = ""
+            return Whole.REPEATED
+        peers = self.sequences.peers
+        pairs = max(_TRIAL_LENGTH // (2 * peers.size), self.sequences.ranks_along_mp)
+        padding = layout.local * peers.size - layout.size
+        short_layout = peers.layout(min(layout.local, 2 * pairs) * peers.size - padding)
+        refused: ConfigError | None = None
+        before = TRAFFIC.copy()
         # Replicas have other data, so a call may be new to one of them alone: the others must not notice.
         alone = gathered_once(self.module)
         with torch.no_grad(), saved_random_state(self.sequences.device), self._evaluating(), alone:
-            for cuts in _ways_to_cut(leaves, anchor):
+            for cuts in () if statistics else _ways_to_cut(leaves, anchor):
                 short = [
-                    self._short(leaf, anchor.size, dim, layout.local) for leaf, dim in zip(leaves, cuts, strict=True)
+                    self._short(leaf, anchor.size, dim, short_layout) for leaf, dim in zip(leaves, cuts, strict=True)
                 ]
-                sharding, problem = self._compare(short, form, cuts, layout)
+                sharding, problem, refusal = self._compare(short, form, cuts, short_layout)
+                self.why_whole, refused = self.why_whole or problem, refused or refusal
                 if self._agree(sharding is not None):
+                    assert sharding is not None
+                    self.why_whole = ""
                     return sharding
-        if not self.is_block:
-            log.debug("cp: %s runs on whole sequences: %s", self.name, problem)
-            return None
-        problem = problem or "another rank found that it returns something else for a sharded sequence"
-        if other := attention_by_hand(self.module):
-            problem += f"; transformers computes its attention as `{other}`, having no other way for this model"
-        raise ConfigError(
-            f"cp={ranks} with {self.name} ({type(self.module).__name__})",
-            f"{problem}. Positions of a sharded sequence may meet only in attention that is computed by "
-            "torch.nn.functional.scaled_dot_product_attention",
-            "blocks whose other operations treat each position by itself, or a mesh with cp of size 1",
+            if statistics:
+                self.why_whole = f"{type(statistics[0]).__name__} takes its statistics from all positions"
+            self.why_whole = self.why_whole or "another rank found that it returns something else"
+            how = Whole.REPEATED
+            may_open = self.is_block or self.outer is not None
+            if may_open:
+                fine, refusal = self._tries_opened(leaves, form, anchor, short_layout)
+                how = Whole.OPENED if self._agree(fine) else how
+                refused = refused and refusal
+        TRAFFIC.restore(before)
+        if refused is not None and may_open:
+            raise refused
+        log.debug("cp: %s: %s, so %s", self.name, self.why_whole, how.value)
+        return how
+
+    def _tries_opened(
+        self, leaves: list[Any], form: Form, anchor: Anchor, layout: Layout
+    ) -> tuple[bool, ConfigError | None]:
+        """(whether the module returns the same if it is opened, and gathers few times; what says how it could)."""
+        cuts = tuple(anchor.dim if place == anchor.leaf else None for place in range(len(leaves)))
+        short = [self._short(leaf, anchor.size, dim, layout) for leaf, dim in zip(leaves, cuts, strict=True)]
+        try:
+            theirs = tree_flatten(self._whole(short, form))[0]
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, SequenceShard) and leaf.shape[leaf.sequence_dim] == anchor.size:
+                    short[place] = self._shard_of_whole(short[place], leaf.sequence_dim, layout)
+                elif isinstance(leaf, SequenceShard):
+                    short[place] = leaf.detach()
+            short = self._as_shards(short, Anchor(anchor.leaf, anchor.dim, layout.size))
+            self._opened_call(short, form)  # so that the modules within it are tried
+            before = TRAFFIC.times - self._gathers_within
+            ours = tree_flatten(self._opened_call(short, form))[0]
+            times = TRAFFIC.times - self._gathers_within - before
+        except ConfigError as error:
+            return False, error
+        except Exception as error:  # whatever a model raises that is handed another kind of tensor
+            self._end_left_forward()
+            log.debug("cp: %s can't be opened: %s", self.name, error, exc_info=True)
+            return False, None
+        tolerance = self._tolerance(short)
+        same = len(ours) == len(theirs) and not any(
+            isinstance(one, torch.Tensor) != isinstance(other, torch.Tensor)
+            or (isinstance(one, torch.Tensor) and _far(plain(one), plain(other), tolerance))
+            for one, other in zip(ours, theirs, strict=True)
         )
+        if not same or times > _MOST_GATHERS:
+            log.debug("cp: %s is not opened: equal %s, gathers %d times", self.name, same, times)
+        return same and times <= _MOST_GATHERS, None
+
+    def _end_left_forward(self) -> None:
+        if isinstance(self.module, FSDPModule):
+            end_left_forward(self.module)
 
     def _compare(
         self, short: list[Any], form: Form, cuts: tuple[int | None, ...], layout: Layout
-    ) -> tuple[CallSharding | None, str]:
-        """(sharding, "") if the module returns for a sharded sequence what it returns for a whole one, or why not."""
+    ) -> tuple[CallSharding | None, str, ConfigError | None]:
+        """(sharding, "", None) if the module returns for a sharded sequence what it returns for a whole one.
+
+        Or else why not, and what says it if that is something to be changed in the config.
+        """
         try:
             theirs = tree_flatten(self._whole(short, form))[0]
             ours = tree_flatten(self._on_part(short, form, CallSharding(cuts, ()), layout))[0]
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            self._end_left_forward()
+            return None, error.problem, error
         except Exception as error:  # whatever a model raises when shapes don't fit
-            if isinstance(self.module, FSDPModule):
-                end_left_forward(self.module)
+            self._end_left_forward()
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return None, f"it does not run on a part of a sequence ({type(error).__name__}: {first_line})"
+            return None, f"it does not run on a part of a sequence ({type(error).__name__}: {first_line})", None
         if len(ours) != len(theirs):
-            return None, "it returns other things for a part of a sequence"
+            return None, "it returns other things for a part of a sequence", None
         output_dims: list[int | None] = []
         tolerance = self._tolerance(short)
         for one, other in zip(ours, theirs, strict=True):
@@ -326,14 +469,14 @@ class ShardedModule:
                 changed = [place for place, (ours_here, theirs_here) in enumerate(sizes) if ours_here != theirs_here]
                 if one.dim() != other.dim() or len(changed) > 1 or (changed and one.shape[changed[0]] % layout.local):
                     shapes = f"{list(one.shape)} for a part, {list(other.shape)} for the whole"
-                    return None, f"what it returns does not have the sequence as one of its dims ({shapes})"
+                    return None, f"what it returns does not have the sequence as one of its dims ({shapes})", None
                 dim = changed[0] if changed else None
                 if _far(plain(one if dim is None else self._shard(one, dim, layout)), plain(other), tolerance):
-                    return None, "it returns something else when its sequence is sharded"
+                    return None, "it returns something else when its sequence is sharded", None
             output_dims.append(dim)
         if all(dim is None for dim in output_dims):
-            return None, "nothing that it returns has the sequence among its dims"
-        return CallSharding(cuts, tuple(output_dims)), ""
+            return None, "nothing that it returns has the sequence among its dims", None
+        return CallSharding(cuts, tuple(output_dims)), "", None
 
     def _tolerance(self, leaves: list[Any]) -> float:
         """By how much results may differ, relative to the largest value: by the coarsest type that is computed in."""
@@ -343,8 +486,8 @@ class ShardedModule:
             used.add(torch.get_autocast_dtype(kind))
         return 5e-2 if any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in used) else 1e-3
 
-    def _short(self, leaf: Any, size: int, cut_dim: int | None, local: int) -> Any:
-        """An argument with so many positions per rank instead of `size`, whole, with values of the real one."""
+    def _short(self, leaf: Any, size: int, cut_dim: int | None, layout: Layout) -> Any:
+        """An argument with the positions of `layout` instead of `size`, whole, with values of the real one."""
         peers = self.sequences.peers
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -353,14 +496,14 @@ class ShardedModule:
             dim = leaf.sequence_dim
             if leaf.shape[dim] != size:
                 return leaf.whole()
-            positions = Positions.of_layout(peers.layout(local * peers.size))
-            part = _padded(leaf.local.narrow(dim, 0, min(local, leaf.local.shape[dim])), dim, local)
-            return SequenceShard.of(part, dim, positions, peers.group).whole()
+            count = layout.valid(peers.rank)
+            part = repeated_to(leaf.local.narrow(dim, 0, min(count, leaf.local.shape[dim])), dim, count)
+            return SequenceShard.of(part, dim, Positions.of_layout(layout), peers.group).whole()
         dims = _sequence_dims(leaf, size) if cut_dim is None else [cut_dim]
         if cut_dim is None and len(dims) == 1:
             dims = []  # taken for one that has that length by chance
         for dim in dims:
-            leaf = leaf.narrow(dim, 0, local * peers.size)
+            leaf = leaf.narrow(dim, 0, layout.size)
         return leaf
 
     def _agree(self, fine: bool) -> bool:
@@ -371,18 +514,31 @@ class ShardedModule:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Within it the module runs for a trial: without dropout, and unseen."""
-        seen, self.sequences.trying = self.sequences.calls.seen, True
+        """Within it the module runs for a trial: without dropout, unseen, and not compiled for it."""
+        seen, was, self.sequences.trying = self.sequences.calls.seen, self.sequences.trying, True
         modes = {module: module.training for module in self.module.modules()}
         for module in modes:
             module.training = False
         try:
-            yield
+            with no_small_parameters(self.module), torch.compiler.set_stance("force_eager"):
+                yield
         finally:
-            self.sequences.trying = False
+            self.sequences.trying = was
             self.sequences.calls.seen = seen
             for module, mode in modes.items():
                 module.training = mode
+
+    def _held(self, layout: Layout, shape: Sequence[int]) -> dict[int, tuple[torch.Tensor, int]]:
+        """What this rank holds of a tensor of the shape within the module, for numbers by position."""
+        positions = layout.padded_positions(self.sequences.peers.rank)
+        usual = 2 if len(shape) == 4 else 1  # in attention heads stand in front of it
+        dims = [dim for dim, count in enumerate(shape) if count == layout.local]
+        if dims:
+            return {min(dims, key=lambda dim: abs(dim - usual)): (positions, layout.size)}
+        if shape and shape[0] == self.sequences.rows * layout.local:  # the batch is flattened into it
+            rows = torch.arange(self.sequences.rows)[:, None] * layout.size
+            return {0: ((rows + positions).flatten(), self.sequences.rows * layout.size)}
+        return {}
 
     # --- random numbers ---------------------------------------------------------------------------------------------
 
@@ -412,14 +568,23 @@ def _random_state(device: torch.device) -> bytes:
     return b"".join(state.numpy().tobytes() for state in states)
 
 
-_NEVER_BY_POSITION = (
-    nn.modules.conv._ConvNd,
-    nn.RNNBase,
-    nn.modules.batchnorm._NormBase,
-    nn.GroupNorm,
-    nn.MultiheadAttention,
-)
+_NEVER_BY_POSITION = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._NormBase, nn.GroupNorm)
 """Layers without parts whose positions meet."""
+
+
+def mixes_positions(layer: nn.Module) -> bool:
+    """Whether a layer without parts computes a position from others, too, as its class says."""
+    kernel = layer.kernel_size if isinstance(layer, nn.modules.conv._ConvNd) else ()
+    return isinstance(layer, _NEVER_BY_POSITION) and (not kernel or max(kernel) > 1)
+
+
+def _called_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules that the code of `module` may call: its children, and for a container those in it."""
+    for name, child in module.named_children():
+        if type(child).forward is nn.Module.forward:
+            yield from _called_parts(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
 
 
 def _kind(leaf: Any, size: int) -> Any:
@@ -483,17 +648,6 @@ def _batch_of(part: torch.Tensor, dim: int) -> int:
 
 def _whole(leaf: Any) -> Any:
     return leaf.whole() if isinstance(leaf, SequenceShard) else leaf
-
-
-def _padded(local: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """`local` with its last entry along `dim` repeated until there are `length` of them."""
-    missing = length - local.shape[dim]
-    if missing == 0:
-        return local
-    if local.shape[dim] == 0:  # zeros that hang together with it: every rank takes part in its backward pass
-        return torch.cat([local.sum(dim, keepdim=True).to(local.dtype)] * missing, dim)
-    last = local.narrow(dim, local.shape[dim] - 1, 1)
-    return torch.cat([local, *[last] * missing], dim)
 
 
 def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:

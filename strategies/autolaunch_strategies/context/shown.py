@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.torch_private.calls import change_forward_hooks, has_forward_hooks
 
-_OF_LAYOUTS = ("autolaunch_strategies.tensor.styles", "torch.distributed")
-"""Where hooks come from that change tensors on the way, and not look at them."""
+_OF_LAYOUTS = ("autolaunch_strategies.tensor.styles", "autolaunch_strategies.data_parallel", "torch.distributed")
+"""Where hooks come from that change or gather tensors on the way, and not look at them."""
 
 
 ShardOf = Callable[[torch.Tensor], "torch.Tensor | None"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import Any
 
 from torch import nn
 
@@ -31,10 +32,20 @@ def use_torch_attention(model: nn.Module) -> None:
         log.info("cp: attention of %s is computed by sdpa instead of %s", type(module).__name__, before)
 
 
-def attention_by_hand(block: nn.Module) -> str | None:
-    """How `transformers` computes attention in a block, if that is not by scaled_dot_product_attention."""
-    for module in block.modules():
-        chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if isinstance(chosen, str) and chosen != "sdpa" and "attention" in type(module).__name__.lower():
-            return chosen
-    return None
+def blocks_without_torch_attention(model: nn.Module) -> dict[nn.Module, str]:
+    """Modules of `transformers` models that can't compute attention by that call -> how it is computed instead."""
+    transformers = sys.modules.get("transformers")
+    written_out: dict[nn.Module, str] = {}
+    if transformers is None:
+        return written_out
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel) and not getattr(module, "_supports_sdpa", False):
+            chosen = str(getattr(module.config, "_attn_implementation", None) or "eager")
+            written_out.update(dict.fromkeys(module.modules(), chosen))
+    return written_out
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is what `transformers` keeps keys and values of earlier positions in; calls of blocks add to it."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(value, transformers.Cache)

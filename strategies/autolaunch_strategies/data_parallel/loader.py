@@ -221,48 +221,6 @@ def global_batch_size(loader: DataLoader) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def first_batch(loader: DataLoader) -> Any:
-    """The first batch of all ranks, read in this process; None if it would be missing in the next pass.
-
-    Random states are put back. That is for what can be read again; a stream that gives the same iterator every time
-    is not touched.
-    """
-    if isinstance(loader.dataset, IterableDataset):
-        data: Any = loader.dataset
-        one, other = iter(data), iter(data)
-        if one is other:
-            return None
-    generators = generators_of(loader)
-    own, states = _random_states(), [generator.get_state() for generator in generators]
-    try:
-        if type(loader).__iter__ is not DataLoader.__iter__:
-            return next(iter(loader), None)
-        if isinstance(loader.dataset, IterableDataset):
-            alone = DataLoader(
-                loader.dataset,
-                batch_size=loader.batch_size,
-                collate_fn=loader.collate_fn,
-                generator=loader.generator,
-            )
-            return next(iter(alone), None)
-        indices = next(iter(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler), None)
-        if indices is None:
-            return None
-        if loader.batch_sampler is None:
-            return loader.collate_fn(loader.dataset[indices])
-        return loader.collate_fn(_samples(loader.dataset, list(indices)))
-    finally:
-        _set_random_states(own)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-def _samples(dataset: Any, indices: list[Any]) -> Any:
-    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
-        return dataset.__getitems__(indices)
-    return [dataset[index] for index in indices]
-
-
 # --- who reads what ----------------------------------------------------------------------------------------------
 
 
@@ -462,42 +420,44 @@ class SameRandomness:
 
     def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
         _share_states(list(generators))
-        states = [_random_states() if dist.get_rank() == 0 else None]
+        states = [get_random_states() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(states, 0)
         assert states[0] is not None
         self._shared: list[Any] = states[0]
         self._own: list[Any] = []
 
     def __enter__(self) -> SameRandomness:
-        self._own = _random_states()
-        self._follows = [_equal(own, shared) for own, shared in zip(self._own, self._shared, strict=True)]
-        _set_random_states(self._shared)
+        self._own = get_random_states()
+        self._follows = [equal_states(own, shared) for own, shared in zip(self._own, self._shared, strict=True)]
+        set_random_states(self._shared)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._shared = _random_states()
+        self._shared = get_random_states()
         after = zip(self._own, self._shared, self._follows, strict=True)
-        _set_random_states([shared if follows else own for own, shared, follows in after])
+        set_random_states([shared if follows else own for own, shared, follows in after])
 
 
-def _random_states() -> list[Any]:
+def get_random_states() -> list[Any]:
     """Of torch on the CPU, numpy and python: what draws orders and samples."""
     return [torch.get_rng_state(), np.random.get_state(), random.getstate()]
 
 
-def _set_random_states(states: list[Any]) -> None:
+def set_random_states(states: list[Any]) -> None:
+    """Put the states of `get_random_states` back."""
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])
 
 
-def _equal(one: Any, other: Any) -> bool:
+def equal_states(one: Any, other: Any) -> bool:
+    """Whether two states of one kind are the same."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, np.ndarray):
         return bool((one == other).all())
     if isinstance(one, tuple) and any(isinstance(item, np.ndarray) for item in one):
-        return all(_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+        return all(equal_states(mine, theirs) for mine, theirs in zip(one, other, strict=True))
     return bool(one == other)
 
 

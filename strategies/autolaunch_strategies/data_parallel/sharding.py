@@ -13,7 +13,7 @@ At all three, what outlives a step (parameters, optimizer state) is sharded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from autolaunch_strategies.config import SHARDING_AXES, DataParallel
 from autolaunch_strategies.data_parallel.gradients import GradientAverage
 from autolaunch_strategies.data_parallel.groups import GradientGroup
+from autolaunch_strategies.data_parallel.outside import GathersOnUse
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
 from autolaunch_strategies.torch_private.fsdp import (
@@ -50,6 +51,8 @@ class DataParallelModule:
     averaged: dict[str, GradientGroup] = field(default_factory=dict)
     """Names of parameters that are not sharded -> over which ranks their gradients are averaged."""
     average: GradientAverage | None = None
+    gathers: GathersOnUse | None = None
+    """Gathers what is used outside of its block, where something is sharded."""
     accumulates: bool = False
     keeps_gathered: bool = False
     """Whether parameters may have stayed gathered since a backward pass that only added to the gradients."""
@@ -62,6 +65,10 @@ class DataParallelModule:
         averaged = {parameters[name]: group for name, group in self.averaged.items() if group.averages}
         if averaged:
             self.average = GradientAverage(averaged)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Forward passes and all else that uses parameters run within it."""
+        return nullcontext() if self.gathers is None else self.gathers.running()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -183,6 +190,7 @@ def apply_data_parallel(
         "ignored_params": set(scalars.values()),
     }
     group_of = {parameter: groups[name] for name, parameter in root.named_parameters() if name not in scalars}
+    gathers = GathersOnUse(root)
     for unit in (*(block.module for block in blocks), root):
         parts = list(_of_other_groups(unit, group_of, usual))
         if all(module is not unit for module, _ in parts):
@@ -192,6 +200,7 @@ def apply_data_parallel(
             _shard(module, group, reshard_after_forward=frees, **options)
             if module is not root:
                 module.register_forward_pre_hook(_follow_requires_grad)
+                gathers.leave_within(module)
     if dp.sharding_level < 3:  # at level 3 hooks between forward and backward see what is sharded, and its gradients
         keep_through_nested_forwards(root)
     units = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
@@ -199,7 +208,8 @@ def apply_data_parallel(
     for module in root.modules():
         if module is not root and module not in in_units and next(module.parameters(recurse=False), None) is not None:
             module.register_forward_pre_hook(_gather_rest_of(root))
-    return DataParallelModule(root, dp.sharding_level, {name: groups[name] for name in scalars})
+    averaged = {name: groups[name] for name in scalars}
+    return DataParallelModule(root, dp.sharding_level, averaged, gathers=gathers)
 
 
 def _of_other_groups(

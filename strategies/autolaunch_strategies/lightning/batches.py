@@ -82,6 +82,17 @@ class Batches:
             self._weight = self._next_weight()
         return self._weight
 
+    def place(self, samples: int, rank: int, ranks: int) -> tuple[int, int]:
+        """(the number of this rank's first sample in the batch of all ranks, how many samples that has).
+
+        Args:
+            samples: that this rank has of the batch of the last training step.
+        """
+        if ranks == 1 or self.weight == 0:
+            return 0, samples
+        together = round(samples * ranks / self.weight)
+        return Share(rank, ranks).bounds(together)[0], together
+
     def _next_weight(self) -> float:
         assert self._trainer is not None
         combined = self._trainer.fit_loop._combined_loader

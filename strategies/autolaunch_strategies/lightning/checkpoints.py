@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
+from autolaunch_strategies.checkpoint.files import complete_checkpoints
 from autolaunch_strategies.checkpoint.optimizers import GroupNames
 from autolaunch_strategies.checkpoint.sharded import (
     CheckpointWriter,
+    copy_part,
+    damage,
     load_checkpoint,
-    remove_checkpoint,
     set_random_state,
 )
+from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.place import Place
+from autolaunch_strategies.tensor.views import plain
+
+VERIFICATIONS = ("hash", "size")
 
 
 class Checkpoints:
@@ -24,15 +32,29 @@ class Checkpoints:
     Args:
         place: knows the mesh, from its `join` on.
         asynchronous: write in the background.
-        trust: unpickle metadata of any type.
+        trust: run what checkpoints' pickles name, if that is no plain data.
+        verify: before loading, compare the content of files (`hash`) or their sizes only (`size`).
+
+    Raises:
+        ConfigError: another `verify`.
     """
 
-    def __init__(self, place: Place, asynchronous: bool = False, trust: bool = True) -> None:
-        self.place, self.trust = place, trust
+    def __init__(self, place: Place, asynchronous: bool = False, trust: bool = False, verify: str = "hash") -> None:
+        if verify not in VERIFICATIONS:
+            raise ConfigError(
+                f"verify_checkpoints={verify!r}",
+                "not one of the choices",
+                ", ".join(VERIFICATIONS),
+                "MeshStrategy(verify_checkpoints='hash')",
+            )
+        self.place, self.trust, self.verify = place, trust, verify
         self.optimizer_names: list[GroupNames] | None = None
         """The groups of each whole optimizer, where this rank holds a stage."""
-        self._writer = CheckpointWriter(asynchronous)
+        self.earlier_if_damaged = False
+        """Load the furthest trained whole checkpoint beside one that is damaged, and say so, instead of refusing it."""
+        self._writer = CheckpointWriter(asynchronous, place.timeout)
         self._pending_rng: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] = {}
 
     def save(
         self,
@@ -58,6 +80,9 @@ class Checkpoints:
             trust: instead of this object's own.
         """
         self._writer.finish()
+        verify = self.verify
+        if self.earlier_if_damaged:
+            path, verify = self._whole(path), "size"
         checkpoint = load_checkpoint(
             path,
             module,
@@ -65,13 +90,49 @@ class Checkpoints:
             self.place.rank_mesh,
             self.trust if trust is None else trust,
             self.optimizer_names,
+            verify,
         )
+        self._loaded = dict(checkpoint["state_dict"])
         state = checkpoint.pop("random_state", None)
         if fitting and state is not None:
             set_random_state(state)  # for the loaders of a new epoch
             if _in_the_middle_of_an_epoch(checkpoint):
                 self._pending_rng = state  # making the loaders again draws numbers that the first run did not draw
         return checkpoint
+
+    def _whole(self, path: Path) -> Path:
+        """`path`, or if it is damaged the furthest trained one beside it that is not, if there is one. Collective."""
+        problem = damage(path, self.verify)
+        if problem is None:
+            return path
+        for earlier in reversed(complete_checkpoints(path.parent)):
+            if earlier != path and damage(earlier, self.verify) is None:
+                if self.place.global_rank == 0:
+                    warnings.warn(f"{path} {problem}; going on from {earlier} instead", stacklevel=2)
+                return earlier
+        return path
+
+    def fill_changed(self, state: Mapping[str, Any], module: pl.LightningModule) -> None:
+        """Fill what `on_load_checkpoint` has put in the place of loaded tensors.
+
+        Args:
+            state: the `state_dict` that `load` has returned, after the hooks.
+
+        Raises:
+            ConfigError: a tensor of another shape.
+        """
+        loaded, self._loaded = self._loaded, {}
+        mine = module.state_dict()
+        for name, value in state.items():
+            if name not in mine or value is loaded.get(name) or not isinstance(value, torch.Tensor):
+                continue
+            if value.shape != mine[name].shape:
+                raise ConfigError(
+                    f"on_load_checkpoint: state_dict[{name!r}]",
+                    f"has shape {tuple(value.shape)}, but the model's {tuple(mine[name].shape)}",
+                    "whole tensors of the model's shapes",
+                )
+            copy_part(plain(value), mine[name])
 
     def before_training_batch(self) -> None:
         """The first batch of a resumed run has been loaded: go on with the random numbers of the one that saved."""
@@ -81,9 +142,8 @@ class Checkpoints:
 
     def remove(self, path: Path) -> bool:
         """Remove a checkpoint that is a directory, on rank 0; whether that was done."""
-        self._writer.finish()
         if self.place.global_rank == 0 and path.is_dir() and not path.is_symlink():
-            remove_checkpoint(path)
+            self._writer.remove(path)
             return True
         return False
 

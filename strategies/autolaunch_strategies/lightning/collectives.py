@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from autolaunch_strategies.lightning.place import Place
+from autolaunch_strategies.tensor.views import plain
 
 
 class Collectives:
@@ -23,6 +25,8 @@ class Collectives:
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks whose data differ (dp); anything else is returned as it is."""
         group = self._data_group(group)
+        if isinstance(tensor, DTensor):  # computed from sharded parameters, a norm of them, say
+            tensor = plain(tensor)
         if not isinstance(tensor, torch.Tensor) or group is None:
             return tensor
         name = str(reduce_op).rsplit(".", 1)[-1].lower() if reduce_op is not None else "mean"

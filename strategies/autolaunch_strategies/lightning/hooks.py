@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from autolaunch_strategies.lightning.replacement import itself
 from autolaunch_strategies.pipeline.failure import StageFailedError
@@ -28,6 +30,20 @@ OTHER_HOOKS = (
     "configure_gradient_clipping",
 )
 """Further hooks that may log and in which no step runs."""
+
+
+def gradients_are_read(module: pl.LightningModule) -> bool:
+    """Whether anything may look at the gradients of the step before when lightning is about to set them to zero."""
+    hooks = ("optimizer_zero_grad", "on_before_zero_grad")
+    if any(is_overridden(hook, module, parent=pl.LightningModule) for hook in hooks):
+        return True
+    callbacks: Any = module.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, not by the class
+    return any(_acts(callback, "on_before_zero_grad") for callback in callbacks)
+
+
+def _acts(callback: pl.Callback, hook: str) -> bool:
+    """Whether a callback has this hook; a `LambdaCallback` keeps those that it was given on itself."""
+    return hook in vars(callback) or is_overridden(hook, callback, parent=pl.Callback)
 
 
 class Relay(Protocol):

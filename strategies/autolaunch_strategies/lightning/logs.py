@@ -19,6 +19,8 @@ class LogCall:
     options: dict[str, Any]
     batch_size: int | None = None
     path: str | None = None
+    returned_by: str | None = None
+    """The path of the metric of which `value` is what its call returned."""
 
 
 @dataclass

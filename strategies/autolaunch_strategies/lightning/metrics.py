@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -56,6 +59,33 @@ def _gather(original: Callable[..., Any], own: dist.ProcessGroup, tensor: Tensor
     return original(tensor, group=own if group in (None, dist.group.WORLD) else group)
 
 
+class StepValues:
+    """Lets metrics that a training step logs by step say of its batch what they would say on one device.
+
+    A metric joins what it collects over ranks when an epoch ends; of a single batch it knows this rank's part, unless
+    ``dist_sync_on_step`` is set. Which metrics are logged by step is known after the first step, in which all join.
+    """
+
+    def __init__(self) -> None:
+        self._is_known = False
+
+    @contextmanager
+    def joined(self, module: pl.LightningModule) -> Iterator[None]:
+        """A training step runs within it."""
+        if self._is_known:
+            yield
+            return
+        before = {item: item.dist_sync_on_step for item in module.modules() if isinstance(item, Metric)}
+        for metric in before:
+            metric.dist_sync_on_step = True
+        yield
+        self._is_known = True
+        results: Any = module.trainer._results or {}
+        logged = {id(item.value) for item in results.values() if not item.is_tensor and item.meta.on_step}
+        for metric, joins in before.items():
+            metric.dist_sync_on_step = joins or id(metric) in logged
+
+
 _NO_STATE = {
     *vars(nn.Module()), "update", "compute", "_update_signature", "process_group", "dist_sync_fn",
     "distributed_available_fn", "_device", "_defaults", "_persistent", "_reductions", "_cache",
@@ -93,3 +123,58 @@ def _depart(value: Any) -> Any:
 
 def arrived(value: Any, device: torch.device) -> Any:
     return value.tensor.to(device) if isinstance(value, _OnDevice) else value
+
+
+class BatchValues:
+    """The values of metrics for a whole batch, whose step calls them for one microbatch after the other.
+
+    What a call of a metric returns is the value of one microbatch. So a copy of each metric sees the microbatches of
+    one batch alone.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Metric] = {}
+        self._called: dict[str, Metric] = {}
+        self._hooks: list[RemovableHandle] = []
+        self.counts = True
+        """Whether calls belong to the batch."""
+
+    def begin(self, metrics: Iterable[tuple[str, Metric]]) -> None:
+        """A batch begins: `metrics` (by path) are followed until `end`."""
+        self._called.clear()
+        self._hooks = [
+            metric.register_forward_pre_hook(self._follow(path), with_kwargs=True) for path, metric in metrics
+        ]
+
+    def end(self) -> None:
+        """Follow no longer; values are there until the next batch."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def path_of(self, value: Any) -> str | None:
+        """The path of the metric whose last call in this batch returned `value` itself."""
+        return next((path for path, metric in self._called.items() if metric._forward_cache is value), None)
+
+    def value(self, path: str | None) -> Tensor | None:
+        """The value of a metric for the batch; None if it was not called or has no single value."""
+        if path not in self._called:
+            return None
+        metric = self._copies[path]
+        metric._to_sync = metric.dist_sync_on_step  # as for the value that a call returns
+        value = metric.compute()
+        return value if isinstance(value, Tensor) and value.numel() == 1 else None
+
+    def _follow(self, path: str) -> Callable[..., None]:
+        def update(metric: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self.counts:
+                return
+            assert isinstance(metric, Metric)
+            if path not in self._copies:
+                self._copies[path] = metric.clone()
+            if path not in self._called:
+                self._called[path] = metric
+                self._copies[path].reset()
+            self._copies[path].update(*args, **kwargs)
+
+        return update

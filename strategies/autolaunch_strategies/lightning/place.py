@@ -37,12 +37,14 @@ class Place:
         self.devices: list[torch.device] | None = None
         """Of this machine, one for each local rank once `spread` has been called."""
         self.num_nodes = 1
-        self._backend, self._timeout = backend, timedelta(seconds=timeout)
+        self._backend, self.timeout = backend, timeout
         self._open_shape = parallel.mesh if -1 in parallel.mesh.sizes.values() else None
         if self._open_shape is None:
             raise_all(config_errors(parallel))
         self._rank_mesh: RankMesh | None = None
         self._rng_begun = False
+        self.seed = 0
+        """Of every random number of the run, the same on every rank. Exists from `join` on."""
 
     @property
     def shape(self) -> MeshShape:
@@ -143,10 +145,11 @@ class Place:
         Collective.
         """
         assert self.environment is not None
-        ensure_process_group(self.shape, self.environment, self.device, self._backend, self._timeout)
+        ensure_process_group(self.shape, self.environment, self.device, self._backend, timedelta(seconds=self.timeout))
         if not self._rng_begun:  # afterwards each dp rank has its own
             assert dist.group.WORLD is not None
             share_random_state(dist.group.WORLD)
+            self.seed = torch.initial_seed()
         _set_rank(dist.get_rank())
         if self._rank_mesh is None:
             replicate, shard = self.parallel.dp.split(self.shape.dp)

@@ -8,7 +8,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from autolaunch_strategies.config import SHARDING_AXES, ConfigError, MeshShape
+from autolaunch_strategies.config import SHARDING_AXES, ConfigError, MeshShape, PipelineParallel
+
+_NEED_WHOLE_WEIGHTS: dict[type, tuple[str, str]] = {
+    pl.callbacks.WeightAveraging: ("averages", "averaging the weights of saved checkpoints"),
+    pl.callbacks.ModelPruning: ("masks", "pruning the weights of a checkpoint"),
+}
+"""Callbacks that work wherever every rank holds the whole model: what they do to weights, and what else can be done."""
 
 
 def refuse_callbacks(trainer: pl.Trainer, mesh: MeshShape, level: int) -> None:
@@ -26,12 +32,13 @@ def refuse_callbacks(trainer: pl.Trainer, mesh: MeshShape, level: int) -> None:
                 "it averages whole weights; here each rank may hold a part",
                 "averaging the weights of saved checkpoints",
             )
-        if isinstance(callback, pl.callbacks.WeightAveraging) and sharded:
+        does = next((words for kind, words in _NEED_WHOLE_WEIGHTS.items() if isinstance(callback, kind)), None)
+        if does is not None and sharded:
             raise ConfigError(
                 type(callback).__name__,
-                "it averages whole weights; here each rank holds a part",
+                f"it {does[0]} whole weights; here each rank holds a part",
                 f"{'a mesh with sharding level 0, without ' + ' and '.join(cut) if cut else 'sharding level 0'}, or "
-                "averaging the weights of saved checkpoints",
+                f"{does[1]}",
                 "" if cut else "dp.sharding_level=0",
             )
         if isinstance(callback, pl.callbacks.BatchSizeFinder) and mesh.size > 1:
@@ -42,14 +49,15 @@ def refuse_callbacks(trainer: pl.Trainer, mesh: MeshShape, level: int) -> None:
             )
 
 
-def refuse_module_in_stages(module: pl.LightningModule) -> None:
+def refuse_module_in_stages(module: pl.LightningModule, pp: PipelineParallel) -> None:
     """Raise ConfigError for modules whose training can't be run in stages."""
-    if not module.automatic_optimization:
+    if not module.automatic_optimization and pp.loss == "microbatch":
         raise ConfigError(
-            f"pp with {type(module).__name__}",
-            "it optimizes by hand (automatic_optimization=False), but the backward pass of a pipeline belongs to all "
-            "stages together",
-            "automatic optimization, or a mesh with pp of size 1",
+            f"pp={pp.schedule} with {type(module).__name__}",
+            "it optimizes by hand (automatic_optimization=False), so its step holds backward passes and optimizer "
+            "steps, and can't be run for one microbatch after the other",
+            "pp=exact, automatic optimization, or a mesh with pp of size 1",
+            "pp=exact",
         )
     if is_overridden("backward", module, parent=pl.LightningModule):
         raise ConfigError(

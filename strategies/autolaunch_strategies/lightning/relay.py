@@ -20,6 +20,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -27,7 +28,7 @@ from torchmetrics import Metric, MetricCollection
 
 from autolaunch_strategies.lightning.hooks import COLLECTING_HOOKS, OTHER_HOOKS, Hook
 from autolaunch_strategies.lightning.logs import Entry, LogCall, Part, Structure, merged, type_of
-from autolaunch_strategies.lightning.metrics import arrived, exchange_metrics_over, state_of
+from autolaunch_strategies.lightning.metrics import BatchValues, arrived, exchange_metrics_over, state_of
 from autolaunch_strategies.lightning.replacement import Replacement
 from autolaunch_strategies.pipeline.broadcast import StageBroadcast
 from autolaunch_strategies.pipeline.failure import StageFailedError
@@ -40,6 +41,12 @@ _LOG_ARGUMENTS = (
     "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
     "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
 )  # fmt: skip
+
+_WRITES = ("write_on_batch_end", "write_on_epoch_end")
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of what another stage does."""
 
 
 class StageRelay:
@@ -75,6 +82,9 @@ class StageRelay:
         self._metrics_sent: set[str] = set()
         self._warned: set[str] = set()
         self._connector: Any = None
+        self._batch_values = BatchValues()
+        self._whole: list[LogCall] = []
+        self._silenced: list[BasePredictionWriter] = []
 
     # --- for the time of a fit, validate, test or predict -----------------------------------------------------------
 
@@ -93,6 +103,13 @@ class StageRelay:
             self.share_metrics()
 
         self._connector.epoch_end_reached = epoch_end_reached
+        if not self.is_last:  # predictions are on the last stage; one file may be written by every rank
+            trainer: Any = self.module.trainer
+            for callback in trainer.callbacks:
+                if isinstance(callback, BasePredictionWriter):
+                    for name in _WRITES:
+                        vars(callback)[name] = Replacement(_nothing, getattr(callback, name))
+                    self._silenced.append(callback)
         self._metrics_changed = True
         self.adopt_metrics()
 
@@ -107,6 +124,10 @@ class StageRelay:
         if self._connector is not None:
             del self._connector.epoch_end_reached
             self._connector = None
+        for callback in self._silenced:
+            for name in _WRITES:
+                del vars(callback)[name]
+        self._silenced.clear()
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -127,6 +148,7 @@ class StageRelay:
             yield
         finally:
             self._log = None
+            self._batch_values.end()
             if own is None:
                 del attributes["log"]
             else:
@@ -136,20 +158,29 @@ class StageRelay:
         """The step is about to run for `samples` of the batch's samples.
 
         What several runs log under one name becomes one value, by its `reduce_fx`; a mean is weighted by samples, or
-        by `batch_size` where the step gives one.
+        by `batch_size` where the step gives one. A metric's value of the batch, logged as the metric itself or as what
+        its call returned, is computed from all runs together.
         """
         assert self.is_recording
+        if len(self._parts) == 1:
+            self._batch_values.begin(self._metrics())
         self._parts.append(Part(samples))
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Within `recording`: what is logged and what metrics collect in it counts for nothing."""
+        """Within `recording`: what is logged and what metrics collect in it counts for nothing.
+
+        The step runs for the whole batch: values that `share` then makes of several runs are compared with its own.
+        """
         parts, self._parts = self._parts, [Part(1.0)]
+        self._batch_values.counts = False
         states = {metric: copy.deepcopy(state_of(metric)) for _, metric in self._metrics()}
         try:
             yield
+            self._whole = merged(self._parts)
         finally:
             self._parts = parts
+            self._batch_values.counts = True
             for metric, state in states.items():
                 vars(metric).update(tree_map(lambda value, on=metric.device: arrived(value, on), state))
 
@@ -165,7 +196,7 @@ class StageRelay:
         Raises:
             StageFailedError: on the other ranks, when the last stage called `fail` instead.
         """
-        packed = self._pack(merged(self._parts), extra or {}) if self.is_last else ()
+        packed = self._pack(self._of_batch(), extra or {}) if self.is_last else ()
         self._parts = []
         return self._replay(*self._broadcast.values(*packed))
 
@@ -174,6 +205,34 @@ class StageRelay:
         assert self.is_last
         self._broadcast.fail(StageFailedError.on_last_stage(where, error))
         self._parts = []
+
+    def _of_batch(self) -> list[LogCall]:
+        several, records = len(self._parts) > 2, merged(self._parts)
+        for record in records if several else ():
+            value = self._batch_values.value(record.path or record.returned_by)
+            if value is not None:
+                record.value = plain(value.detach()).reshape(())
+        whole, self._whole = self._whole, []
+        if several and [record.name for record in whole] == [record.name for record in records]:
+            for mine, its in zip(records, whole, strict=True):
+                self._warn_of_difference(mine, its)
+        return records
+
+    def _warn_of_difference(self, mine: LogCall, whole: LogCall) -> None:
+        if mine.value is None or whole.value is None:
+            return
+        one, other = (torch.as_tensor(record.value, dtype=torch.float64) for record in (mine, whole))
+        if not torch.isclose(one, other, rtol=1e-2, atol=1e-6, equal_nan=True):
+            self.warn_once(
+                mine.name,
+                f"pp.loss=microbatch: the step logs {mine.name}, which is {other.item():.6g} for the first batch, but "
+                f"{one.item():.6g} when put together from its microbatches (reduce_fx="
+                f"{mine.options.get('reduce_fx', 'mean')}); pp=exact logs what one process does",
+            )
+
+    def forget_whole(self) -> None:
+        """Do not compare with what the step logged for the whole batch: it draws random numbers."""
+        self._whole = []
 
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if not self.is_last:
@@ -191,6 +250,7 @@ class StageRelay:
                 record.value = plain(batch_value.detach()).reshape(())
         elif isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             record.value = plain(value.detach()).reshape(()).clone()
+            record.returned_by = self._batch_values.path_of(value)
         elif isinstance(value, Real):
             record.value = float(value)
         if record.path is None and record.value is None:

@@ -8,12 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule
+from autolaunch_strategies.lightning.hooks import gradients_are_read
 from autolaunch_strategies.lightning.relay import StageRelay
 from autolaunch_strategies.pipeline.batch import LossAndOutput, StagedBatch
 from autolaunch_strategies.pipeline.run import Pipeline
@@ -27,6 +27,9 @@ class StagedSteps:
     where lightning asks for it. microbatch: a step runs once for each microbatch and stage, forward and backward by the
     schedule, within lightning's training step; the gradients are kept apart until lightning asks for the backward
     pass, because it sets gradients to zero before that.
+
+    Manual optimization: a step runs to its end on every stage, with what the last one made of the model's output; its
+    backward passes and optimizer steps are those of all stages together.
     """
 
     def __init__(
@@ -46,28 +49,33 @@ class StagedSteps:
         self.module, self.pipeline, self.data_parallel, self.weight = module, pipeline, data_parallel, weight
         self.relay = StageRelay(module, pipeline.group, pipeline.is_last, data_group, pipeline.device)
         self.batch = StagedBatch(module, pipeline, data_parallel, self.relay)
+        pipeline.stays = not module.automatic_optimization
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the user's `step` returns on the last stage; elsewhere its loss as a plain value."""
         self.pipeline.number = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
+        if self.module.trainer.fit_loop.epoch_loop.batch_idx == 0:  # callbacks unfreeze where an epoch starts
+            self.pipeline.agree_on_trained()
         train = self._whole if self.batch.is_exact else self._by_schedule
         loss, output = self.batch.run("training_step", lambda: train(step, *args, **kwargs))
-        return output if self.pipeline.is_last else loss
+        return output if self.pipeline.is_last or self.pipeline.stays else loss
 
     def evaluation_step(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the user's `step` returns on the last stage; elsewhere None."""
+        stays, self.pipeline.stays = self.pipeline.stays, False
         try:
             return self.batch.run(name, lambda: (None, self._whole(step, *args, **kwargs)[1]))[1]
         finally:
+            self.pipeline.stays = stays
             self.data_parallel.forget_gathered()
 
-    def backward(self, differentiate: Callable[[], Any]) -> None:
-        """The backward pass of the last training step, with gradients exchanged over dp and over stages.
+    def backward(self, differentiate: Callable[[], Any], loss: torch.Tensor) -> None:
+        """A backward pass of the last training step, with gradients exchanged over dp and over stages.
 
         Args:
-            differentiate: differentiates the loss, where it is.
+            differentiate: differentiates `loss`, where it is.
         """
-        self.batch.backward(differentiate)
+        self.batch.backward(differentiate, loss)
 
     def _whole(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> LossAndOutput:
         with self.relay.recording():
@@ -96,6 +104,8 @@ class StagedSteps:
         scale = self.weight() / self.module.trainer.accumulate_grad_batches
         with self.relay.recording():
             trained = self.batch.by_schedule(batch, run, whole_loss, scale)
+        if self.pipeline.drew_in_replay:
+            self.relay.forget_whole()
         if trained.loss is None:
             return None, None
         return trained.loss, _merged(trained.microbatches.rest, trained.loss, trained.samples)
@@ -105,10 +115,7 @@ class StagedSteps:
         trainer: Any = self.module.trainer
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
             return set()
-        hooks = ("optimizer_zero_grad", "on_before_zero_grad")
-        if any(is_overridden(hook, self.module, parent=pl.LightningModule) for hook in hooks):
-            return set()
-        if any(is_overridden("on_before_zero_grad", item, parent=pl.Callback) for item in trainer.callbacks):
+        if gradients_are_read(self.module):
             return set()
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         return {parameter for group in groups for parameter in group["params"]}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autolaunch_strategies.apply.order import apply_parallelism
 from autolaunch_strategies.apply.registry import applied_to, register
@@ -36,21 +37,28 @@ from autolaunch_strategies.data_parallel.gradients import clip_values, gradient_
 from autolaunch_strategies.lightning.batches import Batches
 from autolaunch_strategies.lightning.checkpoints import Checkpoints
 from autolaunch_strategies.lightning.collectives import Collectives
-from autolaunch_strategies.lightning.metrics import exchange_metrics_over
+from autolaunch_strategies.lightning.first_step import FirstStep
+from autolaunch_strategies.lightning.gradient_norms import replace_grad_norm
+from autolaunch_strategies.lightning.hooks import gradients_are_read
+from autolaunch_strategies.lightning.metrics import StepValues, exchange_metrics_over
 from autolaunch_strategies.lightning.place import Place
 from autolaunch_strategies.lightning.refusals import (
     refuse_callbacks,
     refuse_module_in_stages,
     refuse_optimizers_in_stages,
 )
+from autolaunch_strategies.lightning.replaced import replace_functions
 from autolaunch_strategies.lightning.staged_steps import StagedSteps
-from autolaunch_strategies.lightning.termination import Termination
+from autolaunch_strategies.lightning.summaries import show_whole_models
+from autolaunch_strategies.lightning.votes import Votes
 from autolaunch_strategies.mesh.process_group import JoinedEnvironment
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.model.materialise import WeightFiles, share_statistics
+from autolaunch_strategies.model.random_positions import PositionedNumbers
 from autolaunch_strategies.pipeline.cut import drop_placeholders, whole_model
 from autolaunch_strategies.pipeline.idle import idle_share
+from autolaunch_strategies.pipeline.structure import batch_size
 from autolaunch_strategies.plan.choose import planned_part
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.training.optimizers import adapt_optimizer
@@ -71,11 +79,17 @@ class MeshStrategy(ParallelStrategy):
         recompute: activation checkpointing: none, full, n (every n-th block), selective.
         recompute_save: operators whose outputs selective recomputation keeps.
         compile: compile every block: True or a mode of `torch.compile`.
+        random_numbers: what dropout drops while training: what a generator on each rank says (by_rank; on one rank the
+            numbers of plain Lightning), or what belongs to the place of an element in the run (by_position; the same on
+            every mesh, and other ones than by_rank).
         process_group_backend: torch.distributed's backend; by default gloo for CPU, nccl (and gloo) for GPU.
         timeout: seconds after which a collective that a rank never joins is an error.
         asynchronous_checkpoints: write checkpoints in the background.
-        trust_checkpoints: unpickle checkpoint metadata of any type (hyperparameters held in OmegaConf containers
-            need it). False restricts it to what `torch.load(weights_only=True)` allows.
+        trust_checkpoints: run what checkpoints' pickles name. Otherwise one that holds more than tensors and plain data
+            (numbers, texts, containers, OmegaConf's, NumPy's, and what `torch.serialization.add_safe_globals` adds) is
+            refused. ``trainer.fit(weights_only=...)`` says it for one call.
+        verify_checkpoints: before loading, compare the content of the files with their hashes (hash), or their sizes
+            only (size).
         own_plan: the mp plan that comes with the model, if it brings one.
         batch_size: what the batch size of a `DataLoader` counts: the samples of all ranks (global), so that every mesh
             trains on the batches of one process, in their order; or those of each rank (per_rank), which are then as
@@ -99,10 +113,12 @@ class MeshStrategy(ParallelStrategy):
         recompute: str | int = "none",
         recompute_save: Iterable[str] = ("mm", "attention"),
         compile: bool | str = False,
+        random_numbers: str = "by_rank",
         process_group_backend: str | None = None,
         timeout: float = 1800.0,
         asynchronous_checkpoints: bool = False,
-        trust_checkpoints: bool = True,
+        trust_checkpoints: bool = False,
+        verify_checkpoints: str = "hash",
         construction: Construction | None = None,
         files: WeightFiles | None = None,
         own_plan: Mapping[str, Any] | None = None,
@@ -111,19 +127,26 @@ class MeshStrategy(ParallelStrategy):
     ) -> None:
         if mesh == "auto":
             mesh = parse_mesh("-1")
-        self.parallel = parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile)
+        self.parallel = parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers)
         self.place = Place(self.parallel, process_group_backend, timeout)
         self.collectives = Collectives(self.place)
-        self.checkpoints = Checkpoints(self.place, asynchronous_checkpoints, trust_checkpoints)
+        self.checkpoints = Checkpoints(self.place, asynchronous_checkpoints, trust_checkpoints, verify_checkpoints)
         if dist.is_initialized():
             plugins.setdefault("cluster_environment", JoinedEnvironment())
         super().__init__(**plugins)
         self.construction, self.files, self.own_plan = construction, files, own_plan
         self.batches = Batches(batch_size)
+        self.first_step = FirstStep()
+        self.stop_signals: tuple[signal.Signals, ...] = ()
+        """Signals of which the first ends training between two steps, and nobody else is told; see `Votes`."""
+        self.votes: Votes | None = None
+        """What the ranks agree on between two steps, from `setup` on."""
         self._grad_norm: torch.Tensor | None = None
         self._in_manual_step = False
         self._failed = False
         self._steps: StagedSteps | None = None
+        self._numbers: PositionedNumbers | None = None
+        self._samples_before = 0
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -219,6 +242,7 @@ class MeshStrategy(ParallelStrategy):
             self.lightning_module._device_mesh = self.rank_mesh.device_mesh
 
     def process_dataloader(self, dataloader: Any) -> Any:
+        dataloader = self.first_step.give_back(dataloader)
         return self.batches.share(dataloader, self.dp_rank, self.dp_size, self.shape.size)
 
     # --- collectives ------------------------------------------------------------------------------------------------
@@ -270,7 +294,8 @@ class MeshStrategy(ParallelStrategy):
         return self.checkpoints.load(Path(checkpoint_path), self._module, self.optimizers, fitting, trust)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has filled the parameters."""
+        """`load_checkpoint` has filled the parameters; here come those that a hook has changed."""
+        self.checkpoints.fill_changed(checkpoint.get("state_dict", {}), self._module)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: `load_checkpoint` has filled the optimizers."""
@@ -291,7 +316,8 @@ class MeshStrategy(ParallelStrategy):
         assert self.accelerator is not None
         module = self._module
         self.accelerator.setup(trainer)
-        Termination(trainer, self.root_device)
+        self.votes = Votes(trainer, self.root_device, self.stop_signals)
+        replace_grad_norm()
         self.batches.connect(trainer)
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
@@ -302,11 +328,13 @@ class MeshStrategy(ParallelStrategy):
             loop.inference_mode = False  # tensors made in inference mode can't be gathered and used in training again
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self.shape.pp > 1:
-            refuse_module_in_stages(module)
+            assert self.parallel.pp is not None
+            refuse_module_in_stages(module, self.parallel.pp)
         if fitting:
             refuse_callbacks(trainer, self.shape, self.parallel.dp.sharding_level)
         self.model = module
         self._parallelize(module, fitting)
+        self._step_values = StepValues()
         if self.shape.mp * self.shape.pp * self.shape.cp > 1:
             exchange_metrics_over(self.rank_mesh.group("dp"), module)
         if self._applied.pipeline is not None:
@@ -315,10 +343,13 @@ class MeshStrategy(ParallelStrategy):
                 module, pipeline, data_parallel, self.rank_mesh.group("dp"), lambda: self.batch_weight
             )
             self._steps.relay.install()
+        show_whole_models(trainer, self._applied)
         if fitting:
             self._reset_optimizers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        if fitting and self.parallel.random_numbers == "by_position":
+            self._numbers = PositionedNumbers(module, self.place.seed, attention=self.shape.cp == 1)
         self.place.begin_random_streams()
 
     def _reset_optimizers(self) -> None:
@@ -343,7 +374,14 @@ class MeshStrategy(ParallelStrategy):
         with _constants_kept(module, self.precision_plugin):
             self.precision_plugin.convert_module(module)
         self._applied = apply_parallelism(
-            module, self.parallel, self.rank_mesh, self.root_device, self.construction, self.files, self.own_plan
+            module,
+            self.parallel,
+            self.rank_mesh,
+            self.root_device,
+            self.construction,
+            self.files,
+            self.own_plan,
+            self.first_step.of(module.trainer, module, self.broadcast),
         )
         self.construction = None  # the record keeps every meta tensor alive; it has served
         register(self._applied)
@@ -397,8 +435,30 @@ class MeshStrategy(ParallelStrategy):
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.batches.step(), self.precision_plugin.train_step_context():
-            return self._as_forward("training_step", *args, **kwargs)
+        joined = self._step_values.joined(self._module) if self._steps is None and self.shape.dp > 1 else nullcontext()
+        with self.batches.step(), self._numbers_of_step(args), self.precision_plugin.train_step_context(), joined:
+            output = self._as_forward("training_step", *args, **kwargs)
+        if self._steps is None and self._module.automatic_optimization and gradients_are_read(self._module):
+            self._applied.data_parallel.forget_gathered()  # gradients belong to sharded parameters
+        return output
+
+    def _numbers_of_step(self, args: Any) -> AbstractContextManager[None]:
+        if self._numbers is None:
+            return nullcontext()
+        samples = batch_size(tree_leaves(args[:1]))
+        first, together = self.batches.place(samples, self.dp_rank, self.dp_size)
+        number, before = self._optimizer_step(together)
+        return self._numbers.step(number, samples, before + first)
+
+    def _optimizer_step(self, samples: int) -> tuple[int, int]:
+        """(the number of the present one, how many samples its earlier batches had), before a batch of `samples`."""
+        trainer = self._module.trainer
+        batches = trainer.fit_loop.epoch_loop
+        if not self._module.automatic_optimization:
+            return batches.total_batch_idx, 0
+        before = 0 if batches.batch_idx % trainer.accumulate_grad_batches == 0 else self._samples_before
+        self._samples_before = before + samples
+        return trainer.global_step, before
 
     @property
     def batch_weight(self) -> float:
@@ -428,7 +488,7 @@ class MeshStrategy(ParallelStrategy):
                 else:
                     output = self._steps.evaluation_step(step, method, *args, **kwargs)
         model, _ = planned_part(self._applied.module)
-        self._applied.context_parallel.check_seen(type(model).__name__, self.rank_mesh.group("pp"))
+        self._applied.context_parallel.report(type(model).__name__, self.rank_mesh.group("pp"))
         return output
 
     def backward(
@@ -436,12 +496,17 @@ class MeshStrategy(ParallelStrategy):
     ) -> torch.Tensor:
         if self.batch_weight != 1:
             closure_loss = closure_loss * self.batch_weight
-        with self._applied.running():  # recomputed blocks run their forward within it
-            if self._steps is None:
-                return super().backward(closure_loss, optimizer, *args, **kwargs)
-            plugin, module = self.precision_plugin, self._module
+        plugin, module = self.precision_plugin, self._module
+        numbers = nullcontext() if self._numbers is None else self._numbers.backward()
+        with self._applied.running(), numbers:  # recomputed blocks run their forward within it
+            if self._steps is None and self._in_manual_step:
+                self._applied.data_parallel.begin_backward(closure_loss)
             loss = plugin.pre_backward(closure_loss, module)
-            self._steps.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
+            if self._steps is None:
+                plugin.backward(loss, module, optimizer, *args, **kwargs)
+                self._applied.data_parallel.finish_backward()  # on_after_backward sees the gradients of all ranks
+            else:
+                self._steps.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), loss)
             return plugin.post_backward(loss, module)
 
     def _gathered(self, step: str, *args: Any, **kwargs: Any) -> Any:
@@ -479,13 +544,6 @@ class MeshStrategy(ParallelStrategy):
 
     def on_predict_start(self) -> None:
         self._share_statistics()
-
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        if self._in_manual_step:
-            self._applied.data_parallel.begin_backward(closure_loss)
-
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        self._applied.data_parallel.finish_backward()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         pipeline = self._applied.pipeline
@@ -564,6 +622,7 @@ def _constants_kept(module: nn.Module, precision: Any) -> Generator:
             owner._buffers[name] = buffer
 
 
+replace_functions()
 StrategyRegistry.register(
     MeshStrategy.strategy_name,
     MeshStrategy,

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.apply.order import Parallelized, apply_parallelism
@@ -34,8 +35,8 @@ from autolaunch_strategies.config import (
     parallel_config,
     raise_all,
 )
-from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.data_parallel.gradients import gradient_norm, scale_gradients
+from autolaunch_strategies.data_parallel.outside import GathersOnUse
 from autolaunch_strategies.loop.process_mesh import ProcessMesh, get_mesh, process_mesh, set_mesh
 from autolaunch_strategies.loop.staged import forward_backward_of
 from autolaunch_strategies.mesh.process_group import check_world_size, ensure_process_group
@@ -60,6 +61,7 @@ _KEYS = ("dp_config", "mp_config", "pp_config", "cp_config")
 
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _MODES: dict[DeviceMesh, MixedTensors] = {}
+_GATHERING: list[GathersOnUse] = []
 
 
 def parallelize(
@@ -151,11 +153,14 @@ def parallelize_with(
         train = forward_backward_of(model, applied.pipeline, applied.data_parallel)
         model.__dict__["forward_backward"] = _checked_afterwards(train, applied, ranks.group("pp"))
     if applied.context_parallel.sequences is not None:
-        _enter_from_now_on(applied.context_parallel.sequences.calls)  # before the next one, which is asked first
-        model.register_forward_hook(_check_attention_seen)
+        _enter_from_now_on(applied.context_parallel.sequences.calls, *_MODES.values(), *_GATHERING)
+        model.register_forward_hook(_report_context)
     if applied.model_parallel.mode is not None:
         _mix_from_now_on(applied.model_parallel.mode)
         model.register_forward_hook(_explain_errors, always_call=True)
+    if (gathers := applied.data_parallel.gathers) is not None:
+        _enter_from_now_on(gathers)
+        _GATHERING.append(gathers)
     if optimizer is not None:
         _train_here(optimizer, names, applied)
         _OPTIMIZERS.add(optimizer)
@@ -336,14 +341,13 @@ def _forget_all_gathered(*_: Any) -> None:
         applied.data_parallel.forget_gathered()
 
 
-def _enter_from_now_on(calls: AttentionCalls) -> None:
-    """Enter the mode for the rest of the process, below those that are there already."""
-    above = list(_MODES.values())
-    for mode in reversed(above):
-        mode.__exit__(None, None, None)
-    calls.__enter__()
-    for mode in above:
-        mode.__enter__()
+def _enter_from_now_on(mode: TorchFunctionMode, *above: TorchFunctionMode) -> None:
+    """Enter a mode for the rest of the process, below those that are there already and are asked first."""
+    for other in reversed(above):
+        other.__exit__(None, None, None)
+    mode.__enter__()
+    for other in above:
+        other.__enter__()
 
 
 def _checked_afterwards(
@@ -354,23 +358,23 @@ def _checked_afterwards(
     @functools.wraps(train)
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss = train(*args, **kwargs)
-        applied.context_parallel.check_seen(type(applied.module).__name__, group)
+        applied.context_parallel.report(type(applied.module).__name__, group)
         return loss
 
     return run
 
 
-def _check_attention_seen(module: nn.Module, *_: Any) -> None:
+def _report_context(module: nn.Module, *_: Any) -> None:
     applied = applied_to(module)
     if applied is not None and applied.pipeline is None:
-        applied.context_parallel.check_seen(type(module).__name__, None)
+        applied.context_parallel.report(type(module).__name__, None)
 
 
 def _mix_from_now_on(mode: MixedTensors) -> None:
     """Enter the mode for the rest of the process: the user's loop has no place where it could be left."""
     if mode.replicate.mesh not in _MODES:
         _MODES[mode.replicate.mesh] = mode
-        mode.__enter__()
+        _enter_from_now_on(mode, *_GATHERING)
 
 
 def _explain_errors(module: nn.Module, args: Any, output: Any) -> None:

@@ -41,9 +41,13 @@ def find_blocks(root: nn.Module) -> Blocks:
     """
     members: list[Block] = []
     reasons: dict[str, str] = {}
+    visited: set[nn.Module] = set()
     owners = Counter(id(parameter) for module in root.modules() for parameter in set(module.parameters(recurse=False)))
 
     def visit(module: nn.Module, name: str) -> None:
+        if module in visited:  # it has two names, as in `self.backbone = self.model.body`
+            return
+        visited.add(module)
         children = {key: child for key, child in module.named_children() if _is_compound(child)}
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             children = {key: child for key, child in _called_children(module) if _is_compound(child)}

@@ -66,9 +66,14 @@ class Construction:
         self.replaying = False
 
     def remember(self, module: nn.Module) -> None:
-        """Keep the recorded parameters and buffers of `module` under their names, before anything replaces them."""
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        self.named = {name: tensor for name, tensor in tensors if self.knows(tensor)}
+        """Keep the recorded parameters and buffers of `module` under their names, before anything replaces them.
+
+        What was kept before stays: a parameter that has been converted since has other memory, of which nothing is
+        recorded.
+        """
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if self.knows(tensor):
+                self.named.setdefault(name, tensor.detach())
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ def example_inputs(model: nn.Module, example: Any = None) -> Iterator[ExampleInp
     """
     example = getattr(model, "example_input_array", None) if example is None else example
     if example is not None:
-        yield _as_given(example)
+        yield as_given(example)
     if hasattr(model, "main_input_name") and hasattr(model, "config"):
         yield from _of_transformers(model)
     names = _required_arguments(model)
@@ -41,7 +41,8 @@ def example_inputs(model: nn.Module, example: Any = None) -> Iterator[ExampleInp
         yield ExampleInputs(origin, (tensor,) * max(1, len(names)))
 
 
-def _as_given(example: Any) -> ExampleInputs:
+def as_given(example: Any) -> ExampleInputs:
+    """Inputs that the user names: a mapping by name, a tuple or a list by position, or the only one."""
     origin = "example_input_array"
     if isinstance(example, Mapping):
         return ExampleInputs(origin, (), dict(example))

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map
 
+from autolaunch_strategies.model.random_positions import holding_part_of
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 
 _EACH: frozenset[Any] = frozenset(
@@ -60,7 +61,7 @@ def own_stream(sharded: DTensor) -> Iterator[None]:
     if not place:
         yield
         return
-    with stream_of(str(place), sharded.device):
+    with stream_of(str(place), sharded.device), holding_part_of(sharded):
         yield
 
 

@@ -29,7 +29,8 @@ from autolaunch_strategies.config import (
     parse_recompute,
     raise_all,
 )
-from autolaunch_strategies.data_parallel.loader import first_batch, global_batch_size
+from autolaunch_strategies.data_parallel.first_batch import first_batch
+from autolaunch_strategies.data_parallel.loader import global_batch_size
 from autolaunch_strategies.paddle.config import ToDistributedConfig
 from autolaunch_strategies.paddle.example_batch import ExampleBatch, example_of
 from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autolaunch_strategies.checkpoint.sharded import share_random_state
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule
+from autolaunch_strategies.model.random_positions import drawing_of_part
+from autolaunch_strategies.pipeline.absent import ReadOfAbsent
 from autolaunch_strategies.pipeline.microbatches import Microbatches, cut_leaves, shapes_of
 from autolaunch_strategies.pipeline.objective import Objective
+from autolaunch_strategies.pipeline.objects import open_dataclasses
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.shared import SharedGradients
 from autolaunch_strategies.pipeline.structure import batch_size
@@ -66,6 +70,8 @@ class StagedBatch:
         self.objective = Objective(pipeline)
         self._shared = SharedGradients(root, pipeline.cutting, pipeline)
         self._computed: Gradients = {}
+        self._trained: tuple[bool, ...] = ()
+        self._thaws: bool | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -84,9 +90,13 @@ class StagedBatch:
             The loss of the last stage, without a gradient, on every rank, and what `work` gave besides on this one.
         """
         self.pipeline.forget()
+        if torch.is_grad_enabled():
+            self._notice_thawed()
         try:
             loss, output = work()
         except Exception as error:
+            if isinstance(error, ReadOfAbsent) and self.pipeline.stays:
+                self.pipeline.tell_of_read(error)
             if self.pipeline.is_last and self.pipeline.others_wait:
                 self.exchange.fail(error, where)
             raise
@@ -98,13 +108,31 @@ class StagedBatch:
             share_random_state(self.pipeline.group, self.pipeline.last_rank)
         return values.get("loss"), output
 
+    def _notice_thawed(self) -> None:
+        """Where parameters are frozen, find out on all stages whether on any of them others are trained than before.
+
+        Whether a stage's activations need gradients depends on that, and the stage behind remembers whether they do.
+        """
+        trained = tuple(parameter.requires_grad for parameter in self.root.parameters())
+        if self._thaws is None:
+            self._thaws = self._anywhere(not all(trained))
+        elif self._thaws and self._anywhere(trained != self._trained):
+            self.pipeline.channel.forget_headers()
+        self._trained = trained
+
+    def _anywhere(self, condition: bool) -> bool:
+        flag = torch.tensor(int(condition), device=self.pipeline.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, self.pipeline.group)
+        return bool(flag)
+
     def whole(self, step: Callable[[], LossAndOutput]) -> LossAndOutput:
         """Run a step once for the whole batch; what it gave, on the last stage only."""
         self.data_parallel.gather_rest()
         loss, output = None, None
         with self.pipeline.whole_step():
             loss, output = step()
-        self.objective.refuse_parameters_outside(loss)
+        if not self.pipeline.stays:  # there each backward pass looks at its own loss
+            self.objective.refuse_parameters_outside(loss)
         return loss, output
 
     def by_schedule(
@@ -139,17 +167,23 @@ class StagedBatch:
         return trained
 
     def _train(self, batch: Any, step: Callable[[Any, int], LossAndOutput], scale: float) -> TrainedBatch:
+        open_dataclasses(batch)
         leaves, spec = tree_flatten(batch)
         size = batch_size(leaves)
         schedule = self.pipeline.schedule_of(size)
         batched = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves)
         parts = cut_leaves(leaves, batched, schedule.microbatches)
         samples = [batch_size(part) for part in parts] if schedule.microbatches > 1 else [size]
+
+        def run(number: int) -> LossAndOutput:
+            with drawing_of_part(sum(samples[:number]), samples[number], size):
+                return step(tree_unflatten(parts[number], spec), samples[number])
+
         self.data_parallel.gather_rest()
         with self.data_parallel.several_backwards():
             microbatches = self.pipeline.run_schedule(
                 schedule,
-                lambda number: step(tree_unflatten(parts[number], spec), samples[number]),
+                run,
                 [count / size * scale for count in samples],
                 [(batched, shapes_of(part)) for part in parts],
                 keep_outputs=not self.objective.is_compared,
@@ -161,7 +195,7 @@ class StagedBatch:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def backward(self, differentiate: Callable[[], Any]) -> None:
+    def backward(self, differentiate: Callable[[], Any], loss: torch.Tensor | None = None) -> None:
         """Add the gradients of the batch that was run last to ``.grad``.
 
         They are averaged over dp and summed over the stages that hold a parameter, unless later passes are to add to
@@ -169,7 +203,12 @@ class StagedBatch:
 
         Args:
             differentiate: differentiates the loss of a whole batch, where it is; not called by a schedule.
+            loss: in a step that `stays`, what `differentiate` differentiates; gradients may have been summed before.
         """
+        if self.pipeline.stays:
+            assert loss is not None
+            self._add_backward(loss, differentiate)
+            return
         if self.is_exact:
             with self.data_parallel.several_backwards():
                 if self.pipeline.is_last:
@@ -182,6 +221,15 @@ class StagedBatch:
         self.data_parallel.finish_backward()
         if not self.data_parallel.accumulates:
             self._shared.sum()
+
+    def _add_backward(self, loss: torch.Tensor, differentiate: Callable[[], Any]) -> None:
+        """One of several backward passes before a step: what is in ``.grad`` has been summed over stages already."""
+        with gradients_apart(self._shared.parameters()) as computed:
+            with self.data_parallel.several_backwards():
+                self.pipeline.drain_calls_in(loss, differentiate)
+            self.data_parallel.finish_backward()
+            self._shared.sum()
+        add_gradients(computed)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from autolaunch_strategies.pipeline.structure import Structures, skeleton_of
 from autolaunch_strategies.pipeline.transfer import Axes
 from autolaunch_strategies.schedules.schedule import placement
 from autolaunch_strategies.torch_private.calls import intercepted, is_compiled
+from autolaunch_strategies.tracing.inputs import Steps, no_steps
 from autolaunch_strategies.training.batch_statistics import batch_norms
 
 
@@ -75,16 +76,24 @@ def _holds_something(block: Block) -> bool:
     return next(block.module.parameters(), None) is not None
 
 
-def plan_cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, ranks: int, wrapped: bool) -> Cutting:
+def plan_cut(
+    root: nn.Module,
+    blocks: Blocks,
+    pp: PipelineParallel,
+    ranks: int,
+    wrapped: bool,
+    steps: Callable[[nn.Module], Steps] = no_steps,
+) -> Cutting:
     """Decide how `root` is cut for so many ranks along pp. Nothing is changed.
 
     Args:
         wrapped: whether `root` is a module around the model (a LightningModule), and not the model itself.
+        steps: what `root` does with a part of it.
     """
     for name, module in root.named_modules():
         if is_compiled(module):
             raise _compiled_whole(name)
-    cutting = cut(root, blocks, pp, len(placement(pp, ranks)), wrapped)
+    cutting = cut(root, blocks, pp, len(placement(pp, ranks)), wrapped, steps)
     model = root.get_submodule(cutting.name.removesuffix("."))
     _refuse_batch_statistics(model, cutting.name, pp)
     parts = {".".join(unit.split(".")[:depth]) for unit in cutting.units for depth in range(unit.count(".") + 1)}

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 
 from autolaunch_strategies.config import ConfigError, PipelineParallel, nearest
 from autolaunch_strategies.model.blocks import Blocks
 from autolaunch_strategies.model.example_inputs import ExampleInputs
+from autolaunch_strategies.pipeline.absent import Absent
 from autolaunch_strategies.pipeline.record import Recording, record
-from autolaunch_strategies.pipeline.split import candidate_names, choose_cuts
-from autolaunch_strategies.tracing.inputs import with_inputs_that_run
+from autolaunch_strategies.pipeline.split import candidate_names, choose_cuts, split_call
+from autolaunch_strategies.tracing.inputs import Steps, no_steps, with_inputs_that_run
+from autolaunch_strategies.tracing.step import NotCalled, Step, arguments_in
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,12 @@ class Cutting:
 def pipelined_part(root: nn.Module, blocks: Blocks, pp: PipelineParallel) -> str:
     """The name in a LightningModule of what is cut: its child that holds the blocks, or "" for the module itself.
 
-    Raises:
-        ConfigError: there is nothing to cut.
+    Without blocks it is the one child that has parameters; of several models in a module that is none itself, the
+    largest.
     """
     spec = pp.split_spec
     if spec is not None:
-        named = [spec] if isinstance(spec, str) else [str(name) for name in spec]
+        named = [split_call(str(name))[0] for name in ([spec] if isinstance(spec, str) else spec)]
         children = {name.partition(".")[0] for name in named}
         known = {name for name, _ in root.named_children()}
         if len(children & known) == 1 and children <= known and not _is_list(getattr(root, next(iter(children)))):
@@ -86,19 +89,22 @@ def pipelined_part(root: nn.Module, blocks: Blocks, pp: PipelineParallel) -> str
         return ""
     parents = list(dict.fromkeys(block.name.rpartition(".")[0] for block in blocks))
     if not parents:
-        raise ConfigError(
-            "pp.split_spec=null",
-            f"no repeated blocks are found in {type(root).__name__}, so nothing says where to cut",
-            "names of modules to cut at, as a list or {name: END}",
-            "pp.split_spec='{model.trunk: END}'",
-        )
+        return _only_child(root)
     holding = list(dict.fromkeys(name.partition(".")[0] for name in parents))
     if len(holding) > 1:  # a frozen teacher beside the model, say, is none of it
         holding = [child for child in holding if any(p.requires_grad for p in root.get_submodule(child).parameters())]
+    if len(holding) > 1 and type(root).forward in (nn.Module.forward, pl.LightningModule.forward):
+        # It is no model itself: its largest one is cut, and the others are whole on every stage.
+        models = [child for child in holding if not _is_list(root.get_submodule(child))]
+        return max(models, key=lambda child: _size(root.get_submodule(child)), default="")
     if len(holding) != 1:
         return ""
     child = holding[0]
     return "" if not child or (child in parents and _is_list(root.get_submodule(child))) else child
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -138,11 +144,19 @@ def find_units(model: nn.Module, candidates: Sequence[str], everywhere: Sequence
     return units
 
 
-def cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, stages: int, wrapped: bool = True) -> Cutting:
+def cut(
+    root: nn.Module,
+    blocks: Blocks,
+    pp: PipelineParallel,
+    stages: int,
+    wrapped: bool = True,
+    steps: Callable[[nn.Module], Steps] = no_steps,
+) -> Cutting:
     """Decide how `root` (may be on meta) is cut into so many stages. Nothing is changed.
 
     Args:
         wrapped: whether `root` is a module around the model (a LightningModule), and not the model itself.
+        steps: what `root` does with a part of it.
 
     Raises:
         ConfigError: the model can't be cut so, or its forward does not run on any inputs that are known.
@@ -152,13 +166,25 @@ def cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, stages: int, wrap
     prefix = f"{part}." if part else ""
     modules = [name for name, _ in model.named_modules() if name]
     block_names = [block.name.removeprefix(prefix) for block in blocks if block.name.startswith(prefix)]
-    candidates = candidate_names(pp.split_spec, modules, block_names, prefix=prefix)
     everywhere = _global_modules(pp.global_spec, modules, prefix)
+    if not find_units(model, [], everywhere):
+        outside = " outside of pp.global_spec" if everywhere else ""
+        raise ConfigError(
+            "pp",
+            f"{type(model).__name__} has no parts with parameters{outside}, so there is nothing to share out",
+            "a model of several modules, or a mesh with pp of size 1",
+        )
+    known, split = steps(model), pp.split
+    if pp.split_spec is None and not block_names:
+        block_names = _repeated(model, part, everywhere, known)
+        if not block_names:
+            block_names, split = _parts(model, everywhere, stages), "balanced"  # they are not alike
+    candidates = candidate_names(pp.split_spec, modules, block_names, prefix=prefix)
     units = find_units(model, candidates, everywhere)
-    recording = _recorded(root, model, part, units)
+    recording = _recorded(model, part, units, known)
     _refuse_hidden_reads(recording)
     cuts = choose_cuts(
-        pp.split_spec, recording.executed, modules, block_names, stages, pp.split, _costs(recording), prefix=prefix
+        pp.split_spec, recording.executed, modules, block_names, stages, split, _costs(recording), prefix=prefix
     )
     behind = _last_calls(recording, [(item.module, item.after) for item in cuts])
     ends = [*behind, len(recording.calls) - 1]
@@ -184,6 +210,35 @@ def cut(root: nn.Module, blocks: Blocks, pp: PipelineParallel, stages: int, wrap
     )
 
 
+def _repeated(model: nn.Module, part: str, everywhere: Sequence[str], steps: Steps) -> list[str]:
+    """The outermost modules with parameters that are called several times: blocks that share their weights."""
+    times = _recorded(model, part, find_units(model, [], everywhere), steps).times
+    repeated: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{other}.") for other in (*repeated, *everywhere))
+        if times.get(name, 0) > 1 and not is_inside and next(module.parameters(), None) is not None:
+            repeated.append(name)
+    return repeated
+
+
+def _parts(model: nn.Module, everywhere: Sequence[str], stages: int) -> list[str]:
+    """The outermost parts of a model without repeated blocks; of large ones their parts, until there are enough."""
+    parts = find_units(model, [], everywhere)
+    while len(parts) < stages:
+        sizes = {name: _size(model.get_submodule(name)) for name in parts}
+        compound = [name for name in parts if _children_with_parameters(model.get_submodule(name))]
+        if not compound:
+            break
+        largest = max(compound, key=sizes.__getitem__)
+        inner = [f"{largest}.{child}" for child in _children_with_parameters(model.get_submodule(largest))]
+        parts = find_units(model, [*(name for name in parts if name != largest), *inner], everywhere)
+    return parts
+
+
+def _children_with_parameters(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
+
+
 def _global_modules(spec: Any, modules: Sequence[str], prefix: str) -> list[str]:
     named = [] if spec is None else [spec] if isinstance(spec, str) else list(spec)
     global_names = []
@@ -200,31 +255,50 @@ def _global_modules(spec: Any, modules: Sequence[str], prefix: str) -> list[str]
     return global_names
 
 
-def _recorded(root: nn.Module, model: nn.Module, part: str, units: Sequence[str]) -> Recording:
+def _recorded(model: nn.Module, part: str, units: Sequence[str], steps: Steps) -> Recording:
     """The recorded forward pass of `model` on the first inputs on which it runs."""
 
     def attempt(inputs: ExampleInputs) -> Recording:
         recording = record(model, units, inputs.args, inputs.kwargs, inputs.origin)
         if not recording.calls:
             raise LookupError("calls none of its parts")
+        for name, reason in recording.untraceable.items():
+            if any(unit.startswith(f"{name}.") for unit in units):
+                raise LookupError(f"{name} does not run on them: {reason}")
         return recording
+
+    def attempt_step(step: Step) -> Recording:
+        try:
+            args, kwargs = arguments_in(step, model)
+        except NotCalled as error:
+            if step is steps.training and error.parts:
+                raise _parts_by_themselves(model, part, step.origin, error.parts) from None
+            raise
+        return attempt(ExampleInputs(step.origin, args, kwargs))
 
     return with_inputs_that_run(
         model,
-        getattr(root, "example_input_array", None) if not part or _forwards_to(root, part) else None,
+        steps.example,
         attempt,
         lambda problem: ConfigError(
             "pp",
             f"the order in which the parts of {type(model).__name__} run is not known: {problem}",
             f"`example_input_array` as an attribute of {type(model).__name__}: inputs with which its forward runs",
         ),
+        steps,
+        attempt_step,
     )
 
 
-def _forwards_to(root: nn.Module, part: str) -> bool:
-    """Whether what `root` takes is what its part takes, as far as names of arguments tell."""
-    outer, inner = (list(inspect.signature(module.forward).parameters) for module in (root, root.get_submodule(part)))
-    return inner[: len(outer)] == outer or len(outer) == 1 or not outer
+def _parts_by_themselves(model: nn.Module, part: str, origin: str, called: Sequence[str]) -> ConfigError:
+    inside = [f"self.{part}.{name}" if part else f"self.{name}" for name in called]
+    return ConfigError(
+        f"pp with {type(model).__name__}",
+        f"{origin} calls {', '.join(inside)} by themselves, and stages can run the one call of one module only",
+        "a module whose forward calls all of them, as one attribute of the LightningModule that is called "
+        "once in a step; or a mesh with pp of size 1",
+        "" if part else "self.model = Model(); loss = f(self.model(x))",
+    )
 
 
 def _refuse_hidden_reads(recording: Recording) -> None:
@@ -260,12 +334,15 @@ def _cost_of_calls(recording: Recording, stage: StageCalls) -> float:
 def _last_calls(recording: Recording, cuts: Sequence[tuple[str, bool]]) -> list[int]:
     """The number of the last unit call in front of each cut."""
     ends = []
-    for module, after in cuts:
+    for name, after in cuts:
+        module, time = split_call(name)
         numbers = [
             number
             for number, call in enumerate(recording.calls)
             if call.unit == module or call.unit.startswith(f"{module}.")
         ]
+        if time is not None:
+            numbers = numbers[time : time + 1]
         if not numbers:
             raise ConfigError(f"pp.split_spec={module}", "it has no parameters, so it is no part of a stage")
         ends.append(numbers[-1] if after else numbers[0] - 1)
@@ -307,7 +384,7 @@ def _holders(
 
 
 def _ranges(names: Sequence[str]) -> list[str]:
-    """Names with runs of numbered ones written as `layers.0-3`."""
+    """Names with runs of numbered ones written as `layers.0-3`, and calls of one module as `layer (3 calls)`."""
     written: list[str] = []
     run: list[str] = []
 
@@ -318,13 +395,15 @@ def _ranges(names: Sequence[str]) -> list[str]:
             written.append(f"{parent}.{first}-{last}" if len(run) > 1 else run[0])
             run.clear()
 
-    for name in names:
+    for name, same in itertools.groupby(names):
+        times = len(list(same))
         parent, _, number = name.rpartition(".")
-        if run and number.isdigit() and run[-1] == f"{parent}.{int(number) - 1}":
+        if not (times == 1 and run and number.isdigit() and run[-1] == f"{parent}.{int(number) - 1}"):
+            close()
+        if times == 1:
             run.append(name)
-            continue
-        close()
-        run.append(name)
+        else:
+            written.append(f"{name} ({times} calls)")
     close()
     return written
 
@@ -337,6 +416,8 @@ class Held:
     stages: tuple[int, ...]
     layout: list[tuple[nn.Module, list[str], dict[str, nn.Parameter]]] = field(default_factory=list)
     """Module, names of its parameters in order, and placeholders for those that are not held."""
+    shown: dict[nn.Parameter, Absent] = field(default_factory=dict)
+    """Placeholder -> what code sees in its place."""
 
     def lacks(self, module: nn.Module) -> bool:
         """Whether some parameter of `module` is held by other stages only."""
@@ -362,6 +443,10 @@ def hold(root: nn.Module, cutting: Cutting, stages: Sequence[int]) -> Held:
         parameter: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         for parameter in absent
     }
+    held.shown = {
+        placeholder: Absent(placeholder, names[parameter], cutting.holders[names[parameter]])
+        for parameter, placeholder in placeholders.items()
+    }
     for module in root.modules():
         own = {name: parameter for name, parameter in module._parameters.items() if parameter in absent}
         if own:
@@ -369,7 +454,7 @@ def hold(root: nn.Module, cutting: Cutting, stages: Sequence[int]) -> Held:
             held.layout.append((module, list(module._parameters), replaced))
             for name, placeholder in replaced.items():
                 del module._parameters[name]
-                module.__dict__[name] = placeholder.data
+                module.__dict__[name] = held.shown[placeholder]
     elsewhere = {cutting.name + unit for unit, called_by in cutting.unit_stages().items() if not mine & set(called_by)}
     for module in _modules_within_alone(root, elsewhere):
         for name in list(module._buffers):
@@ -411,7 +496,7 @@ def whole_model(held: Held) -> Iterator[nn.Module]:
         for module, _, absent in held.layout:
             for name, placeholder in absent.items():
                 module._parameters.pop(name, None)
-                module.__dict__[name] = placeholder.data
+                module.__dict__[name] = held.shown[placeholder]
 
 
 def drop_placeholders(optimizer: torch.optim.Optimizer, held: Held) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from autolaunch_strategies.model.random_positions import Draws
+from autolaunch_strategies.pipeline.own_memory import cut_off
 from autolaunch_strategies.pipeline.record import Leaf
 from autolaunch_strategies.pipeline.structure import Structure
 from autolaunch_strategies.pipeline.transfer import Axes, Header, Metas
@@ -24,6 +26,8 @@ class Work:
     outputs: list[torch.Tensor]
     """This rank's parts of what is carried on; at the end of it all: the loss alone."""
     header: Header
+    draws: Draws | None = None
+    """Where its random numbers stand in the run: the same ones where the backward pass computes it again."""
 
 
 @dataclass
@@ -45,6 +49,17 @@ class Filled:
         self._works: list[Work] = []
         self._whole: list[tuple[int, torch.Tensor, int | None]] = []  # place in the carry, joined part, dim
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.results: list[torch.Tensor] = []
+        """What the call returned on another stage than the last, where a step goes on with it."""
+
+    def is_in(self, leaf_ids: Collection[int]) -> bool:
+        """Whether what the call returned is among what something depends on, by the `id`s of its leaf tensors."""
+        made = (*(whole for _, whole, _ in self._whole), *(cut for _, cut in self._before), *self.results)
+        return any(id(tensor) in leaf_ids for tensor in made)
+
+    def forget(self) -> None:
+        """Drop what only a backward pass needs; `is_in` is answered all the same."""
+        self._works.clear()
 
     def cut_before(self, leaves: list[Any]) -> list[Any]:
         """The arguments of the call, cut off from what computed them; `differentiate_before` goes on there."""
@@ -53,7 +68,7 @@ class Filled:
         cut = list(leaves)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                cut[place] = leaf.detach().requires_grad_()
+                cut[place] = cut_off(leaf)
                 self._before.append((leaf, cut[place]))
         return cut
 
@@ -85,7 +100,7 @@ class Filled:
             meta, dim = metas[leaf.call][leaf.place], self.structure.join_dim(leaf)
             whole = parts[0] if dim is None else torch.cat(parts, dim)
             if self.trains and meta.requires_grad:
-                whole = whole.detach().requires_grad_()
+                whole = cut_off(whole)
                 self._whole.append((place, whole, dim))
             known[leaf] = meta.wrapped(whole, axes)
         return known, metas

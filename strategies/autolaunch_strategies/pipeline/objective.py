@@ -31,12 +31,7 @@ class Objective:
             return
         self._parameters_checked = True
         if used := self.pipeline.used_outside(loss):
-            raise ConfigError(
-                "pp",
-                f"the loss uses {self.pipeline.cutting.name}{used[0]} outside of the call of the model, where a stage "
-                "sees its own parameters only (a penalty on all weights, say)",
-                "weight_decay of the optimizer, a penalty computed in the model's forward, or a mesh with pp of size 1",
-            )
+            raise self.pipeline.uses_outside(used[0])
 
     def compare(
         self, mean: torch.Tensor, microbatches: Microbatches, whole_loss: Callable[[], torch.Tensor | None]
@@ -47,11 +42,13 @@ class Objective:
             whole_loss: the loss of the step on the whole batch; called with the model's output put together.
         """
         count = len(microbatches.losses)
-        if self.is_compared or count == 1:
+        if self.is_compared or (count == 1 and self._parameters_checked):
             return
-        self.is_compared = True
+        self.is_compared = count > 1
         whole = self.pipeline.replay(microbatches, whole_loss)
         self.refuse_parameters_outside(whole)
+        if count == 1:
+            return
         if self.pipeline.drew_in_replay:
             log.warning(
                 "pp.loss=microbatch: the step draws random numbers, so it can't be checked that the mean of its losses "

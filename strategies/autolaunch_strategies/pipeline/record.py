@@ -11,7 +11,7 @@ the logits of routers. A stage that does not run the unit shows them what arrive
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from autolaunch_strategies.pipeline.objects import open_dataclasses
+from autolaunch_strategies.pipeline.split import call_name
 from autolaunch_strategies.torch_private.calls import has_forward_hooks, run_call
 from autolaunch_strategies.torch_private.tracing import is_random, storage_key
 from autolaunch_strategies.tracing.recorder import Observer, Operation, Recorder, parts_intercepted
@@ -100,7 +102,9 @@ class Recording:
     glue_uses: dict[str, int] = field(default_factory=dict)
     """Parameter -> the number of unit calls that lie before its first use outside of them."""
     executed: list[str] = field(default_factory=list)
-    """Modules in the order of their first call."""
+    """Modules in the order of their first call, and `unit@n` for each further call of a unit (n from 1)."""
+    times: dict[str, int] = field(default_factory=dict)
+    """Module -> how often it is called."""
     costs: dict[str, float] = field(default_factory=dict)
     """Unit -> floating point operations of its calls."""
     untraceable: dict[str, str] = field(default_factory=dict)
@@ -130,6 +134,8 @@ def record(model: nn.Module, units: Sequence[str], args: Any, kwargs: Mapping[st
     Raises:
         Exception: whatever the model's forward raises on shapes alone.
     """
+
+    open_dataclasses((args, kwargs))
 
     def attempt(placeholders: Mapping[str, str]) -> Recording:
         liveness = _Liveness(Recording(origin, untraceable=dict(placeholders)))
@@ -176,6 +182,7 @@ class _Liveness(Observer):
 
     def end(self, output: Any) -> None:
         """Note what the output of the model needs."""
+        open_dataclasses(output)
         tensors = tensors_in(output)
         self.recording.output_reads = self._origins.of(*tensors)
         self.recording.output_draws = self._draws.of(*tensors)
@@ -192,8 +199,10 @@ class _Liveness(Observer):
             del call.shapes[call.spec.num_leaves :], call.from_data[call.spec.num_leaves :]
 
     def module_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if name not in self.recording.executed:
+        times = self.recording.times
+        if name not in times:
             self.recording.executed.append(name)
+        times[name] = times.get(name, 0) + 1
 
     def module_ends(self, name: str, module: nn.Module, output: Any) -> None:
         if self._current is not None and has_forward_hooks(module, besides=1):  # the one is the recorder's
@@ -202,11 +211,16 @@ class _Liveness(Observer):
     def unit_call(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run a unit; what it returns has memory of its own."""
         number = self._current = len(self.recording.calls)
+        if before := sum(call.unit == name for call in self.recording.calls):
+            self.recording.executed.append(call_name(name, before))
+        open_dataclasses((args, kwargs))
         inputs = [*tensors_in((args, kwargs)), *_tensors_in_objects((args, kwargs))]
         call = UnitCall(name, self._origins.of(*inputs), tree_flatten(())[1], [], [])
         call.draws = self._draws.of(*inputs)
         self.recording.calls.append(call)
-        leaves, call.spec = tree_flatten(run_call(module, *args, **kwargs))
+        output = run_call(module, *args, **kwargs)
+        open_dataclasses(output)
+        leaves, call.spec = tree_flatten(output)
         self._keep_shown(number, call, len(leaves))
         self._copying = True
         # Copies, so that a unit that returns what it was called with has leaves of its own, too.
@@ -229,6 +243,7 @@ class _Liveness(Observer):
         call.shapes, call.from_data = [None] * returned, [False] * returned
         turns: dict[str, int] = {}
         for name, output in self._shown:
+            open_dataclasses(output)
             leaves, spec = tree_flatten(output)
             call.shown.append(Shown(name, turns.get(name, 0), spec, len(call.shapes)))
             turns[name] = turns.get(name, 0) + 1
@@ -251,7 +266,9 @@ class _Liveness(Observer):
         self.has_drawn |= random or operator.namespace not in ("aten", "prims")
         if self._current is not None:
             origins, draws = frozenset({Leaf(self._current, _INSIDE)}), frozenset[int]()
-            self._note_cost(self.recording.calls[self._current].unit, operation)
+            call = self.recording.calls[self._current]
+            self._note_reads(call, operation.inputs)
+            self._note_cost(call.unit, operation)
         else:
             origins, draws = self._origins.of(*operation.inputs), self._draws.of(*operation.inputs)
             if random and operator.overloadpacket is not torch.ops.aten.bernoulli_:
@@ -265,6 +282,14 @@ class _Liveness(Observer):
             self._origins.add(tensor, origins)
             self._draws.add(tensor, draws)
             self._inputs.add(tensor, inputs)
+
+    def _note_reads(self, call: UnitCall, tensors: Iterable[torch.Tensor]) -> None:
+        """What a unit reads may also be held by objects in its arguments, at any depth, as by a cache of keys.
+
+        What another unit made and did not return does not count: each unit makes anew what all of them keep.
+        """
+        call.reads |= {leaf for leaf in self._origins.of(*tensors) if leaf.place != _INSIDE}
+        call.draws |= self._draws.of(*tensors)
 
     def _note_parameters(self, tensors: Sequence[torch.Tensor]) -> None:
         for name in (name for tensor in tensors for name in self._parameters.of(tensor)):

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from autolaunch_strategies.config import ConfigError, PipelineParallel
+from autolaunch_strategies.model.random_positions import drawing, drawing_now, drawing_of_part
+from autolaunch_strategies.pipeline.absent import INSTEAD, ReadOfAbsent
 from autolaunch_strategies.pipeline.cut import Cutting, Held
 from autolaunch_strategies.pipeline.idle import IdleClock
 from autolaunch_strategies.pipeline.microbatches import (
@@ -29,6 +31,8 @@ from autolaunch_strategies.pipeline.microbatches import (
     shapes_of,
     spread,
 )
+from autolaunch_strategies.pipeline.objects import open_dataclasses, open_dataclasses_of
+from autolaunch_strategies.pipeline.own_memory import cut_off, separate_gradients
 from autolaunch_strategies.pipeline.placement import group_rank, pipe_rank, stages_of
 from autolaunch_strategies.pipeline.record import Leaf
 from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
@@ -117,11 +121,21 @@ class Pipeline:
         self.staged = StagedModel(self.model, cutting, self.stages, axes, device)
         intercept_calls(self.model, self._called)
         self._in_step: Callable[[Any, Any], Any] | None = None
+        self.stays = False
+        """Whether steps run to their end on every stage, with the output of the model, and not on the last one only."""
         self._works: dict[Job, Work] = {}
-        self._filled: Filled | None = None
+        self._filled: list[tuple[Filled, dict[Job, Work]]] = []
+        """Batches that have been run forward in the present step, and can be differentiated."""
+        self._drained: list[Filled] = []
+        """Those that have been."""
+        self._trained: tuple[int, ...] = ()
         self._weights = WeightGradients()
+        self._error: Exception | None = None
+        """What a step raised that the other stages are not to wait for."""
         self._state_at_call: Any = None
         self._samples_checked = False
+        self._is_cut = True
+        """False once it is known that only a whole batch gives what the model gives."""
         self._batch_norms, self._warned_of_statistics = batch_norms(self.model), False
         self._seed_of_step = torch.initial_seed()
         self.drew_in_replay = False
@@ -150,9 +164,13 @@ class Pipeline:
     def name(self) -> str:
         """What a step has to call, as its writer knows it."""
         name = self.cutting.name.removesuffix(".")
-        if not isinstance(self.root, pl.LightningModule):
+        if not self._is_lightning:
             return "model"
         return f"self.{name}" if name else "self"
+
+    @property
+    def _is_lightning(self) -> bool:
+        return isinstance(self.root, pl.LightningModule)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the one that counts a parameter which several stages may hold."""
@@ -182,15 +200,17 @@ class Pipeline:
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         if self.staged.running:
             return self._call(*args, **kwargs)
+        open_dataclasses((args, kwargs))
         if self._in_step is None:
             return self._forward_only(args, kwargs)
         self.calls += 1
-        if self.calls > 1:
+        if self.calls > 1 and not self.stays:
             raise ConfigError(
                 "pp",
                 f"the step calls {self.name} more than once; other stages than the last leave the step at the first "
                 "call, so a pipeline can run one call per step",
-                "one call of the model per step, e.g. with both inputs joined along the batch",
+                "one call of the model per step, e.g. with both inputs joined along the batch"
+                + ("; or manual optimization, whose steps run on every stage" if self._is_lightning else ""),
             )
         return self._in_step(args, kwargs)
 
@@ -207,7 +227,7 @@ class Pipeline:
         finally:
             self._in_step = None
             self.clock.stop()
-        if self.calls == 0 and not left:
+        if self.calls == 0 and not left and not self.stays:
             raise ConfigError(
                 "pp",
                 f"the step never calls {self.name}(...), so it can't be run in stages",
@@ -219,11 +239,26 @@ class Pipeline:
     def whole_step(self) -> AbstractContextManager[None]:
         """Within it the one call of the model runs every microbatch, and returns the output of the whole batch.
 
-        On a stage that is not the last it ends the block. With gradients enabled, `drain` has to follow.
+        On a stage that is not the last it ends the block. With gradients enabled, `drain` has to follow. If the step
+        `stays`, there may be several calls, and each returns the output on every stage.
         """
         return self._step(self._whole)
 
+    def agree_on_trained(self) -> None:
+        """Tell the other stages which parameters are trained: what needs gradients across a cut depends on it.
+
+        Collective over the stages; to be called before a batch where that may have changed.
+        """
+        trained = repr([parameter.requires_grad for parameter in self.model.parameters()]).encode()
+        own = int.from_bytes(hashlib.blake2b(trained, digest_size=7).digest(), "little")
+        of_stages = torch.zeros(self.group.size(), dtype=torch.int64, device=self.device)
+        of_stages[self.group.rank()] = own
+        dist.all_reduce(of_stages, group=self.group)
+        self._trained = tuple(of_stages.tolist())
+
     def _whole(self, args: Any, kwargs: Any) -> Any:
+        if self.stays:
+            return self._whole_everywhere(args, kwargs)
         output = self._fill(args, kwargs)
         if not self.is_last:
             raise LeaveStep
@@ -231,6 +266,29 @@ class Pipeline:
         self._state_at_call = self._random_state()
         self.clock.start()
         return output
+
+    def _whole_everywhere(self, args: Any, kwargs: Any) -> Any:
+        """The output of the whole batch on every stage; on others than the last its gradient is not asked for."""
+        self.agree_on_trained()
+        self._refuse_own_output((args, kwargs))
+        output = self._sent_to_all(self._fill(args, kwargs))
+        if self._filled and torch.is_grad_enabled() and not self.is_last:
+            leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+            self._filled[-1][0].results = [leaf for leaf in leaves if leaf.requires_grad]
+        return output
+
+    def _refuse_own_output(self, inputs: Any) -> None:
+        """Raise ConfigError for a call with what an earlier call of the step returned, and needs a gradient of."""
+        used = leaves_of(*(leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, torch.Tensor)))
+        is_own = torch.tensor(int(any(filled.is_in(used) for filled, _ in self._filled)), device=self.device)
+        dist.all_reduce(is_own, dist.ReduceOp.MAX, self.group)
+        if is_own:
+            raise ConfigError(
+                "pp",
+                f"the step calls {self.name} with what it returned before, so one call would be differentiated "
+                "through the other",
+                "what an earlier call returned, without a gradient: detach()",
+            )
 
     def drew_behind_call(self) -> bool:
         """Whether random numbers were drawn since the model was called for a whole batch: other stages did not."""
@@ -247,19 +305,15 @@ class Pipeline:
     def _fill(self, args: Any, kwargs: Any) -> Any:
         """Run every microbatch through this rank's stages; on the last one the output of the whole batch."""
         leaves, spec = tree_flatten((args, kwargs))
-        wanted = fitting_microbatches("gpipe", self.group.size(), 1, self._most_microbatches(), batch_size(leaves))
-        count = max(wanted, 1)
-        structure, kind = self.structures.of(args, kwargs, self.model.training, count > 1)
-        count = min(count, structure.samples(leaves))
-        if count > 1 and not self._samples_checked:
-            self._samples_checked = True
-            self._check_samples(structure, leaves, spec)
+        structure, kind, count = self._way_to_fill(args, kwargs, leaves, spec)
         filled = Filled(structure, count)
         if filled.trains:
             self.clock.begin()
         leaves = filled.cut_before(leaves)
+        self._works = {}
         self._run_forward(filled, leaves, spec, kind)
-        self._filled = filled if filled.trains else None
+        if filled.trains:
+            self._filled.append((filled, self._works))
         output = None
         if self.is_last:
             whole_args, whole_kwargs = tree_unflatten(leaves, spec)
@@ -269,8 +323,32 @@ class Pipeline:
         self.channel.finish()
         return output
 
+    def _way_to_fill(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> tuple[Structure, Any, int]:
+        """(the structure of the call, its kind, the number of microbatches).
+
+        Where the config leaves the number open, a batch that can't be cut is one microbatch.
+        """
+        training = self.model.training
+        wanted = fitting_microbatches("gpipe", self.group.size(), 1, self._most_microbatches(), batch_size(leaves))
+        try:
+            structure, kind = self.structures.of(args, kwargs, training, wanted > 1)
+            count = min(max(wanted, 1), structure.samples(leaves))
+            if count > 1 and not self._samples_checked:
+                self._samples_checked = True
+                self._check_samples(structure, leaves, spec)
+        except ConfigError as error:
+            if wanted <= 1 or self.config.microbatches is not None:
+                raise
+            self._is_cut = False
+            log.warning("pp: %s; so each batch is one microbatch, and stages wait for each other", error.problem)
+            structure, kind = self.structures.of(args, kwargs, training, False)
+            count = 1
+        return structure, kind, count
+
     def _most_microbatches(self) -> int | None:
-        """As many as the config says; one where that leaves it open and batch norm has to see the whole batch."""
+        """As many as the config says; one where that leaves it open and the model has to see the whole batch."""
+        if not self._is_cut:
+            return 1
         if self.config.microbatches is not None or self.config.allow_batch_statistics:
             return self.config.microbatches
         name = next((name for name, part in self._batch_norms.items() if part.training), None)
@@ -288,7 +366,8 @@ class Pipeline:
     def _run_forward(self, filled: Filled, leaves: list[Any], spec: Any, kind: Any) -> None:
         """Run the microbatches of flattened arguments through this rank's stages; `filled` takes the last one's."""
         parts = cut_leaves(leaves, filled.structure.batched, filled.count)
-        keys = [(kind, shapes_of(part)) for part in parts]
+        keys = [(kind, self._trained, shapes_of(part)) for part in parts]
+        samples = [filled.structure.samples(part) for part in parts]
         arrivals: dict[Job, _Arrival] = {}
         for action in with_transfers(forward_only(self.rank_of_stage, filled.count))[self.pipe_rank]:
             job = Job(action.stage, action.microbatch)
@@ -297,7 +376,8 @@ class Pipeline:
                 continue
             if action.kind is Kind.F:
                 part_args, part_kwargs = tree_unflatten(parts[job.microbatch], spec)
-                self._forward(filled.structure, job, arrivals.pop(job, None), part_args, part_kwargs, stop=True)
+                with drawing_of_part(sum(samples[: job.microbatch]), samples[job.microbatch], sum(samples)):
+                    self._forward(filled.structure, job, arrivals.pop(job, None), part_args, part_kwargs, stop=True)
                 if job.stage == self.last_stage:
                     filled.take(self._works[job])
                 elif self._is_here(job.stage + 1):
@@ -331,6 +411,10 @@ class Pipeline:
         self.channel.finish()
         problem = [self._mixed_samples(structure, together, apart, leaves) if self.is_last else None]
         dist.broadcast_object_list(problem, dist.get_global_rank(self.group, self.last_rank), group=self.group)
+        for group in self.axes.groups():  # one of those that hold parts of the same tensors may see what others don't
+            problems: list[ConfigError | None] = [None] * group.size()
+            dist.all_gather_object(problems, problem[0], group=group)
+            problem = [next((item for item in problems if item is not None), None)]
         if problem[0] is not None:
             raise problem[0]
 
@@ -355,8 +439,52 @@ class Pipeline:
 
     def drain(self) -> None:
         """Run every microbatch backward through this rank's stages, once the loss has been differentiated."""
-        filled, self._filled = self._filled, None
-        assert filled is not None, "nothing has been run forward"
+        assert len(self._filled) == 1, "one batch has been run forward"
+        self._drain(*self._filled.pop())
+
+    def drain_calls_in(self, loss: torch.Tensor, differentiate: Callable[[], Any]) -> None:
+        """Differentiate `loss`, which every stage has, on the last one, and the calls it comes from on all of them.
+
+        Raises:
+            ConfigError: it uses parameters of the model itself, of which a stage has its own only; on every stage.
+        """
+        used = leaves_of(loss)
+        # The last stage says which: with a part of the output others may have one more.
+        calls = [self.is_last and filled.is_in(used) for filled, _ in self._filled]
+        wanted = self._agreed(any(filled.is_in(used) for filled in self._drained), self.used_outside(loss), calls)
+        if self.is_last:
+            with self.clock.busy():
+                differentiate()
+        for place in reversed([place for place, is_wanted in enumerate(wanted) if is_wanted]):
+            filled, works = self._filled.pop(place)
+            self._drain(filled, works)
+            filled.forget()
+            self._drained.append(filled)
+
+    def tell_of_read(self, error: ReadOfAbsent) -> None:
+        """Raise, on every stage, what is said of a loss that uses parameters, where this one could not compute it."""
+        name = error.parameter.removeprefix(self.cutting.name)
+        self._agreed(False, [name], [False] * len(self._filled))
+
+    def _agreed(self, again: bool, outside: Sequence[str], calls: Sequence[bool]) -> list[int]:
+        """Which calls are to be differentiated; or every stage raises what is wrong on one of them."""
+        flags = torch.tensor([again, bool(outside), *calls], dtype=torch.int64, device=self.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self.group)
+        is_again, is_outside, *wanted = flags.tolist()
+        if is_again:
+            raise ConfigError(
+                "pp",
+                f"what a call of {self.name} returned is differentiated a second time; the stages have forgotten it",
+                f"one backward pass for the sum of the losses, or another call of {self.name}",
+            )
+        if is_outside:
+            names: list[Any] = [None] * self.group.size()
+            dist.all_gather_object(names, outside, group=self.group)
+            raise self.uses_outside(next(name for part in names for name in part))
+        return wanted
+
+    def _drain(self, filled: Filled, works: dict[Job, Work]) -> None:
+        self._works = works
         handed: dict[Job, Gradients] = {}
         for stage in reversed(self.stages):
             for index in range(filled.count):
@@ -366,9 +494,9 @@ class Pipeline:
                 elif job in handed:
                     gradients = handed.pop(job)
                 else:
-                    gradients, works = self._begin_gradients(job)
-                    for work in works:
-                        work.wait()
+                    gradients, receives = self._begin_gradients(job)
+                    for receive in receives:
+                        receive.wait()
                 inputs = self._works[job].inputs
                 sent = self._backward(job, gradients)
                 if stage > 0 and self._is_here(stage - 1):
@@ -384,33 +512,42 @@ class Pipeline:
         """Begin a step: drop what one left behind that failed halfway."""
         self._seed_of_step = torch.initial_seed()
         self.others_wait = False
-        self._filled = None
-        self._works.clear()
+        self._filled.clear()
+        self._drained.clear()
+        self._works = {}
         self._weights.take()
 
     def _forward_only(self, args: Any, kwargs: Any) -> Any:
         """Outside of a step: the output on every rank. It can't be differentiated."""
         with torch.no_grad():
             output = self._fill(args, kwargs)
+        output = self._sent_to_all(output)
+        if not torch.is_grad_enabled():
+            return output
+        return tree_map_only(torch.Tensor, _not_differentiable, output)
+
+    def _sent_to_all(self, output: Any) -> Any:
+        """What the last stage has, on all of them; on the others tensors that need a gradient are leaves."""
         source = dist.get_global_rank(self.group, self.last_rank)
+        open_dataclasses(output)
         leaves, spec = tree_flatten(output) if self.is_last else ([], None)
         leaves = [plain(leaf) for leaf in leaves]
         header: list[Any] = [([LeafMeta.of(leaf) for leaf in leaves], spec)]
         dist.broadcast_object_list(header, source, group=self.group)
         metas, spec = header[0]
+        open_dataclasses_of(spec)
         output_leaves: list[Any] = []
         for place, meta in enumerate(metas):
             if meta.dtype is None:
                 output_leaves.append(meta.constant)
                 continue
-            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
             if self.is_last:
-                tensor.copy_(leaves[place])
+                tensor = leaves[place].detach().contiguous()
+            else:
+                tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
             dist.broadcast(tensor, source, group=self.group)
-            if torch.is_grad_enabled() and meta.dtype.is_floating_point:
-                tensor = _ForwardOnly.apply(tensor.requires_grad_())
-            output_leaves.append(tensor)
-        return tree_unflatten(output_leaves, spec)
+            output_leaves.append(tensor.requires_grad_(meta.requires_grad))
+        return tree_unflatten(leaves if self.is_last else output_leaves, spec)
 
     # --- microbatches one by one, by a schedule ---------------------------------------------------------------------
 
@@ -430,6 +567,9 @@ class Pipeline:
     ) -> Microbatches:
         """Train on one batch: the step of every microbatch at every stage of this rank, forward and backward.
 
+        What a step raises behind its call of the model, on the last stage, is raised at the end: until then that stage
+        answers the others, which would wait for it, with gradients of zero.
+
         Args:
             step: runs the user's step on a microbatch of that number and returns (its loss, anything else).
             factors: by what the loss of each microbatch is multiplied before it is differentiated.
@@ -437,6 +577,7 @@ class Pipeline:
             keep_outputs: keep what the model returned, for `replay`.
         """
         self.clock.begin()
+        keys = [(self._trained, key) for key in keys]
         results = Microbatches(works=[] if keep_outputs else None)
         arrivals: dict[Job, _Arrival] = {}
         gradients: dict[Job, tuple[Gradients, list[dist.Work]]] = {}
@@ -444,6 +585,7 @@ class Pipeline:
         later: dict[Job, Any] = {}
         parts_off = any(action.kind is Kind.W for actions in schedule.actions for action in actions)
         put_off = PutOffWeights(self._weights) if parts_off else nullcontext()
+        self._error = None
         with self._own_numbers("schedule", 0), put_off:
             for action in with_transfers(schedule)[self.pipe_rank]:
                 job = Job(action.stage, action.microbatch)
@@ -463,7 +605,7 @@ class Pipeline:
                     for work in works:
                         work.wait()
                     if job.stage == self.last_stage:
-                        arrived = [torch.ones_like(self._works[job].outputs[0])]
+                        arrived = [torch.ones_like(output) for output in self._works[job].outputs]
                     inputs = self._works[job].inputs
                     input_gradients[job] = self._backward(job, arrived, put_off=action.kind is Kind.I)
                     if action.kind is Kind.I:
@@ -478,6 +620,9 @@ class Pipeline:
         self.channel.finish()
         self.clock.end()
         self.others_wait = True
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         return results
 
     def _step_of(
@@ -495,7 +640,14 @@ class Pipeline:
 
         self._seed("step", job.microbatch)  # the user's code draws the same numbers on every stage
         with self._step(call):
-            loss, rest = step(job.microbatch)
+            try:
+                loss, rest = step(job.microbatch)
+            except Exception as error:
+                if job not in self._works:
+                    raise
+                self._error = self._error or error
+                self._works[job].outputs.clear()
+                return
             work = self._works[job]
             results.losses.append(loss.detach())
             results.rest.append(rest)
@@ -535,6 +687,15 @@ class Pipeline:
         glue = self.cutting.recording.glue_uses
         return [name for name, parameter in self.model.named_parameters() if id(parameter) in used and name not in glue]
 
+    def uses_outside(self, name: str) -> ConfigError:
+        """What is said of a loss that uses a parameter as `used_outside` tells."""
+        return ConfigError(
+            "pp",
+            f"the loss uses {self.cutting.name}{name} outside of the call of the model, where a stage sees its own "
+            "parameters only (a penalty on all weights, say)",
+            INSTEAD,
+        )
+
     # --- single jobs ------------------------------------------------------------------------------------------------
 
     def _forward(
@@ -553,15 +714,17 @@ class Pipeline:
             for leaf, part in zip(arrival.header.carry, arrival.parts, strict=True):
                 meta = arrival.header.metas[leaf.call][leaf.place]
                 if meta.requires_grad and torch.is_grad_enabled():
-                    part = part.detach().requires_grad_()
+                    part = cut_off(part)
                 inputs.append(part)
                 known[leaf] = meta.wrapped(part, self.axes)
         metas = () if arrival is None else arrival.header.metas
+        if job.stage == self.last_stage:  # whose failure the others do not see: they get gradients all the same
+            self._works[job] = Work(inputs, [], Header(metas, ()))
         todo = pass_of(structure, job.stage, known, metas, stop_at_once=stop and job.stage == self.last_stage)
         with self._own_numbers(job.stage, job.microbatch, structure.may_draw), self.clock.busy():
             output = self.staged.run(todo, args, kwargs, self._call)
         outputs = [local_part(todo.known[leaf]) for leaf in todo.carry]
-        self._works[job] = Work(inputs, outputs, Header(tuple(todo.metas), todo.carry))
+        self._works[job] = Work(inputs, outputs, Header(tuple(todo.metas), todo.carry), drawing_now())
         return output
 
     def _backward(self, job: Job, gradients: Gradients, put_off: bool = False) -> list[torch.Tensor]:
@@ -575,9 +738,11 @@ class Pipeline:
         if pairs:
             self._weights.put_off = put_off
             # A backward pass has the types of its forward.
-            with torch.autocast(self.device.type, enabled=False), self.clock.busy():
+            with torch.autocast(self.device.type, enabled=False), drawing(work.draws), self.clock.busy():
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
             self._weights.put_off = False
+            if job.microbatch == 0:  # the others add to what it has made
+                separate_gradients(self.model.parameters())
         return [
             torch.zeros_like(part) if part.grad is None else part.grad for part in work.inputs if part.requires_grad
         ]
@@ -620,11 +785,16 @@ class Pipeline:
                 np.random.set_state(states[1])
 
     def _seed(self, stage: int | str, index: int) -> None:
-        text = f"{self._seed_of_step}:{self.number}:{stage}:{index}"
+        again = f":{self.calls}" if self.calls > 1 else ""
+        text = f"{self._seed_of_step}:{self.number}:{stage}:{index}{again}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
         seed_torch(seed, self.device)
         random.seed(seed)
         np.random.seed(seed)
+
+
+def _not_differentiable(tensor: torch.Tensor) -> torch.Tensor:
+    return _ForwardOnly.apply(tensor.detach().requires_grad_()) if tensor.is_floating_point() else tensor
 
 
 class _ForwardOnly(torch.autograd.Function):
@@ -646,11 +816,11 @@ def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return bool((one - other).abs().max() > tolerance * one.abs().max().clamp(min=1e-6))
 
 
-def leaves_of(loss: torch.Tensor) -> set[int]:
-    """The `id`s of the leaf tensors, parameters among them, that `loss` depends on."""
-    leaf_ids: set[int] = set()
+def leaves_of(*tensors: torch.Tensor) -> set[int]:
+    """The `id`s of the leaf tensors, parameters among them, that these depend on, or are."""
+    leaf_ids = {id(tensor) for tensor in tensors if tensor.is_leaf}
     seen: set[Any] = set()
-    todo = [loss.grad_fn]
+    todo = [tensor.grad_fn for tensor in tensors]
     while todo:
         node = todo.pop()
         if node is None or node in seen:

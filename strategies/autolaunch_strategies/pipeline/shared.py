@@ -28,6 +28,11 @@ class SharedGradients:
             if len(ranks) > 1 and self.group.rank() in ranks:
                 self._sets[tuple(sorted(ranks))].append(name)
 
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that other stages hold, too."""
+        parameters = dict(self.root.named_parameters())
+        return [parameters[name] for names in self._sets.values() for name in names]
+
     @torch.no_grad()
     def sum(self) -> None:
         """Replace the gradient of every shared parameter by the sum over its holders. Collective over the holders.

@@ -25,11 +25,23 @@ class SplitPoint(Enum):
 
 
 _ALLOWED = "a prefix of numbered blocks, a list of names and prefixes, {name or pattern: BEGINNING | END}, or null"
+_CALL = re.compile(r"@(\d+)$")
+
+
+def call_name(module: str, number: int) -> str:
+    """The name of one of several calls of a module, counted from 0."""
+    return f"{module}@{number}"
+
+
+def split_call(name: str) -> tuple[str, int | None]:
+    """(module, number of its call) of a name as `call_name` gives it; None if it is that of a module."""
+    at = _CALL.search(name)
+    return (name[: at.start()], int(at[1])) if at else (name, None)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut next to one module, by its dotted name."""
+    """A cut next to one module, by its dotted name, or next to one of its calls (`call_name`)."""
 
     module: str
     after: bool
@@ -60,7 +72,7 @@ def parse_spec(spec: Any) -> list[str] | dict[str, str] | None:
             if point not in SplitPoint.__members__:
                 raise ConfigError(where, f"{value!s} is no split point", "BEGINNING (before it), END (behind it)")
             try:
-                compile_pattern(str(name))
+                compile_pattern(split_call(str(name))[0])
             except ConfigError as error:
                 raise ConfigError(where, f"{name} is {error.problem}", error.allowed) from None
             points[str(name)] = point
@@ -94,7 +106,7 @@ def candidate_names(spec: Any, modules: Collection[str], blocks: Sequence[str], 
     find = _modules_of_pattern if isinstance(parsed, dict) else _modules_of_name
     candidates: dict[str, None] = {}
     for name in parsed:
-        of_name = find(name, modules, prefix)
+        of_name = find(split_call(name)[0], modules, prefix)
         if not of_name:
             raise _no_match(spec, name, modules, blocks)
         candidates.update(dict.fromkeys(of_name))
@@ -120,7 +132,8 @@ def choose_cuts(
 
     Args:
         spec: `pp.split_spec`.
-        executed: the modules in the order of their first call; what is never called is absent.
+        executed: the modules in the order of their first call; what is never called is absent. Further calls of a
+            candidate are in it by their `call_name`, from the second one on; each call is a candidate then.
         modules: the dotted names of all modules.
         blocks: the names of the repeated blocks; the candidates where `spec` is None.
         stages: the number of stages, over all ranks.
@@ -145,15 +158,20 @@ def choose_cuts(
         )
     if isinstance(spec, Mapping):
         return _written_cuts(spec, order, modules, stages, prefix)
+    candidates = [call for name in candidates for call in order.calls(name)]
+    costs = {call: cost / len(order.calls(name)) for name, cost in costs.items() for call in order.calls(name)}
     ends = {order.end(name): name for name in sorted(candidates, key=lambda name: -name.count("."))}
     names = [ends[end] for end in sorted(ends)]
     if len(names) < stages:
-        places = (
-            f"{_count(len(names), 'place')} to end a stage, {_among(names)}," if names else "no place to end a stage"
-        )
+        if not names:
+            raise ConfigError(
+                _where(spec),
+                f"the forward pass calls none of the blocks {_among(list(blocks))}, so a stage can't end behind one",
+                "names of modules that it calls",
+            )
         raise ConfigError(
             _where(spec),
-            f"{places} but {stages} stages",
+            f"{_count(len(names), 'place')} to end a stage, {_among(names)}, but {_count(stages, 'stage')}",
             f"at most {_count(len(names), 'stage')} (pp x virtual stages), or more names in pp.split_spec",
         )
     if split == "balanced":
@@ -238,9 +256,24 @@ class _Order:
                 if known in self._begin:
                     end = self._begin[name] + (name not in inner)
                     self._end[known] = max(self._end.get(known, 0), end)
+        self._calls: dict[str, list[str]] = {}
+        for name in executed:
+            module, number = split_call(name)
+            if number is None:
+                continue
+            if module not in self._calls:
+                first = call_name(module, 0)
+                self._begin[first], self._end[first] = self._begin[module], self._end[module]
+                self._calls[module] = [first]
+            self._calls[module].append(name)
+            self._end[module] = self._end[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._begin
+
+    def calls(self, name: str) -> list[str]:
+        """The names of the calls of a module, in order: its own if it is called once."""
+        return self._calls.get(name, [name])
 
     def begin(self, name: str) -> int:
         return self._begin[name]
@@ -270,11 +303,17 @@ def _written_cuts(
 ) -> list[Cut]:
     points = parse_spec(spec)
     assert isinstance(points, dict)
-    cuts = {
-        Cut(name, point == "END"): None
-        for pattern, point in points.items()
-        for name in _modules_of_pattern(pattern, modules, prefix)
-    }
+    cuts: dict[Cut, None] = {}
+    for written, point in points.items():
+        pattern, number = split_call(written)
+        for name in _modules_of_pattern(pattern, modules, prefix):
+            if number is not None:
+                calls = order.calls(name)
+                if number >= len(calls):
+                    allowed = f"{name}@0 to {calls[-1]}" if len(calls) > 1 else name
+                    raise ConfigError(_where(spec), f"{name} is called {_times(len(calls))}", allowed)
+                name = calls[number]
+            cuts[Cut(name, point == "END")] = None
     places: dict[int, Cut] = {}
     for cut in cuts:
         place = order.end(cut.module) if cut.after else order.begin(cut.module)
@@ -374,6 +413,10 @@ def _allowed_names(name: str, names: Iterable[str], blocks: Sequence[str]) -> st
 def _among(names: Sequence[str]) -> str:
     """A few names whole, many by the first and the last."""
     return ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _count(count: int, word: str) -> str:

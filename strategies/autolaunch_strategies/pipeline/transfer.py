@@ -24,6 +24,11 @@ class Axes:
     mp: DeviceMesh | None = None
     cp: dist.ProcessGroup | None = None
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """This rank's peers along each."""
+        groups = [None if self.mp is None else self.mp.get_group(), self.cp]
+        return [group for group in groups if group is not None]
+
 
 @dataclass(frozen=True)
 class SequenceDim:
@@ -196,6 +201,11 @@ class Channel:
             works[0].wait()
             _remember(known, key, pickle.loads(bytes(data.cpu().numpy())))
         return known[key]
+
+    def forget_headers(self) -> None:
+        """Send headers anew. Both ends have to do so between the same two batches."""
+        self._sent_headers.clear()
+        self._received_headers.clear()
 
     def finish(self) -> None:
         """Wait until everything has been sent."""

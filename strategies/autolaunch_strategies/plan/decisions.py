@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from autolaunch_strategies.plan.rules import StyleSpec
 
 COLUMN, ROW = StyleSpec("ColWiseParallel"), StyleSpec("RowWiseParallel")
+COLUMN_GATHERED = StyleSpec("ColWiseParallel", {"gather_output": True})
 
 
 @dataclass
@@ -27,6 +28,15 @@ class Decisions:
         self.styles[name] = (*styles, *before) if first else (*before, *styles)
         self.reasons[name] = f"{said}; {reason}" if said else reason
 
+    def forget(self, name: str) -> None:
+        """Decide nothing about a module."""
+        self.styles.pop(name, None)
+        self.reasons.pop(name, None)
+
     def planned(self) -> set[str]:
         """Modules whose parameters are sharded."""
-        return {name for name, styles in self.styles.items() if any(style in (COLUMN, ROW) for style in styles)}
+        return {
+            name
+            for name, styles in self.styles.items()
+            if any(style in (COLUMN, ROW, COLUMN_GATHERED) or style.name == "GatherWhenUsed" for style in styles)
+        }

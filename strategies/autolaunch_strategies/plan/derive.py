@@ -16,34 +16,47 @@ from torch import nn
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.blocks import Block, find_blocks
 from autolaunch_strategies.plan.decisions import COLUMN, ROW, Decisions
+from autolaunch_strategies.plan.layers import features, is_layer, is_linear
+from autolaunch_strategies.plan.rest import divide_the_rest
 from autolaunch_strategies.plan.rules import Rule
 from autolaunch_strategies.plan.sequence import sequence_styles
-from autolaunch_strategies.plan.trace import Trace, features, is_linear, trace
+from autolaunch_strategies.plan.trace import Trace, trace
+from autolaunch_strategies.tracing.inputs import Steps
 
 SOURCE = "derived"
 
 
 class NothingToShard(ConfigError):
-    """A plan can't be derived because no part of the model can be sharded along mp; whole on every rank it runs."""
+    """No plan can be derived, whatever the model is called with; whole on every rank it runs."""
 
 
-def derive_plan(model: nn.Module, sequence_parallel: bool, ranks: int, example: Any = None) -> list[Rule]:
+def derive_plan(
+    model: nn.Module, sequence_parallel: bool, ranks: int, example: Any = None, steps: Steps | None = None
+) -> list[Rule]:
     """The rules for `model` (on meta or real; it is not touched), each with its reason. No styles: it stays whole.
 
     Args:
         sequence_parallel: shard activations between blocks along the sequence, too, where the structure allows it.
         ranks: along the mp axis.
         example: inputs for one call of the model, if those that are found by themselves do not serve.
+        steps: what a module around the model does with it: where nothing else serves, that is followed.
 
     Raises:
-        ConfigError: its forward can't be run on shapes alone.
-        NothingToShard: nothing in it can be sharded.
+        ConfigError: its forward can't be run on shapes alone, and there is no training step that calls it.
+        NothingToShard: nothing in it can be sharded, or the training step can't be followed to any part of it.
     """
-    flow = trace(model, example)
+    try:
+        flow = trace(model, example, steps)
+    except ConfigError as error:
+        if steps is None or steps.training is None:
+            raise
+        raise NothingToShard(error.where, error.problem, error.allowed, error.write) from error
     blocks = plan_blocks(model)
     decisions = Decisions()
     for block in blocks:
         _decide_block(flow, block, ranks, decisions)
+    decide_vocabulary(model, flow, ranks, decisions)
+    divide_the_rest(model, flow, ranks, decisions)
     if not decisions.planned():
         reasons = "".join(f"\n    {name}: {reason}" for name, reason in _one_of_each(decisions.reasons).items())
         raise NothingToShard(
@@ -52,7 +65,6 @@ def derive_plan(model: nn.Module, sequence_parallel: bool, ranks: int, example: 
             + (reasons or ": no repeated blocks with pairs of linear layers were found"),
             "a plan of your own in mp.plan, with mp.base=none, or a mesh whose mp is 1",
         )
-    decide_vocabulary(model, flow, ranks, decisions)
     if sequence_parallel:
         sequence_styles(model, flow, blocks, decisions)
     return as_rules(model, blocks, decisions, SOURCE)
@@ -90,11 +102,13 @@ def _decide_block(flow: Trace, block: Block, ranks: int, decisions: Decisions) -
         else:
             decisions.decide(name, (), "whole: it feeds something other than the layers that join the residual stream")
     for name, module in within.items():
-        if name in flow.untraceable:
+        if flow.cut_short and is_linear(module) and name not in flow.calls:
+            decisions.decide(name, (), f"whole: {flow.example.origin} could be followed only until: {flow.cut_short}")
+        elif name in flow.untraceable:
             decisions.decide(name, (), f"whole: it can't run on shapes alone ({flow.untraceable[name]})")
         elif name not in flow.calls and not is_linear(module) and _holds_matrices(module):
             decisions.decide(name, (), "whole: it is not called as a module")
-        elif _holds_matrices(module) and not is_linear(module):
+        elif _holds_matrices(module) and not is_layer(module):
             decisions.decide(name, (), f"whole: no rule is known for the parameters of {type(module).__name__}")
 
 
@@ -151,7 +165,8 @@ def _decide_group(
             problem = f"the {size} {kind} of {short([name])} do not divide among {ranks} ranks"
     if unsure := sorted(set().union(*(flow.operators.get(name, ()) for name in columns))):
         problem = problem or f"{', '.join(unsure)} between them may not work on sharded tensors"
-    if any(flow.calls[name].times > 1 for name in rows | columns):
+    calls_of_block = flow.calls[block.name].times if block.name in flow.calls else 1
+    if any(flow.calls[name].times > calls_of_block for name in rows | columns):
         problem = problem or "it is called more than once in a forward pass"
     if problem:
         for name in rows | columns:
@@ -239,26 +254,31 @@ def as_rules(model: nn.Module, blocks: Iterable[Block], decisions: Decisions, so
     for block in blocks:
         container, _, key = block.name.rpartition(".")
         containers.setdefault(container, []).append(key)
-    groups: dict[tuple[str, str], dict[str, list[str]]] = {}  # (container, name in the block) -> decision -> keys
-    order: dict[tuple[str, str], int] = {}
-    names = [name for name, _ in model.named_modules() if name in decisions.styles]
-    for name in names:
+    groups: dict[tuple[str, str, bool], dict[str, list[str]]] = {}
+    """(container, name in the block, whether it is in a block) -> decision -> keys of blocks."""
+    for name in (name for name, _ in model.named_modules() if name in decisions.styles):
         container, key, rest = _place(name, containers)
         said = repr((decisions.styles[name], decisions.reasons[name]))
-        groups.setdefault((container, rest), {}).setdefault(said, []).append(key)
-        order.setdefault((container, rest), len(order))
+        groups.setdefault((container, rest, bool(key)), {}).setdefault(said, []).append(key)
     rules = []
-    for (container, rest), variants in groups.items():
+    names = {_joined(name, key) for name, module in model.named_modules() for key in ("", *module._parameters)}
+    for (container, rest, in_block), variants in groups.items():
+        decided = {key for keys in variants.values() for key in keys}
+        holder = model.get_submodule(container)
+        alike = [key for key in (*holder._modules, *holder._parameters) if _joined(container, key, rest) in names]
         for keys in variants.values():
-            if not rest:
+            if not in_block:
                 full = pattern = container
             else:
                 one = keys[0] if len(keys) == 1 else f"({'|'.join(re.escape(key) for key in keys)})"
-                part = "*" if len(variants) == 1 else one
-                pattern = ".".join(piece for piece in (container, part, rest) if piece)
-                full = ".".join(piece for piece in (container, keys[0], rest) if piece)
+                part = "*" if len(variants) == 1 and decided.issuperset(alike) else one
+                pattern, full = _joined(container, part, rest), _joined(container, keys[0], rest)
             rules.append(Rule(pattern, decisions.styles[full], decisions.reasons[full], source))
     return rules
+
+
+def _joined(*pieces: str) -> str:
+    return ".".join(piece for piece in pieces if piece)
 
 
 def _place(name: str, containers: Mapping[str, list[str]]) -> tuple[str, str, str]:
@@ -266,7 +286,7 @@ def _place(name: str, containers: Mapping[str, list[str]]) -> tuple[str, str, st
     for container, keys in containers.items():
         rest = name.removeprefix(f"{container}.") if container else name
         key, _, inner = rest.partition(".")
-        if (not container or rest != name) and key in keys and inner:
+        if (not container or rest != name) and key in keys:
             return container, key, inner
     return name, "", ""
 

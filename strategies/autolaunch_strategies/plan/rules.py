@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 STYLES: dict[str, dict[str, type]] = {
     "ColWiseParallel": {"gather_output": bool, "shard_dim": int},
     "RowWiseParallel": {"is_input_parallel": bool},
+    "GatherWhenUsed": {"parameters": list},
     "SequenceParallelBegin": {"need_transpose": bool},
     "SequenceParallelEnd": {"need_transpose": bool},
     "SequenceParallelEnable": {},

@@ -10,8 +10,9 @@ from torch import nn
 
 from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.plan.decisions import Decisions
+from autolaunch_strategies.plan.layers import is_linear
 from autolaunch_strategies.plan.rules import StyleSpec
-from autolaunch_strategies.plan.trace import Trace, is_linear
+from autolaunch_strategies.plan.trace import Trace
 
 log = logging.getLogger(__name__)
 

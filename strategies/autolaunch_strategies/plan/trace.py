@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config.errors import first_line
 from autolaunch_strategies.model.example_inputs import ExampleInputs
-from autolaunch_strategies.tracing.inputs import with_inputs_that_run
-from autolaunch_strategies.tracing.recorder import Observer, Operation, Recorder
+from autolaunch_strategies.plan.layers import is_linear
+from autolaunch_strategies.tracing.inputs import Steps, with_inputs_that_run
+from autolaunch_strategies.tracing.recorder import Observer, Operation, Recorder, Untraceable
 from autolaunch_strategies.tracing.shapes import fake_inputs, fake_state, on_shapes_alone
+from autolaunch_strategies.tracing.step import Step
 from autolaunch_strategies.tracing.tensors import Labels, first_input, first_output, tensors_in
 from autolaunch_strategies.tracing.unreadable import stepping_over
 
@@ -71,28 +74,20 @@ class Trace:
     untraceable: dict[str, str] = field(default_factory=dict)
     """Modules whose own forward can't run without data, and why."""
     batch: int = 0
+    cut_short: str = ""
+    """Why the rest could not be followed, if it ends before the model does."""
 
     def consumers(self, name: str) -> Names:
         """The linear layers that `name` feeds."""
         return frozenset(other for other, sources in self.sources.items() if name in sources)
 
 
-def is_linear(module: nn.Module) -> bool:
-    """A linear layer that styles know: torch's, or `transformers`' Conv1D."""
-    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
-
-
-def features(module: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer."""
-    weight: Any = module.weight
-    return (weight.shape[1], weight.shape[0]) if isinstance(module, nn.Linear) else (weight.shape[0], weight.shape[1])
-
-
-def trace(model: nn.Module, example: Any = None) -> Trace:
+def trace(model: nn.Module, example: Any = None, steps: Steps | None = None) -> Trace:
     """Run `model` once on shapes alone. It is left as it was.
 
     Args:
         example: inputs that the user names.
+        steps: what a module around the model does with it, or with parts of it.
 
     Raises:
         ConfigError: no inputs are known with which it runs.
@@ -107,7 +102,36 @@ def trace(model: nn.Module, example: Any = None) -> Trace:
             "a model whose forward runs on `example_input_array` (an attribute of the module), or a plan of your own",
             "mp.base=none and mp.plan",
         ),
+        steps,
+        lambda step: _trace_of_step(model, step),
     )
+
+
+def _trace_of_step(model: nn.Module, step: Step) -> Trace:
+    """Whatever of `model` a step calls, until it does what can't be done without values."""
+    try:
+        return stepping_over(model, lambda placeholders: _run_step(model, step, placeholders, in_part=False))
+    except Exception:
+        return _run_step(model, step, {}, in_part=True)
+
+
+def _run_step(model: nn.Module, step: Step, placeholders: Mapping[str, str], in_part: bool) -> Trace:
+    with step.on_shapes() as run:
+        dataflow = _Dataflow(Trace(ExampleInputs(step.origin), untraceable=dict(placeholders)))
+        recorder = Recorder(model, [dataflow])
+        with recorder.watching():
+            try:
+                recorder.run(run)
+            except Untraceable as failure:
+                is_behind = not failure.inside and dataflow.trace.sources  # what is done with what the model returns
+                if not (is_behind or in_part) or not dataflow.trace.calls:
+                    raise failure.error if in_part else failure from None
+                dataflow.trace.cut_short = first_line(failure.error)
+        first = next((call.input for call in dataflow.trace.calls.values() if call.input is not None), None)
+        dataflow.trace.batch = 0 if first is None or not first.dim() else first.shape[0]
+    if not dataflow.trace.calls:
+        raise LookupError("it calls none of its parts")
+    return dataflow.trace
 
 
 def _trace_with(model: nn.Module, inputs: ExampleInputs, placeholders: Mapping[str, str]) -> Trace:

@@ -10,10 +10,13 @@ from torch import nn
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.plan.decisions import COLUMN, ROW, Decisions
 from autolaunch_strategies.plan.derive import as_rules, decide_vocabulary, plan_blocks
+from autolaunch_strategies.plan.layers import features, is_linear
 from autolaunch_strategies.plan.patterns import matching
+from autolaunch_strategies.plan.rest import divide_the_rest
 from autolaunch_strategies.plan.rules import Rule
 from autolaunch_strategies.plan.sequence import sequence_styles
-from autolaunch_strategies.plan.trace import Trace, features, is_linear, trace
+from autolaunch_strategies.plan.trace import Trace, trace
+from autolaunch_strategies.tracing.inputs import Steps
 
 SOURCE = "the model's tp_plan"
 
@@ -25,14 +28,16 @@ _WHOLE = {"replicate", "replicated_with_grad_allreduce", "sequence_parallel", "a
 """What these styles are for is done for every plain parameter: gradients of whole ones are added up over ranks."""
 
 
-def transformers_plan(model: nn.Module, sequence_parallel: bool, ranks: int, example: Any = None) -> list[Rule] | None:
+def transformers_plan(
+    model: nn.Module, sequence_parallel: bool, ranks: int, example: Any = None, steps: Steps | None = None
+) -> list[Rule] | None:
     """The plan that a `transformers` model comes with, as rules; None if it has none, or one that does not serve.
 
     It serves if every layer that it shards can be sharded among `ranks`, and column-wise and row-wise layers come
     together; a plan derived from the model's dataflow is the better choice otherwise.
 
     Args:
-        sequence_parallel, ranks, example: as in `derive_plan`.
+        sequence_parallel, ranks, example, steps: as in `derive_plan`.
     """
     plan = _own_plan(model)
     if not plan:
@@ -48,7 +53,7 @@ def transformers_plan(model: nn.Module, sequence_parallel: bool, ranks: int, exa
         return None
     for name in decisions.planned() - set(within):
         del decisions.styles[name], decisions.reasons[name]  # embedding and head: both or none, see decide_vocabulary
-    flow = _flow(model, example)
+    flow = _flow(model, example, steps)
     if flow is None and sequence_parallel:
         return None
     if flow is not None and any(
@@ -56,14 +61,16 @@ def transformers_plan(model: nn.Module, sequence_parallel: bool, ranks: int, exa
     ):
         return None
     decide_vocabulary(model, flow, ranks, decisions)
+    if flow is not None:
+        divide_the_rest(model, flow, ranks, decisions)
     if sequence_parallel and flow is not None:
         sequence_styles(model, flow, blocks, decisions)
     return as_rules(model, blocks, decisions, SOURCE)
 
 
-def _flow(model: nn.Module, example: Any) -> Trace | None:
+def _flow(model: nn.Module, example: Any, steps: Steps | None) -> Trace | None:
     try:
-        return trace(model, example)
+        return trace(model, example, steps)
     except ConfigError:  # the plan stands without it
         return None
 

@@ -13,8 +13,8 @@ from autolaunch_strategies.config import ConfigError, ModelParallel, PipelinePar
 from autolaunch_strategies.model.blocks import find_blocks
 from autolaunch_strategies.pipeline.cut import pipelined_part
 from autolaunch_strategies.plan.choose import plan_for, planned_part
+from autolaunch_strategies.plan.layers import is_linear
 from autolaunch_strategies.plan.rules import Match
-from autolaunch_strategies.plan.trace import is_linear
 from autolaunch_strategies.tensor.model_parallel import matched
 
 _RANKS = (2, 3, 5, 7)
@@ -93,8 +93,9 @@ def _sharded_dims(model: nn.Module, matches: Sequence[Match]) -> dict[str, int]:
         module = model.get_submodule(match.module)
         for spec in match.rule.styles:
             column = spec.name == "ColWiseParallel"
-            if not column and spec.name != "RowWiseParallel":
-                continue
+            alone = spec.arguments.get("gather_output") or spec.arguments.get("is_input_parallel") is False
+            if (not column and spec.name != "RowWiseParallel") or alone:
+                continue  # what is sharded by itself saves memory, and is no reason to choose mp
             turned = not isinstance(module, nn.Linear) and is_linear(module)  # [inputs, outputs]
             for own, parameter in module._parameters.items():
                 if parameter is None or (match.only is not None and own != match.only):

@@ -7,6 +7,7 @@ is no factor anywhere. The adjoints are differentiable themselves.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,28 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from autolaunch_strategies.torch_private.collectives import all_gather_single, reduce_scatter_single
+
+
+@dataclass
+class Traffic:
+    """What this process has gathered along cp in forward passes, of its own sequences and those of others."""
+
+    times: int = 0
+    received: int = 0
+    """Bytes that came from other ranks."""
+    repeated: frozenset[str] = frozenset()
+    """Names of functions that every rank has computed of gathered tensors."""
+
+    def copy(self) -> Traffic:
+        """As it stands now."""
+        return replace(self)
+
+    def restore(self, before: Traffic) -> None:
+        """Forget what has been counted since `before` was copied."""
+        self.times, self.received, self.repeated = before.times, before.received, before.repeated
+
+
+TRAFFIC = Traffic()
 
 
 def gather_parts(tensor: torch.Tensor, dim: int, counts: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
@@ -54,6 +77,8 @@ class _Gather(torch.autograd.Function):
         parts = sent.new_empty((len(counts) * sent.shape[0], *sent.shape[1:]))
         if parts.numel():
             all_gather_single(parts, sent, group)
+            TRAFFIC.times += 1
+            TRAFFIC.received += (len(counts) - 1) * sent.nbytes
         parts = parts.view(part.dtype).view(len(counts), *part.shape)
         return torch.cat([parts[rank].narrow(dim, 0, count) for rank, count in enumerate(counts)], dim)
 

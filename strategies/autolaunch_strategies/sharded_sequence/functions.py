@@ -11,6 +11,7 @@ import logging
 from functools import lru_cache
 from typing import Any
 
+from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
 from autolaunch_strategies.sharded_sequence.parts import NeedsWhole, map_leaves, whole
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard, cut
 from autolaunch_strategies.sharded_sequence.spelling import changes_first
@@ -39,6 +40,7 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         RuntimeError: it changes the shape of a shard in place.
     """
     name = getattr(func, "__name__", str(func))
+    TRAFFIC.repeated |= {name}
     _log_once(name)
     if isinstance(kwargs.get("out"), SequenceShard):
         raise RuntimeError(f"{name}(out=...) can't write into a tensor of which each rank holds a part (cp)")

@@ -232,6 +232,17 @@ def cut(whole: torch.Tensor, dim: int, positions: Positions, group: dist.Process
     return on_parts(whole, lambda tensor: tensor.index_select(dim, index), dim, count)
 
 
+def repeated_to(local: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """`local` with its last entry along `dim` repeated until there are `length` of them."""
+    missing = length - local.shape[dim]
+    if missing == 0:
+        return local
+    if local.shape[dim] == 0:  # zeros that hang together with it: every rank takes part in its backward pass
+        return torch.cat([local.sum(dim, keepdim=True).to(local.dtype)] * missing, dim)
+    last = local.narrow(dim, local.shape[dim] - 1, 1)
+    return torch.cat([local, *[last] * missing], dim)
+
+
 def on_parts(
     tensor: torch.Tensor,
     change: Callable[[torch.Tensor], torch.Tensor],

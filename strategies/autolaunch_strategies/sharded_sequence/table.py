@@ -16,6 +16,7 @@ from autolaunch_strategies.sharded_sequence.rules.losses import class_loss, elem
 from autolaunch_strategies.sharded_sequence.rules.pointwise import conversion, elementwise, where
 from autolaunch_strategies.sharded_sequence.rules.products import (
     addmm,
+    attention,
     einsum,
     looked_up,
     matmul,
@@ -63,7 +64,8 @@ _TABLE: list[tuple[Iterable[Any], Rule]] = [
     ((F.embedding,), rows(looked_up, added=1)),
     (spelled("one_hot"), rows(one_hot_dims, added=1)),
     (spelled("matmul mm bmm mv __matmul__"), matmul),
-    (spelled("addmm"), addmm),
+    (spelled("addmm baddbmm"), addmm),
+    ((F.scaled_dot_product_attention,), attention),
     (spelled("einsum"), einsum),
     (spelled("softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp"), along(("input", "dim"))),
     (spelled("sort argsort glu"), along(("input", "dim"), -1)),

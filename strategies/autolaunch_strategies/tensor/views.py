@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
@@ -25,9 +26,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from autolaunch_strategies.model.random_streams import RANDOM_FUNCTIONS, own_stream, run_random
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
+from autolaunch_strategies.tensor import more_operators as more_operators
 from autolaunch_strategies.tensor.sharding_errors import raise_explained
 from autolaunch_strategies.tensor.vocabulary_loss import vocabulary_cross_entropy
 from autolaunch_strategies.torch_private.backward import run_backward, version_of
+from autolaunch_strategies.torch_private.modes import changes_first
+from autolaunch_strategies.torch_private.sharding_rules import register_missing_rules
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +94,7 @@ class MixedTensors(TorchFunctionMode):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
+        register_missing_rules()
         self.replicate = Replicator(mesh)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +120,7 @@ class MixedTensors(TorchFunctionMode):
         replicate = self.replicate if mesh == self.replicate.mesh else Replicator(mesh)
         if func in _SPECIAL:
             return _SPECIAL[func](replicate, func, args, kwargs)
-        if args and type(args[0]) is not DTensor and isinstance(args[0], torch.Tensor) and _changes_first(func):
+        if args and type(args[0]) is not DTensor and isinstance(args[0], torch.Tensor) and changes_first(func):
             return func(*tree_map(plain, args), **tree_map(plain, kwargs))  # a plain tensor stays plain
         if func is torch.cat and args:  # an empty cache of keys is a tensor of no dims that fit
             args = ([tensor for tensor in args[0] if tensor.shape != (0,)], *args[1:])
@@ -127,11 +132,15 @@ class MixedTensors(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError, IndexError) as error:
-            if _changes_first(func):
+            if changes_first(func) or isinstance(error, _NOT_ABOUT_SHARDING):
                 raise
             result = _on_whole_tensors(replicate, func, args, kwargs)  # what is wrong anyway fails again here
             _warn_once(getattr(func, "__name__", str(func)), str(error))
             return result
+
+
+_NOT_ABOUT_SHARDING = (torch.OutOfMemoryError, dist.DistError)
+"""Errors that a whole tensor would meet as well: it takes more memory, and other ranks may be gone."""
 
 
 def _backward(loss: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -145,11 +154,6 @@ def _first_sharded(values: Any) -> DTensor | None:
         if type(value) in (list, tuple) and (sharded := _first_sharded(value)) is not None:
             return sharded
     return None
-
-
-def _changes_first(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 def _on_whole_tensors(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -197,7 +201,8 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
                 mask_placement = Shard(mask_dim)
         mask = mask.redistribute(placements=[mask_placement]).to_local()
     with own_stream(q.redistribute(placements=[placement])) if arguments.get("dropout_p") else nullcontext():
-        out = func(*local, attn_mask=mask, **arguments)
+        attend: Any = F.scaled_dot_product_attention  # or what stands in its place for the time of a step
+        out = attend(*local, attn_mask=mask, **arguments)
     return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)
 
 
@@ -236,7 +241,9 @@ def _parts_survive(tensor: DTensor, func: Any, args: Any, kwargs: Any) -> bool:
         return True
     before = math.prod(tensor.shape[:dim])
     place = next((i for i in range(len(shape)) if math.prod(shape[:i]) == before and shape[i] > 1), None)
-    return place is not None and (shape[place] % ranks == 0 or shape[place] == tensor.shape[dim])
+    if place is None:
+        return False
+    return shape[place] == tensor.shape[dim] or (shape[place] % ranks == 0 and tensor.shape[dim] % ranks == 0)
 
 
 def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -266,22 +273,53 @@ def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> 
     return func(**arguments)
 
 
+def _convolution(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """A convolution whose weight is sharded by the channels that it returns: each rank computes its own."""
+    names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
+    transposed = func in _TRANSPOSED_CONVOLUTIONS
+    if transposed:
+        names[5:] = ["output_padding", "groups", "dilation"]
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    weight, bias = arguments["weight"], arguments.get("bias")
+    mesh, groups, along = replicate.mesh, arguments.get("groups", 1), int(transposed)
+    sharded = isinstance(weight, DTensor) and weight.placements == (Shard(along),)
+    if not sharded or (groups > 1 and (transposed or groups % mesh.size())):
+        return _on_whole_tensors(replicate, func, args, kwargs)
+    source = replicate(arguments["input"]).redistribute(placements=[Replicate()])
+    local = source.to_local(grad_placements=[Partial()])
+    dim = local.dim() - weight.dim() + 1
+    if groups > 1:
+        arguments["groups"] = groups // mesh.size()
+        local = local.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+    if bias is not None:
+        bias = replicate(bias).redistribute(placements=[Shard(0)]).to_local()
+    out = func(**arguments | {"input": local, "weight": weight.to_local(), "bias": bias}).contiguous()
+    shape = list(out.shape)
+    shape[dim] = weight.shape[along]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(out, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
 def _on_first_whole(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     """Values that leave torch: of the whole tensor, not of this rank's part or addend."""
     return func(plain(args[0]), *args[1:], **kwargs)
 
 
 _OF_WHOLE_TENSORS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__")
-_CONVOLUTIONS = (
-    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
-)  # fmt: skip
+_TRANSPOSED_CONVOLUTIONS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, *_TRANSPOSED_CONVOLUTIONS)
 """torch's sharding rule for these looks at the batch only: on sharded channels the shapes no longer fit."""
+
+_NORMS_WITH_STATISTICS = (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)
+"""What these write into running statistics, which are plain, would be lost where DTensor shards those to fit."""
 
 _SPECIAL: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
     F.multi_head_attention_forward: _on_whole_tensors,
-    **dict.fromkeys(_CONVOLUTIONS, _on_whole_tensors),
+    F.group_norm: _on_whole_tensors,  # torch has no sharding rule for its gradient
+    **dict.fromkeys(_NORMS_WITH_STATISTICS, _on_whole_tensors),
+    **dict.fromkeys(_CONVOLUTIONS, _convolution),
     torch.Tensor.view: _reshape,
     torch.Tensor.reshape: _reshape,
     torch.Tensor.unflatten: _reshape,

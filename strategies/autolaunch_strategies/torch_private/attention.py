@@ -77,3 +77,31 @@ def efficient_attention_backward(
     return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, bias, out, lse, unused, unused, 0.0, wanted, causal, scale=scale
     )[:3]
+
+
+def attention_dropping(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    causal: bool,
+    kept: torch.Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` without a kernel, with the weights dropped that are not `kept`.
+
+    Args:
+        kept: bool [..., queries, keys].
+    """
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -float("inf")) if mask.dtype == torch.bool else scores + mask
+    # torch's own has an argument for `kept`, too, and warns of it. Rows in which nothing is seen are 0, as there.
+    weights = torch._safe_softmax(scores, -1)
+    return (weights * kept.to(weights.dtype).div_(1 - dropout_p)).to(v.dtype) @ v

@@ -146,6 +146,55 @@ def follow_requires_grad(module: nn.Module) -> None:
             parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
 
 
+def is_in_forward(root: nn.Module) -> bool:
+    """Whether the forward of `root` is running."""
+    assert isinstance(root, FSDPModule)
+    return root._get_fsdp_state()._training_state == TrainingState.FORWARD
+
+
+class UseOutside:
+    """A sharded parameter that code uses which is not the forward of the module that gathers it.
+
+    Args:
+        state, group, parameter: what `fully_shard` knows of the module, of what it gathers together, of the parameter.
+    """
+
+    def __init__(self, state: Any, group: Any, parameter: Any) -> None:
+        self._state, self._group, self._parameter = state, group, parameter
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is this parameter, sharded."""
+        return self._parameter.sharded_param is tensor
+
+    def gathered(self) -> torch.Tensor:
+        """The whole parameter. It stays until the end of the backward pass, if there is one. Collective.
+
+        Backward passes then exchange the gradients of its module at their end: `fully_shard` would do so, and free the
+        parameter, as soon as the backward pass of the module's own forward has ended, which what used it before has
+        yet to follow.
+        """
+        (module,) = self._state._modules
+        if torch.is_grad_enabled():
+            self._group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
+            module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+        follow_requires_grad(module)
+        return self._parameter.unsharded_param
+
+    def prepare_backward(self, output: torch.Tensor) -> None:
+        """Let a backward pass from `output`, which was computed with it, exchange its gradient."""
+        output.register_hook(self._state._pre_backward)
+
+
+def sharded_parameters(root: nn.Module) -> Iterator[UseOutside]:
+    """All parameters that `root` and modules in it have sharded."""
+    assert isinstance(root, FSDPModule)
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for group in _parameter_groups(state):
+            for parameter in group.fsdp_params:
+                yield UseOutside(state, group, parameter)
+
+
 def _parameter_groups(state: Any) -> list[Any]:
     """What a sharded module gathers together: one group, or none, before torch 2.13 allowed for several."""
     if hasattr(state, "_fsdp_param_groups"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -12,6 +13,28 @@ from torch.overrides import TorchFunctionMode
 def is_active(mode: TorchFunctionMode) -> bool:
     """Whether calls of torch functions go through `mode` right now."""
     return any(active is mode for active in torch.overrides._get_current_function_mode_stack())
+
+
+def is_innermost(mode: TorchFunctionMode) -> bool:
+    """Whether `mode` is the first that calls of torch functions go through right now."""
+    active = torch.overrides._get_current_function_mode_stack()
+    return bool(active) and active[-1] is mode
+
+
+def push_mode(mode: TorchFunctionMode) -> None:
+    """Let calls of torch functions go through `mode` first, until `pop_mode`."""
+    torch.overrides._push_mode(mode)
+
+
+def pop_mode() -> None:
+    """Leave the innermost function mode."""
+    torch.overrides._pop_mode()
+
+
+def changes_first(func: Any) -> bool:
+    """Whether a torch function changes its first argument in place."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 @contextmanager

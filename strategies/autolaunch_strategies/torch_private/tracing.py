@@ -31,6 +31,33 @@ def writes_to(operator: Any) -> tuple[str, ...]:
     )
 
 
+def reads_values(error: BaseException) -> bool:
+    """Whether an error says that an operator's output depends on values, which fake tensors do not have."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+
+
+@contextmanager
+def _masks_not_compared() -> Iterator[None]:
+    """Within it `nn.Transformer` does not look at a mask's values to find out whether attention could do without it.
+
+    Its result is the same; a mask that is not known to be causal is used, and so seen to be needed.
+    """
+    from torch.nn.modules import transformer
+
+    own = transformer._detect_is_causal_mask
+
+    def is_declared_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    transformer._detect_is_causal_mask = is_declared_causal
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = own
+
+
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Within it new tensors have shapes, a device and no memory."""
@@ -40,7 +67,7 @@ def fake_tensors() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.CRITICAL)  # it writes whole tracebacks of errors that are caught
     try:
-        with mode:
+        with mode, _masks_not_compared():
             yield
     finally:
         log.setLevel(level)

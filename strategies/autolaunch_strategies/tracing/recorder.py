@@ -99,8 +99,16 @@ class Recorder(TorchDispatchMode):
         Raises:
             Untraceable: it failed, and where.
         """
+        return self.run(lambda: torch.func.functional_call(self.model, dict(state), args, dict(kwargs)))
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns, which calls the model or parts of it on fake tensors.
+
+        Raises:
+            Untraceable: it failed, and where.
+        """
         try:
-            return torch.func.functional_call(self.model, dict(state), args, dict(kwargs))
+            return function()
         except Exception as error:
             raise Untraceable(self._running[-1][0], error) from error
 

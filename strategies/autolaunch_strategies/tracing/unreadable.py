@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from autolaunch_strategies.config.errors import first_line
+from autolaunch_strategies.torch_private.tracing import reads_values
 from autolaunch_strategies.tracing.recorder import Untraceable
 from autolaunch_strategies.tracing.tensors import first_input
 
@@ -32,7 +36,7 @@ def stepping_over(model: nn.Module, attempt: Callable[[Mapping[str, str]], Resul
     first_error: Exception | None = None
     while True:
         try:
-            with _attributes_kept(model), _with_placeholders(model, placeholders):
+            with attributes_kept(model), _with_placeholders(model, placeholders):
                 return attempt(placeholders)
         except Untraceable as failure:
             first_error = first_error or failure.error
@@ -50,8 +54,27 @@ def stepping_over(model: nn.Module, attempt: Callable[[Mapping[str, str]], Resul
             placeholders |= {name: reason for name, module in model.named_modules() if type(module) is kind}
 
 
+def reason_of(error: Exception) -> str:
+    """Why a forward pass on shapes alone failed, in one line: of one that looks at values, the line that does."""
+    if not reads_values(error):
+        return first_line(error)
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_known(frame.filename)]
+    if not own:
+        return f"it looks at values of tensors ({first_line(error)}), of which only the shapes are known"
+    place = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+    return f"`{own[-1].line}` ({place}) looks at values of a tensor, of which only the shape is known"
+
+
+def _is_known(file: str) -> bool:
+    """Whether a file is of torch or of this package, and not of the model."""
+    return file.startswith("<") or any(Path(file).is_relative_to(home) for home in _HOMES)
+
+
+_HOMES = (Path(__file__).parents[1], Path(torch.__file__).parent)
+
+
 @contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
+def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Put back afterwards what modules keep of a call (a cached mask): it would be a tensor without values."""
     kinds = (dict, OrderedDict, list, set)
     before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]

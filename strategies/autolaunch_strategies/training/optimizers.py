@@ -135,7 +135,7 @@ class _Placeholders:
         return value.full_tensor() if self.whole else value.to_local()
 
     def _sharded(self, value: Any, plain: torch.Tensor, parameter: DTensor) -> Any:
-        if not isinstance(value, torch.Tensor) or value.shape != plain.shape or value.numel() == 1:
+        if not isinstance(value, torch.Tensor) or value.shape != plain.shape or _is_number(value, plain):
             return value
         return _part_of(value, parameter) if self.whole else _wrapped(value, parameter)
 
@@ -176,8 +176,13 @@ def _run_per_parameter(optimizer: torch.optim.Optimizer) -> None:
                 group[option] = False
 
 
+def _is_number(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a state is one number for the whole parameter, such as a count of steps, and not one for each element."""
+    return value.dim() == 0 or (value.numel() == 1 and value.shape != parameter.shape)
+
+
 def _placed_as(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.numel() == 1:
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or _is_number(value, old):
         return value
     if dist.get_world_size() > 1:
         dist.broadcast(value, 0)

@@ -15,6 +15,7 @@ from autolaunch_strategies.config import ConfigError, Recompute
 from autolaunch_strategies.context.attention.operator import CONTEXT_ATTENTION
 from autolaunch_strategies.context.parallel import both
 from autolaunch_strategies.model.blocks import Block
+from autolaunch_strategies.model.random_positions import drawing_again
 
 SAVE_GROUPS: dict[str, tuple[str, ...]] = {
     "mm": ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm"),
@@ -78,7 +79,7 @@ def _contexts(
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """The contexts of a block's forward pass, which begins now, and of its repetition."""
     first, again = (nullcontext(), nullcontext()) if selective is None else selective()
-    return first, both(running(), again)
+    return first, both(both(running(), again), drawing_again())
 
 
 def _checkpointed(context_fn: Callable, forward: Callable) -> Callable:

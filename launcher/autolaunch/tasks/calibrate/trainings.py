@@ -87,7 +87,7 @@ class Training:
         with quiet_lightning():
             pl.seed_everything(config["seed"], workers=True, verbose=False)
             strategy = build_strategy(config)
-            trainer = build_trainer(dataclasses.replace(job, config=config), strategy, [steps], [])
+            trainer = build_trainer(dataclasses.replace(job, config=config), strategy, steps, [], [])
             module = construct_module(config, strategy, trainer.precision_plugin, device)
             trainer.fit(module, datamodule=build_data(config["data"], config["seed"]))
         seconds = steps.median_step_time()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autolaunch_strategies.config import CP_BACKEND_SPECS, ConfigError, ContextBackend, backends_that
+from autolaunch_strategies.config import CP_BACKEND_SPECS, ConfigError, ContextBackend, backends_that, to_write
 from autolaunch_strategies.context.attention.exchange import GatherInOrder
 from autolaunch_strategies.context.attention.gather import gathered_attention
 from autolaunch_strategies.context.attention.kernels import attend_whole
@@ -111,21 +111,21 @@ def _check_shapes(
             f"cp={backend}",
             f"a call of attention has queries of shape {list(q.shape)}",
             "[batch, heads, sequence, width] or [batch, sequence, width]",
-            f"mesh=dp{peers.size}",
+            to_write("mesh", f"dp{peers.size}"),
         )
     if not q.shape[2] == k.shape[2] == v.shape[2] == layout.local:
         raise ConfigError(
             f"cp={backend}",
             f"a call of attention has {q.shape[2]} queries and {k.shape[2]} keys per rank, of {layout.local} positions",
             "self-attention over the sequence that is sharded: as many queries as keys, no cache of earlier keys",
-            f"mesh=dp{peers.size}",
+            to_write("mesh", f"dp{peers.size}"),
         )
     if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
         raise ConfigError(
             f"cp={backend}",
             f"a call of attention has {q.shape[1]} heads of queries, {k.shape[1]} of keys and {v.shape[1]} of values",
             "as many heads of keys as of values, in a number that divides that of queries",
-            f"mesh=dp{peers.size}",
+            to_write("mesh", f"dp{peers.size}"),
         )
 
 
@@ -138,25 +138,26 @@ def _check_heads(spec: ContextBackend, heads: int, ranks: int) -> None:
         f"cp={spec.name}",
         f"{heads} heads of attention cannot be shared evenly by {ranks} ranks",
         f"as many ranks per group as divide {heads}; {' and '.join(without_heads)} need no heads",
-        f"cp={instead}",
+        to_write("cp", instead),
     )
 
 
 def _check_ring(backend: str, mask: torch.Tensor | None, dropout_p: float) -> None:
-    others = [f"cp={name}" for name in backends_that(lambda spec: not spec.passes_keys)]
+    names = backends_that(lambda spec: not spec.passes_keys)
+    others = [f"cp={name}" for name in names]
     if dropout_p > 0.0:
         raise ConfigError(
             f"cp={backend}",
             f"attention drops out {dropout_p:g} of its weights, which a ring cannot",
             f"{', '.join(others)}, or a model whose attention dropout is 0 (attention_dropout, attn_pdrop)",
-            others[0],
+            to_write("cp", names[0]),
         )
     if mask is not None and mask.requires_grad:
         raise ConfigError(
             f"cp={backend}",
             "a mask of attention needs a gradient (a learned bias), which a ring cannot give",
             " or ".join(others),
-            others[0],
+            to_write("cp", names[0]),
         )
 
 
@@ -171,7 +172,7 @@ def _global_mask(mask: torch.Tensor, heads: int, backend: str, peers: Peers, lay
             f"a mask of attention ({str(mask.dtype).removeprefix('torch.')}) has the shape {shape}",
             f"bool or float, [batch, heads, queries, keys], where heads is 1 or {heads}, and queries and keys are each "
             f"1, {layout.size} (the whole sequence) or {layout.local} (one rank's part)",
-            f"mesh=dp{peers.size}",
+            to_write("mesh", f"dp{peers.size}"),
         )
     held = [dim for dim in (2, 3) if mask.shape[dim] not in (1, layout.size)]
     if len(held) == 2:
@@ -179,7 +180,7 @@ def _global_mask(mask: torch.Tensor, heads: int, backend: str, peers: Peers, lay
             f"cp={backend}",
             f"a mask of attention has the shape {shape}: this rank's queries with its own keys, so none for other keys",
             f"[batch, heads, queries, keys], where one of queries and keys is {layout.size}, the whole sequence",
-            f"mesh=dp{peers.size}",
+            to_write("mesh", f"dp{peers.size}"),
         )
     for dim in held:
         (mask,) = GatherInOrder.apply(peers.group, layout, dim, mask)

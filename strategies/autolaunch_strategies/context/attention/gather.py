@@ -18,6 +18,7 @@ from autolaunch_strategies.context.attention.tiles import (
     whole_tiles,
 )
 from autolaunch_strategies.mesh.layout import Layout
+from autolaunch_strategies.model.random_positions import holding
 from autolaunch_strategies.sharded_sequence.shard import Positions
 
 
@@ -64,7 +65,9 @@ def gathered_attention(
     if count == 0:  # the gathered ones still need their place in the graph: every rank takes part in its backward
         empty = q[:, :, :0, :1] * (k.sum() + v.sum())
         return padded(empty.expand(-1, -1, -1, v.shape[3]), q.shape[2])
-    out = attend_whole(q[:, :, :count], k, v, causal=False, mask=seen, dropout_p=dropout_p, scale=scale)
+    own_rows = {2: (layout.positions(rank), layout.size)}
+    with holding(own_rows):
+        out = attend_whole(q[:, :, :count], k, v, causal=False, mask=seen, dropout_p=dropout_p, scale=scale)
     return padded(out, q.shape[2])
 
 

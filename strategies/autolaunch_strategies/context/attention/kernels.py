@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from autolaunch_strategies.model.random_positions import attention
 from autolaunch_strategies.torch_private import attention as kernels
 
 _INFINITY = float("inf")
@@ -119,9 +120,7 @@ def attend_whole(
     if q.device.type != "cpu" and k.shape[1] != q.shape[1] and not flash:
         # Torch's only other kernel for fewer key heads writes all scores to memory.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout_p, causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
-    )
+    return attention(q, k, v, mask, dropout_p, causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
 
 
 def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> str:

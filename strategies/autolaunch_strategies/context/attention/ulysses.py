@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from autolaunch_strategies.context.attention.exchange import heads_to_sequence, sequence_to_heads
+from autolaunch_strategies.model.random_positions import holding
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
@@ -48,4 +49,6 @@ def attention_by_heads(
     q, k, v = sequence_to_heads(group, q, k, v)
     if mask is not None and mask.shape[1] > 1:
         mask = mask.chunk(ranks, 1)[rank]
-    return heads_to_sequence(group, attention(q, k, v, mask))
+    own_heads = {1: (torch.arange(heads).chunk(ranks)[rank], heads)}
+    with holding(own_heads):
+        return heads_to_sequence(group, attention(q, k, v, mask))

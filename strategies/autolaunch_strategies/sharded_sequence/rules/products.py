@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import torch
+
+from autolaunch_strategies.model.random_streams import stream_of
 from autolaunch_strategies.sharded_sequence.parts import (
     NeedsWhole,
     Rule,
@@ -59,32 +64,41 @@ def one_hot_dims(arguments: dict[str, Any]) -> int | None:
 
 
 def matmul(func: Any, args: Any, kwargs: Any) -> Any:
-    """Products of rows, or of matrices of which the sequence only counts how many there are."""
+    """Products of rows, or of matrices of which the sequence only counts how many there are.
+
+    Rows are multiplied with a whole matrix, gathered if it is sharded: so attention that is written out gathers its
+    keys and its values, and has the scores of this rank's queries only.
+    """
     if kwargs or len(args) != 2:
         raise NeedsWhole
     left, right = args
+    if isinstance(left, SequenceShard) and from_right(left) == 2 and (right.dim() == 1 or _is_matrix(right)):
+        return as_shards(func(left.local, whole(right)), left, 1 if right.dim() == 1 else 2)
     lead = longest_in(args)
     place = from_right(lead)
     if place > 2 and left.dim() > 1 and right.dim() > 1:
         return as_shards(func(*parts_of(args, lead, place)), lead, place)
     if len(shards_in(args)) > 1:
         raise NeedsWhole
-    if place > 2:  # one of the two is a vector
-        parts = left.local if left is lead else left, right.local if right is lead else right
-        return as_shards(func(*parts), lead, place - 1)
-    if place != 2 or left is not lead:
+    if place <= 2:
         raise NeedsWhole
-    return as_shards(func(left.local, right), lead, 1 if right.dim() == 1 else 2)
+    # one of the two is a vector
+    parts = left.local if left is lead else left, right.local if right is lead else right
+    return as_shards(func(*parts), lead, place - 1)
+
+
+def _is_matrix(tensor: Any) -> bool:
+    """Whether it counts no matrices by a sharded sequence."""
+    return not isinstance(tensor, SequenceShard) or from_right(tensor) <= 2
 
 
 def addmm(func: Any, args: Any, kwargs: Any) -> Any:
-    """added + left @ right of matrices, the sequence being the rows of `left`."""
-    if len(args) != 3:
+    """added + left @ right of matrices, or of several, the sequence being the rows of `left`."""
+    arguments = named(("input", *(("batch1", "batch2") if "b" in func.__name__ else ("mat1", "mat2"))), args, kwargs)
+    added, left, right = (arguments.pop(name) for name in list(arguments)[:3])
+    if not isinstance(left, SequenceShard) or from_right(left) != 2 or not _is_matrix(right):
         raise NeedsWhole
-    added, left, right = args
-    if not isinstance(left, SequenceShard) or from_right(left) != 2 or isinstance(right, SequenceShard):
-        raise NeedsWhole
-    return as_shards(func(parts_of(added, left, 2), left.local, right, **kwargs), left, 2)
+    return as_shards(func(parts_of(added, left, 2), left.local, whole(right), **arguments), left, 2)
 
 
 def einsum(func: Any, args: Any, kwargs: Any) -> Any:
@@ -92,12 +106,14 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Any:
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
-    if not isinstance(equation, str) or "->" not in equation or "." in equation or kwargs:
+    if not isinstance(equation, str) or "->" not in equation or kwargs:
         raise NeedsWhole
     terms_in, term_out = equation.replace(" ", "").split("->")
     terms = terms_in.split(",")
     if len(terms) != len(operands):
         raise NeedsWhole
+    terms, term_out = _with_named_dims(terms, term_out, [item.dim() for item in operands])
+    equation = f"{','.join(terms)}->{term_out}"
     lead, term = next(
         (item, term) for item, term in zip(operands, terms, strict=True) if isinstance(item, SequenceShard)
     )
@@ -109,3 +125,36 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Any:
         for item, term in zip(operands, terms, strict=True)
     ]
     return as_shards(func(equation, *parts), lead, len(term_out) - term_out.index(letter))
+
+
+def _with_named_dims(terms: list[str], term_out: str, dims: list[int]) -> tuple[list[str], str]:
+    """The terms of an equation with letters instead of an ellipsis, which broadcasts from the right."""
+    free = [letter for letter in string.ascii_letters if letter not in "".join((*terms, term_out))]
+    counts = [dim - len(term) + 3 for term, dim in zip(terms, dims, strict=True) if "..." in term]
+    if len(free) < max(counts, default=0):
+        raise NeedsWhole
+
+    def named_dims(term: str, count: int) -> str:
+        return term.replace("...", "".join(free[:count][::-1]))
+
+    expanded = [named_dims(term, dim - len(term) + 3) for term, dim in zip(terms, dims, strict=True)]
+    return expanded, named_dims(term_out, max(counts, default=0))
+
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def attention(func: Any, args: Any, kwargs: Any) -> Any:
+    """`scaled_dot_product_attention` of this rank's queries to all keys: what no backend of cp computes."""
+    arguments = named(_ATTENTION, args, kwargs)
+    query, keys, values = (arguments.pop(name) for name in _ATTENTION[:3])
+    if not isinstance(query, SequenceShard) or from_right(query) != 2 or not _is_matrix(keys) or not _is_matrix(values):
+        raise NeedsWhole
+    if arguments.pop("is_causal", False):
+        held = query.positions.of_rank(query.group.rank(), query.local.device)
+        arguments["attn_mask"] = torch.arange(keys.shape[-2], device=held.device) <= held[:, None]
+    elif isinstance(arguments.get("attn_mask"), torch.Tensor):
+        arguments["attn_mask"] = parts_of(arguments["attn_mask"], query, 2)
+    drops = stream_of(f"cp{query.group.rank()}", query.local.device) if arguments.get("dropout_p") else nullcontext()
+    with drops:
+        return as_shards(func(query.local, whole(keys), whole(values), **arguments), query, 2)

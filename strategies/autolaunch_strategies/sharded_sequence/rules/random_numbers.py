@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from autolaunch_strategies.model.random_positions import holding
 from autolaunch_strategies.model.random_streams import PER_ELEMENT, stream_of
 from autolaunch_strategies.sharded_sequence.parts import NeedsWhole, named, shards_in
 from autolaunch_strategies.sharded_sequence.rules.pointwise import elementwise
@@ -24,5 +25,7 @@ def random(func: Any, args: Any, kwargs: Any) -> Any:
         if not training or arguments.get("p", 0.5) == 0:
             return elementwise(func, args, kwargs)
     shard = shards_in((args, kwargs))[0]
-    with stream_of(f"cp{shard.group.rank()}", shard.local.device):
+    rank, positions = shard.group.rank(), shard.positions
+    part = {shard.sequence_dim: (positions.of_rank(rank), positions.size)}
+    with stream_of(f"cp{rank}", shard.local.device), holding(part):
         return elementwise(func, args, kwargs)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +102,11 @@ class Region:
 class Style(ABC):
     """One thing that is done to one module: parameters placed, hooks added. Hooks of several styles stack."""
 
+    def sharded_dims(self, module: nn.Module, only: str | None, ranks: int) -> Mapping[str, int]:
+        """Parameter, by its name within `module` -> the dim along which it is sharded; those of nobody knows which
+        (torch's styles, a user's own) are not told."""
+        return {}
+
     @abstractmethod
     def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
         """Apply this style to `module`, which the model calls `name`.
@@ -166,3 +172,27 @@ def change_first_output(module: nn.Module, change: Callable[[torch.Tensor], torc
         return output
 
     module.register_forward_hook(hook)
+
+
+def gather_while_it_runs(module: nn.Module, parameters: Collection[tuple[nn.Module, str]]) -> None:
+    """Have sharded parameters, of `module` or within it, whole and plain while the forward of `module` runs.
+
+    The forward, and not hooks around it, since it alone runs again where activations are recomputed.
+
+    Args:
+        parameters: (the module that has it, its name there).
+    """
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        sharded = [holder._parameters[name] for holder, name in parameters]
+        try:
+            for (holder, name), parameter in zip(parameters, sharded, strict=True):
+                holder._parameters[name] = plain(parameter)
+            return forward(*args, **kwargs)
+        finally:
+            for (holder, name), parameter in zip(parameters, sharded, strict=True):
+                holder._parameters[name] = parameter
+
+    module.forward = gathered

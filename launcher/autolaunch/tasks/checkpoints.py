@@ -1,0 +1,187 @@
+"""When a run writes a checkpoint, and which ones it keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from autolaunch.report.metrics import StepMetrics
+from autolaunch_strategies.checkpoint.files import complete_checkpoints
+from autolaunch_strategies.config import ConfigError, nearest
+from autolaunch_strategies.lightning.votes import TrainingStopped
+
+
+class Checkpoints(ModelCheckpoint):
+    """Checkpoints every so many steps and minutes, at the end, and when a signal ends training.
+
+    The newest one is always kept, so that the run can go on from it; beside it the newest others, or the best by a
+    logged value. That holds over restarts: what counts is what stands in the directory.
+
+    Args:
+        directory: of the checkpoints.
+        config: the keys of `autolaunch.config.schema.Checkpoint`.
+        steps: while what it measures is not finite, nothing is saved: it would take the place of what is.
+    """
+
+    def __init__(self, directory: Path, config: Mapping[str, Any], steps: StepMetrics) -> None:
+        # Of lightning's class only names and places are used, which loggers and `ckpt_path="best"` ask for.
+        super().__init__(dirpath=directory, monitor=None, mode=config["mode"], save_top_k=-1, every_n_train_steps=0)
+        self.directory, self.steps = directory, steps
+        self.monitor = config["monitor"]
+        self.keep: int = config["keep_last"]
+        self.every_n_steps: int | None = config["every_n_steps"]
+        self.seconds = None if config["every_minutes"] is None else 60 * config["every_minutes"]
+        self._next_save = float("inf")
+        self._is_validated: bool | None = None
+        """Whether the monitored value is one of validation; None until the first one has shown it."""
+        self._scores: dict[str, float | None] = {}
+        """Name of a kept checkpoint -> the monitored value when it was written, the oldest first."""
+
+    @property
+    def state_key(self) -> str:
+        """One name, however often is saved: a run may go on with another interval."""
+        return type(self).__name__
+
+    def state_dict(self) -> dict[str, Any]:
+        """The monitored values of the checkpoints that are kept."""
+        return {"scores": self._scores}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up `state_dict()`; of an older format nothing is known."""
+        self._scores = dict(state_dict.get("scores", {}))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at what earlier runs left in the directory."""
+        if self.seconds is not None:
+            self._next_save = time.monotonic() + self.seconds
+        self._last_global_step_saved = trainer.global_step
+        names: list[str] = []
+        if trainer.is_global_zero:
+            found = complete_checkpoints(self.directory)
+            names = [item.name for item in sorted(found, key=lambda item: item.stat().st_mtime_ns)]
+        names = trainer.strategy.broadcast(names)
+        self._scores = {name: self._scores.get(name) for name in names}
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if it is time, by steps or by the first rank's clock."""
+        step, votes = trainer.global_step, trainer.strategy.votes  # type: ignore[attr-defined]
+        if trainer.fit_loop._should_accumulate() or step == self._last_global_step_saved:
+            return
+        if trainer.is_global_zero and time.monotonic() >= self._next_save:
+            votes.ask_to_save()
+        if (
+            self.every_n_steps is not None
+            and step % self.every_n_steps == 0
+            and not self._waits_for_validation(trainer)
+        ) or votes.save_agreed:
+            self.save(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Nothing: checkpoints are written at steps, and at the end."""
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save if the monitored value is one of validation.
+
+        Raises:
+            ConfigError: after the first validation, nothing of that name has been logged.
+        """
+        if self.monitor is None or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        if self._is_validated is None:
+            results = trainer.fit_loop.epoch_loop.val_loop._results
+            self._is_validated = self.monitor in results.metrics(on_step=False)["callback"]
+            self._check_that_it_is_logged(trainer)
+        if self._is_validated and trainer.global_step != self._last_global_step_saved:
+            self.save(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the end of training.
+
+        Raises:
+            ConfigError: nothing of the monitored name has been logged.
+        """
+        if trainer.global_step != self._last_global_step_saved:
+            self.save(trainer)
+        self._check_that_it_is_logged(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Save when all ranks end training together, between two steps."""
+        if not isinstance(exception, TrainingStopped) or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if trainer.global_step != self._last_global_step_saved:
+            self.save(trainer)
+        newest = next(reversed(self._scores), None)  # not made by this run if a signal came before its first step
+        exception.checkpoint = None if newest is None else self.directory / newest
+
+    def save(self, trainer: pl.Trainer) -> None:
+        """Write a checkpoint now, and remove those that are not kept any more. Collective."""
+        if self.steps.not_finite_since is not None:
+            return
+        name = f"step_{trainer.global_step:07d}.ckpt"
+        score = trainer.callback_metrics.get(self.monitor) if self.monitor else None
+        self._scores.pop(name, None)
+        self._scores[name] = None if score is None else float(score)
+        self.current_score = score
+        self._name_the_best()
+        path = str(self.directory / name)
+        self.last_model_path = path
+        self._save_checkpoint(trainer, path)
+        for left_out in [known for known in self._scores if known not in self._kept()]:
+            del self._scores[left_out]
+            trainer.strategy.remove_checkpoint(str(self.directory / left_out))
+        if self.seconds is not None:
+            self._next_save = time.monotonic() + self.seconds
+        trainer.strategy.votes.saved()  # type: ignore[attr-defined]
+
+    def _kept(self) -> list[str]:
+        names = list(self._scores)
+        if self.keep == -1:
+            return names
+        if self.monitor is None:
+            return names[-self.keep :]
+        return [*self._best_first()[: self.keep], names[-1]]
+
+    def _best_first(self) -> list[str]:
+        sign = 1 if self.mode == "min" else -1
+        known = {name: sign * score for name, score in self._scores.items() if score is not None and score == score}
+        return sorted(known, key=lambda name: known[name])
+
+    def _name_the_best(self) -> None:
+        """What loggers ask for."""
+        best = self._best_first()[:1] if self.monitor else list(self._scores)[-1:]
+        self.best_model_path = str(self.directory / best[0]) if best else ""
+        self.best_k_models = {
+            str(self.directory / name): torch.tensor(float("nan") if score is None else score)
+            for name, score in self._scores.items()
+        }
+        score = self._scores[best[0]] if best else None
+        self.best_model_score = None if score is None else torch.tensor(score)
+
+    def _waits_for_validation(self, trainer: pl.Trainer) -> bool:
+        """Whether a checkpoint of this step would be ranked by the validation of an earlier one."""
+        if self.monitor is None or self._is_validated is False:
+            return False
+        return self._is_validated is True or (
+            self.monitor not in trainer.callback_metrics and bool(trainer.enable_validation)
+        )
+
+    def _check_that_it_is_logged(self, trainer: pl.Trainer) -> None:
+        if self.monitor is None or self.monitor in trainer.callback_metrics:
+            return
+        names = sorted(trainer.callback_metrics)
+        close = nearest(self.monitor, names)
+        raise ConfigError(
+            f"checkpoint.monitor={self.monitor}",
+            "nothing of that name has been logged",
+            ", ".join(names) or "the names that self.log(...) is given",
+            f"checkpoint.monitor={close}" if close else "",
+        )

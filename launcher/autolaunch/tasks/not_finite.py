@@ -1,0 +1,46 @@
+"""A training whose loss or gradients are not finite any more ends, with what is left of it in a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from autolaunch.launch.failure import RunFailed
+from autolaunch.report.metrics import StepMetrics
+
+
+class EndsWhenNotFinite(pl.Callback):
+    """Ends training on all ranks together.
+
+    Args:
+        steps: knows since when they are not.
+        patience: in steps: with a loss scaler the norms of some are infinite, and left out.
+
+    Raises:
+        RunFailed: from `on_train_batch_end`.
+    """
+
+    def __init__(self, steps: StepMetrics, patience: int) -> None:
+        self.steps, self.patience = steps, patience
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at what has been measured of the step.
+
+        Raises:
+            RunFailed: the patience has ended.
+        """
+        since = self.steps.not_finite_since
+        if since is None or trainer.global_step - since + 1 < self.patience:
+            return
+        record, callback = self.steps.latest, trainer.checkpoint_callback
+        assert record is not None
+        saved = getattr(callback, "last_model_path", "")
+        said = {"loss": record.loss, "gradient norm": record.grad_norm}
+        values = ", ".join(f"{name} {value:g}" for name, value in said.items() if value is not None)
+        raise RunFailed(
+            f"{values}: not finite since step {since}, for {self.patience} steps (trainer.nonfinite_patience); "
+            + (f"the last checkpoint before that is {saved}" if saved else "no checkpoint was written before that")
+        )

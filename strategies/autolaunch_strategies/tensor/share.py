@@ -1,0 +1,54 @@
+"""How much of a model each rank along mp holds, as a plan shards it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import nn
+
+from autolaunch_strategies.plan.rules import Match
+from autolaunch_strategies.tensor.styles.build import build_style
+
+_NAMED = 3
+"""How many of the parameters that stay whole are named."""
+
+
+def share_per_rank(model: nn.Module, matches: Iterable[Match], ranks: int) -> tuple[float, dict[str, float]]:
+    """(the part of all numbers that a rank holds at most, kind of parameter that stays whole -> its part).
+
+    The numbers in the name of a kind are `*`. What torch's styles and those of a user shard counts as whole.
+    """
+    sharded = _sharded_dims(model, matches, ranks)
+    total = held = 0
+    whole: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        part = parameter.numel()
+        if id(parameter) in sharded and part:
+            size = parameter.shape[sharded[id(parameter)]]
+            part = part // size * -(-size // ranks)
+        else:
+            whole[re.sub(r"\d+", "*", name)] += part
+        total, held = total + parameter.numel(), held + part
+    return held / max(total, 1), {name: count / max(total, 1) for name, count in whole.most_common()}
+
+
+def _sharded_dims(model: nn.Module, matches: Iterable[Match], ranks: int) -> dict[int, int]:
+    """Identity of a parameter -> the dim along which it is sharded; the first rule to name it wins."""
+    dims: dict[int, int] = {}
+    modules = dict(model.named_modules())
+    for match in matches:
+        module = modules[match.module]
+        for spec in match.rule.styles:
+            style = build_style(spec, f"{match.rule.source}: {match.rule.pattern}")
+            for name, dim in style.sharded_dims(module, match.only, ranks).items():
+                dims.setdefault(id(module.get_parameter(name)), dim)
+    return dims
+
+
+def share_in_words(share: float, whole: dict[str, float]) -> str:
+    """One line for people."""
+    line = f"each rank holds {share:.0%} of the parameters"
+    named = [f"{name} {part:.0%}" for name, part in whole.items() if part >= 0.005][:_NAMED]
+    return f"{line}; whole on all of them: {', '.join(named)}" if named else line

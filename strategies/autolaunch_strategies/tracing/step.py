@@ -1,0 +1,118 @@
+"""A method of a module on shapes alone that calls its parts: what they are called with is seen, whatever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from autolaunch_strategies.tracing.shapes import fake_like, fake_state, on_shapes_alone
+from autolaunch_strategies.tracing.unreadable import attributes_kept
+
+
+@dataclass(frozen=True)
+class Step:
+    """What can be done once with a module (a LightningModule), and in words where that comes from."""
+
+    origin: str
+    root: nn.Module
+    run: Callable[..., Any]
+    """Does it, given `arguments` without values; whatever else it reaches is what `around` leaves there."""
+    arguments: Callable[[], tuple[tuple[Any, ...], Mapping[str, Any]]]
+    """By position, by name. May raise whatever keeps them from being known."""
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @contextmanager
+    def on_shapes(self) -> Iterator[Callable[[], Any]]:
+        """Gives what does it on fake tensors, the parameters of `root` included. Nothing is left changed."""
+        given = self.arguments()
+        with on_shapes_alone(), attributes_kept(self.root):
+            # Batches are of more types than calls: dataclasses, or mappings such as `transformers`' BatchEncoding.
+            args, kwargs = apply_to_collection(given, torch.Tensor, fake_like)
+            state = fake_state(self.root)
+
+            def run() -> Any:
+                with self.around(), self._as_forward():
+                    return torch.func.functional_call(self.root, state, args, kwargs)
+
+            yield run
+
+    @contextmanager
+    def _as_forward(self) -> Iterator[None]:
+        """Within it, the first call of `root` runs the step: parameters can be replaced in calls only."""
+        attributes = self.root.__dict__
+        own = attributes.get("forward")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            restore()  # it may call the forward itself
+            return self.run(*args, **kwargs)
+
+        def restore() -> None:
+            attributes.pop("forward", None)
+            if own is not None:
+                attributes["forward"] = own
+
+        attributes["forward"] = run
+        try:
+            yield
+        finally:
+            restore()
+
+
+class NotCalled(LookupError):
+    """A step calls other modules than the one that was asked for: `parts` of it, or nothing of it."""
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        super().__init__(parts)
+        self.parts = parts
+
+    def __str__(self) -> str:
+        if not self.parts:
+            return "it does not call it"
+        return f"it does not call it, but parts of it by themselves ({', '.join(self.parts)})"
+
+
+def arguments_in(step: Step, module: nn.Module) -> tuple[Any, dict[str, Any]]:
+    """What `step` calls `module` with first: tensors on meta. Nothing is left changed.
+
+    Raises:
+        NotCalled: it calls other modules only.
+        Exception: what it raised before it called the module.
+    """
+    called: dict[nn.Module, list[tuple[Any, Mapping[str, Any]]]] = {}
+
+    def note(part: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        called.setdefault(part, []).append((args, kwargs))
+
+    with step.on_shapes() as run, ExitStack() as hooks:
+        for part in module.modules():
+            hooks.callback(part.register_forward_pre_hook(note, with_kwargs=True, prepend=True).remove)
+        try:
+            run()
+        except Exception:  # what happens behind the call does not matter: a loss that looks at values, a logger
+            if not called.keys() - {step.root}:
+                raise
+    calls = called.get(module, [])
+    if module is step.root:
+        calls = calls[1:]  # the first one is the step itself
+    if not calls:
+        raise NotCalled(_outermost([name for name, part in module.named_modules() if name and part in called]))
+    args, kwargs = tree_map(_on_meta, (calls[0][0], dict(calls[0][1])))
+    return args, kwargs
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def _on_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return meta.requires_grad_(leaf.requires_grad)

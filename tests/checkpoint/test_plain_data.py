@@ -1,0 +1,189 @@
+"""Loading a checkpoint runs none of the code that its files name."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.data import AttributeDict
+from omegaconf import OmegaConf
+
+from autolaunch_strategies import ConfigError, MeshStrategy
+from autolaunch_strategies.checkpoint.files import MANIFEST, problem_with, read_manifest, write_manifest
+from autolaunch_strategies.checkpoint.plain_data import NotPlainData, load_plain
+from autolaunch_strategies.mesh.process_group import leave_process_group
+from tests.lightning.modules import AutoEncoder
+from tests.support.messages import Told, assert_told
+
+
+class Touches:
+    """Its pickle writes a file when it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.file,))
+
+
+def _trainer(steps: int, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        strategy=MeshStrategy(mesh="1", **options), accelerator="cpu", max_steps=steps, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+def _batches(count: int = 2) -> torch.utils.data.DataLoader[Any]:
+    data = torch.utils.data.TensorDataset(torch.randn(4 * count, 16), torch.zeros(4 * count))
+    return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("plain") / "good.ckpt"
+    run = _trainer(1)
+    run.fit(AutoEncoder(), _batches())
+    run.save_checkpoint(path)
+    yield path
+    leave_process_group()
+
+
+def _in_meta(path: Path, evil: Touches) -> None:
+    content = load_plain(path / "meta.pt")
+    torch.save({**content, "hyper_parameters": {"x": evil}}, path / "meta.pt")
+
+
+def _in_metadata(path: Path, evil: Touches) -> None:
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.planner_data = {"x": evil}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _in_a_value(path: Path, evil: Touches) -> None:
+    """In place of the first value that is no tensor."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    values = [name for name, kind in metadata.state_dict_metadata.items() if isinstance(kind, BytesStorageMetadata)]
+    index, place = next((index, place) for index, place in metadata.storage_data.items() if index.fqn in values)
+    torch.save(evil, path / "__9_0.distcp")
+    place.relative_path, place.offset, place.length = "__9_0.distcp", 0, (path / "__9_0.distcp").stat().st_size
+    metadata.storage_data[index] = place
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+class _Seen(torch.nn.Linear):
+    """Keeps something that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class _WithState(AutoEncoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = _Seen(1, 1)
+
+
+@pytest.mark.parametrize("put", [_in_meta, _in_metadata, _in_a_value])
+def test_a_malicious_directory_is_refused(
+    put: Callable[[Path, Touches], None], tmp_path: Path, checkpoint: Path
+) -> None:
+    path, touched = tmp_path / "bad.ckpt", tmp_path / "touched"
+    make = AutoEncoder
+    if put is _in_a_value:
+        make = _WithState
+        run = _trainer(1)
+        run.fit(make(), _batches())
+        run.save_checkpoint(path)
+    else:
+        shutil.copytree(checkpoint, path)
+    put(path, Touches(touched))
+    step = read_manifest(path)["step"]
+    (path / MANIFEST).unlink()
+    write_manifest(path, step, "1")
+    with pytest.raises(ConfigError) as caught:
+        _trainer(2).fit(make(), _batches(), ckpt_path=str(path))
+    assert not touched.exists()
+    line = "checkpoint.trust=true, in a script MeshStrategy(trust_checkpoints=True)"
+    assert_told(caught.value, f"ckpt_path={path}", "would run code", write=line)
+
+
+def test_a_malicious_file_of_plain_lightning_is_refused(tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    torch.save({"state_dict": {}, "x": Touches(touched)}, tmp_path / "bad.ckpt")
+    with pytest.raises(ConfigError, match="would run code"):
+        _trainer(2).fit(AutoEncoder(), _batches(), ckpt_path=str(tmp_path / "bad.ckpt"))
+    assert not touched.exists()
+
+
+def test_a_program_is_no_checkpoint(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2)), tmp_path / "program.ckpt")
+    with pytest.raises(ConfigError, match="TorchScript"):
+        _trainer(2).fit(AutoEncoder(), _batches(), ckpt_path=str(tmp_path / "program.ckpt"))
+
+
+def test_plain_data_of_many_kinds_come_back(tmp_path: Path) -> None:
+    import argparse
+    import datetime
+    from collections import OrderedDict, defaultdict
+
+    values = {
+        "hyperparameters": AttributeDict(width=3),
+        "config": OmegaConf.create({"a": [1, 2.5, {"b": "c"}], "none": None}),
+        "numbers": [np.float64(3), np.arange(3), 1j, range(3), {1, 2}, frozenset([1]), b"x", torch.float32],
+        "time": datetime.timedelta(minutes=3),
+        "path": tmp_path,
+        "counts": defaultdict(int, a=1),
+        "ordered": OrderedDict(a=1),
+        "arguments": argparse.Namespace(lr=0.1),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    torch.save(values, tmp_path / "x.pt")
+    loaded = load_plain(tmp_path / "x.pt")
+    assert str(loaded) == str(values)
+
+
+@pytest.mark.parametrize("name", ["eval", "getattr", "exec", "__import__"])
+def test_builtins_that_do_something_are_not_given(name: str, tmp_path: Path) -> None:
+    (tmp_path / "x.pickle").write_bytes(b"c__builtin__\n" + name.encode() + b"\n.")
+    with (tmp_path / "x.pickle").open("rb") as file, pytest.raises(NotPlainData):
+        from autolaunch_strategies.checkpoint.plain_data import unpickle
+
+        unpickle(file)
+
+
+def test_what_the_user_declared_safe_is_given(tmp_path: Path) -> None:
+    torch.save({"x": Told("a")}, tmp_path / "x.pt")
+    with pytest.raises(NotPlainData):
+        load_plain(tmp_path / "x.pt")
+    with torch.serialization.safe_globals([Told]):
+        assert load_plain(tmp_path / "x.pt") == {"x": Told("a")}
+
+
+def test_a_checkpoint_in_the_background_is_in_place_once_it_is_written(tmp_path: Path) -> None:
+    """Not only when the next one is saved: a killed run keeps it. What it replaces is removed then, not before."""
+    run = _trainer(1, asynchronous_checkpoints=True)
+    run.fit(AutoEncoder(), _batches())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    run.save_checkpoint(tmp_path / "b.ckpt")
+    run.strategy.remove_checkpoint(tmp_path / "a.ckpt")
+    patience = time.monotonic() + 60
+    while {item.name for item in tmp_path.iterdir()} != {"b.ckpt"}:
+        assert time.monotonic() < patience, sorted(tmp_path.iterdir())
+        time.sleep(0.01)
+    assert problem_with(tmp_path / "b.ckpt") is None
+    run.strategy.checkpoints.finish()  # type: ignore[attr-defined]

@@ -1,0 +1,49 @@
+"""Lightning's features on every mesh: the numbers of one process, or refused with a reason, as the docs say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.lightning.feature_cases import FEATURES, MESHES, cell
+from tests.support.ranks import Group, GroupOf, differences
+from tests.support.tiers import tiered
+
+SCRIPT = Path(__file__).with_name("feature_cases.py")
+CELLS = [(name, mesh) for name in FEATURES for mesh in MESHES]
+
+
+@pytest.fixture(scope="module")
+def one(group_of: GroupOf) -> Group:
+    return group_of(SCRIPT, "one", 1)
+
+
+@pytest.fixture(scope="module")
+def two(group_of: GroupOf) -> Group:
+    return group_of(SCRIPT, "two", 2)
+
+
+@pytest.mark.parametrize(("name", "mesh"), tiered(CELLS, lambda cell: FEATURES[cell[0]].daily == cell[1]))
+def test_a_feature_on_a_mesh(one: Group, two: Group, name: str, mesh: str) -> None:
+    row = FEATURES[name]
+    results = two.read_all(cell(name, mesh))
+    if mesh in row.refused:
+        assert [row.refused[mesh] in result["refused"] for result in results] == [True, True], results
+        return
+    expected = one.read(cell(name, ""))
+    assert [differences(expected, result, row.tolerance) for result in results] == [[], []]
+
+
+def table() -> str:
+    """The table of docs/lightning.md."""
+    lines = [f"| feature | {' | '.join(MESHES)} |", f"|---|{'---|' * len(MESHES)}"]
+    for name, row in FEATURES.items():
+        cells = " | ".join("refused" if mesh in row.refused else "yes" for mesh in MESHES)
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines)
+
+
+def test_the_documentation_has_the_table() -> None:
+    assert table() in (ROOT / "docs" / "lightning.md").read_text(), f"docs/lightning.md is to have\n{table()}"
