@@ -41,6 +41,11 @@ STYLES = (
 
 WRONG = [
     pytest.param(
+        ["checkpoint.keep_last=0"],
+        Told("checkpoint.keep_last=0", write="checkpoint.keep_last=1", allowed=("enabled=false",)),
+        id="keep-no-checkpoint",
+    ),
+    pytest.param(
         ["mesh=1024", "data.batch_size=1024", "data=synthetic", "data.num_validation_sequences=0"],
         Told(
             "mesh=1024",
