@@ -8,12 +8,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.support.commands import Commands, Run, assert_same_curve, begin
-from tests.support.ranks import environment
+from tests.support.ranks import environment, real_torchrun, start
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 
@@ -89,10 +88,10 @@ def test_a_rank_that_is_killed(mesh: str, rank: int, every: str, source: str, co
     arguments = (f"mesh={mesh}", f"checkpoint.every_n_steps={every}", dies(6, rank, 1, ranks))
     run = command(*arguments, "launch.max_restarts=2")
     assert_same_curve(run, whole)
+    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
     assert (run.summary["status"], run.summary["restarts"], run.summary["steps"]) == ("finished", 1, STEPS)
-    assert f"rank {rank} of {ranks} failed: killed by SIGKILL" in run.screen or ranks == 1
-    said = run.screen.replace(str(run.directory), "{}")
-    assert f"restart 1 of 2), {source}" in said or f"{run.directory.name}/checkpoints/step_0000004.ckpt" in said
+    assert "failed: killed by SIGKILL" in run.screen
+    assert f"restart 1 of 2), {source.format(run.directory.name)}" in run.screen
 
 
 def test_a_bug_is_not_healed(command: Commands) -> None:
@@ -105,19 +104,15 @@ def test_a_bug_is_not_healed(command: Commands) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "batch", "smaller", "left"),
-    [
-        pytest.param("4", "12", "3", 3, id="three"),
-        pytest.param("2x2", "12", "1x2", 2, id="mp-stays"),
-    ],
+    ("mesh", "smaller", "left"),
+    [pytest.param("4", "3", 3, id="three"), pytest.param("2x2", "1x2", 2, id="mp-stays")],
 )
-def test_a_rank_that_is_gone_for_good(
-    mesh: str, batch: str, smaller: str, left: int, command: Commands, whole: Run
-) -> None:
+def test_a_rank_that_is_gone_for_good(mesh: str, smaller: str, left: int, command: Commands, whole: Run) -> None:
     """The others go on, and nothing of it is to be seen in the losses."""
     arguments = (f"mesh={mesh}", "checkpoint.every_n_steps=2", dies(4, 3, 99, 4))
     run = command(*arguments, "launch.max_restarts=3", "launch.min_devices=2")
     assert_same_curve(run, whole)
+    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
     assert f"rank 3 was lost for the second time after step 3; going on with {left} of 4 ranks" in run.screen
     summary = run.summary
     assert (summary["status"], summary["restarts"], summary["mesh"]) == ("finished", 2, smaller)
@@ -153,11 +148,7 @@ def test_the_line_for_torchrun(command: Commands, whole: Run) -> None:
     """Its restarts compose again: one directory, and `ckpt_path=last`."""
     directory = command.directory / "torchrun"
     words = ["--max-restarts=2", "-m", "autolaunch", *TINY, "mesh=2", "checkpoint.every_n_steps=2", dies(6, 1, 1, 2)]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *words, f"output_dir={directory}",
-         "ckpt_path=last", "--master-port=0"][:-1],
-        cwd=command.directory, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=200,
-    )  # fmt: skip
+    words = real_torchrun(2, *words, f"output_dir={directory}", "ckpt_path=last")
+    done = start(words, 200, cold=True, cwd=command.directory, env=environment())
     assert done.returncode == 0, done.stdout[-6000:]
-    assert_same_curve(Run(0, done.stdout, Path(directory)), whole)
+    assert_same_curve(Run(0, done.stdout, directory), whole)

@@ -341,6 +341,8 @@ def _restarts(
     config: Mapping[str, Any], mesh: MeshShape | None, where: Where, started_ranks: int | None
 ) -> Iterator[ConfigError]:
     """Restarts where nobody here could start anything again, and fewer ranks than all where they can't come to it."""
+    if config["launch"]["name"] != "local":
+        return
     restarts, least = config["launch"]["max_restarts"], config["launch"]["min_devices"]
     key = where("launch.max_restarts", restarts)
     if restarts and started_ranks is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,17 +21,17 @@ KEPT_FIRST = ("mp", "pp", "cp", "dp")
 def on_fewer_ranks(job: ResolvedJob, most: int, least: int) -> ResolvedJob | None:
     """The same job on the largest mesh of `least` to `most` ranks that it can run on; None if there is none.
 
-    No axis grows. The batch of a step stays what it is; where a rank's share of it grows, more of it is accumulated
-    (`data.microbatches`), so that a forward pass has no more sequences than before.
+    No axis grows. The batch of a step stays what it is, and so do the parts in which it is accumulated, by which the
+    position in a checkpoint is counted: a rank's share of each grows.
     """
     for sizes in _shapes(job.config, most, least):
-        for parts in _microbatches(job.config, sizes):
-            config = _changed(job.config, sizes, parts, most)
-            mesh, errors = check(config, job.output_dir)
-            if not errors:
-                config = with_sequence_parts(with_batch_parts(config, mesh.pp), mesh)
-                choices = {**job.choices, "mesh": mesh.name}
-                return replace(job, config=config, world_size=mesh.size, choices=choices)
+        config = {**job.config, "mesh": {**job.config["mesh"], **sizes}}
+        if (devices := config["launch"]["devices"]) is not None:
+            config["launch"] = {**config["launch"], "devices": min(devices, most)}
+        mesh, errors = check(config, job.output_dir)
+        if not errors:
+            config = with_sequence_parts(with_batch_parts(config, mesh.pp), mesh)
+            return replace(job, config=config, world_size=mesh.size, choices={**job.choices, "mesh": mesh.name})
     return None
 
 
@@ -49,33 +49,3 @@ def _shapes(config: Mapping[str, Any], most: int, least: int) -> list[dict[str, 
         fitting,
         key=lambda sizes: (-math.prod(sizes.values()), [sizes[axis] != now[axis] for axis in KEPT_FIRST]),
     )
-
-
-def _microbatches(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[int | None]:
-    """Values of data.microbatches to try: for a forward pass as large as now, else as it is; None: there is no key."""
-    data = config["data"]
-    batch, parts = data.get("batch_size"), data.get("microbatches")
-    if "_target_" in data or batch is None or parts is None:
-        yield None
-        return
-    sequences = batch / (config["mesh"]["dp"] * parts * _pipelined(config, config["mesh"]["pp"]))
-    share = sizes["dp"] * _pipelined(config, sizes["pp"])
-    for number in range(parts, batch // share + 1):
-        if batch % (share * number) == 0 and batch / (share * number) <= sequences:
-            yield number
-            break
-    yield parts
-
-
-def _pipelined(config: Mapping[str, Any], pp: int) -> int:
-    """Microbatches of the pipeline."""
-    return 1 if pp == 1 or config["pp"] is None else config["pp"]["microbatches"] or 1
-
-
-def _changed(config: Mapping[str, Any], sizes: Mapping[str, int], parts: int | None, most: int) -> dict[str, Any]:
-    changed = {**config, "mesh": {**config["mesh"], **sizes}}
-    if parts is not None:
-        changed["data"] = {**config["data"], "microbatches": parts}
-    if config["launch"]["devices"] is not None:
-        changed["launch"] = {**config["launch"], "devices": min(config["launch"]["devices"], most)}
-    return changed

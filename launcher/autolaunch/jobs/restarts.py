@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
@@ -46,7 +47,8 @@ def run(job: ResolvedJob, *, isolated: bool = False) -> tuple[ResolvedJob, RunEn
     Returns:
         the job as it was started last, and how that ended.
     """
-    if job.config["launch"]["max_restarts"] == 0:
+    local, task = job.config["launch"]["name"] == "local", job.config["task"]
+    if not local or task in IN_ONE_PROCESS or job.config["launch"]["max_restarts"] == 0:
         return job, start.run(job, isolated=isolated)
     return _Starts(job).until_the_end()
 
@@ -123,7 +125,8 @@ class _Starts:
         job, changed = self.job, []
         if why:
             job = self._without(gone, why)
-            changed = [why if job is self.job else f"{why}; going on with {_difference(self.job, job)}"]
+            fewer = f"{job.world_size} of {self.job.world_size} ranks: mesh={job.choices['mesh']}"
+            changed = [why if job is self.job else f"{why}; going on with {fewer}"]
         checkpoint = self._newest_checkpoint()
         config = {**job.config, "ckpt_path": self.first.config["ckpt_path"] if checkpoint is None else str(checkpoint)}
         resumes_last = self.first.resumes_last or checkpoint is not None
@@ -217,11 +220,3 @@ class _Starts:
     def _step_of_checkpoint(self) -> int:
         source = self.job.config["ckpt_path"]
         return read_manifest(Path(source)).get("step", 0) if source else 0
-
-
-def _difference(before: ResolvedJob, after: ResolvedJob) -> str:
-    words = [f"{after.world_size} of {before.world_size} ranks: mesh={after.choices['mesh']}"]
-    parts = [job.config["data"].get("microbatches") for job in (before, after)]
-    if parts[0] != parts[1]:
-        words.append(f"data.microbatches={parts[1]}")
-    return " ".join(words)

@@ -303,8 +303,8 @@ def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) 
         "parameters": None,
         "checkpoint": None,
         "seconds": seconds,
-        "restarts": job.restarts,
         "error": message.splitlines()[0] if message else status,
+        "restarts": job.restarts,
     }
     write_beside(job.output_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
 
