@@ -34,8 +34,9 @@ TASKS = "fit, validate, test, predict, plan, calibrate, export"
 GROUPS = "cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, search, trainer"
 DP_OPTIONS = "ddp, fsdp, hsdp, zero1, zero2"
 STYLES = (
-    "ColWiseParallel, RowWiseParallel, SequenceParallelBegin, SequenceParallelEnd, SequenceParallelEnable, "
-    "SequenceParallelDisable, PrepareContextParallel, ContextParallel, PrepareLayerInput, PrepareLayerOutput"
+    "ColWiseParallel, RowWiseParallel, GatherWhenUsed, SequenceParallelBegin, SequenceParallelEnd, "
+    "SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, ContextParallel, "
+    "PrepareLayerInput, PrepareLayerOutput"
 )
 
 WRONG = [
@@ -786,7 +787,7 @@ WRONG = [
         id="heads-and-layers-of-a-mesh",
     ),
     pytest.param(
-        ["mesh=cp4", "data.seq_len=60"],
+        ["mesh=cp4", "data.seq_len=60", "cp.pad=false"],
         Told(
             "data.seq_len=60",
             "4 ranks of cp",
