@@ -46,6 +46,21 @@ WRONG = [
         id="keep-no-checkpoint",
     ),
     pytest.param(
+        ["launch.min_devices=1", "mesh=2"],
+        Told(
+            "launch.min_devices=1",
+            "only a restart",
+            allowed=("launch.max_restarts",),
+            write="launch.max_restarts=3 launch.min_devices=1",
+        ),
+        id="fewer-ranks-without-restarts",
+    ),
+    pytest.param(
+        ["launch.min_devices=4", "mesh=2", "launch.max_restarts=1"],
+        Told("launch.min_devices=4", "mesh=2", "2 ranks", allowed="1 to 2", write="launch.min_devices=2"),
+        id="more-ranks-left-than-there-were",
+    ),
+    pytest.param(
         ["mesh=1024", "data.batch_size=1024", "data=synthetic", "data.num_validation_sequences=0"],
         Told(
             "mesh=1024",

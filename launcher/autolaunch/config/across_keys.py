@@ -75,6 +75,7 @@ def check(
     with _collected(errors):
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
+    errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
     if config["module"] is None:
         facts: ModelFacts | None = None
@@ -333,6 +334,47 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
             "there is no choice to ask about",
             "`plan` with a cluster",
             "autolaunch plan cluster=local --why ...",
+        )
+
+
+def _restarts(
+    config: Mapping[str, Any], mesh: MeshShape | None, where: Where, started_ranks: int | None
+) -> Iterator[ConfigError]:
+    """Restarts where nobody here could start anything again, and fewer ranks than all where they can't come to it."""
+    if config["launch"]["name"] != "local":
+        return
+    restarts, least = config["launch"]["max_restarts"], config["launch"]["min_devices"]
+    key = where("launch.max_restarts", restarts)
+    if restarts and started_ranks is not None:
+        yield ConfigError(
+            key,
+            "ranks that torchrun or srun has started can be started again by these alone",
+            "torchrun --max-restarts, sbatch --requeue; both with one output_dir, and ckpt_path=last to go on",
+            f"torchrun --max-restarts={restarts} ... -m autolaunch ... output_dir=outputs/one ckpt_path=last",
+        )
+    elif restarts and config["search"] is not None:
+        yield ConfigError(
+            key,
+            "a trial that fails is an answer, and is not started again",
+            "restarts of single runs and of the jobs of other sweeps",
+            "launch.max_restarts=0",
+        )
+    if least is None:
+        return
+    key = where("launch.min_devices", least)
+    if not restarts:
+        yield ConfigError(
+            key,
+            "only a restart can go on with fewer ranks",
+            "launch.max_restarts beside it",
+            f"launch.max_restarts=3 launch.min_devices={least}",
+        )
+    if mesh is not None and least > mesh.size:
+        yield ConfigError(
+            key,
+            f"mesh={mesh.name} has {_count(mesh.size, 'rank')} before anything fails",
+            f"1 to {mesh.size}",
+            f"launch.min_devices={mesh.size}",
         )
 
 

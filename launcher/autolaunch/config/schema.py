@@ -340,6 +340,12 @@ class Launch:
     collective_timeout: float = option(
         "Seconds after which a collective that a rank never joins is an error.", 1800.0, gt=0
     )
+    max_restarts: int = option(
+        "Times that a run starts again by itself from its newest checkpoint after a rank has failed.", 0, ge=0
+    )
+    min_devices: int | None = option(
+        "Ranks with which a restart may go on when one is gone for good, on a smaller mesh (null: all).", None, ge=1
+    )
     logs: str = option("Who writes to the terminal; every rank has a log file.", "rank0", choices=("rank0", "all"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import math
 import sys
@@ -32,15 +31,13 @@ from autolaunch.config.search import is_trial
 from autolaunch.config.sequence_parts import with_sequence_parts
 from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
-from autolaunch.jobs import start
-from autolaunch.jobs.ends import JobEnd, forget_ends, print_table, read_ends
+from autolaunch.jobs import restarts
+from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends, read_summary
 from autolaunch.launch.containment import contained
 from autolaunch.launch.place import Place, place
 from autolaunch.planning.wanted import typed_keys
 from autolaunch.report.terminal import Terminal
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
-
-SUMMARY, METRICS = "summary.json", "metrics.csv"
 
 AUTO = "mesh=auto"
 """Typed, it lets the planner choose the mesh, and of everything else that it sets what is not typed."""
@@ -260,7 +257,7 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> float:
         started = time.time()
         (directory / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
         with contained() if is_trial(config) else contextlib.nullcontext():
-            end = start.run(job, isolated=sweep)
+            job, end = restarts.run(job, isolated=sweep)
         status, code, message = end.status, end.exit_code, end.message
         if code and not (directory / SUMMARY).exists():
             _write_summary(job, status, message, time.time() - started)
@@ -285,14 +282,13 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> float:
 def _objective(config: DictConfig, directory: Path) -> float:
     """The number of the summary that a sweep is about; one that is not there would end the sweep, so infinity."""
     name = (config.get("search") or {}).get("objective", "step_time_s")
-    path = directory / SUMMARY
-    value = json.loads(path.read_text(encoding="utf-8")).get(name) if path.is_file() else None
+    value = read_summary(directory).get(name)
     return float(value) if isinstance(value, int | float) else math.inf
 
 
 def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) -> None:
     """Say how a run ended whose first rank could not say it itself, in the keys that it would have used."""
-    row = _last_row(job.output_dir / METRICS, since=time.time() - seconds)
+    row = last_row(job.output_dir, since=time.time() - seconds)
     loss = float(row["loss"]) if row.get("loss") else math.nan
     summary = {
         "task": job.config["task"],
@@ -308,16 +304,9 @@ def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) 
         "checkpoint": None,
         "seconds": seconds,
         "error": message.splitlines()[0] if message else status,
+        "restarts": job.restarts,
     }
     write_beside(job.output_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
-
-
-def _last_row(path: Path, since: float) -> dict[str, str]:
-    """The last row of a metrics.csv that was written to after `since`; an older one is of an earlier run."""
-    if not path.is_file() or path.stat().st_mtime < since:
-        return {}
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a killed process leaves half a row behind
-    return next(reversed(list(csv.DictReader(whole.splitlines()))), {})
 
 
 def resolve_job(

@@ -13,12 +13,10 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 import autolaunch
@@ -29,6 +27,7 @@ from autolaunch.launch.end import PREEMPTED, STACK_SIGNAL, STOP_SIGNAL, RunEnd, 
 from autolaunch.launch.failure import VERDICT_SECONDS, Exit, Failure, failure_file, first_failure, log_file, tail
 from autolaunch.launch.phase import Phase, forget_reports, read_phase, stack_file
 from autolaunch.launch.place import Place
+from autolaunch.launch.signals import Signals
 
 POLL_SECONDS = 0.05
 KILL_SECONDS = 5.0
@@ -54,30 +53,6 @@ class _Rank:
     exit: Exit | None = None
 
 
-class _Signals:
-    """Ctrl-C, SIGTERM and SIGUSR1 while a run lasts: counted here, acted on by the loop that watches the ranks."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-
-    @contextlib.contextmanager
-    def caught(self) -> Iterator[_Signals]:
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-        before: dict[int, Any] = {}
-        try:
-            for signum in (signal.SIGINT.value, signal.SIGTERM.value, signal.SIGUSR1.value):
-                before[signum] = signal.signal(signum, self._note)
-            yield self
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.received.append(signum)
-
-
 def run_local(job: ResolvedJob, launch_cfg: dict[str, Any]) -> RunEnd:
     """Run a job with one process per rank and wait for its end; whatever that is, no process is left.
 
@@ -90,7 +65,7 @@ def run_local(job: ResolvedJob, launch_cfg: dict[str, Any]) -> RunEnd:
     """
     forget_reports(job.logs)
     path = job.write()
-    with _Signals().caught() as signals:
+    with Signals().caught() as signals:
         ranks: list[_Rank] = []
         try:
             _start(job, path, launch_cfg["logs"] == "all" or is_trial(job.config), ranks)
@@ -171,7 +146,7 @@ def _cores() -> int:
 class _Watch:
     """Looks after the ranks until all of them have ended."""
 
-    def __init__(self, job: ResolvedJob, launch_cfg: dict[str, Any], ranks: list[_Rank], signals: _Signals) -> None:
+    def __init__(self, job: ResolvedJob, launch_cfg: dict[str, Any], ranks: list[_Rank], signals: Signals) -> None:
         self.job, self.ranks, self.signals = job, ranks, signals
         self.forward = launch_cfg["logs"] == "all" and not is_trial(job.config)
         self.start_timeout: float = launch_cfg["start_timeout"]

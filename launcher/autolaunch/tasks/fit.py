@@ -71,9 +71,10 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
             summary = collect_summary(
                 trainer, steps, started, task=task, status=status, error=reason, pipeline=screen.pipeline
             )
-            write_summary(job.output_dir, summary)
+            write_summary(job.output_dir, {**summary, "restarts": job.restarts})
         raise
     summary = collect_summary(trainer, steps, started, task=task, metrics=metrics, pipeline=screen.pipeline)
+    summary["restarts"] = job.restarts
     if screen.is_first_rank:
         write_summary(job.output_dir, summary)
         show_end({**summary, "output_dir": str(job.output_dir)}, Terminal(), steps.losses)
