@@ -37,7 +37,7 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
     started = time.time()
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     torch.use_deterministic_algorithms(bool(config["trainer"]["deterministic"]))
-    strategy = build_strategy(config)
+    strategy = build_strategy(config, job.recorded)
     strategy.checkpoints.earlier_if_damaged = job.resumes_last
     if task == "fit" and config["checkpoint"]["enabled"]:
         strategy.stop_signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
