@@ -76,7 +76,9 @@ class Checkpoints:
         self.recorded, self.allowed, self._batch_size = plain_record(recorded or {}), tuple(allowed), batch_size
         self.changed: dict[str, str] = {}
         """Name in the record -> how it has changed since the checkpoint from which training goes on."""
-        self._samples_there: Any = None
+        self.tell: Callable[[str], None] = log.warning
+        """Shows a line about the checkpoint from which training goes on; called on the first rank."""
+        self._samples_there: tuple[Path, Any] | None = None
         self.optimizer_names: list[GroupNames] | None = None
         """The groups of each whole optimizer, where this rank holds a stage."""
         self.earlier_if_damaged = False
@@ -154,7 +156,7 @@ class Checkpoints:
             return
         mesh = {"mesh": manifest["mesh"]} if "mesh" in manifest else {}
         for line in told(path, {**mesh, **there}, {"mesh": self.place.rank_mesh.shape.name, **here}, self.allowed):
-            log.warning(line)
+            self.tell(line)
 
     def _whole(self, path: Path) -> Path:
         """`path`, or if it is damaged the furthest trained one beside it that is not, if there is one. Collective."""
