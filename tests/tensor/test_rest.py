@@ -20,7 +20,12 @@ pytestmark = pytest.mark.timeout(300)
 EVERYDAY = [*((name, "1x2", "tp") for name in (*OWN, "albert")), ("odd", "1x2", "selective")]
 CASES = tiered(
     [
-        *((name, mesh, way) for name in NAMES for mesh, way in (("1x2", "tp"), ("1x2", "sp"), ("2x2", "tp"))),
+        *(
+            (name, mesh, way)
+            for name in NAMES
+            for mesh, way in (("1x2", "tp"), ("1x2", "sp"), ("2x2", "tp"))
+            if (name, mesh) != ("clip", "2x2")
+        ),  # its loss compares the samples of a batch with each other
         ("odd", "1x2", "selective"),
         ("convnext", "1x2", "selective"),
     ],

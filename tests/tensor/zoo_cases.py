@@ -76,6 +76,10 @@ def train_parallel(name: str, mesh: str, sequence_parallel: bool, said: Warnings
     count = sum(parameter.numel() for parameter in model.parameters())
     applied = apply_parallelism(model, config, ranks, torch.device("cpu"), construction)
     held = sum(whole_part(parameter) for parameter in model.parameters())
+    if (replicas := ranks.group("dp")) is not None:  # which share unevenly what does not divide
+        total = torch.tensor(held)
+        dist.all_reduce(total, group=replicas)
+        held = int(total)
     steps, generator = optimizer(model), torch.Generator().manual_seed(0)
     losses, norms, dp = [], [], config.mesh.dp
     for _ in range(STEPS):
@@ -96,7 +100,7 @@ def train_parallel(name: str, mesh: str, sequence_parallel: bool, said: Warnings
         "losses": losses,
         "norms": norms,
         "weights": {key: whole(parameter) for key, parameter in model.named_parameters()},
-        "held": held * dp / count,
+        "held": held / count,
         "rules": applied.account["mp"],
         "warnings": list(said.said),
     }
