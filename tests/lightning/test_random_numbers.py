@@ -8,26 +8,11 @@ import pytest
 
 pytest.importorskip("transformers")
 from tests.lightning.random_cases import GROUPS
-from tests.support.ranks import Group, GroupOf, differences, problems
+from tests.support.ranks import Group, differences, problems
 from tests.support.tiers import tiered
 
 SCRIPT = Path(__file__).with_name("random_cases.py")
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def one(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "one", 1)
-
-
-@pytest.fixture(scope="module")
-def two(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "two", 2)
-
-
-@pytest.fixture(scope="module")
-def four(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "four", 4)
 
 
 EVERYDAY = {"drawing@mp2", "gpt2@dp2-level3-recompute", "gpt2@pp2-1f1b-own-checkpoints", "gpt2@cp2"}

@@ -54,4 +54,4 @@ def test_equals_one_process(one_process: Group, on: Callable[[str], Group], name
         torch.testing.assert_close(found["weights"][key], weight, rtol=1e-4, atol=1e-6, msg=f"{key}: {{}}".format)
     if mesh == "1x2":
         assert found["held"] < 0.54
-        assert found["share"].startswith(f"each rank holds {found['held']:.0%} of the parameters")
+        assert found["rules"]["share"].startswith(f"each rank holds {found['held']:.0%} of the parameters")
