@@ -32,6 +32,8 @@ class ResolvedJob:
     """Whether `ckpt_path` was `last`: a damaged checkpoint then gives way to an earlier one."""
     restarts: int = 0
     """How often the run was started again by itself (`launch.max_restarts`)."""
+    recorded: dict[str, Any] = field(default_factory=dict)
+    """What checkpoints say about it, to compare runs that go on from them; only of a training."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_dir", Path(self.output_dir))

@@ -854,6 +854,31 @@ WRONG = [
         id="checkpoint-absent",
     ),
     pytest.param(
+        ["ckpt_path=last", "resume.allow=[sed]"],
+        Told(
+            "resume.allow=[sed]",
+            "sed",
+            allowed="optimizer, seed, batch_size, seq_len, data, model",
+            write="resume.allow=[seed]",
+        ),
+        id="allowed-that-is-not-compared",
+    ),
+    pytest.param(
+        ["resume.allow=[seed]"],
+        Told("resume.allow=[seed]", "no checkpoint", allowed=("ckpt_path",), write="ckpt_path=last"),
+        id="allowed-without-a-checkpoint",
+    ),
+    pytest.param(
+        ["ckpt_path=last", "resume.allow=seed"],
+        Told("resume.allow=seed", "a list of texts", write="resume.allow=[seed]"),
+        id="allowed-that-is-no-list",
+    ),
+    pytest.param(
+        ["validate", "ckpt_path=last", "resume.allow=[seed]"],
+        Told("resume.allow=[seed]", "nothing is compared", allowed=("fit",), write="resume.allow=[]"),
+        id="allowed-where-nothing-is-compared",
+    ),
+    pytest.param(
         ["export"],
         Told(
             "autolaunch export",

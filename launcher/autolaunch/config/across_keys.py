@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
-from autolaunch.config.resume import resolve_ckpt_path
+from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.data.present import check_data, test_data_error
 from autolaunch.machine.devices import visible_devices
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch_strategies.apply.check import config_errors
+from autolaunch_strategies.checkpoint.record import check_allowed
 from autolaunch_strategies.config import (
     AXES,
     SCHEDULES,
@@ -321,6 +322,18 @@ def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:
             "a checkpoint that is not kept can't be gone on from",
             "a number from 1, or -1 for all; checkpoint.enabled=false writes none",
             "checkpoint.keep_last=1",
+        )
+    allowed = config["resume"]["allow"]
+    named = f"resume.allow={written(allowed)}"
+    check_allowed(allowed, named, "resume.allow=[{}]")
+    if allowed and (config["ckpt_path"] is None or config["task"] not in COMPARING_TASKS):
+        raise ConfigError(
+            named,
+            "there is no checkpoint to go on from"
+            if config["ckpt_path"] is None
+            else f"{config['task']} takes the weights of any run: nothing is compared",
+            "with fit and ckpt_path",
+            "ckpt_path=last" if config["ckpt_path"] is None else "resume.allow=[]",
         )
     resolve_ckpt_path(config, output_dir)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from autolaunch.config.cluster import Cluster
 from autolaunch.config.search import Search
+from autolaunch_strategies.checkpoint.record import COMPARED
 from autolaunch_strategies.config import (
     AXES,
     DEFAULT_ORDER,
@@ -330,6 +331,15 @@ class Checkpoint:
 
 
 @dataclass
+class Resume:
+    """What a run with ckpt_path may do otherwise than the run that wrote the checkpoint."""
+
+    allow: list[str] = option(
+        f"What may be another: {', '.join(COMPARED)}. Everything else may change, and is told.", []
+    )
+
+
+@dataclass
 class Launch:
     """How the processes of a run are started."""
 
@@ -371,7 +381,9 @@ class Job:
         "by_rank",
         choices=RANDOM_NUMBERS,
     )
-    ckpt_path: str | None = option("Checkpoint to go on from: a path, or `last`.", None)
+    ckpt_path: str | None = option(
+        "Checkpoint to go on from: a path, or `last`, the newest of output_dir or else of the runs of this name.", None
+    )
     export_path: str | None = option("Where `autolaunch export` writes (null: <output_dir>/export).", None)
     module: dict[str, Any] | None = option(
         "A LightningModule of your own: {_target_: ..., arguments}; then model, optimizer and scheduler are its own.",
@@ -379,6 +391,7 @@ class Job:
     )
     why: str | None = option("With `plan cluster=...`: why not this one, e.g. `mp=4,pp=2` (as --why).", None)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    resume: Resume = field(default_factory=Resume)
     mesh: Mesh = field(default_factory=Mesh)
     model: Any = field(default_factory=LlamaModel)
     data: Any = field(default_factory=TextData)

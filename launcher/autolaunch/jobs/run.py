@@ -25,7 +25,8 @@ from autolaunch.config.command_line import CommandLine, quoted_mesh, unquoted
 from autolaunch.config.compose import Composed, compose, resolved, run_once, run_sweep, unresolvable
 from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.config.origin import Origin
-from autolaunch.config.resume import damage_passed_over, resolve_ckpt_path
+from autolaunch.config.recorded import recorded
+from autolaunch.config.resume import COMPARING_TASKS, check_that_it_goes_on, resolve_ckpt_path, what_last_is
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.search import is_trial
 from autolaunch.config.sequence_parts import with_sequence_parts
@@ -194,6 +195,7 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
             resolved_job = resolve_job(config, hydra, Path(hydra.runtime.output_dir), here.world_size)
             jobs.append(replace(resolved_job, choice=choice))
             jobs[0].write()
+            _say_what_last_is(jobs[0])
 
         code = run_once(settled, composed.config, directory, make)
         if not jobs:
@@ -254,6 +256,7 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> float:
     try:
         job = replace(resolve_job(config, hydra, directory), choice=choice)
         job.write()
+        _say_what_last_is(job)
         started = time.time()
         (directory / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
         with contained() if is_trial(config) else contextlib.nullcontext():
@@ -341,9 +344,11 @@ def resolve_job(
     raise_all(wrong)
     values["mesh"] = {**mesh.sizes, "order": list(mesh.order)}
     resumes_last = values["ckpt_path"] == "last"
-    values["ckpt_path"] = resolve_ckpt_path(values, output_dir)
-    if resumes_last and values["ckpt_path"] and (damage := damage_passed_over(Path(values["ckpt_path"]))):
-        print(f"ckpt_path=last: {damage}; going on from {values['ckpt_path']}", file=sys.stderr)
+    record = recorded(values) if values["task"] in COMPARING_TASKS else {}
+    checkpoint = resolve_ckpt_path(values, output_dir)
+    if checkpoint is not None and record:
+        check_that_it_goes_on(values, Path(checkpoint), output_dir, record)
+    values["ckpt_path"] = checkpoint
     values = with_sequence_parts(with_batch_parts(values, mesh.pp), mesh)
     if values["pp"] is not None and values["pp"]["schedule"].endswith(".csv"):
         values["pp"] = {**values["pp"], "schedule": str(Path(values["pp"]["schedule"]).absolute())}
@@ -354,8 +359,21 @@ def resolve_job(
 
         values, ranks = calibration(values, started_ranks)
     return ResolvedJob(
-        values, output_dir, ranks, typed_overrides(hydra), __version__, choices, resumes_last=resumes_last
+        values,
+        output_dir,
+        ranks,
+        typed_overrides(hydra),
+        __version__,
+        choices,
+        resumes_last=resumes_last,
+        recorded=record,
     )
+
+
+def _say_what_last_is(job: ResolvedJob) -> None:
+    path = job.config["ckpt_path"]
+    if job.resumes_last and path is not None and (line := what_last_is(Path(path), job.output_dir)) is not None:
+        print(line, file=sys.stderr)
 
 
 def hydra_node() -> DictConfig:

@@ -64,8 +64,7 @@ class Checkpoints(ModelCheckpoint):
         self._last_global_step_saved = trainer.global_step
         names: list[str] = []
         if trainer.is_global_zero:
-            found = complete_checkpoints(self.directory)
-            names = [item.name for item in sorted(found, key=lambda item: item.stat().st_mtime_ns)]
+            names = [item.name for item in complete_checkpoints(self.directory)]
         names = trainer.strategy.broadcast(names)
         self._scores = {name: self._scores.get(name) for name in names}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,9 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
     started = time.time()
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     torch.use_deterministic_algorithms(bool(config["trainer"]["deterministic"]))
-    strategy = build_strategy(config)
+    strategy = build_strategy(config, job.recorded)
     strategy.checkpoints.earlier_if_damaged = job.resumes_last
+    strategy.checkpoints.tell = partial(print, file=sys.stderr, flush=True)
     if task == "fit" and config["checkpoint"]["enabled"]:
         strategy.stop_signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     steps = StepMetrics()

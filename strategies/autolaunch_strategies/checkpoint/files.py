@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,11 +36,20 @@ def hash_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(directory: Path, step: int, mesh: str, hashes: Mapping[str, str] | None = None) -> None:
+def write_manifest(
+    directory: Path,
+    step: int,
+    mesh: str,
+    hashes: Mapping[str, str] | None = None,
+    run: Mapping[str, Any] | None = None,
+    written: float | None = None,
+) -> None:
     """List the files of a finished checkpoint directory with their sizes and hashes.
 
     Args:
         hashes: of those files whose hash is known; the others are read.
+        run: plain data about the run that wrote it (`checkpoint.record`).
+        written: when, in seconds since 1970; by default now.
     """
     known = hashes or {}
     files = {
@@ -47,14 +58,16 @@ def write_manifest(directory: Path, step: int, mesh: str, hashes: Mapping[str, s
         if item.name != MANIFEST
     }
     beside = directory / f"{MANIFEST}{WRITING}"
-    beside.write_text(json.dumps({"format": FORMAT, "step": step, "mesh": mesh, "files": files}, indent=1))
+    about = {"step": step, "mesh": mesh, "written": time.time() if written is None else written, "run": dict(run or {})}
+    beside.write_text(json.dumps({"format": FORMAT, **about, "files": files}, indent=1))
     beside.replace(directory / MANIFEST)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a checkpoint directory, each file as its `size` and, if it is known, its hash `xxh3`.
 
-    An empty dict if there is none that can be read, or that says less than a manifest does.
+    `written` is 0 where it does not say when that was. An empty dict if there is none that can be read, or that says
+    less than a manifest does.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
@@ -64,7 +77,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             else {"size": int(entry)}
             for name, entry in manifest["files"].items()
         }
-        return {**manifest, "format": int(manifest["format"]), "step": int(manifest["step"]), "files": files}
+        written = float(manifest.get("written", 0.0))
+        if not math.isfinite(written):
+            return {}
+        numbers = {"format": int(manifest["format"]), "step": int(manifest["step"]), "written": written}
+        return {**manifest, **numbers, "files": files}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -121,8 +138,18 @@ def damage_in(path: Path, names: Iterable[str]) -> str | None:
     return None
 
 
+def order_of_writing(checkpoint: Path) -> tuple[float, int, int]:
+    """Sorts checkpoints by when they were written, the newest last, by what they say themselves.
+
+    Those of older formats do not say; they come first, the furthest trained last. What has no readable manifest is as
+    old as its directory.
+    """
+    manifest, changed = read_manifest(checkpoint), checkpoint.stat().st_mtime_ns
+    return (manifest["written"], manifest["step"], changed) if manifest else (changed / 1e9, -1, changed)
+
+
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """The whole checkpoint directories right below `directory`, the furthest trained (then the newest) last."""
+    """The whole checkpoint directories right below `directory`, the newest last."""
     if not directory.is_dir():
         return []
     checkpoints = [
@@ -130,4 +157,4 @@ def complete_checkpoints(directory: Path) -> list[Path]:
         for item in directory.iterdir()
         if item.is_dir() and not item.is_symlink() and (item / MANIFEST).is_file() and problem_with(item) is None
     ]
-    return sorted(checkpoints, key=lambda item: (read_manifest(item)["step"], (item / MANIFEST).stat().st_mtime_ns))
+    return sorted(checkpoints, key=order_of_writing)

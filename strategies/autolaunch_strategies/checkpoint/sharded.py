@@ -11,9 +11,10 @@ import os
 import pickle
 import random
 import shutil
+import time
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -74,6 +75,8 @@ class CheckpointWriter:
         self._running: Future[Any] | None = None
         self._path: Path | None = None
         self._doomed: list[Path] = []
+        self.newest = 0.0
+        """When the newest checkpoint of the run was written, also before it went on here."""
 
     def save(
         self,
@@ -83,6 +86,7 @@ class CheckpointWriter:
         optimizers: list[torch.optim.Optimizer],
         mesh: RankMesh,
         optimizer_names: list[GroupNames] | None = None,
+        run: Mapping[str, Any] | None = None,
     ) -> None:
         """Write lightning's `checkpoint` to the directory `path`. Collective; `path` appears only when it is whole.
 
@@ -91,6 +95,7 @@ class CheckpointWriter:
 
         Args:
             optimizer_names: the groups of each whole optimizer, for the order of what the stages hold.
+            run: plain data about the run (`checkpoint.record`).
         """
         self.finish()
         checkpoint = dict(checkpoint)
@@ -115,7 +120,9 @@ class CheckpointWriter:
         step = int(checkpoint.get("global_step", 0))
 
         def publish(hashes: Mapping[str, str]) -> None:
-            write_manifest(beside, step, mesh.shape.name, hashes)
+            # The clock of another machine may be behind that of the one on which the run began.
+            self.newest = max(time.time(), self.newest + 0.001)
+            write_manifest(beside, step, mesh.shape.name, hashes, run, self.newest)
             _put_in_place(beside, path)
             while self._doomed:
                 remove_checkpoint(self._doomed.pop())
@@ -167,6 +174,7 @@ def load_checkpoint(
     trust: bool = False,
     optimizer_names: list[GroupNames] | None = None,
     verify: str = "hash",
+    before_filling: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Fill `module` and `optimizers` from a checkpoint written on any mesh, or by plain lightning on one device.
 
@@ -179,6 +187,7 @@ def load_checkpoint(
         optimizer_names: the groups of each whole optimizer; needed where the model is cut into stages, since plain
             lightning tells the parameters of an optimizer by their place only.
         verify: `hash` reads each file once more, a share on every rank; `size` looks at sizes only.
+        before_filling: called when it is known that the checkpoint is whole and of this model; may refuse it.
 
     Returns:
         lightning's checkpoint; `state_dict` is that of the module, filled, and `optimizer_states` is empty.
@@ -199,6 +208,8 @@ def load_checkpoint(
         raise _other_optimizers(path, len(ours["optimizer_groups"]), len(optimizers))
     model = module.state_dict()
     _check_names(_whole_shapes(model, mesh.group("pp")), stored, path, module.strict_loading)
+    if before_filling is not None:
+        before_filling()
     model = {name: _opaque(name, value) for name, value in model.items() if f"model.{name}" in stored}
     tensors: dict[str, Any] = {"model": model}
     names = {parameter: name for name, parameter in module.named_parameters()}

@@ -111,6 +111,12 @@ class DistributedLoader:
             self._sizes = IndexShare(loader.batch_sampler, generators_of(loader), share, joined)
             self._inner = DataLoader(loader.dataset, batch_sampler=self._sizes, **_options(loader))
 
+    @property
+    def samples_per_batch(self) -> int | None:
+        """Samples of all ranks in a full batch; None if the loader does not say."""
+        size = global_batch_size(self.loader)
+        return None if size is None else size * self._joined
+
     def __len__(self) -> int:
         return len(self._inner) if self._inner is not self.loader else -(-len(self.loader) // self._joined)
 

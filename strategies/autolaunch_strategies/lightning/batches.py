@@ -19,7 +19,14 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from autolaunch_strategies.config import ConfigError, nearest
-from autolaunch_strategies.data_parallel.loader import DistributedLoader, IndexShare, Share, check_loader, generators_of
+from autolaunch_strategies.data_parallel.loader import (
+    DistributedLoader,
+    IndexShare,
+    Share,
+    check_loader,
+    generators_of,
+    global_batch_size,
+)
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +88,21 @@ class Batches:
         if self._weight is None:
             self._weight = self._next_weight()
         return self._weight
+
+    def samples_per_step(self, ranks: int) -> int | list[int] | None:
+        """Samples of all ranks in an optimizer step; a list if there are several loaders, None if one does not say.
+
+        Args:
+            ranks: how many there are along dp.
+        """
+        combined = None if self._trainer is None else self._trainer.fit_loop._combined_loader
+        if self._trainer is None or combined is None:
+            return None
+        sizes = [_samples_in_batch(loader, ranks) for loader in combined.flattened]
+        steps = [size * self._trainer.accumulate_grad_batches for size in sizes if size is not None]
+        if not sizes or len(steps) < len(sizes):
+            return None
+        return steps[0] if len(steps) == 1 else steps
 
     def place(self, samples: int, rank: int, ranks: int) -> tuple[int, int]:
         """(the number of this rank's first sample in the batch of all ranks, how many samples that has).
@@ -145,6 +167,14 @@ class Batches:
             f"batch_size={size} of the loader is that of all {ranks} ranks along dp, as on one device; "
             "MeshStrategy(batch_size='per_rank') if it is that of each"
         )
+
+
+def _samples_in_batch(loader: Any, ranks: int) -> int | None:
+    """Samples of all ranks in a full batch of a loader that `Batches.share` has returned; None if it does not say."""
+    if isinstance(loader, DistributedLoader):
+        return loader.samples_per_batch
+    size = global_batch_size(loader) if isinstance(loader, DataLoader) else None
+    return None if size is None else size * ranks
 
 
 def _seed_workers(loader: DataLoader, dp_rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -94,6 +94,10 @@ class MeshStrategy(ParallelStrategy):
         batch_size: what the batch size of a `DataLoader` counts: the samples of all ranks (global), so that every mesh
             trains on the batches of one process, in their order; or those of each rank (per_rank), which are then as
             many of these batches, one after the other. ``Trainer(use_distributed_sampler=False)`` leaves loaders alone.
+        recorded: what checkpoints say about the run beside the class of the optimizer and the batch size of loaders:
+            plain data by name. A resumed run in which `optimizer`, `batch_size`, `seed`, `seq_len`, `data` or `model`
+            is another than in the run that saved is refused; what else has changed is logged.
+        allow_on_resume: which of these may be another. A new optimizer begins without state.
         construction, files: where the values of a module on meta come from (see `apply_parallelism`).
 
     Raises:
@@ -123,6 +127,8 @@ class MeshStrategy(ParallelStrategy):
         files: WeightFiles | None = None,
         own_plan: Mapping[str, Any] | None = None,
         batch_size: str = "global",
+        recorded: Mapping[str, Any] | None = None,
+        allow_on_resume: Collection[str] = (),
         **plugins: Any,
     ) -> None:
         if mesh == "auto":
@@ -130,12 +136,20 @@ class MeshStrategy(ParallelStrategy):
         self.parallel = parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers)
         self.place = Place(self.parallel, process_group_backend, timeout)
         self.collectives = Collectives(self.place)
-        self.checkpoints = Checkpoints(self.place, asynchronous_checkpoints, trust_checkpoints, verify_checkpoints)
+        self.batches = Batches(batch_size)
+        self.checkpoints = Checkpoints(
+            self.place,
+            asynchronous_checkpoints,
+            trust_checkpoints,
+            verify_checkpoints,
+            recorded,
+            allow_on_resume,
+            lambda: self.batches.samples_per_step(self.dp_size),
+        )
         if dist.is_initialized():
             plugins.setdefault("cluster_environment", JoinedEnvironment())
         super().__init__(**plugins)
         self.construction, self.files, self.own_plan = construction, files, own_plan
-        self.batches = Batches(batch_size)
         self.first_step = FirstStep()
         self.stop_signals: tuple[signal.Signals, ...] = ()
         """Signals of which the first ends training between two steps, and nobody else is told; see `Votes`."""
