@@ -11,8 +11,10 @@ import os
 import pickle
 import random
 import shutil
+import struct
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -56,6 +58,12 @@ from autolaunch_strategies.torch_private.meshes import local_index
 
 OURS = "autolaunch"
 """Key of our part in meta.pt."""
+
+_UNREADABLE = (
+    AssertionError, AttributeError, EOFError, ImportError, LookupError, OverflowError, RuntimeError, TypeError,
+    ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
+"""What torch and pickle raise at bytes that neither of them wrote."""
 
 
 class CheckpointWriter:
@@ -187,7 +195,7 @@ def load_checkpoint(
         ConfigError: the checkpoint is damaged, would run code, or belongs to another model. Every rank raises the same.
     """
     if problem := damage(path, verify):
-        raise _damaged(path, problem)
+        raise damaged(path, problem)
     if path.is_file():
         return _load_single_file(path, module, optimizers, mesh, trust, optimizer_names)
     with readable(path):
@@ -236,17 +244,23 @@ def damage(path: Path, verify: str = "hash") -> str | None:
 
 def _damaged_member(file: Path) -> str | None:
     """What is wrong with the content of a file of `torch.save`, which is a zip archive with checksums."""
-    if not zipfile.is_zipfile(file):
-        return None  # an older format, without
     try:
+        if not zipfile.is_zipfile(file):
+            with file.open("rb") as opened:
+                archive_begins = opened.read(4) == b"PK\x03\x04"
+            # The table of contents stands at the end; an older format has neither that nor checksums.
+            return "is damaged: its end is missing" if archive_begins else None
         with zipfile.ZipFile(file) as archive:
             member = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError):
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError):
         return "is damaged: it is no readable archive"
     return None if member is None else f"is damaged: the content of {member} has changed since it was written"
 
 
-def _damaged(path: Path, problem: str) -> ConfigError:
+def damaged(path: Path, problem: str) -> ConfigError:
+    """The error that a checkpoint can't be loaded, with the furthest trained whole one beside it."""
     earlier = [item for item in complete_checkpoints(path.parent) if item != path]
     return ConfigError(
         f"ckpt_path={path}",
@@ -273,9 +287,9 @@ def readable(path: Path) -> Iterator[None]:
                 "checkpoint.trust=true, in a script MeshStrategy(trust_checkpoints=True)",
             ) from error
         if isinstance(reason, OSError):
-            raise ConfigError(f"ckpt_path={path}", f"can't be read: {reason}", "a complete checkpoint") from error
-        if isinstance(reason, RuntimeError | EOFError | KeyError | ValueError | pickle.UnpicklingError):
-            raise _damaged(path, f"is damaged: torch can't read it ({type(reason).__name__})") from error
+            raise damaged(path, f"can't be read: {reason}") from error
+        if isinstance(reason, _UNREADABLE) and not isinstance(reason, torch.OutOfMemoryError | dist.DistError):
+            raise damaged(path, f"is damaged: torch can't read it ({type(reason).__name__})") from error
         raise
 
 
