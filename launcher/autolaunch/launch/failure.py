@@ -119,7 +119,7 @@ def describe(error: BaseException, directory: Path, rank: int, world_size: int) 
     return Failure(
         rank=rank,
         world_size=world_size,
-        error=str(error)
+        error="\n".join([str(error), *getattr(error, "__notes__", [])])
         if wrong_config or isinstance(error, RunFailed)
         else "".join(lines[-1:]).strip().split("\n")[0],
         details="" if wrong_config or isinstance(error, RunFailed) else user_traceback(error),

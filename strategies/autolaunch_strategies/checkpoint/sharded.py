@@ -91,6 +91,7 @@ class CheckpointWriter:
         optimizers: list[torch.optim.Optimizer],
         mesh: RankMesh,
         optimizer_names: list[GroupNames] | None = None,
+        random: dict[str, Any] | None = None,
     ) -> None:
         """Write lightning's `checkpoint` to the directory `path`. Collective; `path` appears only when it is whole.
 
@@ -99,6 +100,7 @@ class CheckpointWriter:
 
         Args:
             optimizer_names: the groups of each whole optimizer, for the order of what the stages hold.
+            random: a random state to save instead of the present one.
         """
         self.finish()
         checkpoint = dict(checkpoint)
@@ -112,7 +114,7 @@ class CheckpointWriter:
                 tensors[f"optimizer_{index}"] = optimizer_tensors(optimizer, names)
                 order = None if optimizer_names is None else optimizer_names[index]
                 groups.append(whole_groups(optimizer, names, order, mesh.group("pp")))
-        checkpoint[OURS] = {"optimizer_groups": groups, "by_dp_rank": _gather_by_dp_rank(checkpoint, mesh)}
+        checkpoint[OURS] = {"optimizer_groups": groups, "by_dp_rank": _gather_by_dp_rank(checkpoint, mesh, random)}
         beside = path.with_name(path.name + WRITING)
         if dist.get_rank() == 0:
             shutil.rmtree(beside, ignore_errors=True)
@@ -409,12 +411,14 @@ def _set_extra_state(module: nn.Module, state: dict[str, Any]) -> None:
 # --- what differs by dp rank -------------------------------------------------------------------------------------
 
 
-def _gather_by_dp_rank(checkpoint: dict[str, Any], mesh: RankMesh) -> list[dict[str, Any]]:
+def _gather_by_dp_rank(
+    checkpoint: dict[str, Any], mesh: RankMesh, random: dict[str, Any] | None
+) -> list[dict[str, Any]]:
     """Random state and loader state of every dp rank, from the first rank of each replica."""
     position = mesh.coordinate
     mine = None
     if all(position[axis] == 0 for axis in SAME_DATA_AXES):
-        mine = {"dp_rank": position["dp"], "random": random_state(), "loaders": _loader_state(checkpoint)}
+        mine = {"dp_rank": position["dp"], "random": random or random_state(), "loaders": _loader_state(checkpoint)}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return sorted((item for item in gathered if item is not None), key=lambda item: item["dp_rank"])

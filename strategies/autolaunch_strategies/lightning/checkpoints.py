@@ -21,6 +21,7 @@ from autolaunch_strategies.checkpoint.sharded import (
 )
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.place import Place
+from autolaunch_strategies.lightning.step_start import StepStart, was_cut_off_in_validation
 from autolaunch_strategies.tensor.views import plain
 
 VERIFICATIONS = ("hash", "size")
@@ -52,6 +53,8 @@ class Checkpoints:
         """The groups of each whole optimizer, where this rank holds a stage."""
         self.earlier_if_damaged = False
         """Load the furthest trained whole checkpoint beside one that is damaged, and say so, instead of refusing it."""
+        self.as_of: StepStart | None = None
+        """Save the loops and random numbers of then, instead of the present ones."""
         self._writer = CheckpointWriter(asynchronous, place.timeout)
         self._pending_rng: dict[str, Any] | None = None
         self._loaded: dict[str, Any] = {}
@@ -64,7 +67,11 @@ class Checkpoints:
         optimizers: list[torch.optim.Optimizer],
     ) -> None:
         """Write lightning's `checkpoint` to the directory `path`, the same on every rank. Collective."""
-        self._writer.save(path, checkpoint, module, optimizers, self.place.rank_mesh, self.optimizer_names)
+        random = None
+        if self.as_of is not None:
+            random = self.as_of.random
+            checkpoint = {**checkpoint, "loops": {**checkpoint["loops"], "fit_loop": self.as_of.loops}}
+        self._writer.save(path, checkpoint, module, optimizers, self.place.rank_mesh, self.optimizer_names, random)
 
     def load(
         self,
@@ -134,8 +141,8 @@ class Checkpoints:
                 )
             copy_part(plain(value), mine[name])
 
-    def before_training_batch(self) -> None:
-        """The first batch of a resumed run has been loaded: go on with the random numbers of the one that saved."""
+    def before_first_batch(self) -> None:
+        """The first batch of a resumed run is due: go on with the random numbers of the one that saved."""
         if self._pending_rng is not None:
             set_random_state(self._pending_rng)
             self._pending_rng = None
@@ -153,5 +160,8 @@ class Checkpoints:
 
 
 def _in_the_middle_of_an_epoch(checkpoint: dict[str, Any]) -> bool:
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    progress = fit_loop.get("epoch_loop.batch_progress", {})
+    if was_cut_off_in_validation(fit_loop):
+        return True
     return progress.get("current", {}).get("ready", 0) > 0 and not progress.get("is_last_batch", False)
