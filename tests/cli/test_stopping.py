@@ -63,6 +63,14 @@ STOP = textwrap.dedent("""
             setattr(module, self.within, step)
 
 
+    class Noise(L.Callback):
+        "Weighs the loss of every step by a random number."
+
+        def setup(self, trainer, module, stage):
+            run = module.training_step
+            module.training_step = lambda *args, **kwargs: run(*args, **kwargs) * (0.5 + torch.rand(()))
+
+
     class StopInValidation(L.Callback):
         "Sends a signal to one rank in the second batch of a validation that would take long."
 
@@ -84,9 +92,9 @@ STOP = textwrap.dedent("""
             self.batch = batch
 
         def setup(self, trainer, module, stage):
-            timer = L.pytorch.callbacks.Timer("00:00:01:00", verbose=False)
-            timer.time_elapsed = lambda *args: 61 if trainer.fit_loop.total_batch_idx + 1 >= self.batch else 0
-            trainer.callbacks.insert(0, timer)
+            timer = next(item for item in trainer.callbacks if isinstance(item, L.pytorch.callbacks.Timer))
+            batches = trainer.fit_loop.epoch_loop
+            timer.time_elapsed = lambda *args: 3601 if batches.total_batch_idx + 1 >= self.batch else 0
 
 
     class Hangs(L.Callback):
@@ -248,15 +256,15 @@ def fails(step: int, rank: int | str = "null", within: str = "training_step") ->
     return f"trainer.callbacks.stop={node}"
 
 
-DROPS = ("model.dropout=0.1",)
+NOISE = ("trainer.callbacks.noise={_target_: stopping.Noise}",)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [
-        pytest.param("1", (), id="alone"),
-        pytest.param("1", ("trainer.accumulate_grad_batches=2",), id="accumulated"),
+        pytest.param("1", NOISE, id="alone"),
+        pytest.param("1", ("data.microbatches=2",), id="accumulated"),
         pytest.param("2", (), id="fsdp"),
         pytest.param("1x1x2", (), id="stages"),
         pytest.param("1x2", (), id="mp"),
@@ -265,7 +273,7 @@ DROPS = ("model.dropout=0.1",)
 def test_what_was_done_before_a_step_that_fails_on_all_ranks_is_saved(
     mesh: str, more: tuple[str, ...], command: Commands, whole: Run
 ) -> None:
-    directory = command.directory / f"fails-{mesh}{len(more)}"
+    directory = command.directory / f"fails-{mesh}{len(''.join(more))}"
     run = command(f"mesh={mesh}", fails(4), *more, into=directory, code=1)
     assert "ValueError: a bad sample" in run.screen
     assert re.search(r"saved after step 3 in \S+step_0000003.ckpt", run.screen) is not None, run.screen
@@ -289,7 +297,7 @@ def test_a_step_that_fails_on_one_rank_ends_the_run_soon_and_says_that_nothing_w
 @pytest.mark.parametrize("how", ["signal", "failure"])
 def test_a_validation_is_not_waited_for_and_made_again(mesh: str, how: str, command: Commands) -> None:
     directory = command.directory / f"validation-{mesh}-{how}"
-    more = ("trainer.val_check_interval=2", "trainer.check_val_every_n_epoch=null", "trainer.limit_val_batches=5")
+    more = (*(NOISE if mesh == "1" else ()), "trainer.val_check_interval=2", "trainer.check_val_every_n_epoch=null", "trainer.limit_val_batches=5")
     stops = "trainer.callbacks.stop={_target_: stopping.StopInValidation, step: 4, rank: 0}"
     if how == "failure":
         stops = fails(5, within="validation_step")
@@ -299,7 +307,6 @@ def test_a_validation_is_not_waited_for_and_made_again(mesh: str, how: str, comm
     resumed = command(f"mesh={mesh}", "ckpt_path=last", "trainer.callbacks.stop=null", *more, into=directory)
     expected = command("mesh=1", *more)
     assert_same_curve(resumed, expected)
-    assert len(re.findall("val_loss", resumed.screen)) >= 0
 
 
 @pytest.mark.full
@@ -317,9 +324,9 @@ def test_a_step_that_does_not_end_is_not_waited_for_any_longer(torchrun: int, co
 def test_an_elapsed_time_saves(command: Commands) -> None:
     """Also in the middle of a step of several batches, which the resumed run makes as a whole."""
     directory = command.directory / "elapsed"
-    more = ("trainer.accumulate_grad_batches=2",)
+    more = ("data.microbatches=2",)
     says = "trainer.callbacks.stop={_target_: stopping.Elapses, batch: 5}"
-    command("mesh=1", says, *more, into=directory)
+    command("mesh=1", says, *more, "trainer.max_time=00:01:00:00", into=directory)
     assert steps_kept(directory) == [2]
     resumed = command("mesh=1", "ckpt_path=last", "trainer.callbacks.stop=null", *more, into=directory)
     assert_same_curve(resumed, command("mesh=1", *more))
