@@ -1,4 +1,4 @@
-"""Runs that are killed with SIGKILL at random points, on several meshes, and resumed: the curve has to be the whole one.
+"""Runs that are killed with SIGKILL at random points, on several meshes, and resumed: the curve is the whole one.
 
     python -m tests.kills --trials 60 [--seed 0] [--warm]
 

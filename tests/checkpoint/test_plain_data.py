@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from omegaconf import OmegaConf
 from autolaunch_strategies import ConfigError, MeshStrategy
 from autolaunch_strategies.checkpoint.files import MANIFEST, problem_with, read_manifest, write_manifest
 from autolaunch_strategies.checkpoint.plain_data import NotPlainData, load_plain
+from autolaunch_strategies.checkpoint.storage import Writer
 from autolaunch_strategies.checkpoint.whole import whole_checkpoint
 from autolaunch_strategies.mesh.process_group import leave_process_group
 from tests.lightning.modules import AutoEncoder
@@ -270,3 +272,42 @@ def test_a_checkpoint_in_the_background_is_in_place_once_it_is_written(tmp_path:
         time.sleep(0.01)
     assert problem_with(tmp_path / "b.ckpt") is None
     run.strategy.checkpoints.finish()  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_that_is_never_written_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    write = Writer.write_data
+
+    def hang(self: Writer, *args: Any) -> Any:
+        goes_on.wait(60)
+        return write(self, *args)
+
+    monkeypatch.setattr(Writer, "write_data", hang)
+    run = _trainer(1, asynchronous_checkpoints=True, timeout=1.0)
+    run.fit(AutoEncoder(), _batches())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(RuntimeError, match=f"rank 0 could not write {tmp_path}/a.ckpt: it is not done after 1 s"):
+        run.strategy.checkpoints.finish()  # type: ignore[attr-defined]
+    goes_on.set()
+    patience = time.monotonic() + 60
+    while not (tmp_path / "a.ckpt").exists():  # what is late still takes its place
+        assert time.monotonic() < patience
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_can_not_be_written_is_named_with_the_rank(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Writer, *args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Writer, "write_data", fail)
+    run = _trainer(1, asynchronous_checkpoints=asynchronous)
+    run.fit(AutoEncoder(), _batches())
+    with pytest.raises(RuntimeError, match=rf"rank 0 could not write {tmp_path}/a.ckpt: OSError: .*No space left"):
+        run.save_checkpoint(tmp_path / "a.ckpt")
+        run.strategy.checkpoints.finish()  # type: ignore[attr-defined]
+    assert problem_with(tmp_path / "a.ckpt") == "does not exist"

@@ -297,7 +297,12 @@ def test_a_step_that_fails_on_one_rank_ends_the_run_soon_and_says_that_nothing_w
 @pytest.mark.parametrize("how", ["signal", "failure"])
 def test_a_validation_is_not_waited_for_and_made_again(mesh: str, how: str, command: Commands) -> None:
     directory = command.directory / f"validation-{mesh}-{how}"
-    more = (*(NOISE if mesh == "1" else ()), "trainer.val_check_interval=2", "trainer.check_val_every_n_epoch=null", "trainer.limit_val_batches=5")
+    more = (
+        *(NOISE if mesh == "1" else ()),
+        "trainer.val_check_interval=2",
+        "trainer.check_val_every_n_epoch=null",
+        "trainer.limit_val_batches=5",
+    )
     stops = "trainer.callbacks.stop={_target_: stopping.StopInValidation, step: 4, rank: 0}"
     if how == "failure":
         stops = fails(5, within="validation_step")

@@ -132,7 +132,10 @@ class CheckpointWriter:
 
         writer = Writer(beside, publish)
         if not self.asynchronous:
-            dcp.save(tensors, storage_writer=writer)
+            try:
+                dcp.save(tensors, storage_writer=writer)
+            except CheckpointException as error:
+                raise _not_written(path, error) from error
             return
         if self._group is None:  # a group of its own: training goes on in the others
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
@@ -152,21 +155,33 @@ class CheckpointWriter:
         Collective; with `together=False` the other ranks may be gone: nothing waits for them but their writing.
 
         Raises:
-            RuntimeError: it could not be written; `together` only.
+            RuntimeError: it could not be written, or is not after `timeout` seconds; `together` only.
         """
         if self._running is None:
             return
         running, self._running = self._running, None
+        assert self._path is not None
         try:
-            running.result()
+            running.result(self.timeout)
         except (Exception, CheckpointException) as error:
             if together:
-                raise RuntimeError(f"rank {dist.get_rank()} could not write {self._path}: {error}") from error
+                raise _not_written(self._path, error, self.timeout) from error
             return  # it stays half-written; what went wrong before is what people need to see
         while dist.get_rank() == 0 and self._doomed:  # asked for just as the last one took its place
             remove_checkpoint(self._doomed.pop())
         if together:
             dist.barrier()
+
+
+def _not_written(path: Path, error: BaseException, seconds: float = 0.0) -> RuntimeError:
+    """Which ranks could not write the checkpoint `path`, and why."""
+    if isinstance(error, CheckpointException):  # the errors of all ranks; those that only wait for others are fine
+        ranks = ", ".join(map(str, sorted(error.failures)))
+        reason: BaseException = next(iter(error.failures.values()))[0]
+        return RuntimeError(f"rank {ranks} could not write {path}: {type(reason).__name__}: {reason}")
+    if isinstance(error, TimeoutError):
+        return RuntimeError(f"rank {dist.get_rank()} could not write {path}: it is not done after {seconds:g} s")
+    return RuntimeError(f"rank {dist.get_rank()} could not write {path}: {type(error).__name__}: {error}")
 
 
 def load_checkpoint(

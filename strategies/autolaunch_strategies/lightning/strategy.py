@@ -590,7 +590,7 @@ class MeshStrategy(ParallelStrategy):
         # Lightning has no hook between those that look at gradients and the optimizer's step.
         vars(self.precision_plugin).pop("_after_closure", None)  # that of an earlier `fit`
         self._after_closure = self.precision_plugin._after_closure
-        self.precision_plugin._after_closure = self._before_update  # type: ignore[method-assign]
+        self.precision_plugin._after_closure = self._before_update  # type: ignore[method-assign,assignment]
 
     def _before_update(self, *args: Any) -> None:
         self._after_closure(*args)

@@ -1,4 +1,4 @@
-"""What all ranks agree on: to end training because a signal came to one of them, to save, or that all can still save."""
+"""What all ranks agree on: to end training because a signal came to one of them, to save, or that all still can."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Votes:
         self._run_validation = validation.run
         validation.run = self._validate  # type: ignore[method-assign]
         self._evaluation_step = validation._evaluation_step
-        validation._evaluation_step = self._ask_and_evaluate  # type: ignore[method-assign]
+        validation._evaluation_step = self._ask_and_evaluate  # type: ignore[method-assign,assignment]
         self._asks_in_validation = False
         self._register = connector.register_signal_handlers
         connector.register_signal_handlers = self._register_handlers  # type: ignore[method-assign]
@@ -126,7 +126,7 @@ class Votes:
         if start is not None and start.step == self.trainer.global_step and not self.updates:
             return start
         loop = self.trainer.fit_loop.epoch_loop
-        batches = loop.batch_progress.current
+        batches: Any = loop.batch_progress.current
         if batches.processed != batches.ready or loop._should_accumulate():
             raise RuntimeError("the optimizer was changing weights")
         return None
@@ -134,7 +134,7 @@ class Votes:
     def all_can_save(self) -> bool:
         """Whether all ranks have come here, out of the same step; waits for those that may still come. Collective.
 
-        To be asked when a step has raised: the other ranks may be waiting for this one in a collective, and ask nothing.
+        To be asked when a step has raised: other ranks may be waiting for this one in a collective, and ask nothing.
         """
         world = dist.get_world_size()
         if world == 1:
