@@ -231,7 +231,7 @@ def _edit_manifest(path: Path, **fields: object) -> None:
             for name in ("__0_0.distcp", "meta.pt", ".metadata")
         ),
         pytest.param(lambda path: _edit_manifest(path, format=99),
-                     "was written by a newer autolaunch: its format is 99, this one reads up to 2", id="format"),
+                     "was written by a newer autolaunch: its format is 99, this one reads up to 3", id="format"),
         pytest.param(lambda path: _edit_manifest(path, step=None),
                      "is not a complete checkpoint: it has no readable checkpoint.json", id="no-step"),
     ],
