@@ -115,11 +115,13 @@ def log_file(directory: Path, rank: int) -> Path:
 def describe(error: BaseException, directory: Path, rank: int, world_size: int) -> Failure:
     """The failure that `error` is on this rank, now."""
     wrong_config = isinstance(error, (ConfigError, ConfigErrors))
+    notes = [str(note) for note in getattr(error, "__notes__", [])]
     lines = traceback.format_exception_only(error)
+    lines = lines[: len(lines) - len("\n".join(notes).split("\n"))] if notes else lines
     return Failure(
         rank=rank,
         world_size=world_size,
-        error=str(error)
+        error="\n".join([str(error), *notes])
         if wrong_config or isinstance(error, RunFailed)
         else "".join(lines[-1:]).strip().split("\n")[0],
         details="" if wrong_config or isinstance(error, RunFailed) else user_traceback(error),

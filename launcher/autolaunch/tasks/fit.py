@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from autolaunch.data import build_data
 from autolaunch.job import ResolvedJob
-from autolaunch.launch.failure import RunFailed
+from autolaunch.launch.failure import RunFailed, describe, show, write_failure
 from autolaunch.launch.place import Place
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.metrics_csv import MetricsCsv
@@ -31,10 +32,10 @@ from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     """Run the task of `job` on this rank; collective over all ranks. Returns what summary.json holds."""
     with quiet_lightning():
-        return _run(job)
+        return _run(job, place)
 
 
-def _run(job: ResolvedJob) -> dict[str, Any]:
+def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     config, task = job.config, job.config["task"]
     started = time.time()
     pl.seed_everything(config["seed"], workers=True, verbose=False)
@@ -44,6 +45,8 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
     strategy.checkpoints.tell = partial(print, file=sys.stderr, flush=True)
     if task == "fit" and config["checkpoint"]["enabled"]:
         strategy.stop_signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        strategy.stop_seconds = config["checkpoint"]["emergency_seconds"]
+        strategy.stopped_too_late = partial(_end_now, job, place)
     steps = StepMetrics()
     screen = _Screen(job)
     callbacks: list[pl.Callback] = [screen]
@@ -82,6 +85,22 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
         write_summary(job.output_dir, summary)
         show_end({**summary, "output_dir": str(job.output_dir)}, Terminal(), steps.losses)
     return summary
+
+
+def _end_now(job: ResolvedJob, place: Place, reason: int | BaseException) -> None:
+    """End this process, whose main thread may hang: there was no time left to save after a signal or a failure."""
+    seconds = f"within {job.config['checkpoint']['emergency_seconds']:g} s (checkpoint.emergency_seconds)"
+    if isinstance(reason, int):
+        if place.rank == 0:
+            name = signal.Signals(reason).name
+            print(f"stopped by {name}; no checkpoint was written {seconds}", file=sys.stderr, flush=True)
+        os._exit(128 + reason)
+    reason.add_note(f"no checkpoint was written: it was not done {seconds}")
+    failure = describe(reason, job.logs, place.rank, place.world_size)
+    write_failure(failure, job.logs)
+    if place.kind != "local":
+        show(failure)
+    os._exit(failure.exit_code)
 
 
 def _check_that_it_trained(trainer: Any) -> None:

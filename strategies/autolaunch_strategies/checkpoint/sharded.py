@@ -11,9 +11,11 @@ import os
 import pickle
 import random
 import shutil
+import struct
 import time
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -58,6 +60,12 @@ from autolaunch_strategies.torch_private.meshes import local_index
 OURS = "autolaunch"
 """Key of our part in meta.pt."""
 
+_UNREADABLE = (
+    AssertionError, AttributeError, EOFError, ImportError, LookupError, OverflowError, RuntimeError, TypeError,
+    ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
+"""What torch and pickle raise at bytes that neither of them wrote."""
+
 
 class CheckpointWriter:
     """Writes checkpoints, one at a time, and removes them; both in the background if `asynchronous`.
@@ -87,6 +95,7 @@ class CheckpointWriter:
         mesh: RankMesh,
         optimizer_names: list[GroupNames] | None = None,
         run: Mapping[str, Any] | None = None,
+        random: dict[str, Any] | None = None,
     ) -> None:
         """Write lightning's `checkpoint` to the directory `path`. Collective; `path` appears only when it is whole.
 
@@ -96,6 +105,7 @@ class CheckpointWriter:
         Args:
             optimizer_names: the groups of each whole optimizer, for the order of what the stages hold.
             run: plain data about the run (`checkpoint.record`).
+            random: a random state to save instead of the present one.
         """
         self.finish()
         checkpoint = dict(checkpoint)
@@ -109,7 +119,7 @@ class CheckpointWriter:
                 tensors[f"optimizer_{index}"] = optimizer_tensors(optimizer, names)
                 order = None if optimizer_names is None else optimizer_names[index]
                 groups.append(whole_groups(optimizer, names, order, mesh.group("pp")))
-        checkpoint[OURS] = {"optimizer_groups": groups, "by_dp_rank": _gather_by_dp_rank(checkpoint, mesh)}
+        checkpoint[OURS] = {"optimizer_groups": groups, "by_dp_rank": _gather_by_dp_rank(checkpoint, mesh, random)}
         beside = path.with_name(path.name + WRITING)
         if dist.get_rank() == 0:
             shutil.rmtree(beside, ignore_errors=True)
@@ -129,7 +139,10 @@ class CheckpointWriter:
 
         writer = Writer(beside, publish)
         if not self.asynchronous:
-            dcp.save(tensors, storage_writer=writer)
+            try:
+                dcp.save(tensors, storage_writer=writer)
+            except CheckpointException as error:
+                raise _not_written(path, error) from error
             return
         if self._group is None:  # a group of its own: training goes on in the others
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
@@ -149,21 +162,33 @@ class CheckpointWriter:
         Collective; with `together=False` the other ranks may be gone: nothing waits for them but their writing.
 
         Raises:
-            RuntimeError: it could not be written; `together` only.
+            RuntimeError: it could not be written, or is not after `timeout` seconds; `together` only.
         """
         if self._running is None:
             return
         running, self._running = self._running, None
+        assert self._path is not None
         try:
-            running.result()
+            running.result(self.timeout)
         except (Exception, CheckpointException) as error:
             if together:
-                raise RuntimeError(f"rank {dist.get_rank()} could not write {self._path}: {error}") from error
+                raise _not_written(self._path, error, self.timeout) from error
             return  # it stays half-written; what went wrong before is what people need to see
         while dist.get_rank() == 0 and self._doomed:  # asked for just as the last one took its place
             remove_checkpoint(self._doomed.pop())
         if together:
             dist.barrier()
+
+
+def _not_written(path: Path, error: BaseException, seconds: float = 0.0) -> RuntimeError:
+    """Which ranks could not write the checkpoint `path`, and why."""
+    if isinstance(error, CheckpointException):  # the errors of all ranks; those that only wait for others are fine
+        ranks = ", ".join(map(str, sorted(error.failures)))
+        reason: BaseException = next(iter(error.failures.values()))[0]
+        return RuntimeError(f"rank {ranks} could not write {path}: {type(reason).__name__}: {reason}")
+    if isinstance(error, TimeoutError):
+        return RuntimeError(f"rank {dist.get_rank()} could not write {path}: it is not done after {seconds:g} s")
+    return RuntimeError(f"rank {dist.get_rank()} could not write {path}: {type(error).__name__}: {error}")
 
 
 def load_checkpoint(
@@ -196,7 +221,7 @@ def load_checkpoint(
         ConfigError: the checkpoint is damaged, would run code, or belongs to another model. Every rank raises the same.
     """
     if problem := damage(path, verify):
-        raise _damaged(path, problem)
+        raise damaged(path, problem)
     if path.is_file():
         return _load_single_file(path, module, optimizers, mesh, trust, optimizer_names)
     with readable(path):
@@ -247,17 +272,23 @@ def damage(path: Path, verify: str = "hash") -> str | None:
 
 def _damaged_member(file: Path) -> str | None:
     """What is wrong with the content of a file of `torch.save`, which is a zip archive with checksums."""
-    if not zipfile.is_zipfile(file):
-        return None  # an older format, without
     try:
+        if not zipfile.is_zipfile(file):
+            with file.open("rb") as opened:
+                archive_begins = opened.read(4) == b"PK\x03\x04"
+            # The table of contents stands at the end; an older format has neither that nor checksums.
+            return "is damaged: its end is missing" if archive_begins else None
         with zipfile.ZipFile(file) as archive:
             member = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError):
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError):
         return "is damaged: it is no readable archive"
     return None if member is None else f"is damaged: the content of {member} has changed since it was written"
 
 
-def _damaged(path: Path, problem: str) -> ConfigError:
+def damaged(path: Path, problem: str) -> ConfigError:
+    """The error that a checkpoint can't be loaded, with the furthest trained whole one beside it."""
     earlier = [item for item in complete_checkpoints(path.parent) if item != path]
     return ConfigError(
         f"ckpt_path={path}",
@@ -284,9 +315,9 @@ def readable(path: Path) -> Iterator[None]:
                 "checkpoint.trust=true, in a script MeshStrategy(trust_checkpoints=True)",
             ) from error
         if isinstance(reason, OSError):
-            raise ConfigError(f"ckpt_path={path}", f"can't be read: {reason}", "a complete checkpoint") from error
-        if isinstance(reason, RuntimeError | EOFError | KeyError | ValueError | pickle.UnpicklingError):
-            raise _damaged(path, f"is damaged: torch can't read it ({type(reason).__name__})") from error
+            raise damaged(path, f"can't be read: {reason}") from error
+        if isinstance(reason, _UNREADABLE) and not isinstance(reason, torch.OutOfMemoryError | dist.DistError):
+            raise damaged(path, f"is damaged: torch can't read it ({type(reason).__name__})") from error
         raise
 
 
@@ -406,12 +437,14 @@ def _set_extra_state(module: nn.Module, state: dict[str, Any]) -> None:
 # --- what differs by dp rank -------------------------------------------------------------------------------------
 
 
-def _gather_by_dp_rank(checkpoint: dict[str, Any], mesh: RankMesh) -> list[dict[str, Any]]:
+def _gather_by_dp_rank(
+    checkpoint: dict[str, Any], mesh: RankMesh, random: dict[str, Any] | None
+) -> list[dict[str, Any]]:
     """Random state and loader state of every dp rank, from the first rank of each replica."""
     position = mesh.coordinate
     mine = None
     if all(position[axis] == 0 for axis in SAME_DATA_AXES):
-        mine = {"dp_rank": position["dp"], "random": random_state(), "loaders": _loader_state(checkpoint)}
+        mine = {"dp_rank": position["dp"], "random": random or random_state(), "loaders": _loader_state(checkpoint)}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return sorted((item for item in gathered if item is not None), key=lambda item: item["dp_rank"])

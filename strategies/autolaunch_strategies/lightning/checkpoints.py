@@ -30,6 +30,7 @@ from autolaunch_strategies.checkpoint.sharded import (
 )
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.place import Place
+from autolaunch_strategies.lightning.step_start import StepStart, was_cut_off_in_validation
 from autolaunch_strategies.tensor.views import plain
 
 VERIFICATIONS = ("hash", "size")
@@ -83,6 +84,8 @@ class Checkpoints:
         """The groups of each whole optimizer, where this rank holds a stage."""
         self.earlier_if_damaged = False
         """Load the furthest trained whole checkpoint beside one that is damaged, and say so, instead of refusing it."""
+        self.as_of: StepStart | None = None
+        """Save the loops and random numbers of then, instead of the present ones."""
         self._writer = CheckpointWriter(asynchronous, place.timeout)
         self._pending_rng: dict[str, Any] | None = None
         self._loaded: dict[str, Any] = {}
@@ -97,7 +100,11 @@ class Checkpoints:
         """Write lightning's `checkpoint` to the directory `path`, the same on every rank. Collective."""
         run = {**self._record(optimizers), "batch_size": self.recorded.get("batch_size", self._batch_size())}
         run = {name: value for name, value in run.items() if value is not None}
-        self._writer.save(path, checkpoint, module, optimizers, self.place.rank_mesh, self.optimizer_names, run)
+        random = None
+        if self.as_of is not None:
+            random = self.as_of.random
+            checkpoint = {**checkpoint, "loops": {**checkpoint["loops"], "fit_loop": self.as_of.loops}}
+        self._writer.save(path, checkpoint, module, optimizers, self.place.rank_mesh, self.optimizer_names, run, random)
 
     def _record(self, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
         """What is recorded of this run and is known before its data are loaded."""
@@ -192,8 +199,8 @@ class Checkpoints:
                 )
             copy_part(plain(value), mine[name])
 
-    def before_training_batch(self) -> None:
-        """The first batch of a resumed run has been loaded: go on with the random numbers of the one that saved.
+    def before_first_batch(self) -> None:
+        """The first batch of a resumed run is due: go on with the random numbers of the one that saved.
 
         Raises:
             ConfigError: its loaders have another batch size than those of the one that saved.
@@ -221,7 +228,10 @@ class Checkpoints:
 
 
 def _in_the_middle_of_an_epoch(checkpoint: dict[str, Any]) -> bool:
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    progress = fit_loop.get("epoch_loop.batch_progress", {})
+    if was_cut_off_in_validation(fit_loop):
+        return True
     return progress.get("current", {}).get("ready", 0) > 0 and not progress.get("is_last_batch", False)
 
 

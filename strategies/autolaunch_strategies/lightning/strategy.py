@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -153,11 +153,16 @@ class MeshStrategy(ParallelStrategy):
         self.first_step = FirstStep()
         self.stop_signals: tuple[signal.Signals, ...] = ()
         """Signals of which the first ends training between two steps, and nobody else is told; see `Votes`."""
+        self.stop_seconds: float | None = None
+        """How long training may take to end after one of them, or to save after a failure."""
+        self.stopped_too_late: Callable[[int | BaseException], None] | None = None
+        """What happens after that, in another thread; it is told the signal's number or the failure."""
         self.votes: Votes | None = None
         """What the ranks agree on between two steps, from `setup` on."""
         self._grad_norm: torch.Tensor | None = None
         self._in_manual_step = False
         self._failed = False
+        self._after_closure: Any = None
         self._steps: StagedSteps | None = None
         self._numbers: PositionedNumbers | None = None
         self._samples_before = 0
@@ -320,7 +325,7 @@ class MeshStrategy(ParallelStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._module.trainer.training:
-            self.checkpoints.before_training_batch()
+            self.checkpoints.before_first_batch()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- start and end ----------------------------------------------------------------------------------------------
@@ -330,7 +335,8 @@ class MeshStrategy(ParallelStrategy):
         assert self.accelerator is not None
         module = self._module
         self.accelerator.setup(trainer)
-        self.votes = Votes(trainer, self.root_device, self.stop_signals)
+        self.votes = Votes(trainer, self.root_device, self.stop_signals, self.stop_seconds, self.stopped_too_late)
+        self.votes.before_resumed_validation = self.checkpoints.before_first_batch
         replace_grad_norm()
         self.batches.connect(trainer)
         for loop in (
@@ -422,6 +428,8 @@ class MeshStrategy(ParallelStrategy):
             self._steps.relay.remove()
             self._steps = None
         self.checkpoints.finish(together=not self._failed)
+        if self.votes is not None:
+            self.votes.end_limit()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -593,6 +601,15 @@ class MeshStrategy(ParallelStrategy):
         # The plugin's own clipping knows one device only; whichever plugin the user chose, this replaces just that.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+        # Lightning has no hook between those that look at gradients and the optimizer's step.
+        vars(self.precision_plugin).pop("_after_closure", None)  # that of an earlier `fit`
+        self._after_closure = self.precision_plugin._after_closure
+        self.precision_plugin._after_closure = self._before_update  # type: ignore[method-assign,assignment]
+
+    def _before_update(self, *args: Any) -> None:
+        self._after_closure(*args)
+        if self.votes is not None:
+            self.votes.updates = True
 
     def _clip_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))

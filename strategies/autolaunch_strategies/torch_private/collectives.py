@@ -38,3 +38,8 @@ def group_called(name: str) -> dist.ProcessGroup:
     """The process group whose `group_name` is `name`."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     return resolve(name)
+
+
+def default_store() -> dist.Store:
+    """The store at which the ranks of the default process group met; another thread of rank 0 may serve it."""
+    return dist.distributed_c10d._get_default_store()
