@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
 from autolaunch_strategies.torch_private.fsdp import UseOutside, is_in_forward, sharded_parameters
 from autolaunch_strategies.torch_private.modes import changes_first, is_active, is_innermost, pop_mode, push_mode
 
@@ -77,20 +78,16 @@ class GathersOnUse(TorchFunctionMode):
 
     def act_within(self, module: nn.Module) -> None:
         """Act within the forward of `module`, too, which is a part of the root that people call by itself."""
+        own_call = intercepted(module)
 
-        running: list[bool] = []  # empty at `end` where another hook raised before `begin`
-
-        def begin(module: nn.Module, args: Any) -> None:
-            running.append(True)
+        def call(*args: Any, **kwargs: Any) -> Any:  # no hooks: they miss how a stage of a pipeline leaves a forward
             self._forwards += 1
-
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            if running:
-                running.pop()
+            try:
+                return own_call(*args, **kwargs) if own_call is not None else run_call(module, *args, **kwargs)
+            finally:
                 self._forwards -= 1
 
-        module.register_forward_pre_hook(begin, prepend=True)
-        module.register_forward_hook(end, always_call=True)
+        intercept_calls(module, call)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
