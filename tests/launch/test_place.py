@@ -158,7 +158,8 @@ SCRIPT = textwrap.dedent("""
         config = {
             "task": "ranks_task:" + sys.argv[2],
             "trainer": {"accelerator": "cpu"},
-            "launch": {"logs": "rank0", "start_timeout": 60.0, "stop_timeout": 5.0, "collective_timeout": 60.0},
+            "launch": {"logs": "rank0", "start_timeout": 60.0, "stop_timeout": 5.0}
+            | {"hang_timeout": 5.0, "first_step_timeout": 60.0},
         }
         return ResolvedJob(config, Path(sys.argv[1]), where.world_size, [], "0")
 

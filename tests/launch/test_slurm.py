@@ -45,7 +45,8 @@ SCRIPT = textwrap.dedent("""
         dist.barrier()
 
     def make_job():
-        launch = {"logs": "rank0", "start_timeout": 60.0, "stop_timeout": 5.0, "collective_timeout": 60.0}
+        launch = {"logs": "rank0", "start_timeout": 60.0, "stop_timeout": 5.0, "hang_timeout": 5.0}
+        launch |= {"first_step_timeout": 60.0}
         config = {"task": f"srun_ranks:{sys.argv[2]}", "trainer": {"accelerator": "cpu"}, "launch": launch}
         return ResolvedJob(config, Path(sys.argv[1]), where.world_size, [], "0")
 

@@ -157,16 +157,17 @@ def user_traceback(error: BaseException) -> str:
     Left whole if no frame is the user's.
     """
     report = traceback.TracebackException.from_exception(error)
-    plumbing = _plumbing()
+    not_own = plumbing()
     current: traceback.TracebackException | None = report
     while current is not None:
-        first = next((i for i, frame in enumerate(current.stack) if not frame.filename.startswith(plumbing)), 0)
+        first = next((i for i, frame in enumerate(current.stack) if not frame.filename.startswith(not_own)), 0)
         current.stack[:] = current.stack[first:]
         current = current.__cause__ or current.__context__
     return "".join(report.format()).rstrip()
 
 
-def _plumbing() -> tuple[str, ...]:
+def plumbing() -> tuple[str, ...]:
+    """How the files of launcher, trainer and torch begin, which lead to the user's code and are not it."""
     import autolaunch
     import autolaunch_strategies
 

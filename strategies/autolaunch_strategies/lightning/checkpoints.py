@@ -52,7 +52,7 @@ class Checkpoints:
         """The groups of each whole optimizer, where this rank holds a stage."""
         self.earlier_if_damaged = False
         """Load the furthest trained whole checkpoint beside one that is damaged, and say so, instead of refusing it."""
-        self._writer = CheckpointWriter(asynchronous, place.timeout)
+        self._writer = CheckpointWriter(asynchronous, place.first_step_timeout)
         self._pending_rng: dict[str, Any] | None = None
         self._loaded: dict[str, Any] = {}
 

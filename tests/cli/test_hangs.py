@@ -1,0 +1,128 @@
+"""A run in which nothing moves any more ends soon, and says who stands where."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import pytest
+
+from tests.support.commands import Commands, Run
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
+
+TINY = (
+    *("model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=4"),
+    *("model.num_kv_heads=2", "data.seq_len=32", "data.batch_size=8", "trainer.max_steps=8"),
+    *("trainer.accelerator=cpu", "checkpoint.enabled=false", "launch.hang_timeout=4", "launch.stop_timeout=1"),
+)
+HANGS = textwrap.dedent("""
+    import os, signal, time
+    import lightning as L
+    import torch
+    import torch.distributed as dist
+    from autolaunch.models.language_model import LanguageModel
+    from autolaunch.models import build_module
+
+
+    class Hangs(L.Callback):
+        def __init__(self, rank, how):
+            self.rank, self.how = rank, how
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            if trainer.global_step == 2 and trainer.global_rank == self.rank:
+                getattr(self, self.how)()
+
+        def stopped(self):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        def sleeps(self):
+            time.sleep(600)
+
+        def alone(self):
+            dist.all_reduce(torch.ones(1))
+
+
+    class Slow(L.Callback):
+        "Takes longer than the limit, for which there are reasons."
+
+        def __init__(self, seconds):
+            self.seconds = seconds
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            if trainer.global_step == 0:
+                time.sleep(self.seconds)
+
+        def on_validation_epoch_end(self, trainer, module):
+            if trainer.is_global_zero:
+                time.sleep(self.seconds)
+
+        def on_train_batch_end(self, trainer, module, *args):
+            if trainer.is_global_zero and trainer.global_step == 3:
+                time.sleep(self.seconds)
+
+
+    class Prints(LanguageModel):
+        "Prints what only some ranks need, with all that its computation needs."
+
+        def training_step(self, batch, batch_idx):
+            logits = self.model(batch["input_ids"])
+            if batch_idx == 2 and self.trainer.is_global_zero:
+                print(logits.max())
+            return super().training_step(batch, batch_idx)
+""")
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    directory = tmp_path_factory.mktemp("hangs")
+    (directory / "hangs.py").write_text(HANGS)
+    return Commands(directory, *TINY, timeout=200)
+
+
+def hung(command: Commands, how: str, rank: int, *more: str) -> Run:
+    run = command(
+        "mesh=2", f"trainer.callbacks.hangs={{_target_: hangs.Hangs, rank: {rank}, how: {how}}}", *more, code=1
+    )
+    assert "Traceback" not in run.screen
+    assert run.summary["status"] == "failed"
+    return run
+
+
+def line_of(text: str) -> int:
+    return 1 + next(number for number, line in enumerate(HANGS.splitlines()) if text in line)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named(rank: int, command: Commands) -> None:
+    screen = hung(command, "stopped", rank).screen
+    assert re.search(
+        rf"^rank {rank} of 2 has not moved for \d+ s \(launch.hang_timeout\): it does not answer", screen, re.M
+    )
+    assert f"rank {rank} (step 3): no answer" in screen
+    assert f"stack of rank {1 - rank}:" in screen
+
+
+def test_a_rank_that_sleeps_is_named(command: Commands) -> None:
+    screen = hung(command, "sleeps", 1).screen
+    assert re.search(r"^rank 1 of 2 has not moved for \d+ s \(launch.hang_timeout\)$", screen, re.M)
+    assert f"rank 1 (step 3), busy: {command.directory}/hangs.py:{line_of('time.sleep(600)')} in sleeps" in screen
+    assert re.search(r"rank 0 \((step 3|after step 3)\), waiting for other ranks: ", screen)
+    assert "stack of rank 0:" in screen and "stack of rank 1:" in screen
+
+
+def test_ranks_that_differ_are_told_by_their_lines(command: Commands) -> None:
+    screen = hung(command, "alone", 0).screen
+    assert re.search(r"^no rank of 2 has moved for \d+ s .*in different lines", screen, re.M)
+    line = line_of("dist.all_reduce")
+    assert f"rank 0 (step 3), waiting for other ranks: {command.directory}/hangs.py:{line} in alone" in screen
+    assert "dist.all_reduce(torch.ones(1))" in screen
+    assert re.search(r"rank 1 .*, waiting for other ranks: ", screen)
+
+
+def test_what_takes_its_time_is_no_hang(command: Commands) -> None:
+    """A first step, a validation and a callback between two steps, each longer than the limit."""
+    slow = "trainer.callbacks.slow={_target_: hangs.Slow, seconds: 4}"
+    more = ("launch.hang_timeout=1", "trainer.val_check_interval=4", "trainer.limit_val_batches=1")
+    run = command("mesh=2", slow, *more)
+    assert run.summary["status"] == "finished"
