@@ -21,8 +21,7 @@ HANGS = textwrap.dedent("""
     import lightning as L
     import torch
     import torch.distributed as dist
-    from autolaunch.models.language_model import LanguageModel
-    from autolaunch.models import build_module
+    import torch.nn.functional as F
 
 
     class Hangs(L.Callback):
@@ -40,7 +39,7 @@ HANGS = textwrap.dedent("""
             time.sleep(600)
 
         def alone(self):
-            dist.all_reduce(torch.ones(1))
+            dist.recv(torch.ones(1), src=1 - self.rank)
 
 
     class Slow(L.Callback):
@@ -62,14 +61,24 @@ HANGS = textwrap.dedent("""
                 time.sleep(self.seconds)
 
 
-    class Prints(LanguageModel):
-        "Prints what only some ranks need, with all that its computation needs."
+    class Prints(L.LightningModule):
+        "Prints on one rank what all ranks are needed for."
+
+        def __init__(self):
+            super().__init__()
+            from transformers import LlamaConfig, LlamaForCausalLM
+
+            config = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+            self.model = LlamaForCausalLM(LlamaConfig(vocab_size=257, num_hidden_layers=2, **config))
 
         def training_step(self, batch, batch_idx):
-            logits = self.model(batch["input_ids"])
-            if batch_idx == 2 and self.trainer.is_global_zero:
+            logits = self.model(input_ids=batch["input_ids"]).logits
+            if self.trainer.is_global_zero and batch_idx == 2:
                 print(logits.max())
-            return super().training_step(batch, batch_idx)
+            return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
 """)
 
 
@@ -100,24 +109,35 @@ def test_a_stopped_rank_is_named(rank: int, command: Commands) -> None:
         rf"^rank {rank} of 2 has not moved for \d+ s \(launch.hang_timeout\): it does not answer", screen, re.M
     )
     assert f"rank {rank} (step 3): no answer" in screen
-    assert f"stack of rank {1 - rank}:" in screen
+    assert f"stack of rank {1 - rank} (most recent call first):" in screen
 
 
 def test_a_rank_that_sleeps_is_named(command: Commands) -> None:
     screen = hung(command, "sleeps", 1).screen
-    assert re.search(r"^rank 1 of 2 has not moved for \d+ s \(launch.hang_timeout\)$", screen, re.M)
+    assert re.search(r"^rank 1 of 2 has not moved for \d+ s \(launch.hang_timeout\)$", screen, re.MULTILINE)
     assert f"rank 1 (step 3), busy: {command.directory}/hangs.py:{line_of('time.sleep(600)')} in sleeps" in screen
     assert re.search(r"rank 0 \((step 3|after step 3)\), waiting for other ranks: ", screen)
-    assert "stack of rank 0:" in screen and "stack of rank 1:" in screen
+    assert "stack of rank 0 (" in screen and "stack of rank 1 (" in screen
 
 
 def test_ranks_that_differ_are_told_by_their_lines(command: Commands) -> None:
     screen = hung(command, "alone", 0).screen
-    assert re.search(r"^no rank of 2 has moved for \d+ s .*in different lines", screen, re.M)
-    line = line_of("dist.all_reduce")
+    assert re.search(r"^no rank of 2 has moved for \d+ s .*in different lines", screen, re.MULTILINE)
+    line = line_of("dist.recv")
     assert f"rank 0 (step 3), waiting for other ranks: {command.directory}/hangs.py:{line} in alone" in screen
-    assert "dist.all_reduce(torch.ones(1))" in screen
+    assert "dist.recv(torch.ones(1), src=1 - self.rank)" in screen
     assert re.search(r"rank 1 .*, waiting for other ranks: ", screen)
+
+
+def test_a_print_on_one_rank_is_told_by_its_line(command: Commands) -> None:
+    """Under cp the largest logit is computed from all ranks' parts, and the others have gone on."""
+    run = command("mesh=cp2", "module={_target_: hangs.Prints}", "data=synthetic", code=1)
+    told = " ".join(run.screen.split())
+    assert "they wait for each other in different lines" in told
+    file = command.directory / "hangs.py"
+    line = line_of("print(logits.max())")
+    assert f"rank 0 (step 3), waiting for other ranks: {file}:{line} in training_step print(logits.max())" in told
+    assert f"rank 1 (step 3), waiting for other ranks: {file}:{line + 1} in training_step" in told
 
 
 def test_what_takes_its_time_is_no_hang(command: Commands) -> None:

@@ -338,8 +338,8 @@ class Launch:
     start_timeout: float = option("Seconds in which every rank must have begun its task.", 600.0, gt=0)
     stop_timeout: float = option("Seconds in which ranks may end by themselves after Ctrl-C or a failure.", 10.0, gt=0)
     hang_timeout: float | None = option(
-        "Seconds without progress of any rank after which the run ends with the stacks of all, if a rank is stopped, all "
-        "wait for each other, or a step takes ten times as long as the longest before (null: never).",
+        "Seconds without progress of any rank after which the run ends, telling where all are: if one is stopped, "
+        "all wait for each other, or a step takes ten times as long as the longest before (null: never).",
         60.0,
         gt=0,
     )

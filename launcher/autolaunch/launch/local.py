@@ -35,7 +35,7 @@ from autolaunch.launch.stacks import Stack
 POLL_SECONDS = 0.05
 KILL_SECONDS = 5.0
 STACK_SECONDS = 10.0
-"""How long a rank may take to write its stack, on a machine that has much else to do; a stopped one is not waited for."""
+"""How long a rank may take to write its stack, on a machine that is busy; a stopped one is not waited for."""
 
 _STOPPED_CODES = (PREEMPTED, *(128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)))
 """Exit codes of ranks that ended together because of a signal."""
@@ -213,7 +213,7 @@ class _Watch:
                 return self._not_over()
             if (hang := self._hang()) is not None:
                 self._stop()
-                return RunEnd("timed_out", 1, message=f"{hang.render()}\nlogs: {self.job.logs}")
+                return RunEnd("timed_out", 1, message=f"{hang.render()}\nlogs and whole stacks: {self.job.logs}")
             time.sleep(POLL_SECONDS)
 
     def _look(self) -> None:
@@ -302,7 +302,9 @@ class _Watch:
             return None
         # Where they are is asked less often than whether they move.
         self.next_look = now + self.limits.hang_timeout / 4
-        return find_hang(self._standings(self.ranks), still, self.limits)
+        hang = find_hang(self._standings(self.ranks), still, self.limits)
+        self._look()
+        return None if any(rank.exit for rank in self.ranks) else hang
 
     def _standings(self, ranks: Sequence[_Rank]) -> dict[int, Standing]:
         stacks = self._stacks(ranks)

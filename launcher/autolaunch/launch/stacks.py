@@ -16,7 +16,10 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 _COLLECTIVE = re.compile(r"torch/distributed/(distributed_c10d|_functional_collectives|nn/functional)\.py$")
 _COMPILER = re.compile(r"torch/(_inductor/|_dynamo/convert_frame\.py$)|/triton/compiler/")
 INNERMOST = 4
-"""Frames in which a call into torch.distributed shows that is waited for; further out the same files only lead there."""
+"""In so many frames a call into torch.distributed shows a wait; further out the same files only lead to the code."""
+
+FRAMES_SHOWN = 15
+"""Of a stack without any of the user's code."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +109,18 @@ def same_place(stacks: Mapping[int, Stack]) -> dict[Frame | None, list[int]]:
 
 
 def render_stacks(stacks: Mapping[int, Stack]) -> list[str]:
-    """The stacks of all ranks; equal ones once."""
+    """What the main thread of each rank does, from its innermost frame out to the user's code; what is equal, once."""
     texts: dict[str, list[int]] = {}
     for rank, stack in sorted(stacks.items()):
-        texts.setdefault(_without_addresses(stack.text), []).append(rank)
-    return [f"stack of {named(ranks)}:\n{text}" for text, ranks in texts.items()]
+        texts.setdefault(_shown(stack.threads[0]), []).append(rank)
+    return [f"stack of {named(ranks)} (most recent call first):\n{text}" for text, ranks in texts.items()]
 
 
-def _without_addresses(text: str) -> str:
-    return re.sub(r"hread 0x[0-9a-f]+", "hread", text).strip()
+def _shown(frames: list[Frame]) -> str:
+    own = [index for index, frame in enumerate(frames) if not frame.is_plumbing]
+    kept = frames[: max(own) + 1 if own else FRAMES_SHOWN]
+    lines = [f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in kept]
+    return "\n".join([*lines, f"  ... {len(frames) - len(kept)} more of the trainer"] if frames != kept else lines)
 
 
 def named(ranks: Iterable[int]) -> str:

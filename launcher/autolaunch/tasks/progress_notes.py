@@ -19,13 +19,13 @@ class Moves(pl.Callback):
         self._in_loop = Activity.STARTING
         self._between = Activity.STARTING
 
-    def _step(self, trainer: pl.Trainer, *_: Any) -> None:
+    def _step(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         PULSE.moved(self._in_loop, trainer.global_step)
 
-    def _other(self, trainer: pl.Trainer, *_: Any) -> None:
+    def _other(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         PULSE.moved(self._between, trainer.global_step)
 
-    def _ends(self, trainer: pl.Trainer, *_: Any) -> None:
+    def _ends(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         PULSE.moved(Activity.ENDING, trainer.global_step)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -34,7 +34,7 @@ class Moves(pl.Callback):
             self._in_loop, self._between = Activity.STEP, Activity.BETWEEN
         PULSE.moved(self._between, trainer.global_step)
 
-    def _evaluated(self, trainer: pl.Trainer, *_: Any) -> None:
+    def _evaluated(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if not trainer.sanity_checking:
             self._between = Activity.BETWEEN
         PULSE.moved(self._between, trainer.global_step)
