@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from autolaunch.config.search import is_trial
 from autolaunch.job import ResolvedJob
+from autolaunch.launch.contact import end_process, in_contact
 from autolaunch.launch.end import STACK_SIGNAL, STOP_SIGNAL, RunEnd, Stop, write_stop
 from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, failure_file, log_file, show, write_failure
-from autolaunch.launch.heartbeat import PULSE, Board
+from autolaunch.launch.heartbeat import PULSE, Board, limits_of
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
 from autolaunch.launch.place import Place, place
 from autolaunch.loading import loading
@@ -96,12 +97,13 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
             os.environ.update({k: v for k, v in place.environment(job.output_dir.name).items() if k not in os.environ})
             rendezvous.join(store, place, _backend(job, place), launch["first_step_timeout"])
             write_phase(job.logs, place.rank, Phase.RUNNING)
-            tasks.run(job, place)
-            if dist.is_initialized():
-                # A rank that is done must not take the connection from one that is not.
-                dist.barrier()
-                gc.collect()  # device meshes hold groups that gloo cannot lose after the process group
-                dist.destroy_process_group()
+            with _watched(store, job, place):
+                tasks.run(job, place)
+                if dist.is_initialized():
+                    # A rank that is done must not take the connection from one that is not.
+                    dist.barrier()
+                    gc.collect()  # device meshes hold groups that gloo cannot lose after the process group
+                    dist.destroy_process_group()
             write_phase(job.logs, place.rank, Phase.DONE)
             rendezvous.leave_store(store, place)
         except BaseException as error:
@@ -117,6 +119,17 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
             faulthandler.unregister(STACK_SIGNAL)
             faulthandler.enable()
     return 0
+
+
+def _watched(store: Store, job: ResolvedJob, place: Place) -> contextlib.AbstractContextManager[None]:
+    """Be missed when this rank dies or hangs; in a local run the parent watches already."""
+    if place.kind == "local":
+        return contextlib.nullcontext()
+    from autolaunch_strategies.lightning.votes import TrainingStopped
+
+    PULSE.begin()
+    limits = limits_of(job.config["launch"])
+    return in_contact(store, place, job.logs, limits, partial(end_process, place), TrainingStopped)
 
 
 def run_here(job: ResolvedJob) -> RunEnd:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import socket
+import sys
 import textwrap
+import time
 
 import pytest
 
-from tests.support.commands import Commands, Run
+from tests.support.commands import Commands, Run, begin
+from tests.support.ranks import environment
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
@@ -37,6 +41,9 @@ HANGS = textwrap.dedent("""
 
         def sleeps(self):
             time.sleep(600)
+
+        def killed(self):
+            os.kill(os.getpid(), signal.SIGKILL)
 
         def alone(self):
             dist.recv(torch.ones(1), src=1 - self.rank)
@@ -146,3 +153,73 @@ def test_what_takes_its_time_is_no_hang(command: Commands) -> None:
     more = ("launch.hang_timeout=1", "trainer.val_check_interval=4", "trainer.limit_val_batches=1")
     run = command("mesh=2", slow, *more)
     assert run.summary["status"] == "finished"
+
+
+def apart(command: Commands, name: str, rank: int, how: str, *more: str) -> tuple[list[int | None], list[str], float]:
+    """Two ranks as torchrun starts them on two nodes: their exit codes and errors, and the seconds until the last."""
+    hangs = f"trainer.callbacks.hangs={{_target_: hangs.Hangs, rank: {rank}, how: {how}}}"
+    words = [
+        sys.executable,
+        "-m",
+        "autolaunch",
+        *TINY,
+        "mesh=2",
+        hangs,
+        *more,
+        f"output_dir={command.directory}/{name}",
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    ranks = []
+    try:
+        for number in range(2):
+            log = (command.directory / f"{name}_{number}").open("w")
+            env = environment(**shared, RANK=str(number), GROUP_RANK=str(number))
+            ranks.append(begin(words, env=env, cwd=command.directory, stdout=log, stderr=log))
+        begun = time.monotonic()
+        codes: list[int | None] = [None, None]
+        ended = [0.0, 0.0]
+        while None in [code for number, code in enumerate(codes) if how != "stopped" or number != rank]:
+            assert time.monotonic() < begun + 100
+            for number, process in enumerate(ranks):
+                if codes[number] is None and process.poll() is not None:
+                    codes[number], ended[number] = process.poll(), time.monotonic()
+            time.sleep(0.05)
+    finally:
+        for process in ranks:
+            process.kill()
+    return codes, [(command.directory / f"{name}_{number}").read_text() for number in range(2)], max(ended) - min(ended)
+
+
+def test_a_rank_of_another_node_that_is_stopped_is_named(command: Commands) -> None:
+    codes, screens, _ = apart(command, "far_stopped", 1, "stopped")
+    assert codes == [1, None]
+    assert re.search(
+        r"^rank 1 of 2 has not moved for \d+ s \(launch.hang_timeout\): it does not ans", screens[0], re.MULTILINE
+    )
+    assert "stack of rank 0 (" in screens[0]
+
+
+def test_a_first_rank_that_is_stopped_is_named_by_the_next(command: Commands) -> None:
+    codes, screens, _ = apart(command, "first_stopped", 0, "stopped")
+    assert codes == [None, 1]
+    assert re.search(
+        r"^rank 0 of 2 has not moved for \d+ s \(launch.hang_timeout\): it does not ans", screens[1], re.MULTILINE
+    )
+
+
+def test_a_rank_of_another_node_that_sleeps_is_named(command: Commands) -> None:
+    codes, screens, _ = apart(command, "far_sleeps", 1, "sleeps")
+    assert codes == [1, 1]
+    line = line_of("time.sleep(600)")
+    assert f"rank 1 (step 3), busy: {command.directory}/hangs.py:{line} in sleeps" in screens[0]
+    assert "stack of rank 0 (" in screens[0] and "stack of rank 1 (" in screens[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dead_rank_ends_all_in_seconds(rank: int, command: Commands) -> None:
+    codes, screens, seconds = apart(command, f"killed_{rank}", rank, "killed")
+    assert codes[1 - rank] == 1 and seconds < 10
+    assert f"rank {rank} of 2 " in screens[1 - rank] and "has gone" in screens[1 - rank]
+    assert "Traceback" not in screens[1 - rank]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from autolaunch.launch.stacks import Frame, Stack, named, render_stacks, same_place
 
@@ -140,6 +141,13 @@ class Limits:
         if standing.beat.activity == Activity.STEP and not compiles:
             return max(self.hang_timeout, LONGER * standing.beat.longest)
         return max(self.hang_timeout, self.first_step_timeout)
+
+
+def limits_of(launch_cfg: Mapping[str, Any]) -> Limits | None:
+    """What the keys of `autolaunch.config.schema.Launch` say; None if ranks may stand still for ever."""
+    if launch_cfg["hang_timeout"] is None:
+        return None
+    return Limits(launch_cfg["hang_timeout"], launch_cfg["first_step_timeout"])
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from autolaunch.config.search import is_trial
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.end import PREEMPTED, STACK_SIGNAL, STOP_SIGNAL, RunEnd, Stop, read_stop
 from autolaunch.launch.failure import VERDICT_SECONDS, Exit, Failure, failure_file, first_failure, log_file, tail
-from autolaunch.launch.heartbeat import Board, Hang, Limits, Moves, Standing, find_hang, interval, where_ranks_are
+from autolaunch.launch.heartbeat import Board, Hang, Moves, Standing, find_hang, interval, limits_of, where_ranks_are
 from autolaunch.launch.phase import Phase, forget_reports, read_phase, stack_file
 from autolaunch.launch.place import Place
 from autolaunch.launch.stacks import Stack
@@ -180,9 +180,7 @@ class _Watch:
         self.forward = launch_cfg["logs"] == "all" and not is_trial(job.config)
         self.start_timeout: float = launch_cfg["start_timeout"]
         self.stop_timeout: float = launch_cfg["stop_timeout"]
-        self.limits = launch_cfg["hang_timeout"] and Limits(
-            launch_cfg["hang_timeout"], launch_cfg["first_step_timeout"]
-        )
+        self.limits = limits_of(launch_cfg)
         self.moves: Moves | None = None
         """From when on all ranks have begun the task."""
         self.next_look = 0.0
