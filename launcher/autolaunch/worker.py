@@ -34,6 +34,7 @@ from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, failur
 from autolaunch.launch.heartbeat import PULSE, Board, limits_of
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
 from autolaunch.launch.place import Place, place
+from autolaunch.launch.resources import choose_interface
 from autolaunch.loading import loading
 from autolaunch.machine.devices import visible_devices
 
@@ -95,6 +96,8 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
             write_phase(job.logs, place.rank, Phase.CONNECTED)
             # What looks for torchrun's variables finds them under srun, too.
             os.environ.update({k: v for k, v in place.environment(job.output_dir.name).items() if k not in os.environ})
+            if place.kind != "local" and (interface := choose_interface(place)):
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
             rendezvous.join(store, place, _backend(job, place), launch["first_step_timeout"])
             write_phase(job.logs, place.rank, Phase.RUNNING)
             with _watched(store, job, place):

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,7 +193,7 @@ class _Spoke(_Side):
             now = time.monotonic()
             if PULSE.beat != last:
                 last, moved = PULSE.beat, now
-            self.line.send({"beat": asdict(last)})
+            self.line.send({"beat": list(last)})
             if self.limits and min(now - heard, now - moved) > self.limits.hang_timeout + ANSWER_SECONDS:
                 self.end(
                     f"rank 0 of {self.place.world_size} has not moved for {now - heard:.0f} s (launch.hang_timeout): "
@@ -203,7 +203,7 @@ class _Spoke(_Side):
 
     def _answer(self, message: dict[str, Any]) -> None:
         if "stack" in message:
-            self.line.send({"stack": self.own_stack(), "beat": asdict(PULSE.beat)})
+            self.line.send({"stack": self.own_stack(), "beat": list(PULSE.beat)})
         elif "end" in message:
             self.end("")  # rank 0 has said why
         elif "goodbye" in message:
@@ -287,8 +287,8 @@ class _Hub(_Side):
 
     def _take(self, line: _Line, message: dict[str, Any]) -> None:
         if "beat" in message:
-            beat = message["beat"]
-            self.moves.hear(line.rank, Beat(**{**beat, "activity": Activity(beat["activity"])}), time.monotonic())
+            moves, activity, step, longest = message["beat"]
+            self.moves.hear(line.rank, Beat(moves, Activity(activity), step, longest), time.monotonic())
         if "stack" in message:
             self._stacks[line.rank] = message["stack"]
         if "goodbye" in message:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from autolaunch.launch.stacks import Frame, Stack, named, render_stacks, same_place
 
@@ -41,8 +41,7 @@ class Activity(StrEnum):
     ENDING = "ending"
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(NamedTuple):
     """What a rank says of itself."""
 
     moves: int = 0
@@ -63,6 +62,7 @@ class Board:
 
     _SLOT = struct.Struct("<qqqd")
     _ACTIVITIES = list(Activity)
+    _NUMBERS = {activity: number for number, activity in enumerate(_ACTIVITIES)}
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -81,8 +81,7 @@ class Board:
 
     def write(self, rank: int, beat: Beat) -> None:
         """Say what a rank does."""
-        activity = self._ACTIVITIES.index(beat.activity)
-        slot = self._SLOT.pack(beat.moves, activity, beat.step, beat.longest)
+        slot = self._SLOT.pack(beat.moves, self._NUMBERS[beat.activity], beat.step, beat.longest)
         os.pwrite(self.descriptor, slot, rank * self._SLOT.size)
 
     def read(self, rank: int) -> Beat:

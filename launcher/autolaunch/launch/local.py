@@ -30,6 +30,7 @@ from autolaunch.launch.failure import VERDICT_SECONDS, Exit, Failure, failure_fi
 from autolaunch.launch.heartbeat import Board, Hang, Moves, Standing, find_hang, interval, limits_of, where_ranks_are
 from autolaunch.launch.phase import Phase, forget_reports, read_phase, stack_file
 from autolaunch.launch.place import Place
+from autolaunch.launch.resources import raise_file_limit
 from autolaunch.launch.stacks import Stack
 
 POLL_SECONDS = 0.05
@@ -89,7 +90,11 @@ def run_local(job: ResolvedJob, launch_cfg: dict[str, Any]) -> RunEnd:
     Args:
         job: the job; its file is written here.
         launch_cfg: the keys of `autolaunch.config.schema.Launch`.
+
+    Raises:
+        ConfigError: so many ranks can't have the files open that they need.
     """
+    raise_file_limit(job.world_size)
     forget_reports(job.logs)
     path = job.write()
     with _Signals().caught() as signals, Board.make() as board:
