@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
+import math
 import os
 import resource
 import socket
@@ -32,21 +34,24 @@ def raise_file_limit(world_size: int) -> None:
     Raises:
         ConfigError: so many ranks need more connections than it may ever have.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    most = WANTED_FILES if hard == unlimited else min(hard, WANTED_FILES)
-    if soft != unlimited and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in _file_limits())
     needed = FILES_OF_A_RANK + CONNECTIONS_PER_RANK * world_size
-    if soft != unlimited and soft < needed:
+    most = min(hard, max(WANTED_FILES, needed))
+    if soft < most:
+        with contextlib.suppress(OSError, ValueError):  # the system may have limits of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (int(most), _file_limits()[1]))
+    if most < needed:
         raise ConfigError(
-            f"ulimit -n {soft}",
+            f"ulimit -n {most}",
             f"each of {world_size} ranks needs at least {needed} open files and connections, and this process may have "
             f"no more than {hard}",
             f"{needed} or more, set by the administrator (/etc/security/limits.conf; LimitNOFILE of slurmd or docker)",
             f"ulimit -Hn {needed}",
         )
+
+
+def _file_limits() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def choose_interface(place: Place, environ: Mapping[str, str] | None = None) -> str | None:
