@@ -10,6 +10,7 @@ import pytest
 from autolaunch.launch import resources
 from autolaunch.launch.place import Place
 from autolaunch_strategies.config import ConfigError
+from tests.support.messages import assert_told
 
 ADDRESSES = {"lo": ["127.0.0.1", "::1"], "docker0": ["172.17.0.1"], "ib0": ["10.1.0.7"], "eth0": ["192.168.1.7"]}
 MAIN = {"node1": "10.1.0.7", "here": "127.0.1.1", resources.ELSEWHERE: "192.168.1.7", "127.0.0.1": "127.0.0.1"}
