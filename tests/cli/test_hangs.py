@@ -68,6 +68,21 @@ HANGS = textwrap.dedent("""
                 time.sleep(self.seconds)
 
 
+    class Timeouts(L.Callback):
+        "Prints the timeouts of all process groups."
+
+        def on_train_start(self, trainer, module):
+            self.say("before")
+
+        def on_train_end(self, trainer, module):
+            self.say("after")
+
+        def say(self, when):
+            groups = list(dist.distributed_c10d._world.pg_map)
+            seconds = {g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups}
+            print(f"{when}: {len(groups)} groups, {sorted(seconds)}", flush=True)
+
+
     class Prints(L.LightningModule):
         "Prints on one rank what all ranks are needed for."
 
@@ -153,6 +168,15 @@ def test_what_takes_its_time_is_no_hang(command: Commands) -> None:
     more = ("launch.hang_timeout=1", "trainer.val_check_interval=4", "trainer.limit_val_batches=1")
     run = command("mesh=2", slow, *more)
     assert run.summary["status"] == "finished"
+
+
+def test_every_group_has_the_timeout_of_the_moment(command: Commands) -> None:
+    """Those of the mesh, too; longer until the first step is done."""
+    callback = "trainer.callbacks.timeouts={_target_: hangs.Timeouts}"
+    timeouts = ("launch.first_step_timeout=900", "launch.collective_timeout=500", "launch.hang_timeout=60")
+    run = command("mesh=1x2", callback, *timeouts)
+    assert re.search(r"^before: [2-9] groups, \[900\.0\]$", run.screen, re.MULTILINE), run.screen
+    assert re.search(r"^after: [2-9] groups, \[500\.0\]$", run.screen, re.MULTILINE), run.screen
 
 
 def apart(command: Commands, name: str, rank: int, how: str, *more: str) -> tuple[list[int | None], list[str], float]:

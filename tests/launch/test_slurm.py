@@ -108,6 +108,7 @@ def test_failure_on_the_second_node_is_told_once(environment: dict[str, str], tm
 
 def test_a_dead_rank_on_the_second_node_ends_all_in_seconds(environment: dict[str, str], tmp_path: Path) -> None:
     run = srun(environment, tmp_path, "killed")
+    assert (tmp_path / "out" / "killed").exists(), run.stderr
     assert time.time() - (tmp_path / "out" / "killed").stat().st_mtime < 30
     assert run.returncode != 0
     assert re.search(r"rank 3 of 4 on \S+ has gone without a word", run.stderr)
