@@ -347,8 +347,22 @@ class Launch:
     devices: int | None = option("Devices of this machine to use (null: all that are visible).", None, ge=1)
     start_timeout: float = option("Seconds in which every rank must have begun its task.", 600.0, gt=0)
     stop_timeout: float = option("Seconds in which ranks may end by themselves after Ctrl-C or a failure.", 10.0, gt=0)
+    hang_timeout: float | None = option(
+        "Seconds without progress of any rank after which the run ends, telling where all are: if one is stopped, "
+        "all wait for each other, or a step takes ten times as long as the longest before (null: never).",
+        60.0,
+        gt=0,
+    )
     collective_timeout: float = option(
-        "Seconds after which a collective that a rank never joins is an error.", 1800.0, gt=0
+        "Seconds after which a collective that a rank never joins is an error, once the first step is done.",
+        600.0,
+        gt=0,
+    )
+    first_step_timeout: float = option(
+        "The same until the first step is done (it compiles), and while a checkpoint is written or loaded; also how "
+        "long a rank may work outside of steps while all others wait for it.",
+        1800.0,
+        gt=0,
     )
     max_restarts: int = option(
         "Times that a run starts again by itself from its newest checkpoint after a rank has failed.", 0, ge=0

@@ -46,7 +46,7 @@ AUTO = "mesh=auto"
 FAILED, MISCONFIGURED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 START_TIMEOUT = 600.0
-"""Seconds to wait for the other ranks before there is a job whose `launch.start_timeout` could be read."""
+"""Seconds to wait for the other ranks before there is a job, unless `launch.start_timeout` was typed."""
 
 
 def run_jobs(line: CommandLine) -> int:
@@ -174,6 +174,7 @@ def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = 
 def _run_as_rank(line: CommandLine, here: Place) -> int:
     """Be one of the ranks that torchrun or srun has started: rank 0 composes the job, the others are given it."""
     from autolaunch.launch.rendezvous import RankMissing, connect, share_job
+    from autolaunch.launch.resources import raise_file_limit
     from autolaunch.worker import leave, run_rank
 
     def make_job() -> ResolvedJob:
@@ -202,13 +203,25 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
             sys.exit(code)  # Hydra has said why
         return jobs[0]
 
+    raise_file_limit(here.world_size)
+    # Only rank 0 composes; the others have nothing but what was typed.
+    timeout = _seconds(typed_keys(line.overrides).get("launch.start_timeout"), START_TIMEOUT)
     try:
-        store = connect(here, START_TIMEOUT)
-        job = share_job(store, here, make_job)
+        store = connect(here, timeout)
+        job = share_job(store, here, make_job, timeout)
     except RankMissing as error:
         print(error, file=sys.stderr)
         return FAILED
     leave(run_rank(job, here, store))
+
+
+def _seconds(typed: str | None, otherwise: float) -> float:
+    """A number of seconds that was typed; `otherwise` if there is none, or one that will be refused."""
+    try:
+        seconds = float(typed or "")
+    except ValueError:
+        return otherwise
+    return seconds if 0 < seconds < math.inf else otherwise
 
 
 def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:

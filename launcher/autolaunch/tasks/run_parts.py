@@ -20,6 +20,7 @@ from autolaunch.report.metrics import StepMetrics
 from autolaunch.tasks.checkpoints import Checkpoints
 from autolaunch.tasks.not_finite import EndsWhenNotFinite
 from autolaunch.tasks.optimizer_as_typed import OptimizerAsTyped
+from autolaunch.tasks.progress_notes import Moves
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.strategy import MeshStrategy
 from autolaunch_strategies.model.construction import Construction
@@ -46,6 +47,7 @@ def build_strategy(config: Mapping[str, Any], recorded: Mapping[str, Any] | None
         random_numbers=config["random_numbers"],
         own_plan=own_plan(config),
         timeout=config["launch"]["collective_timeout"],
+        first_step_timeout=config["launch"]["first_step_timeout"],
         asynchronous_checkpoints=config["checkpoint"]["asynchronous"],
         trust_checkpoints=config["checkpoint"]["trust"],
         verify_checkpoints=config["checkpoint"]["verify"],
@@ -87,7 +89,7 @@ def build_trainer(
         accelerator="cuda" if trainer["accelerator"] == "gpu" else trainer["accelerator"],
         precision=config["precision"],
         accumulate_grad_batches=trainer["accumulate_grad_batches"] or config["data"].get("microbatches", 1),
-        callbacks=[steps, *callbacks, *own_callbacks],
+        callbacks=[Moves(), steps, *callbacks, *own_callbacks],
         logger=[*loggers, *own_loggers],
         enable_checkpointing=saving,
         default_root_dir=str(job.output_dir),

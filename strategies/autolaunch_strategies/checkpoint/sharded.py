@@ -55,6 +55,7 @@ from autolaunch_strategies.checkpoint.plain_data import NotPlainData, load_plain
 from autolaunch_strategies.checkpoint.storage import Planner, Reader, Writer
 from autolaunch_strategies.config import SAME_DATA_AXES, ConfigError
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.torch_private.collectives import LONG_LIVED
 from autolaunch_strategies.torch_private.meshes import local_index
 
 OURS = "autolaunch"
@@ -145,7 +146,7 @@ class CheckpointWriter:
                 raise _not_written(path, error) from error
             return
         if self._group is None:  # a group of its own: training goes on in the others
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout), group_desc=LONG_LIVED)
         self._path = path
         self._running = cast("Future[Any]", dcp.async_save(tensors, storage_writer=writer, process_group=self._group))
 

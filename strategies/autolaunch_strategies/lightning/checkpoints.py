@@ -86,7 +86,7 @@ class Checkpoints:
         """Load the furthest trained whole checkpoint beside one that is damaged, and say so, instead of refusing it."""
         self.as_of: StepStart | None = None
         """Save the loops and random numbers of then, instead of the present ones."""
-        self._writer = CheckpointWriter(asynchronous, place.timeout)
+        self._writer = CheckpointWriter(asynchronous, place.first_step_timeout)
         self._pending_rng: dict[str, Any] | None = None
         self._loaded: dict[str, Any] = {}
 

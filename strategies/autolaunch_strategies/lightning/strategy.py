@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -83,7 +84,9 @@ class MeshStrategy(ParallelStrategy):
             numbers of plain Lightning), or what belongs to the place of an element in the run (by_position; the same on
             every mesh, and other ones than by_rank).
         process_group_backend: torch.distributed's backend; by default gloo for CPU, nccl (and gloo) for GPU.
-        timeout: seconds after which a collective that a rank never joins is an error.
+        timeout: seconds after which a collective that a rank never joins is an error, once the first training step is
+            done; at least ten times as long as that step.
+        first_step_timeout: the same before, and while a checkpoint is written.
         asynchronous_checkpoints: write checkpoints in the background.
         trust_checkpoints: run what checkpoints' pickles name. Otherwise one that holds more than tensors and plain data
             (numbers, texts, containers, OmegaConf's, NumPy's, and what `torch.serialization.add_safe_globals` adds) is
@@ -119,7 +122,8 @@ class MeshStrategy(ParallelStrategy):
         compile: bool | str = False,
         random_numbers: str = "by_rank",
         process_group_backend: str | None = None,
-        timeout: float = 1800.0,
+        timeout: float = 600.0,
+        first_step_timeout: float = 1800.0,
         asynchronous_checkpoints: bool = False,
         trust_checkpoints: bool = False,
         verify_checkpoints: str = "hash",
@@ -134,7 +138,7 @@ class MeshStrategy(ParallelStrategy):
         if mesh == "auto":
             mesh = parse_mesh("-1")
         self.parallel = parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers)
-        self.place = Place(self.parallel, process_group_backend, timeout)
+        self.place = Place(self.parallel, process_group_backend, timeout, first_step_timeout)
         self.collectives = Collectives(self.place)
         self.batches = Batches(batch_size)
         self.checkpoints = Checkpoints(
@@ -166,6 +170,9 @@ class MeshStrategy(ParallelStrategy):
         self._steps: StagedSteps | None = None
         self._numbers: PositionedNumbers | None = None
         self._samples_before = 0
+        self._first_step_began: float | None = None
+        self._is_warm = False
+        """Whether the first training step is done."""
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -305,7 +312,8 @@ class MeshStrategy(ParallelStrategy):
         if storage_options is not None:
             raise TypeError("MeshStrategy writes checkpoint directories; it takes no storage_options")
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
-        self.checkpoints.save(Path(self.broadcast(str(filepath))), checkpoint, self._module, optimizers)
+        with self.place.patient():
+            self.checkpoints.save(Path(self.broadcast(str(filepath))), checkpoint, self._module, optimizers)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
@@ -371,6 +379,7 @@ class MeshStrategy(ParallelStrategy):
         if fitting and self.parallel.random_numbers == "by_position":
             self._numbers = PositionedNumbers(module, self.place.seed, attention=self.shape.cp == 1)
         self.place.begin_random_streams()
+        self.place.apply_timeout()
 
     def _reset_optimizers(self) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
@@ -457,6 +466,8 @@ class MeshStrategy(ParallelStrategy):
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._first_step_began is None:
+            self._first_step_began = time.monotonic()
         joined = self._step_values.joined(self._module) if self._steps is None and self.shape.dp > 1 else nullcontext()
         with self.batches.step(), self._numbers_of_step(args), self.precision_plugin.train_step_context(), joined:
             output = self._as_forward("training_step", *args, **kwargs)
@@ -594,6 +605,9 @@ class MeshStrategy(ParallelStrategy):
         self._grad_norm = None
         result = super().optimizer_step(*args, **kwargs)
         self._applied.data_parallel.end_step()
+        if not self._is_warm and self._first_step_began is not None:
+            self._is_warm = True
+            self.place.shorten_timeouts(time.monotonic() - self._first_step_began)
         return result
 
     def setup_precision_plugin(self) -> None:

@@ -165,6 +165,11 @@ class Votes:
         self._register()  # notes the handlers that it puts back at the end
         for signum in self._alone:
             self.trainer._signal_connector._register_signal(signum, self._make_a_note)
+        # Lightning would put back what it has not changed, and so remove handlers that are written in C
+        # (`faulthandler`'s, which write stacks): Python takes them for none.
+        before = self.trainer._signal_connector._original_handlers
+        for unchanged in [signum for signum, handler in before.items() if signal.getsignal(signum) is handler]:
+            del before[unchanged]
 
     def _make_a_note(self, signum: int, frame: FrameType | None) -> Any:
         if self.received and signum in self._alone:
