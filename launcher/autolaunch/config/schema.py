@@ -363,8 +363,8 @@ class SlurmLaunch(Launch):
         "GPUs asked for on each node (null: one per rank, none with trainer.accelerator=cpu).", None, ge=0
     )
     cpus_per_task: int | None = option("CPUs asked for each rank (null: Slurm's default, usually one).", None, ge=1)
-    sbatch: list[str] = option("Further options of sbatch, such as [--exclusive].", [])
-    setup: list[str] = option("Lines of shell that run before the ranks start, such as [module load cuda].", [])
+    sbatch: list[str] = option("Further options of sbatch, such as --exclusive.", [])
+    setup: list[str] = option("Lines of shell that run before the ranks start, such as `module load cuda`.", [])
     max_restarts: int = option("How often the job is requeued after a failure; time limits do not count.", 3, ge=0)
     submit: bool = option("Submit the job (false: write and print its script).", True)
     follow: bool = option("Show the log of the job until it has ended.", True)

@@ -148,7 +148,9 @@ def check_slurm(
     for key in ("partition", "account", "qos"):
         value = launch[key]
         if value is not None and not re.fullmatch(r"[^\s\"'\\#]+", value):
-            yield ConfigError(where(f"launch.{key}", value), "a name without spaces or quotes")
+            yield ConfigError(
+                where(f"launch.{key}", value), "this cannot be a name", "a name without spaces, quotes and the like"
+            )
     if "\n" in f"{config['name']}{output_dir}{Path.cwd()}":
         yield ConfigError("launch=slurm", "the lines of a script cannot name what holds a line break", "another name")
     for item in launch["sbatch"]:

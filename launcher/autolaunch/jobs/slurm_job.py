@@ -1,7 +1,7 @@
 """What the batch script of a job runs: `ranks` on every rank that srun starts, `end` when they have ended.
 
-`python -m autolaunch.jobs.slurm_job ranks|end <job.json> [exit code of srun]`. Nothing is composed again: every start of
-a job, however often it is queued again, reads the job's file and writes into the same directory.
+`python -m autolaunch.jobs.slurm_job ranks|end <job.json> [exit code of srun]`. Nothing is composed again: every start
+of a job, however often it is queued again, reads the job's file and writes into the same directory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _ranks(path: Path) -> int:
 def _check_devices(job: ResolvedJob) -> None:
     """Refuse to train on the CPU of a node whose GPUs were asked for."""
     wanted = gpus_per_node(job.config, job.world_size)
-    kind, count = visible_devices(job.config["trainer"]["accelerator"])
+    kind, _ = visible_devices(job.config["trainer"]["accelerator"])
     if wanted and kind == "cpu":
         raise ConfigError(
             f"launch.gpus_per_node={wanted}",

@@ -1,4 +1,4 @@
-"""After each start of a job of Slurm: whether it is queued again, and from where that start goes on. Imports no torch."""
+"""After each start of a job of Slurm: whether it is queued again, and from where it goes on then. Torch-free."""
 
 from __future__ import annotations
 
