@@ -267,10 +267,11 @@ def test_failures_are_counted(job: ResolvedJob, scontrol: Callable[..., Path], c
 
 def test_a_failure_that_repeats_ends_it(job: ResolvedJob, scontrol: Callable[..., Path], capfd) -> None:
     calls = scontrol("RUNNING")
+    job.config["launch"]["max_restarts"] = 9
     at_step(job, 3)
-    assert [after_a_start(job, 1, "7"), after_a_start(job, 1, "7")] == [1, 1]
-    assert calls.read_text() == "requeue 7\n"
-    assert "twice after step 3" in capfd.readouterr().err
+    assert [after_a_start(job, 1, "7") for _ in range(3)] == [1, 1, 1]
+    assert calls.read_text() == "requeue 7\n" * 2
+    assert "three times after step 3" in capfd.readouterr().err
 
 
 def test_where_requeue_is_not_allowed_the_line_that_goes_on_is_told(

@@ -118,8 +118,9 @@ def _stays_ended(job: ResolvedJob, earlier: list[dict[str, Any]], code: int, ste
     if len(alike) >= limit:
         times = f"{len(alike)} restart{'' if len(alike) == 1 else 's'}"
         return f"it failed after {times} (launch.max_restarts={limit})" if limit else "launch.max_restarts=0"
-    if alike and alike[-1]["step"] == step:
-        return f"it failed twice after step {step}" if step is not None else "it failed twice before its first step"
+    # Three times: a node that comes back may end the first start that it gets.
+    if len(alike) > 1 and all(end["step"] == step for end in alike[-2:]):
+        return f"it failed three times {f'after step {step}' if step is not None else 'before its first step'}"
     return ""
 
 
