@@ -117,6 +117,8 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
                 write_stop(stop, job.logs)
                 if place.kind != "local":
                     print(stop.render(job.output_dir), file=sys.stderr, flush=True)
+            if place.kind != "local" and store is not None:
+                rendezvous.leave_together(store, place)
             return stop.exit_code
         finally:
             faulthandler.unregister(STACK_SIGNAL)

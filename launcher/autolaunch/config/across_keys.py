@@ -16,6 +16,7 @@ from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.sequence_parts import check_sequence_parts
+from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
 from autolaunch.machine.devices import visible_devices
 from autolaunch.models.facts import ModelFacts, model_facts
@@ -78,6 +79,7 @@ def check(
     errors += _own_objects(config)
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
+    errors += check_slurm(config, output_dir, where, started_ranks)
     if config["module"] is None:
         facts: ModelFacts | None = None
         with _collected(errors):
@@ -120,6 +122,8 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
                 f"mesh={_with_ranks(shape, started_ranks)}",
             )
         return shape
+    if config["launch"]["name"] == "slurm":
+        return fitted_to_nodes(shape, config)
     if config["task"] in IN_ONE_PROCESS and -1 not in shape.sizes.values():
         return shape
     devices, source = _devices(config)
@@ -131,7 +135,7 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
             f"{name} launch.devices=2",
         )
     if devices is None:
-        if shape.size > MOST_ON_CPU and config["launch"]["name"] == "local":
+        if shape.size > MOST_ON_CPU:
             raise ConfigError(
                 name,
                 f"{shape.size:,} processes, and this machine has no GPU to give each of them",

@@ -126,6 +126,13 @@ def _with_choice(
     from autolaunch.planning.choice import choice_of
 
     raise_all(composed.errors)
+    if chooses and composed.config.launch.get("name") == "slurm" and composed.config.cluster.get("name") == "local":
+        raise ConfigError(
+            AUTO,
+            "with launch=slurm it is for other machines than this one, and which is not said",
+            "a cluster to plan for (autolaunch --info cluster)",
+            "mesh=auto cluster=h100x16 launch=slurm launch.nodes=2",
+        )
     hydra = composed.config.hydra
     job = resolve_job(composed.config, hydra, _output_dir(composed.config, hydra.run), None, composed.origin)
     chosen, choice = choice_of(job.config, line.overrides)
@@ -275,7 +282,7 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> float:
         with contained() if is_trial(config) else contextlib.nullcontext():
             job, end = restarts.run(job, isolated=sweep)
         status, code, message = end.status, end.exit_code, end.message
-        if code and not (directory / SUMMARY).exists():
+        if code and status != "submitted" and not (directory / SUMMARY).exists():
             _write_summary(job, status, message, time.time() - started)
     except (ConfigError, ConfigErrors) as error:
         status, code, message = "misconfigured", MISCONFIGURED, str(error)

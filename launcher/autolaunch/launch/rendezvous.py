@@ -177,6 +177,20 @@ def join(store: Store, place: Place, backend: str, timeout: float) -> None:
     )
 
 
+def leave_together(store: Store, place: Place) -> None:
+    """Wait until the first rank has said how the run ended: srun and torchrun end all that outlive another rank."""
+    from torch.distributed import DistError
+
+    try:
+        if place.rank:
+            store.wait(["ended"], timedelta(seconds=FAREWELL_SECONDS))
+        else:
+            store.set("ended", "1")
+    except DistError:
+        pass  # the first rank is gone, and has said all it will
+    leave_store(store, place)
+
+
 def leave_store(store: Store, place: Place) -> None:
     """Say that this rank needs the store no more; the rank that may host it waits until nobody does."""
     from torch.distributed import DistError
