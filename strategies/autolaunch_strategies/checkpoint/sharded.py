@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
 
 from autolaunch_strategies.checkpoint.files import (
     METADATA,
@@ -51,6 +52,7 @@ from autolaunch_strategies.checkpoint.optimizers import (
 from autolaunch_strategies.checkpoint.plain_data import NotPlainData, load_plain
 from autolaunch_strategies.checkpoint.storage import Planner, Reader, Writer
 from autolaunch_strategies.config import SAME_DATA_AXES, ConfigError
+from autolaunch_strategies.data_parallel.loader import equal_states
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.torch_private.meshes import local_index
 
@@ -419,7 +421,7 @@ def _restore_by_dp_rank(checkpoint: dict[str, Any], saved: list[dict[str, Any]],
     loaders = [item["loaders"] for item in saved]
     if _loader_state(checkpoint) is None:
         return
-    if not same_size and any(item != loaders[0] for item in loaders):
+    if not same_size and not all(_same_position(item, loaders[0]) for item in loaders):
         raise ConfigError(
             f"ckpt_path={path}",
             f"its data loaders stand at different places on {len(saved)} dp ranks; "
@@ -428,6 +430,13 @@ def _restore_by_dp_rank(checkpoint: dict[str, Any], saved: list[dict[str, Any]],
             f"mesh=dp{len(saved)}",
         )
     checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = mine["loaders"]
+
+
+def _same_position(one: list[Any], other: list[Any]) -> bool:
+    """Whether loaders stand at the same place, whatever random numbers their ranks have drawn."""
+    positions = [[state.get("position", state) for state in states] for states in (one, other)]
+    (mine, shape), (theirs, other_shape) = map(tree_flatten, positions)
+    return shape == other_shape and all(map(equal_states, mine, theirs))
 
 
 def random_state() -> dict[str, Any]:

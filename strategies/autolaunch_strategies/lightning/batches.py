@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.data_parallel.loader import DistributedLoader, IndexShare, Share, check_loader, generators_of
+from autolaunch_strategies.data_parallel.order import Order
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ class Batches:
     def _next_weight(self) -> float:
         assert self._trainer is not None
         combined = self._trainer.fit_loop._combined_loader
-        loaders = [] if combined is None else [x for x in combined.flattened if isinstance(x, DistributedLoader)]
+        read = [] if combined is None else [getattr(loader, "shared", loader) for loader in combined.flattened]
+        loaders = [loader for loader in read if isinstance(loader, DistributedLoader)]
         weights = {loader.weights.popleft() for loader in loaders if loader.weights}
         if len(weights) > 1:
             raise ConfigError(
@@ -123,7 +125,7 @@ class Batches:
         """
         if not isinstance(loader, DataLoader):
             return loader
-        is_left_alone = ranks == 1 or not self._are_shared or isinstance(loader.sampler, DistributedSampler)
+        is_left_alone = ranks == 1 or not self._are_shared or isinstance(_plain_sampler(loader), DistributedSampler)
         if is_left_alone or not isinstance(loader.dataset, IterableDataset):  # a stream is the same on every rank
             _seed_workers(loader, rank)
         if is_left_alone:
@@ -145,6 +147,10 @@ class Batches:
             f"batch_size={size} of the loader is that of all {ranks} ranks along dp, as on one device; "
             "MeshStrategy(batch_size='per_rank') if it is that of each"
         )
+
+
+def _plain_sampler(loader: DataLoader) -> Any:
+    return loader.sampler.inner if isinstance(loader.sampler, Order) else loader.sampler
 
 
 def _seed_workers(loader: DataLoader, dp_rank: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from autolaunch_strategies.checkpoint.sharded import (
 )
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.place import Place
+from autolaunch_strategies.lightning.positions import Positions, reopen_epoch, take_states, trained_batches
 from autolaunch_strategies.tensor.views import plain
 
 VERIFICATIONS = ("hash", "size")
@@ -31,6 +33,7 @@ class Checkpoints:
 
     Args:
         place: knows the mesh, from its `join` on.
+        positions: resumes the training loaders.
         asynchronous: write in the background.
         trust: run what checkpoints' pickles name, if that is no plain data.
         verify: before loading, compare the content of files (`hash`) or their sizes only (`size`).
@@ -39,7 +42,14 @@ class Checkpoints:
         ConfigError: another `verify`.
     """
 
-    def __init__(self, place: Place, asynchronous: bool = False, trust: bool = False, verify: str = "hash") -> None:
+    def __init__(
+        self,
+        place: Place,
+        positions: Positions,
+        asynchronous: bool = False,
+        trust: bool = False,
+        verify: str = "hash",
+    ) -> None:
         if verify not in VERIFICATIONS:
             raise ConfigError(
                 f"verify_checkpoints={verify!r}",
@@ -47,13 +57,12 @@ class Checkpoints:
                 ", ".join(VERIFICATIONS),
                 "MeshStrategy(verify_checkpoints='hash')",
             )
-        self.place, self.trust, self.verify = place, trust, verify
+        self.place, self.positions, self.trust, self.verify = place, positions, trust, verify
         self.optimizer_names: list[GroupNames] | None = None
         """The groups of each whole optimizer, where this rank holds a stage."""
         self.earlier_if_damaged = False
         """Load the furthest trained whole checkpoint beside one that is damaged, and say so, instead of refusing it."""
         self._writer = CheckpointWriter(asynchronous, place.timeout)
-        self._pending_rng: dict[str, Any] | None = None
         self._loaded: dict[str, Any] = {}
 
     def save(
@@ -64,6 +73,7 @@ class Checkpoints:
         optimizers: list[torch.optim.Optimizer],
     ) -> None:
         """Write lightning's `checkpoint` to the directory `path`, the same on every rank. Collective."""
+        self.positions.before_save()
         self._writer.save(path, checkpoint, module, optimizers, self.place.rank_mesh, self.optimizer_names)
 
     def load(
@@ -94,11 +104,18 @@ class Checkpoints:
         )
         self._loaded = dict(checkpoint["state_dict"])
         state = checkpoint.pop("random_state", None)
-        if fitting and state is not None:
-            set_random_state(state)  # for the loaders of a new epoch
-            if _in_the_middle_of_an_epoch(checkpoint):
-                self._pending_rng = state  # making the loaders again draws numbers that the first run did not draw
+        if fitting:
+            self._resume_loaders(path, checkpoint, state)
         return checkpoint
+
+    def _resume_loaders(self, path: Path, checkpoint: dict[str, Any], random_state: dict[str, Any] | None) -> None:
+        states, batches = take_states(checkpoint), trained_batches(checkpoint)
+        reopen_epoch(checkpoint)
+        # Making the loaders again may draw numbers that the first run did not draw: so they are set again.
+        restore = None if random_state is None else partial(set_random_state, random_state)
+        if restore is not None:
+            restore()
+        self.positions.resume(states, batches, str(path), restore)
 
     def _whole(self, path: Path) -> Path:
         """`path`, or if it is damaged the furthest trained one beside it that is not, if there is one. Collective."""
@@ -134,12 +151,6 @@ class Checkpoints:
                 )
             copy_part(plain(value), mine[name])
 
-    def before_training_batch(self) -> None:
-        """The first batch of a resumed run has been loaded: go on with the random numbers of the one that saved."""
-        if self._pending_rng is not None:
-            set_random_state(self._pending_rng)
-            self._pending_rng = None
-
     def remove(self, path: Path) -> bool:
         """Remove a checkpoint that is a directory, on rank 0; whether that was done."""
         if self.place.global_rank == 0 and path.is_dir() and not path.is_symlink():
@@ -150,8 +161,3 @@ class Checkpoints:
     def finish(self, together: bool = True) -> None:
         """Wait for what is being written; with `together=False` the other ranks may be gone."""
         self._writer.finish(together)
-
-
-def _in_the_middle_of_an_epoch(checkpoint: dict[str, Any]) -> bool:
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    return progress.get("current", {}).get("ready", 0) > 0 and not progress.get("is_last_batch", False)

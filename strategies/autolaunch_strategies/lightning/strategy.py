@@ -34,6 +34,7 @@ from autolaunch_strategies.config import (
     parse_mesh,
 )
 from autolaunch_strategies.data_parallel.gradients import clip_values, gradient_norm, scale_gradients
+from autolaunch_strategies.data_parallel.position import ordered
 from autolaunch_strategies.lightning.batches import Batches
 from autolaunch_strategies.lightning.checkpoints import Checkpoints
 from autolaunch_strategies.lightning.collectives import Collectives
@@ -42,6 +43,7 @@ from autolaunch_strategies.lightning.gradient_norms import replace_grad_norm
 from autolaunch_strategies.lightning.hooks import gradients_are_read
 from autolaunch_strategies.lightning.metrics import StepValues, exchange_metrics_over
 from autolaunch_strategies.lightning.place import Place
+from autolaunch_strategies.lightning.positions import Positions
 from autolaunch_strategies.lightning.refusals import (
     refuse_callbacks,
     refuse_module_in_stages,
@@ -94,6 +96,9 @@ class MeshStrategy(ParallelStrategy):
         batch_size: what the batch size of a `DataLoader` counts: the samples of all ranks (global), so that every mesh
             trains on the batches of one process, in their order; or those of each rank (per_rank), which are then as
             many of these batches, one after the other. ``Trainer(use_distributed_sampler=False)`` leaves loaders alone.
+        data_position: what a resume in the middle of an epoch does where the place in the training data can't be found
+            again, as in an iterable dataset without `state_dict`: it is refused (required), reads what was trained on
+            once more and throws it away (read_again), or begins the epoch's data again (start_over).
         construction, files: where the values of a module on meta come from (see `apply_parallelism`).
 
     Raises:
@@ -123,6 +128,7 @@ class MeshStrategy(ParallelStrategy):
         files: WeightFiles | None = None,
         own_plan: Mapping[str, Any] | None = None,
         batch_size: str = "global",
+        data_position: str = "required",
         **plugins: Any,
     ) -> None:
         if mesh == "auto":
@@ -130,7 +136,10 @@ class MeshStrategy(ParallelStrategy):
         self.parallel = parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers)
         self.place = Place(self.parallel, process_group_backend, timeout)
         self.collectives = Collectives(self.place)
-        self.checkpoints = Checkpoints(self.place, asynchronous_checkpoints, trust_checkpoints, verify_checkpoints)
+        self.positions = Positions(data_position)
+        self.checkpoints = Checkpoints(
+            self.place, self.positions, asynchronous_checkpoints, trust_checkpoints, verify_checkpoints
+        )
         if dist.is_initialized():
             plugins.setdefault("cluster_environment", JoinedEnvironment())
         super().__init__(**plugins)
@@ -243,7 +252,11 @@ class MeshStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         dataloader = self.first_step.give_back(dataloader)
-        return self.batches.share(dataloader, self.dp_rank, self.dp_size, self.shape.size)
+        is_trained_on = self._module.trainer.training
+        if is_trained_on:
+            dataloader = ordered(dataloader)
+        shared = self.batches.share(dataloader, self.dp_rank, self.dp_size, self.shape.size)
+        return self.positions.loader(dataloader, shared) if is_trained_on else shared
 
     # --- collectives ------------------------------------------------------------------------------------------------
 
@@ -304,11 +317,6 @@ class MeshStrategy(ParallelStrategy):
         if not self.checkpoints.remove(Path(filepath)):
             super().remove_checkpoint(filepath)
 
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._module.trainer.training:
-            self.checkpoints.before_training_batch()
-        return super().batch_to_device(batch, device, dataloader_idx)
-
     # --- start and end ----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -319,6 +327,7 @@ class MeshStrategy(ParallelStrategy):
         self.votes = Votes(trainer, self.root_device, self.stop_signals)
         replace_grad_norm()
         self.batches.connect(trainer)
+        self.positions.connect(trainer)
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -535,6 +544,9 @@ class MeshStrategy(ParallelStrategy):
 
     def _share_statistics(self) -> None:
         share_statistics(self._module, self.rank_mesh.group(*SHARDING_AXES))
+
+    def on_train_start(self) -> None:
+        self.positions.begin()
 
     def on_validation_start(self) -> None:
         self._share_statistics()
