@@ -221,12 +221,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "own-batches": lambda: DataLoader(Numbered(), batch_sampler=Buckets()),  # type: ignore[arg-type]
     "batch-sampler": lambda: DataLoader(Numbered(), batch_sampler=BatchSampler(Shuffled(), 4, False)),
     "stateful-sampler": lambda: DataLoader(Numbered(), batch_size=4, sampler=Counted()),
-    "no-batch-size": lambda: DataLoader(
-        Numbered(), batch_size=None, sampler=BatchSampler(RandomSampler(range(SAMPLES)), 4, False), collate_fn=_rows
-    ),
+    "no-batch-size": lambda: DataLoader(Numbered(), batch_size=None, sampler=RandomSampler(range(6)), collate_fn=_rows),
     "stateful-loader": lambda: StatefulLoader(Numbered(), batch_size=4),
     "stateful-stream": lambda: DataLoader(StatefulStream(), batch_size=4),
-    "list": lambda: [torch.full((4, 4), float(number)) for number in range(6)],
     "two": lambda: {
         "one": DataLoader(Numbered(), batch_size=4, shuffle=True),
         "other": DataLoader(Numbered(), batch_size=8, sampler=Shuffled()),
@@ -247,7 +244,7 @@ WITHOUT_STATE: dict[str, Callable[[], Any]] = {
 
 
 def _rows(rows: Any) -> torch.Tensor:
-    return torch.as_tensor(rows).float().reshape(-1, 1).expand(-1, 4).contiguous()
+    return rows.reshape(1, 4).expand(4, -1).contiguous()
 
 
 class Sees(pl.LightningModule):

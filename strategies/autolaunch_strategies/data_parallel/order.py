@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import pickle
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,6 @@ from torch.utils.data.sampler import BatchSampler
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.data_parallel.loader import get_random_states, set_random_states, set_state, state_of
 
-_NOT_THERE = object()
 _MOST_SAMPLERS = 100
 
 
@@ -39,6 +39,8 @@ class Order(Sampler[Any]):
         self.inner = sampler
         self._made = _contents(sampler)
         self._to_resume: Mapping[str, Any] | None = None
+        self.is_silent = False
+        """Whether passes that begin now have nothing in them, and leave the sampler alone."""
         self.forget()
 
     def forget(self) -> None:
@@ -77,29 +79,44 @@ class Order(Sampler[Any]):
             "begin": self._begin,
         }
 
-    def resume(self, state: Mapping[str, Any], in_next_pass: bool = False) -> None:
-        """The next pass goes on behind what was handed out, or is the one that followed that pass (`in_next_pass`)."""
-        self._to_resume = {**state, "in_next_pass": in_next_pass}
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """The next pass goes on behind what was handed out."""
+        self._to_resume = state
+
+    def resume_behind(self, state: Mapping[str, Any]) -> None:
+        """Leave the sampler as that pass left it.
+
+        Raises:
+            ConfigError: it draws something else.
+        """
+        self.forget()
+        if state["begin"] is None:
+            return
+        outside = get_random_states()
+        rest = self._redrawn(state["begin"], state["read"], state["digest_read"])
+        if state["has_ended"]:
+            next(rest, None)  # what it does at its end is done
+        set_random_states(outside)
 
     def resume_at(self, handed_out: int) -> bool:
         """The next pass goes on behind so many; False if where that is depends on what was drawn."""
         if not _draws_nothing(self.inner):
             return False
-        self._to_resume = {"handed_out": handed_out, "begin": {}, "in_next_pass": False}
+        self._to_resume = {"handed_out": handed_out, "begin": {}, "digest": None}
         return True
 
     def __iter__(self) -> Iterator[Any]:
+        if self.is_silent:
+            return
         state, self._to_resume = self._to_resume, None
         self.forget()
-        rest = iter(()) if state is None or state["begin"] is None else self._resumed(state)
-        is_resumed = False
-        for indices in rest:
-            is_resumed = True
-            yield self._noted(indices)
-        if not is_resumed and not self._handed_out:
+        if state is None or state["begin"] is None:
             self._begin = {"random": get_random_states(), "sampler": self._changes()}
-            for indices in self.inner:
-                yield self._noted(indices)
+            rest = iter(self.inner)
+        else:
+            rest = self._resumed(state)
+        for indices in rest:
+            yield self._noted(indices)
         self._has_ended = True
 
     def _noted(self, indices: Any) -> Any:
@@ -109,44 +126,35 @@ class Order(Sampler[Any]):
         return indices
 
     def _resumed(self, state: Mapping[str, Any]) -> Iterator[Any]:
-        """What is left of a pass; nothing in the next one."""
-        begin, skips_all = state["begin"], state["in_next_pass"]
-        count = state["read"] if skips_all else state["handed_out"]
+        """What is left of a pass."""
+        count = state["handed_out"]
         outside = get_random_states()
+        rest = self._redrawn(state["begin"], count, state["digest"])
+        first = [] if count else list(itertools.islice(rest, 1))  # drawn when it began
+        set_random_states(outside)
+        self._begin, self._read, self._handed_out = state["begin"], count, count
+        self._digest = self._digest_handed_out = state["digest"] or ""
+        return itertools.chain(first, rest)
+
+    def _redrawn(self, begin: Mapping[str, Any], count: int, digest: str | None) -> Iterator[Any]:
+        """What follows the first `count` of a pass that began so. Leaves random states as they are then."""
         if begin:
             set_random_states(begin["random"])
             self._restore(begin["sampler"])
-        digest, first = "", []
-        rest = iter(self.inner)
+        rest, drawn = iter(self.inner), ""
         for _ in range(count):
-            indices = next(rest, _NOT_THERE)
-            if indices is _NOT_THERE:
-                digest = "ended"
-                break
-            digest = _next_digest(digest, indices)
-        expected = state.get("digest_read" if skips_all else "digest", digest)
-        if digest != expected:
+            drawn = _next_digest(drawn, next(rest, "nothing"))
+        if digest is not None and digest != drawn:
             raise ConfigError(
                 "train_dataloader",
-                f"{_name_of(self.inner)} draws other samples than before the checkpoint, so its epoch can't be gone on "
+                f"{_name_of(self.inner)} draws other samples than before the checkpoint, so its pass can't be gone on "
                 "with where it stopped: the data, the batch size or the sampler changed, or it draws from something "
                 "that is not known",
                 "the data and the sampler of the run that saved; a sampler with a generator of its own, or with "
-                "state_dict and load_state_dict; or to begin the epoch's data again, by",
+                "state_dict and load_state_dict; or to begin the data again",
                 "checkpoint.data_position=start_over, in a script MeshStrategy(data_position='start_over')",
             )
-        if skips_all:
-            if state["has_ended"]:
-                next(rest, None)  # what it does at its end is done
-            set_random_states(outside)
-            return
-        if not count:  # drawn when the pass began, and not handed out
-            first = [indices for indices in (next(rest, _NOT_THERE),) if indices is not _NOT_THERE]
-        set_random_states(outside)
-        self._begin, self._read, self._handed_out = begin, count, count
-        self._digest = self._digest_handed_out = digest
-        yield from first
-        yield from rest
+        return rest
 
     # --- what changes in samplers -----------------------------------------------------------------------------------
 

@@ -54,6 +54,9 @@ class Watcher(Protocol):
     def resumes(self, loader: TrainingLoader) -> Resume | None:
         """Where the pass of `loader` that begins now has to begin, if not at its start."""
 
+    def begins_late(self, batches: Pass) -> None:
+        """A pass that has to begin before its first fetch."""
+
     def before_fetch(self, loader: TrainingLoader) -> None:
         """A batch is about to be read."""
 
@@ -64,11 +67,10 @@ class Watcher(Protocol):
 class TrainingLoader:
     """The batches of `shared`, and where in them training stands, for checkpoints.
 
-    The place is found again by the order of a map-style dataset (indices are drawn once more, nothing is loaded), by
-    the state that a loader or an iterable dataset says itself (`state_dict`, `load_state_dict`), or by number in a
-    list of batches. Of other data it is only known how many batches were read: resuming in the middle of an epoch is
-    refused (`required`), reads as many batches and throws them away (`read_again`), or goes through all data again
-    (`start_over`).
+    The place is found again by the order of a map-style dataset (indices are drawn once more, nothing is loaded), or by
+    the state that a loader or an iterable dataset says itself (`state_dict`, `load_state_dict`). Of other data it is
+    only known how many batches were read: resuming in the middle of an epoch is refused (`required`), reads as many
+    batches and throws them away (`read_again`), or goes through all data again (`start_over`).
 
     Generators that the dataset or `collate_fn` hold go on with the state that they had; those of worker processes are
     seeded anew.
@@ -85,7 +87,6 @@ class TrainingLoader:
         self.shared, self._loader, self._watcher = shared, loader, watcher
         self._order = _order_of(loader)
         self._stateful = None if self._order is not None else _stateful(loader)
-        self._is_sequence = isinstance(loader, list | tuple)
         self._batches = 0
         self._held: list[Any] = []
         self._begin: dict[str, Any] | None = None
@@ -115,7 +116,7 @@ class TrainingLoader:
         return self.shared.reader if isinstance(self.shared, DistributedLoader) else self.shared
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self, self._watcher)
+        return Pass(self, self._watcher)
 
     @property
     def has_own_state(self) -> bool:
@@ -130,7 +131,7 @@ class TrainingLoader:
     @property
     def has_position(self) -> bool:
         """Whether its place in the middle of an epoch can be found again."""
-        return self._order is not None or self._stateful is not None or self._is_sequence
+        return self._order is not None or self._stateful is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands, as plain data.
@@ -164,6 +165,20 @@ class TrainingLoader:
 
     # --- for a pass -------------------------------------------------------------------------------------------------
 
+    def end_pass(self, resume: Resume) -> None:
+        """Leave the samplers as the pass left them that a resumed run has ended before."""
+        position = {} if resume.state is None else resume.state["position"]
+        if self._order is None or "order" not in position or self._watcher.choice == "start_over":
+            return
+        if isinstance(self._reader, DataLoader) and self._reader.persistent_workers and self._reader.num_workers:
+            # They were there: starting them draws a seed, which that pass had drawn.
+            outside = get_random_states()
+            self._order.is_silent = True
+            iter(self._reader)
+            self._order.is_silent = False
+            set_random_states(outside)
+        self._order.resume_behind(position["order"])
+
     def begin_pass(self, resume: Resume | None) -> Iterator[Any]:
         """The batches from where `resume` says on."""
         self._batches, self._before = 0, None
@@ -177,7 +192,8 @@ class TrainingLoader:
             if state is not None and self._order is not None and "order" in state["position"]:
                 self._order.resume(state["position"]["order"])
             return self._fresh()
-        return self._positioned(resume) or self._by_choice(resume)
+        batches = self._positioned(resume)
+        return self._by_choice(resume) if batches is None else batches
 
     def _fresh(self) -> Iterator[Any]:
         self._begin = None
@@ -191,15 +207,13 @@ class TrainingLoader:
         if resume.state is not None:
             self._set_generators(resume.state["drawn"]["generators"])
         self._batches = 0 if resume.in_next_pass else position.get("batches", resume.batches)
-        if self._order is not None and "order" in position:
-            self._order.resume(position["order"], resume.in_next_pass)
-            return iter(self.shared)
         if self._stateful is not None and "state" in position:
             return self._from_state(position["state"], resume.in_next_pass)
         if resume.in_next_pass:
             return self._fresh()
-        if self._is_sequence:
-            return itertools.islice(iter(self.shared), self._batches, None)
+        if self._order is not None and "order" in position:
+            self._order.resume(position["order"])
+            return iter(self.shared)
         if self._order is not None and not position and self._order.resume_at(self._batches * self._joined):
             return iter(self.shared)
         return None
@@ -302,25 +316,40 @@ class TrainingLoader:
         return {**state, "drawn": {**state["drawn"], "random": get_random_states()}}
 
 
-class _Pass:
-    """One pass through a `TrainingLoader`. It begins at once, as with its loader, but what follows an epoch that the
-    resumed run has ended begins with its first batch: what else happens between epochs comes before.
+class Pass:
+    """One pass through a `TrainingLoader`.
+
+    It begins at once, as with its loader; but the one behind an epoch that the run before has ended begins with its
+    first batch, since what else happens between epochs comes before.
     """
 
     def __init__(self, loader: TrainingLoader, watcher: Watcher) -> None:
         self._loader, self._watcher = loader, watcher
         self._resume = watcher.resumes(loader)
         self._batches: Iterator[Any] | None = None
-        if self._resume is None or not self._resume.in_next_pass:
-            self._batches = loader.begin_pass(self._resume)
+        self._error: ConfigError | None = None
+        try:
+            if self._resume is not None and self._resume.in_next_pass:
+                loader.end_pass(self._resume)
+                watcher.begins_late(self)
+            else:
+                self.begin()
+        except ConfigError as error:
+            self._error = error  # lightning would hide it by one of its own now
+
+    def begin(self) -> None:
+        """Begin, if that has not been done."""
+        if self._batches is None:
+            self._batches = self._loader.begin_pass(self._resume)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        if self._error is not None:
+            raise self._error
         self._watcher.before_fetch(self._loader)
-        if self._batches is None:
-            self._batches = self._loader.begin_pass(self._resume)
+        assert self._batches is not None
         before = self._loader.state_before_reading() if self._watcher.reads_ahead() else None
         try:
             batch = next(self._batches)

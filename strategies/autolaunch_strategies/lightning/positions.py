@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.data_parallel.loader import set_random_states
-from autolaunch_strategies.data_parallel.position import CHOICES, Resume, TrainingLoader, foreign_state
+from autolaunch_strategies.data_parallel.position import CHOICES, Pass, Resume, TrainingLoader, foreign_state
 
 
 class Positions:
@@ -42,6 +43,8 @@ class Positions:
         self.choice = choice
         self._trainer: pl.Trainer | None = None
         self._pending: _Pending | None = None
+        self._late: list[Pass] = []
+        self._is_unsized_epoch_over = False
         self._random: deque[Callable[[], None]] = deque()
         """What gives the random numbers their states, once before each of the next batches is read."""
         self._is_told = False
@@ -50,6 +53,7 @@ class Positions:
         """Before the loaders of `trainer` are made."""
         self._trainer = trainer
         self._pending = None
+        self._late.clear()
         self._random.clear()
 
     def loader(self, loader: Any, shared: Any) -> TrainingLoader:
@@ -97,13 +101,19 @@ class Positions:
         """Training begins, with all its loaders made: those that were made too early begin again."""
         if self._pending is None:
             return
-        between_epochs = not self._pending.batches
+        assert self._trainer is not None
+        loop, between_epochs = self._trainer.fit_loop, not self._pending.batches
         if len(self._pending.taken) < len(self._loaders()):
-            assert self._trainer is not None and self._trainer.fit_loop._data_fetcher is not None
-            iter(self._trainer.fit_loop._data_fetcher)
+            assert loop._data_fetcher is not None
+            self._late.clear()
+            iter(loop._data_fetcher)
         self._pending = None
         if between_epochs and self._random:
             self._random.popleft()()
+        done = loop.epoch_loop.batch_progress.current.ready
+        if between_epochs and done and loop.max_batches == math.inf:
+            # So many were there in that epoch: else lightning would go on counting in the next one.
+            loop.max_batches, self._is_unsized_epoch_over = done, True
 
     def resumes(self, loader: TrainingLoader) -> Resume | None:
         """Where the pass of `loader` that begins now has to begin, if not at its start.
@@ -137,6 +147,17 @@ class Positions:
         """A batch is about to be read: with the random numbers with which it would have been."""
         if self._random and loader is self._loaders()[0]:
             self._random.popleft()()
+        late, self._late = self._late, []
+        for batches in late:
+            batches.begin()
+        if self._is_unsized_epoch_over:
+            self._is_unsized_epoch_over = False
+            assert self._trainer is not None
+            self._trainer.fit_loop.max_batches = math.inf
+
+    def begins_late(self, batches: Pass) -> None:
+        """A pass that has to begin before its first fetch, together with those of the other loaders."""
+        self._late.append(batches)
 
     def reads_ahead(self) -> bool:
         """Whether lightning reads a batch more than it trains on, to know which is the last one."""
