@@ -290,15 +290,18 @@ class SavesAt(pl.Callback):
 
 def fit(
     data: Any, *callbacks: pl.Callback, strategy: Any = None, module: Any = Sees, path: Any = None, val: Any = None,
-    seed: int = 1, **options: Any,
+    seed: int = 1, position: str = "required", **options: Any,
 ) -> list[Any]:  # fmt: skip
     """Train; what was seen."""
     pl.seed_everything(seed, verbose=False)
     model = module()
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = pl.Trainer(
-        strategy=strategy or MeshStrategy("1"), callbacks=list(callbacks), accelerator="cpu", logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        **{"max_epochs": 3, **options},
-    )  # fmt: skip
+        strategy=strategy or MeshStrategy("1", data_position=position),
+        callbacks=list(callbacks),
+        accelerator="cpu",
+        num_sanity_val_steps=0,
+        **{**dict.fromkeys(quiet, False), "max_epochs": 3, **options},
+    )
     trainer.fit(model, data(), val, ckpt_path=path)
     return list(model.seen)

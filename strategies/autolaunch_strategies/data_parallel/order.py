@@ -38,6 +38,7 @@ class Order(Sampler[Any]):
     def __init__(self, sampler: Any) -> None:
         self.inner = sampler
         self._made = _contents(sampler)
+        self._pristine: dict[str, Any] | None = None
         self._to_resume: Mapping[str, Any] | None = None
         self.is_silent = False
         """Whether passes that begin now have nothing in them, and leave the sampler alone."""
@@ -138,6 +139,10 @@ class Order(Sampler[Any]):
 
     def _redrawn(self, begin: Mapping[str, Any], count: int, digest: str | None) -> Iterator[Any]:
         """What follows the first `count` of a pass that began so. Leaves random states as they are then."""
+        if self._pristine is None:
+            self._pristine = {name: copy.deepcopy(content) for name, (content, _) in _contents(self.inner).items()}
+        else:  # what is resumed once more begins as it did
+            self._restore(self._pristine)
         if begin:
             set_random_states(begin["random"])
             self._restore(begin["sampler"])

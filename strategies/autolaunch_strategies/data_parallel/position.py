@@ -37,12 +37,14 @@ class Resume:
         batches: that were trained on in the epoch that was under way.
         in_next_pass: that epoch was over.
         path: of the checkpoint.
+        is_again: a pass that began there has been given up before it had a batch.
     """
 
     state: Mapping[str, Any] | None
     batches: int
     in_next_pass: bool
     path: str
+    is_again: bool = False
 
 
 class Watcher(Protocol):
@@ -54,8 +56,11 @@ class Watcher(Protocol):
     def resumes(self, loader: TrainingLoader) -> Resume | None:
         """Where the pass of `loader` that begins now has to begin, if not at its start."""
 
-    def begins_late(self, batches: Pass) -> None:
-        """A pass that has to begin before its first fetch."""
+    def begins_late(self, loader: TrainingLoader, batches: Pass) -> None:
+        """A pass has to begin before its first fetch."""
+
+    def has_ended(self, loader: TrainingLoader) -> None:
+        """A pass has no more batches."""
 
     def before_fetch(self, loader: TrainingLoader) -> None:
         """A batch is about to be read."""
@@ -330,8 +335,9 @@ class Pass:
         self._error: ConfigError | None = None
         try:
             if self._resume is not None and self._resume.in_next_pass:
-                loader.end_pass(self._resume)
-                watcher.begins_late(self)
+                if not self._resume.is_again:
+                    loader.end_pass(self._resume)
+                watcher.begins_late(loader, self)
             else:
                 self.begin()
         except ConfigError as error:
@@ -355,6 +361,7 @@ class Pass:
             batch = next(self._batches)
         except StopIteration:
             self._loader.note_end()
+            self._watcher.has_ended(self._loader)
             raise
         self._loader.note_read(before)
         return batch

@@ -22,7 +22,7 @@ from autolaunch_strategies.checkpoint.sharded import (
 )
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.place import Place
-from autolaunch_strategies.lightning.positions import Positions, reopen_epoch, take_states, trained_batches
+from autolaunch_strategies.lightning.positions import Positions, take_states, trained_batches
 from autolaunch_strategies.tensor.views import plain
 
 VERIFICATIONS = ("hash", "size")
@@ -108,9 +108,11 @@ class Checkpoints:
             self._resume_loaders(path, checkpoint, state)
         return checkpoint
 
-    def _resume_loaders(self, path: Path, checkpoint: dict[str, Any], random_state: dict[str, Any] | None) -> None:
+    def _resume_loaders(
+        self, path: Path, checkpoint: dict[str, Any], random_state: dict[str, Any] | None, module: pl.LightningModule
+    ) -> None:
         states, batches = take_states(checkpoint), trained_batches(checkpoint)
-        reopen_epoch(checkpoint)
+        self.positions.mend_progress(checkpoint)
         # Making the loaders again may draw numbers that the first run did not draw: so they are set again.
         restore = None if random_state is None else partial(set_random_state, random_state)
         if restore is not None:

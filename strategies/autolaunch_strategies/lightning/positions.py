@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,18 +43,13 @@ class Positions:
         self.choice = choice
         self._trainer: pl.Trainer | None = None
         self._pending: _Pending | None = None
-        self._late: list[Pass] = []
         self._is_unsized_epoch_over = False
-        self._random: deque[Callable[[], None]] = deque()
-        """What gives the random numbers their states, once before each of the next batches is read."""
         self._is_told = False
 
     def connect(self, trainer: pl.Trainer) -> None:
         """Before the loaders of `trainer` are made."""
         self._trainer = trainer
         self._pending = None
-        self._late.clear()
-        self._random.clear()
 
     def loader(self, loader: Any, shared: Any) -> TrainingLoader:
         """What the Trainer goes through instead of `shared`, this rank's part of the batches of `loader`."""
@@ -90,42 +85,49 @@ class Positions:
             batches: that were trained on in the epoch that was under way; 0 if there was none.
             random: sets the random states with which training went on.
         """
-        self._pending = _Pending(states, batches, path)
+        at_first_fetch = None if batches else random
         read_ahead = states[0]["drawn"].get("random") if batches and _are_ours(states) else None
         if read_ahead is not None:
-            self._random.append(lambda: set_random_states(read_ahead))
-        if random is not None:
-            self._random.append(random)
+            at_first_fetch = partial(set_random_states, read_ahead)
+        self._pending = _Pending(states, batches, path, at_first_fetch, random)
 
     def begin(self) -> None:
         """Training begins, with all its loaders made: those that were made too early begin again."""
-        if self._pending is None:
+        pending = self._pending
+        if pending is None:
             return
         assert self._trainer is not None
-        loop, between_epochs = self._trainer.fit_loop, not self._pending.batches
-        if len(self._pending.taken) < len(self._loaders()):
+        loop = self._trainer.fit_loop
+        if len(pending.taken) < len(self._loaders()):
             assert loop._data_fetcher is not None
-            self._late.clear()
             iter(loop._data_fetcher)
-        self._pending = None
-        if between_epochs and self._random:
-            self._random.popleft()()
+        between_epochs = not pending.batches
+        if not (between_epochs and pending.has_fetched):  # then the batch was read with them
+            pending.at_first_fetch = None if between_epochs else pending.at_first_fetch
+            if pending.random is not None:
+                pending.random()
         done = loop.epoch_loop.batch_progress.current.ready
         if between_epochs and done and loop.max_batches == math.inf:
             # So many were there in that epoch: else lightning would go on counting in the next one.
             loop.max_batches, self._is_unsized_epoch_over = done, True
 
+    def trains(self) -> None:
+        """A batch is trained on: from now on a pass that begins is a new one."""
+        self._pending = None
+
     def resumes(self, loader: TrainingLoader) -> Resume | None:
         """Where the pass of `loader` that begins now has to begin, if not at its start.
+
+        Lightning may begin one more before it trains: at the end of an epoch in which the run was validating.
 
         Raises:
             ConfigError: the checkpoint was written with another number of loaders.
         """
-        loaders = self._loaders()
+        loaders, pending = self._loaders(), self._pending
         number = next((number for number, item in enumerate(loaders) if item is loader), None)
-        if self._pending is None or number is None or number in self._pending.taken:
+        if pending is None or number is None or number in pending.ended:
             return None
-        states = self._pending.states
+        states = pending.states
         if not _are_ours(states):  # lightning's own, of those that have one
             own = [item for item in loaders if item.has_own_state]
             if len(own) == len(states) > 0:
@@ -135,29 +137,67 @@ class Positions:
                 states = [None] * len(loaders)
         if len(states) != len(loaders):
             raise ConfigError(
-                f"ckpt_path={self._pending.path}",
+                f"ckpt_path={pending.path}",
                 f"was written with {len(states)} training loaders, this run has {len(loaders)}",
                 "the loaders of the run that saved",
             )
-        self._pending.taken.add(number)
-        batches = self._pending.batches
-        return Resume(states[number], batches, not batches, self._pending.path)
+        pending.taken.add(number)
+        is_again = pending.late.pop(number, None) is not None
+        pending.has_fetched = pending.has_fetched and number > 0
+        return Resume(states[number], pending.batches, not pending.batches, pending.path, is_again)
+
+    def begins_late(self, loader: TrainingLoader, batches: Pass) -> None:
+        """A pass has to begin before its first fetch, together with those of the other loaders."""
+        assert self._pending is not None
+        self._pending.late[self._loaders().index(loader)] = batches
 
     def before_fetch(self, loader: TrainingLoader) -> None:
         """A batch is about to be read: with the random numbers with which it would have been."""
-        if self._random and loader is self._loaders()[0]:
-            self._random.popleft()()
-        late, self._late = self._late, []
-        for batches in late:
-            batches.begin()
+        pending = self._pending
+        if pending is not None:
+            if not pending.has_fetched and loader is self._loaders()[0]:
+                pending.has_fetched = True
+                if pending.at_first_fetch is not None:
+                    pending.at_first_fetch()
+            for number in sorted(pending.late):
+                pending.late.pop(number).begin()
         if self._is_unsized_epoch_over:
             self._is_unsized_epoch_over = False
             assert self._trainer is not None
             self._trainer.fit_loop.max_batches = math.inf
 
-    def begins_late(self, batches: Pass) -> None:
-        """A pass that has to begin before its first fetch, together with those of the other loaders."""
-        self._late.append(batches)
+    def has_ended(self, loader: TrainingLoader) -> None:
+        """A pass of `loader` is over; the next one is a new one."""
+        if self._pending is not None:
+            self._pending.ended.add(self._loaders().index(loader))
+
+    def mend_progress(self, checkpoint: dict[str, Any]) -> None:
+        """Correct what lightning's `checkpoint` says of its epoch where resuming from it would go wrong.
+
+        With ``max_steps`` reached in the middle of an epoch, that counts as done, and a resumed run would train on what is
+        left of it as the next one. It is open again. And one that was written between two epochs, with the one before
+        counted as done, would train on one batch more of that: it says what it would have said right after the last batch.
+        """
+        assert self._trainer is not None
+        by_steps = self._trainer.max_steps != -1  # lightning resumes such a run in another way
+        loops = _loops(checkpoint)
+        epochs, batches = loops.get("epoch_progress"), loops.get("epoch_loop.batch_progress")
+        if epochs is None or batches is None or not batches["current"]["ready"]:
+            return
+        is_counted = epochs["total"]["processed"] == epochs["total"]["started"]
+        has_begun_next = epochs["total"]["ready"] > epochs["total"]["started"]
+        if not is_counted:
+            return
+        is_done = batches.get("is_last_batch", False)
+        if is_done and not (by_steps or has_begun_next):
+            return
+        for progress in epochs.values():
+            progress["ready"] = progress["started"]
+            progress["processed"] = progress["started"] - 1
+            progress["completed"] = min(progress["completed"], progress["processed"])
+        if is_done:
+            for key in ("total", "current"):
+                batches[key]["completed"] = batches[key]["ready"] - 1
 
     def reads_ahead(self) -> bool:
         """Whether lightning reads a batch more than it trains on, to know which is the last one."""
@@ -176,7 +216,15 @@ class _Pending:
     states: list[Any]
     batches: int
     path: str
+    at_first_fetch: Callable[[], None] | None
+    """Sets the random states with which the first batch is read, if it may be read before training begins."""
+    random: Callable[[], None] | None
+    """Sets those with which training begins."""
     taken: set[int] = field(default_factory=set)
+    """The numbers of the loaders that know."""
+    ended: set[int] = field(default_factory=set)
+    late: dict[int, Pass] = field(default_factory=dict)
+    has_fetched: bool = False
 
 
 def _are_ours(states: list[Any]) -> bool:
@@ -193,19 +241,6 @@ def take_states(checkpoint: dict[str, Any]) -> list[Any]:
     """The states of the training loaders, taken out of lightning's `checkpoint`."""
     states: list[Any] = _loops(checkpoint).get("state_dict", {}).pop("combined_loader", [])
     return states
-
-
-def reopen_epoch(checkpoint: dict[str, Any]) -> None:
-    """Let an epoch that the end of training cut short go on, instead of being counted twice.
-
-    With ``max_steps`` reached in its middle, lightning counts it as done, and a resumed run would train on what is left
-    of it as the next one, which samplers and schedulers are told the number of.
-    """
-    if trained_batches(checkpoint):
-        for progress in _loops(checkpoint).get("epoch_progress", {}).values():
-            if progress["processed"] == progress["started"]:
-                progress["processed"] -= 1
-            progress["completed"] = min(progress["completed"], progress["processed"])
 
 
 def _loops(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -548,6 +548,9 @@ class MeshStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         self.positions.begin()
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.positions.trains()
+
     def on_validation_start(self) -> None:
         self._share_statistics()
 
