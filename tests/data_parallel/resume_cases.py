@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -23,6 +26,7 @@ from torch.utils.data import (
 )
 
 from autolaunch_strategies import MeshStrategy
+from tests.support.cases import RANK, WORLD, serve
 
 SAMPLES = 22
 
@@ -305,3 +309,63 @@ def fit(
     )
     trainer.fit(model, data(), val, ckpt_path=path)
     return list(model.seen)
+
+
+def _saved(name: str, ranks: int) -> Path:
+    return Path(os.environ["CHECKPOINTS"]) / f"{name}-{ranks}"
+
+
+POINTS = (4, 6, 8)
+"""Batches after which a run saves: in the first epoch, at its end, in the second one."""
+
+
+def saves(name: str, strategy: Any, **options: Any) -> list[Any]:
+    """What a whole run has seen on this rank."""
+    return fit(
+        LOADERS[name],
+        *(SavesAt(point, _saved(name, WORLD) / str(point)) for point in POINTS),
+        strategy=strategy,
+        **options,
+    )
+
+
+def resumes(name: str, ranks: int, strategy: Any, **options: Any) -> dict[str, list[Any]]:
+    """What runs have seen on this rank that go on from the checkpoints of a run on `ranks` ranks."""
+    return {
+        str(point): fit(
+            LOADERS[name], strategy=strategy(), path=_saved(name, ranks) / str(point), seed=70 + point, **options
+        )
+        for point in POINTS
+    }
+
+
+ON_RANKS = (
+    "shuffled", "generator-even", "own-sampler", "own-batches", "stateful-loader", "stateful-stream", "workers",
+    "by-rank",
+)  # fmt: skip
+LOADERS["generator-even"] = lambda: DataLoader(
+    Numbered(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(9)
+)
+LOADERS["by-rank"] = lambda: DataLoader(
+    Numbered(), batch_size=4 // WORLD, sampler=DistributedSampler(Numbered(), WORLD, RANK, shuffle=True)
+)
+GROUPS: dict[str, dict[str, Callable[[], Any]]] = {"saves": {}, "resumes": {}}
+
+
+def _add(name: str, case: str, **mesh: Any) -> None:
+    options = {"accumulate_grad_batches": 2}
+
+    def strategy() -> MeshStrategy:
+        return MeshStrategy(**({"mesh": str(WORLD), **mesh} if WORLD > 1 else {"mesh": "1"}), timeout=60)
+
+    GROUPS["saves"][case] = lambda: saves(name, strategy(), **options)
+    for ranks in (1, 2):
+        GROUPS["resumes"][f"{case}-from-{ranks}"] = partial(resumes, name, ranks, strategy, **options)
+
+
+for _name in ON_RANKS:
+    _add(_name, _name)
+
+
+if __name__ == "__main__":
+    serve(GROUPS)

@@ -422,6 +422,11 @@ def _restore_by_dp_rank(checkpoint: dict[str, Any], saved: list[dict[str, Any]],
     if _loader_state(checkpoint) is None:
         return
     if not same_size and not all(_same_position(item, loaders[0]) for item in loaders):
+        if _is_between_epochs(checkpoint) and all(_has_order(state) for state in mine["loaders"]):
+            del checkpoint["loops"]["fit_loop"]["state_dict"][
+                "combined_loader"
+            ]  # the next epoch has an order of its own
+            return
         raise ConfigError(
             f"ckpt_path={path}",
             f"its data loaders stand at different places on {len(saved)} dp ranks; "
@@ -430,6 +435,16 @@ def _restore_by_dp_rank(checkpoint: dict[str, Any], saved: list[dict[str, Any]],
             f"mesh=dp{len(saved)}",
         )
     checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = mine["loaders"]
+
+
+def _is_between_epochs(checkpoint: dict[str, Any]) -> bool:
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    return bool(progress.get("is_last_batch", False))
+
+
+def _has_order(state: Any) -> bool:
+    """Whether a loader's state is that of an order, which each rank draws for itself."""
+    return isinstance(state, dict) and isinstance(state.get("position"), dict) and "order" in state["position"]
 
 
 def _same_position(one: list[Any], other: list[Any]) -> bool:

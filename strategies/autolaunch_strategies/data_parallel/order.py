@@ -38,6 +38,8 @@ class Order(Sampler[Any]):
     def __init__(self, sampler: Any) -> None:
         self.inner = sampler
         self._made = _contents(sampler)
+        self.may_start_over = False
+        """Whether a pass that can't be gone on with begins at its start instead."""
         self._pristine: dict[str, Any] | None = None
         self._to_resume: Mapping[str, Any] | None = None
         self.is_silent = False
@@ -95,7 +97,7 @@ class Order(Sampler[Any]):
             return
         outside = get_random_states()
         rest = self._redrawn(state["begin"], state["read"], state["digest_read"])
-        if state["has_ended"]:
+        if rest is not None and state["has_ended"]:
             next(rest, None)  # what it does at its end is done
         set_random_states(outside)
 
@@ -111,11 +113,10 @@ class Order(Sampler[Any]):
             return
         state, self._to_resume = self._to_resume, None
         self.forget()
-        if state is None or state["begin"] is None:
+        rest = None if state is None or state["begin"] is None else self._resumed(state)
+        if rest is None:
             self._begin = {"random": get_random_states(), "sampler": self._changes()}
             rest = iter(self.inner)
-        else:
-            rest = self._resumed(state)
         for indices in rest:
             yield self._noted(indices)
         self._has_ended = True
@@ -126,19 +127,25 @@ class Order(Sampler[Any]):
         self._digests.append(self._digest)
         return indices
 
-    def _resumed(self, state: Mapping[str, Any]) -> Iterator[Any]:
-        """What is left of a pass."""
+    def _resumed(self, state: Mapping[str, Any]) -> Iterator[Any] | None:
+        """What is left of a pass; None if that is not known and it may start over."""
         count = state["handed_out"]
         outside = get_random_states()
         rest = self._redrawn(state["begin"], count, state["digest"])
+        if rest is None:
+            set_random_states(outside)
+            return None
         first = [] if count else list(itertools.islice(rest, 1))  # drawn when it began
         set_random_states(outside)
         self._begin, self._read, self._handed_out = state["begin"], count, count
         self._digest = self._digest_handed_out = state["digest"] or ""
         return itertools.chain(first, rest)
 
-    def _redrawn(self, begin: Mapping[str, Any], count: int, digest: str | None) -> Iterator[Any]:
-        """What follows the first `count` of a pass that began so. Leaves random states as they are then."""
+    def _redrawn(self, begin: Mapping[str, Any], count: int, digest: str | None) -> Iterator[Any] | None:
+        """What follows the first `count` of a pass that began so. Leaves random states as they are then.
+
+        None if these are others than those of `digest`, and the pass may start over.
+        """
         if self._pristine is None:
             self._pristine = {name: copy.deepcopy(content) for name, (content, _) in _contents(self.inner).items()}
         else:  # what is resumed once more begins as it did
@@ -150,6 +157,9 @@ class Order(Sampler[Any]):
         for _ in range(count):
             drawn = _next_digest(drawn, next(rest, "nothing"))
         if digest is not None and digest != drawn:
+            if self.may_start_over:
+                self._restore(self._pristine)
+                return None
             raise ConfigError(
                 "train_dataloader",
                 f"{_name_of(self.inner)} draws other samples than before the checkpoint, so its pass can't be gone on "

@@ -91,6 +91,8 @@ class TrainingLoader:
     def __init__(self, loader: Any, shared: Any, watcher: Watcher) -> None:
         self.shared, self._loader, self._watcher = shared, loader, watcher
         self._order = _order_of(loader)
+        if self._order is not None:
+            self._order.may_start_over = watcher.choice == "start_over"
         self._stateful = None if self._order is not None else _stateful(loader)
         self._batches = 0
         self._held: list[Any] = []
@@ -173,7 +175,7 @@ class TrainingLoader:
     def end_pass(self, resume: Resume) -> None:
         """Leave the samplers as the pass left them that a resumed run has ended before."""
         position = {} if resume.state is None else resume.state["position"]
-        if self._order is None or "order" not in position or self._watcher.choice == "start_over":
+        if self._order is None or "order" not in position:
             return
         if isinstance(self._reader, DataLoader) and self._reader.persistent_workers and self._reader.num_workers:
             # They were there: starting them draws a seed, which that pass had drawn.

@@ -108,9 +108,7 @@ class Checkpoints:
             self._resume_loaders(path, checkpoint, state)
         return checkpoint
 
-    def _resume_loaders(
-        self, path: Path, checkpoint: dict[str, Any], random_state: dict[str, Any] | None, module: pl.LightningModule
-    ) -> None:
+    def _resume_loaders(self, path: Path, checkpoint: dict[str, Any], random_state: dict[str, Any] | None) -> None:
         states, batches = take_states(checkpoint), trained_batches(checkpoint)
         self.positions.mend_progress(checkpoint)
         # Making the loaders again may draw numbers that the first run did not draw: so they are set again.

@@ -174,9 +174,9 @@ class Positions:
     def mend_progress(self, checkpoint: dict[str, Any]) -> None:
         """Correct what lightning's `checkpoint` says of its epoch where resuming from it would go wrong.
 
-        With ``max_steps`` reached in the middle of an epoch, that counts as done, and a resumed run would train on what is
-        left of it as the next one. It is open again. And one that was written between two epochs, with the one before
-        counted as done, would train on one batch more of that: it says what it would have said right after the last batch.
+        With ``max_steps`` reached in the middle of an epoch, that counts as done, and a resumed run would train on what
+        is left of it as the next one: it is open again. And a checkpoint between two epochs, of which the first counts
+        as done, would be resumed with one batch more of that: it says what it would have said right after the last one.
         """
         assert self._trainer is not None
         by_steps = self._trainer.max_steps != -1  # lightning resumes such a run in another way
