@@ -321,6 +321,13 @@ def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:
             "a number from 1, or -1 for all; checkpoint.enabled=false writes none",
             "checkpoint.keep_last=1",
         )
+    if config["checkpoint"]["data_position"] != "required" and "_target_" not in config["data"]:
+        raise ConfigError(
+            f"checkpoint.data_position={config['checkpoint']['data_position']}",
+            "has no effect: the place in these data is always found again",
+            "checkpoint.data_position=required; the others are for a data module of your own (data=custom)",
+            "checkpoint.data_position=required",
+        )
     resolve_ckpt_path(config, output_dir)
 
 

@@ -44,6 +44,7 @@ def build_strategy(config: Mapping[str, Any]) -> MeshStrategy:
         asynchronous_checkpoints=config["checkpoint"]["asynchronous"],
         trust_checkpoints=config["checkpoint"]["trust"],
         verify_checkpoints=config["checkpoint"]["verify"],
+        data_position=config["checkpoint"]["data_position"],
     )
 
 
