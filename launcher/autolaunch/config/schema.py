@@ -327,8 +327,8 @@ class Checkpoint:
         choices=("hash", "size"),
     )
     data_position: str = option(
-        "Where a data module of your own can't go on in the middle of an epoch: refuse to resume there, read again what "
-        "was trained on, or begin the epoch's data again.",
+        "Where a data module of your own can't go on in the middle of an epoch: refuse to resume there, read again "
+        "what was trained on, or begin the epoch's data again.",
         "required",
         choices=("required", "read_again", "start_over"),
     )
