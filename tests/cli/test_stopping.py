@@ -85,8 +85,8 @@ def stop(step: int, signum: signal.Signals, rank: int) -> str:
     ("mesh", "signum", "rank", "code"),
     [
         pytest.param("2", signal.SIGTERM, 1, 75, id="one-rank-of-two"),
-        pytest.param("1", signal.SIGUSR1, 0, 75, id="usr1-alone"),
-        pytest.param("1", signal.SIGINT, 0, 130, id="ctrl-c-alone"),
+        pytest.param("1", signal.SIGUSR1, 0, 75, id="usr1-alone", marks=pytest.mark.full),
+        pytest.param("1", signal.SIGINT, 0, 130, id="ctrl-c-alone", marks=pytest.mark.full),
         pytest.param("1x1x2", signal.SIGUSR1, 0, 75, id="stages", marks=pytest.mark.full),
         pytest.param("1x2", signal.SIGTERM, 1, 75, id="mp", marks=pytest.mark.full),
     ],
@@ -107,6 +107,7 @@ def test_a_signal_saves_and_the_run_goes_on(
     assert_same_curve(resumed, whole)
 
 
+@pytest.mark.full
 def test_a_signal_to_the_command_saves_on_all_ranks(command: Commands) -> None:
     directory = command.directory / "parent"
     words = [sys.executable, "-m", "autolaunch", *TINY, "mesh=2", "trainer.max_steps=100000", f"output_dir={directory}"]
@@ -134,6 +135,7 @@ def steps_kept(directory: Path) -> list[int]:
     return [read_manifest(path)["step"] for path in complete_checkpoints(directory / "checkpoints")]
 
 
+@pytest.mark.full
 def test_keep_last_holds_over_restarts(command: Commands) -> None:
     directory = command.directory / "restarts"
     for last in (2, 4, 6):
@@ -142,6 +144,7 @@ def test_keep_last_holds_over_restarts(command: Commands) -> None:
         assert steps_kept(directory) == [last - 1, last]
 
 
+@pytest.mark.full
 def test_the_best_by_a_logged_value_and_the_last_are_kept(command: Commands) -> None:
     directory = command.directory / "monitored"
     says = "trainer.callbacks.says={_target_: stopping.Says}"
@@ -157,6 +160,7 @@ def test_a_value_that_is_never_logged_is_said(command: Commands) -> None:
     assert steps_kept(run.directory) == [STEPS]
 
 
+@pytest.mark.full
 def test_minutes(command: Commands) -> None:
     """By the first rank's clock, on all ranks alike."""
     directory = command.directory / "minutes"
@@ -164,11 +168,7 @@ def test_minutes(command: Commands) -> None:
     assert steps_kept(directory) == [2, 4, STEPS]  # asked for after a step, written after the next
 
 
-def test_keeping_none_is_refused(command: Commands) -> None:
-    run = command("mesh=1", "checkpoint.keep_last=0", code=2)
-    assert_told(run.screen, "checkpoint.keep_last=0", write="checkpoint.keep_last=1", allowed=("enabled=false",))
-
-
+@pytest.mark.full
 def test_losses_that_are_not_finite_end_the_run(command: Commands) -> None:
     """What is kept is what was saved while they were."""
     directory = command.directory / "broken"

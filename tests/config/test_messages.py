@@ -34,11 +34,17 @@ TASKS = "fit, validate, test, predict, plan, calibrate, export"
 GROUPS = "cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, search, trainer"
 DP_OPTIONS = "ddp, fsdp, hsdp, zero1, zero2"
 STYLES = (
-    "ColWiseParallel, RowWiseParallel, SequenceParallelBegin, SequenceParallelEnd, SequenceParallelEnable, "
-    "SequenceParallelDisable, PrepareContextParallel, ContextParallel, PrepareLayerInput, PrepareLayerOutput"
+    "ColWiseParallel, RowWiseParallel, GatherWhenUsed, SequenceParallelBegin, SequenceParallelEnd, "
+    "SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, ContextParallel, "
+    "PrepareLayerInput, PrepareLayerOutput"
 )
 
 WRONG = [
+    pytest.param(
+        ["checkpoint.keep_last=0"],
+        Told("checkpoint.keep_last=0", write="checkpoint.keep_last=1", allowed=("enabled=false",)),
+        id="keep-no-checkpoint",
+    ),
     pytest.param(
         ["mesh=1024", "data.batch_size=1024", "data=synthetic", "data.num_validation_sequences=0"],
         Told(
@@ -781,7 +787,7 @@ WRONG = [
         id="heads-and-layers-of-a-mesh",
     ),
     pytest.param(
-        ["mesh=cp4", "data.seq_len=60"],
+        ["mesh=cp4", "data.seq_len=60", "cp.pad=false"],
         Told(
             "data.seq_len=60",
             "4 ranks of cp",

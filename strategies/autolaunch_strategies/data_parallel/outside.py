@@ -34,7 +34,7 @@ _COMPUTED_ATTRIBUTES = tuple(getattr(torch.Tensor, name).__get__ for name in ("T
 class GathersOnUse(TorchFunctionMode):
     """Active around the modules that gather their own parameters, and not within them, where it would cost time.
 
-    Acts where gradients are computed and within the forward of `root`. Optimizers and other code under
+    Acts where gradients are computed and within the forward of `root` and of its parts. Optimizers and other code under
     ``torch.no_grad()`` see what is sharded; so does what changes a parameter in place.
 
     Args:
@@ -44,6 +44,7 @@ class GathersOnUse(TorchFunctionMode):
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
         self._root = weakref.ref(root)  # plain loops never leave the mode
+        self._forwards = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -70,6 +71,23 @@ class GathersOnUse(TorchFunctionMode):
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if left and left.pop():
                 push_mode(self)
+
+        module.register_forward_pre_hook(begin, prepend=True)
+        module.register_forward_hook(end, always_call=True)
+
+    def act_within(self, module: nn.Module) -> None:
+        """Act within the forward of `module`, too, which is a part of the root that people call by itself."""
+
+        running: list[bool] = []  # empty at `end` where another hook raised before `begin`
+
+        def begin(module: nn.Module, args: Any) -> None:
+            running.append(True)
+            self._forwards += 1
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if running:
+                running.pop()
+                self._forwards -= 1
 
         module.register_forward_pre_hook(begin, prepend=True)
         module.register_forward_hook(end, always_call=True)
@@ -117,7 +135,7 @@ class GathersOnUse(TorchFunctionMode):
 
     def _is_in_forward(self) -> bool:
         root = self._root()
-        return root is not None and is_in_forward(root)
+        return self._forwards > 0 or (root is not None and is_in_forward(root))
 
 
 def _has_sharded(values: Iterable[Any]) -> bool:
