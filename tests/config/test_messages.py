@@ -474,6 +474,16 @@ WRONG = [
         id="text-for-float",
     ),
     pytest.param(
+        ["checkpoint.data_position=start_over"],
+        Told(
+            "checkpoint.data_position=start_over",
+            "no effect",
+            allowed=("data=custom",),
+            write="checkpoint.data_position=required",
+        ),
+        id="data-position-of-own-data",
+    ),
+    pytest.param(
         ["checkpoint.enabled=2"],
         Told("checkpoint.enabled=2", "true or false"),
         id="int-for-bool",

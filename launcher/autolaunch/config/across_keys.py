@@ -339,6 +339,13 @@ def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:
             "with fit and ckpt_path",
             "ckpt_path=last" if config["ckpt_path"] is None else "resume.allow=[]",
         )
+    if config["checkpoint"]["data_position"] != "required" and "_target_" not in config["data"]:
+        raise ConfigError(
+            f"checkpoint.data_position={config['checkpoint']['data_position']}",
+            "has no effect: the place in these data is always found again",
+            "checkpoint.data_position=required; the others are for a data module of your own (data=custom)",
+            "checkpoint.data_position=required",
+        )
     resolve_ckpt_path(config, output_dir)
 
 

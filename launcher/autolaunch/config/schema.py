@@ -327,6 +327,12 @@ class Checkpoint:
         "hash",
         choices=("hash", "size"),
     )
+    data_position: str = option(
+        "Where a data module of your own can't go on in the middle of an epoch: refuse to resume there, read again "
+        "what was trained on, or begin the epoch's data again.",
+        "required",
+        choices=("required", "read_again", "start_over"),
+    )
     trust: bool = option("Load checkpoints that run code: pickles that hold more than tensors and plain data.", False)
 
 

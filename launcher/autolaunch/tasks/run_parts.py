@@ -53,6 +53,7 @@ def build_strategy(config: Mapping[str, Any], recorded: Mapping[str, Any] | None
         verify_checkpoints=config["checkpoint"]["verify"],
         recorded=recorded,
         allow_on_resume=config["resume"]["allow"],
+        data_position=config["checkpoint"]["data_position"],
     )
 
 

@@ -32,6 +32,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
 
 from autolaunch_strategies.checkpoint.files import (
     METADATA,
@@ -54,6 +55,7 @@ from autolaunch_strategies.checkpoint.optimizers import (
 from autolaunch_strategies.checkpoint.plain_data import NotPlainData, load_plain
 from autolaunch_strategies.checkpoint.storage import Planner, Reader, Writer
 from autolaunch_strategies.config import SAME_DATA_AXES, ConfigError
+from autolaunch_strategies.data_parallel.loader import equal_states
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.torch_private.collectives import LONG_LIVED
 from autolaunch_strategies.torch_private.meshes import local_index
@@ -464,7 +466,12 @@ def _restore_by_dp_rank(checkpoint: dict[str, Any], saved: list[dict[str, Any]],
     loaders = [item["loaders"] for item in saved]
     if _loader_state(checkpoint) is None:
         return
-    if not same_size and any(item != loaders[0] for item in loaders):
+    if not same_size and not all(_same_position(item, loaders[0]) for item in loaders):
+        if _is_between_epochs(checkpoint) and all(_has_order(state) for state in mine["loaders"]):
+            del checkpoint["loops"]["fit_loop"]["state_dict"][
+                "combined_loader"
+            ]  # the next epoch has an order of its own
+            return
         raise ConfigError(
             f"ckpt_path={path}",
             f"its data loaders stand at different places on {len(saved)} dp ranks; "
@@ -473,6 +480,23 @@ def _restore_by_dp_rank(checkpoint: dict[str, Any], saved: list[dict[str, Any]],
             f"mesh=dp{len(saved)}",
         )
     checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = mine["loaders"]
+
+
+def _is_between_epochs(checkpoint: dict[str, Any]) -> bool:
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    return bool(progress.get("is_last_batch", False))
+
+
+def _has_order(state: Any) -> bool:
+    """Whether a loader's state is that of an order, which each rank draws for itself."""
+    return isinstance(state, dict) and isinstance(state.get("position"), dict) and "order" in state["position"]
+
+
+def _same_position(one: list[Any], other: list[Any]) -> bool:
+    """Whether loaders stand at the same place, whatever random numbers their ranks have drawn."""
+    positions = [[state.get("position", state) for state in states] for states in (one, other)]
+    (mine, shape), (theirs, other_shape) = map(tree_flatten, positions)
+    return shape == other_shape and all(map(equal_states, mine, theirs))
 
 
 def random_state() -> dict[str, Any]:

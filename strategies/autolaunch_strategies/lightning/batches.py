@@ -27,6 +27,7 @@ from autolaunch_strategies.data_parallel.loader import (
     generators_of,
     global_batch_size,
 )
+from autolaunch_strategies.data_parallel.order import Order
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,8 @@ class Batches:
     def _next_weight(self) -> float:
         assert self._trainer is not None
         combined = self._trainer.fit_loop._combined_loader
-        loaders = [] if combined is None else [x for x in combined.flattened if isinstance(x, DistributedLoader)]
+        read = [] if combined is None else [getattr(loader, "shared", loader) for loader in combined.flattened]
+        loaders = [loader for loader in read if isinstance(loader, DistributedLoader)]
         weights = {loader.weights.popleft() for loader in loaders if loader.weights}
         if len(weights) > 1:
             raise ConfigError(
@@ -145,7 +147,7 @@ class Batches:
         """
         if not isinstance(loader, DataLoader):
             return loader
-        is_left_alone = ranks == 1 or not self._are_shared or isinstance(loader.sampler, DistributedSampler)
+        is_left_alone = ranks == 1 or not self._are_shared or isinstance(_plain_sampler(loader), DistributedSampler)
         if is_left_alone or not isinstance(loader.dataset, IterableDataset):  # a stream is the same on every rank
             _seed_workers(loader, rank)
         if is_left_alone:
@@ -171,10 +173,15 @@ class Batches:
 
 def _samples_in_batch(loader: Any, ranks: int) -> int | None:
     """Samples of all ranks in a full batch of a loader that `Batches.share` has returned; None if it does not say."""
+    loader = getattr(loader, "shared", loader)
     if isinstance(loader, DistributedLoader):
         return loader.samples_per_batch
     size = global_batch_size(loader) if isinstance(loader, DataLoader) else None
     return None if size is None else size * ranks
+
+
+def _plain_sampler(loader: DataLoader) -> Any:
+    return loader.sampler.inner if isinstance(loader.sampler, Order) else loader.sampler
 
 
 def _seed_workers(loader: DataLoader, dp_rank: int) -> None:

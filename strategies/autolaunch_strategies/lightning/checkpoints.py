@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from autolaunch_strategies.checkpoint.sharded import (
 )
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.place import Place
-from autolaunch_strategies.lightning.step_start import StepStart, was_cut_off_in_validation
+from autolaunch_strategies.lightning.positions import Positions, take_states, trained_batches
+from autolaunch_strategies.lightning.step_start import StepStart
 from autolaunch_strategies.tensor.views import plain
 
 VERIFICATIONS = ("hash", "size")
@@ -43,6 +45,7 @@ class Checkpoints:
 
     Args:
         place: knows the mesh, from its `join` on.
+        positions: resumes the training loaders.
         asynchronous: write in the background.
         trust: run what checkpoints' pickles name, if that is no plain data.
         verify: before loading, compare the content of files (`hash`) or their sizes only (`size`).
@@ -58,6 +61,7 @@ class Checkpoints:
     def __init__(
         self,
         place: Place,
+        positions: Positions,
         asynchronous: bool = False,
         trust: bool = False,
         verify: str = "hash",
@@ -73,7 +77,7 @@ class Checkpoints:
                 "MeshStrategy(verify_checkpoints='hash')",
             )
         check_allowed(allowed, f"allow_on_resume={list(allowed)!r}", "MeshStrategy(allow_on_resume=['{}'])")
-        self.place, self.trust, self.verify = place, trust, verify
+        self.place, self.positions, self.trust, self.verify = place, positions, trust, verify
         self.recorded, self.allowed, self._batch_size = plain_record(recorded or {}), tuple(allowed), batch_size
         self.changed: dict[str, str] = {}
         """Name in the record -> how it has changed since the checkpoint from which training goes on."""
@@ -87,7 +91,6 @@ class Checkpoints:
         self.as_of: StepStart | None = None
         """Save the loops and random numbers of then, instead of the present ones."""
         self._writer = CheckpointWriter(asynchronous, place.first_step_timeout)
-        self._pending_rng: dict[str, Any] | None = None
         self._loaded: dict[str, Any] = {}
 
     def save(
@@ -98,6 +101,7 @@ class Checkpoints:
         optimizers: list[torch.optim.Optimizer],
     ) -> None:
         """Write lightning's `checkpoint` to the directory `path`, the same on every rank. Collective."""
+        self.positions.before_save()
         run = {**self._record(optimizers), "batch_size": self.recorded.get("batch_size", self._batch_size())}
         run = {name: value for name, value in run.items() if value is not None}
         random = None
@@ -146,10 +150,8 @@ class Checkpoints:
             self._go_on_from(path, there, here)
         self._loaded = dict(checkpoint["state_dict"])
         state = checkpoint.pop("random_state", None)
-        if fitting and state is not None:
-            set_random_state(state)  # for the loaders of a new epoch
-            if _in_the_middle_of_an_epoch(checkpoint):
-                self._pending_rng = state  # making the loaders again draws numbers that the first run did not draw
+        if fitting:
+            self._resume_loaders(path, checkpoint, state)
         return checkpoint
 
     def _go_on_from(self, path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -164,6 +166,15 @@ class Checkpoints:
         mesh = {"mesh": manifest["mesh"]} if "mesh" in manifest else {}
         for line in told(path, {**mesh, **there}, {"mesh": self.place.rank_mesh.shape.name, **here}, self.allowed):
             self.tell(line)
+
+    def _resume_loaders(self, path: Path, checkpoint: dict[str, Any], random_state: dict[str, Any] | None) -> None:
+        states, batches = take_states(checkpoint), trained_batches(checkpoint)
+        self.positions.mend_progress(checkpoint)
+        # Making the loaders again may draw numbers that the first run did not draw: so they are set again.
+        restore = None if random_state is None else partial(set_random_state, random_state)
+        if restore is not None:
+            restore()
+        self.positions.resume(states, batches, str(path), restore)
 
     def _whole(self, path: Path) -> Path:
         """`path`, or if it is damaged the furthest trained one beside it that is not, if there is one. Collective."""
@@ -199,21 +210,19 @@ class Checkpoints:
                 )
             copy_part(plain(value), mine[name])
 
-    def before_first_batch(self) -> None:
-        """The first batch of a resumed run is due: go on with the random numbers of the one that saved.
+    def compare_batch_size(self) -> None:
+        """Training is about to begin, with its loaders made: if it is resumed, with batches as those that were saved.
 
         Raises:
             ConfigError: its loaders have another batch size than those of the one that saved.
         """
-        if self._samples_there is not None:
-            (path, there), here = self._samples_there, self._batch_size()
-            self._samples_there = None
-            if here is not None:
-                changed = changes({"batch_size": there}, {"batch_size": here})
-                refuse_changes(path, changed, self.allowed, in_script=True)
-        if self._pending_rng is not None:
-            set_random_state(self._pending_rng)
-            self._pending_rng = None
+        if self._samples_there is None:
+            return
+        (path, there), here = self._samples_there, self._batch_size()
+        self._samples_there = None
+        if here is not None:
+            changed = changes({"batch_size": there}, {"batch_size": here})
+            refuse_changes(path, changed, self.allowed, in_script=True)
 
     def remove(self, path: Path) -> bool:
         """Remove a checkpoint that is a directory, on rank 0; whether that was done."""
@@ -225,14 +234,6 @@ class Checkpoints:
     def finish(self, together: bool = True) -> None:
         """Wait for what is being written; with `together=False` the other ranks may be gone."""
         self._writer.finish(together)
-
-
-def _in_the_middle_of_an_epoch(checkpoint: dict[str, Any]) -> bool:
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    progress = fit_loop.get("epoch_loop.batch_progress", {})
-    if was_cut_off_in_validation(fit_loop):
-        return True
-    return progress.get("current", {}).get("ready", 0) > 0 and not progress.get("is_last_batch", False)
 
 
 def _class_path(kind: type) -> str:

@@ -39,13 +39,3 @@ class StepStart:
         total["completed"] = total["processed"]
         progress["current"] = dict.fromkeys(progress["current"], 0)
         progress["is_last_batch"] = False
-
-
-def was_cut_off_in_validation(fit_loop: dict[str, Any]) -> bool:
-    """Whether a resumed run begins with a validation.
-
-    Args:
-        fit_loop: the state of the fit loop in a checkpoint.
-    """
-    total = fit_loop.get(_VALIDATION, {}).get("total", {})
-    return bool(total) and total["started"] == total["processed"] + 1

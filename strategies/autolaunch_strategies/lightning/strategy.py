@@ -35,6 +35,7 @@ from autolaunch_strategies.config import (
     parse_mesh,
 )
 from autolaunch_strategies.data_parallel.gradients import clip_values, gradient_norm, scale_gradients
+from autolaunch_strategies.data_parallel.position import ordered
 from autolaunch_strategies.lightning.batches import Batches
 from autolaunch_strategies.lightning.checkpoints import Checkpoints
 from autolaunch_strategies.lightning.collectives import Collectives
@@ -43,6 +44,7 @@ from autolaunch_strategies.lightning.gradient_norms import replace_grad_norm
 from autolaunch_strategies.lightning.hooks import gradients_are_read
 from autolaunch_strategies.lightning.metrics import StepValues, exchange_metrics_over
 from autolaunch_strategies.lightning.place import Place
+from autolaunch_strategies.lightning.positions import Positions
 from autolaunch_strategies.lightning.refusals import (
     refuse_callbacks,
     refuse_module_in_stages,
@@ -101,6 +103,9 @@ class MeshStrategy(ParallelStrategy):
             plain data by name. A resumed run in which `optimizer`, `batch_size`, `seed`, `seq_len`, `data` or `model`
             is another than in the run that saved is refused; what else has changed is logged.
         allow_on_resume: which of these may be another. A new optimizer begins without state.
+        data_position: what a resume in the middle of an epoch does where the place in the training data can't be found
+            again, as in an iterable dataset without `state_dict`: it is refused (required), reads what was trained on
+            once more and throws it away (read_again), or begins the epoch's data again (start_over).
         construction, files: where the values of a module on meta come from (see `apply_parallelism`).
 
     Raises:
@@ -133,6 +138,7 @@ class MeshStrategy(ParallelStrategy):
         batch_size: str = "global",
         recorded: Mapping[str, Any] | None = None,
         allow_on_resume: Collection[str] = (),
+        data_position: str = "required",
         **plugins: Any,
     ) -> None:
         if mesh == "auto":
@@ -141,8 +147,10 @@ class MeshStrategy(ParallelStrategy):
         self.place = Place(self.parallel, process_group_backend, timeout, first_step_timeout)
         self.collectives = Collectives(self.place)
         self.batches = Batches(batch_size)
+        self.positions = Positions(data_position)
         self.checkpoints = Checkpoints(
             self.place,
+            self.positions,
             asynchronous_checkpoints,
             trust_checkpoints,
             verify_checkpoints,
@@ -269,7 +277,11 @@ class MeshStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         dataloader = self.first_step.give_back(dataloader)
-        return self.batches.share(dataloader, self.dp_rank, self.dp_size, self.shape.size)
+        is_trained_on = self._module.trainer.training
+        if is_trained_on:
+            dataloader = ordered(dataloader)
+        shared = self.batches.share(dataloader, self.dp_rank, self.dp_size, self.shape.size)
+        return self.positions.loader(dataloader, shared) if is_trained_on else shared
 
     # --- collectives ------------------------------------------------------------------------------------------------
 
@@ -331,11 +343,6 @@ class MeshStrategy(ParallelStrategy):
         if not self.checkpoints.remove(Path(filepath)):
             super().remove_checkpoint(filepath)
 
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._module.trainer.training:
-            self.checkpoints.before_first_batch()
-        return super().batch_to_device(batch, device, dataloader_idx)
-
     # --- start and end ----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -344,9 +351,10 @@ class MeshStrategy(ParallelStrategy):
         module = self._module
         self.accelerator.setup(trainer)
         self.votes = Votes(trainer, self.root_device, self.stop_signals, self.stop_seconds, self.stopped_too_late)
-        self.votes.before_resumed_validation = self.checkpoints.before_first_batch
+        self.votes.before_resumed_validation = self.positions.before_validation
         replace_grad_norm()
         self.batches.connect(trainer)
+        self.positions.connect(trainer)
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -568,6 +576,13 @@ class MeshStrategy(ParallelStrategy):
 
     def _share_statistics(self) -> None:
         share_statistics(self._module, self.rank_mesh.group(*SHARDING_AXES))
+
+    def on_train_start(self) -> None:
+        self.checkpoints.compare_batch_size()
+        self.positions.begin()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.positions.trains()
 
     def on_validation_start(self) -> None:
         self._share_statistics()
