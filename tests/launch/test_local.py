@@ -168,7 +168,15 @@ class Launcher:
         self.env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def command(self, task: str, ranks: int, *, isolated: bool = False, **launch: object) -> list[str]:
-        settings = {"logs": "rank0", "start_timeout": 60.0, "stop_timeout": 5.0, "hang_timeout": 60.0}
+        settings = {
+            "name": "local",
+            "max_restarts": 0,
+            "min_devices": None,
+            "logs": "rank0",
+            "start_timeout": 60.0,
+            "stop_timeout": 5.0,
+            "hang_timeout": 60.0,
+        }
         settings |= {"first_step_timeout": 60.0} | launch
         config = {
             "task": task if ":" in task else f"launch_tasks:{task}",
