@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -27,7 +26,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from autolaunch.config.search import is_trial
 from autolaunch.job import ResolvedJob
-from autolaunch.launch.end import STACK_SIGNAL, STOP_SIGNAL, RunEnd, Stop, write_stop
+from autolaunch.launch.containment import die_with_parent
+from autolaunch.launch.end import STACK_SIGNAL, STOP_SIGNAL, RunEnd, Stop, deny_finished, write_stop
 from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, failure_file, log_file, show, write_failure
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
 from autolaunch.launch.place import Place, place
@@ -37,8 +37,6 @@ from autolaunch.machine.devices import visible_devices
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
     """Be one rank of a local run, as `autolaunch.launch.local` starts it; never returns."""
@@ -47,7 +45,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument("--listen", type=int, help="descriptor of the socket on which rank 0 serves the store")
     arguments = parser.parse_args()
-    _die_with_parent(arguments.parent)
+    die_with_parent(arguments.parent)
     signal.signal(STOP_SIGNAL, signal.SIG_DFL)
     job = ResolvedJob.read(arguments.job)
     leave(run_rank(job, replace(place(), kind="local", listen_fd=arguments.listen)))
@@ -122,8 +120,9 @@ def run_here(job: ResolvedJob) -> RunEnd:
     log = log_file(job.logs, 0)
     _see_working_directory()
     handler = _log_records(log, console=not logging.getLogger().handlers)
-    with _stoppable() as received:
+    with _stoppable() as received, log.open("a", encoding="utf-8") as log_stream:
         try:
+            faulthandler.enable(log_stream)
             from autolaunch import tasks
 
             tasks.run(job, where)
@@ -138,6 +137,7 @@ def run_here(job: ResolvedJob) -> RunEnd:
             failure = _record(error, job, where, log)
             return RunEnd("failed", failure.exit_code, failure, failure.render())
         finally:
+            faulthandler.enable()
             logging.getLogger().removeHandler(handler)
             handler.close()
     return RunEnd("finished", 0)
@@ -195,8 +195,10 @@ def _stop_in(error: BaseException) -> Stop | None:
 def _record(error: BaseException, job: ResolvedJob, place: Place, log: Path) -> Failure:
     failure = describe(error, job.logs, place.rank, place.world_size)
     write_failure(failure, job.logs)
-    with log.open("a", encoding="utf-8") as stream:
+    with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as stream:
         stream.write("".join(traceback.format_exception(error)))
+    if place.rank == 0:
+        deny_finished(job.output_dir, "failed", failure.error)
     return failure
 
 
@@ -224,35 +226,9 @@ def _log_records(file: Path | None, *, console: bool) -> logging.Handler:
     return handlers[-1]
 
 
-def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process, and those it forks, when the one that started it is gone."""
-    if sys.platform != "linux":
-        return
-    prctl = ctypes.CDLL(None).prctl
-
-    def die_with_starter() -> None:
-        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-    die_with_starter()
-    if os.getppid() != parent:  # it went before the kernel was told
-        os._exit(1)
-
-    # The kernel means the thread that forked: a child of a short-lived thread is left alone.
-    by_main_thread: list[bool] = []
-
-    def before_fork() -> None:
-        by_main_thread[:] = [threading.current_thread() is threading.main_thread()]
-
-    def after_fork() -> None:
-        if by_main_thread == [True]:
-            die_with_starter()
-
-    os.register_at_fork(before=before_fork, after_in_child=after_fork)
-
-
 @contextlib.contextmanager
 def _stoppable() -> Iterator[list[int]]:
-    """While this lasts SIGTERM raises SystemExit, so that the task cleans up; gives the signals received so far."""
+    """While this lasts SIGTERM and SIGHUP raise SystemExit, so that the task cleans up; gives the signals received so far."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -263,8 +239,11 @@ def _stoppable() -> Iterator[list[int]]:
         signal.signal(signum, signal.SIG_DFL)
         raise SystemExit(128 + signum)
 
-    before: dict[int, Any] = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before: dict[int, Any] = {signum: signal.getsignal(signum) for signum in signals}
     signal.signal(signal.SIGTERM, stop)
+    if before[signal.SIGHUP] != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, stop)
     try:
         yield received
     finally:

@@ -340,6 +340,7 @@ class Launch:
     collective_timeout: float = option(
         "Seconds after which a collective that a rank never joins is an error.", 1800.0, gt=0
     )
+    wait: bool = option("Wait while another run is in the output directory, instead of an error.", False)
     logs: str = option("Who writes to the terminal; every rank has a log file.", "rank0", choices=("rank0", "all"))
 
 

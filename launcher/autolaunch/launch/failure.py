@@ -7,6 +7,7 @@ that was not somebody else's consequence.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autolaunch.job import write_beside
+from autolaunch.launch.output_lost import output_lost
 from autolaunch_strategies.config import ConfigError, ConfigErrors
 
 PEER_LOST = re.compile(
@@ -116,13 +118,13 @@ def describe(error: BaseException, directory: Path, rank: int, world_size: int) 
     """The failure that `error` is on this rank, now."""
     wrong_config = isinstance(error, (ConfigError, ConfigErrors))
     lines = traceback.format_exception_only(error)
+    lost = None if wrong_config else output_lost(directory.parent, error)
+    told = wrong_config or isinstance(error, RunFailed)
     return Failure(
         rank=rank,
         world_size=world_size,
-        error=str(error)
-        if wrong_config or isinstance(error, RunFailed)
-        else "".join(lines[-1:]).strip().split("\n")[0],
-        details="" if wrong_config or isinstance(error, RunFailed) else user_traceback(error),
+        error=lost or (str(error) if told else "".join(lines[-1:]).strip().split("\n")[0]),
+        details="" if told or lost else user_traceback(error),
         log=str(log_file(directory, rank)),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -133,8 +135,9 @@ def describe(error: BaseException, directory: Path, rank: int, world_size: int) 
 
 
 def write_failure(failure: Failure, directory: Path) -> None:
-    """Write a rank's own failure down: complete or not at all."""
-    write_beside(failure_file(directory, failure.rank), json.dumps(dataclasses.asdict(failure), indent=1))
+    """Write a rank's own failure down: complete or not at all; not where nothing can be written any more."""
+    with contextlib.suppress(OSError):
+        write_beside(failure_file(directory, failure.rank), json.dumps(dataclasses.asdict(failure), indent=1))
 
 
 def is_peer_lost(error: BaseException) -> bool:
@@ -201,11 +204,12 @@ def first_failure(directory: Path, exits: Mapping[int, Exit], world_size: int) -
 def _silent(directory: Path, rank: int, world_size: int, end: Exit) -> Failure:
     log = log_file(directory, rank)
     lines = tail(log, end.log_start)
+    lost = output_lost(directory.parent) if end.code > 0 else None
     return Failure(
         rank=rank,
         world_size=world_size,
-        error=_ending(end.code),
-        details=f"the end of its log:\n{lines}" if lines else "",
+        error=lost or _ending(end.code),
+        details=f"the end of its log:\n{lines}" if lines and not lost else "",
         log=str(log),
         host=socket.gethostname(),
         pid=end.pid,

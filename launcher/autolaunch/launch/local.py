@@ -55,7 +55,7 @@ class _Rank:
 
 
 class _Signals:
-    """Ctrl-C, SIGTERM and SIGUSR1 while a run lasts: counted here, acted on by the loop that watches the ranks."""
+    """Ctrl-C, SIGTERM, SIGUSR1 and, unless it is ignored, SIGHUP while a run lasts: counted here, acted on by the loop that watches the ranks."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -67,7 +67,10 @@ class _Signals:
             return
         before: dict[int, Any] = {}
         try:
-            for signum in (signal.SIGINT.value, signal.SIGTERM.value, signal.SIGUSR1.value):
+            signals = [signal.SIGINT.value, signal.SIGTERM.value, signal.SIGUSR1.value]
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` has it
+                signals.append(signal.SIGHUP.value)
+            for signum in signals:
                 before[signum] = signal.signal(signum, self._note)
             yield self
         finally:

@@ -29,10 +29,10 @@ from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     """Run the task of `job` on this rank; collective over all ranks. Returns what summary.json holds."""
     with quiet_lightning():
-        return _run(job)
+        return _run(job, place)
 
 
-def _run(job: ResolvedJob) -> dict[str, Any]:
+def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     config, task = job.config, job.config["task"]
     started = time.time()
     pl.seed_everything(config["seed"], workers=True, verbose=False)
@@ -41,6 +41,8 @@ def _run(job: ResolvedJob) -> dict[str, Any]:
     strategy.checkpoints.earlier_if_damaged = job.resumes_last
     if task == "fit" and config["checkpoint"]["enabled"]:
         strategy.stop_signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        if place.kind != "local" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            strategy.stop_signals += (signal.SIGHUP,)  # there it is how the parent ends a rank at once
     steps = StepMetrics()
     screen = _Screen(job)
     callbacks: list[pl.Callback] = [screen]
