@@ -33,6 +33,7 @@ from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_pha
 from autolaunch.launch.place import Place, place
 from autolaunch.loading import loading
 from autolaunch.machine.devices import visible_devices
+from autolaunch.report.streams import keep_streams_open
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument("--listen", type=int, help="descriptor of the socket on which rank 0 serves the store")
     arguments = parser.parse_args()
+    keep_streams_open()
     die_with_parent(arguments.parent)
     signal.signal(STOP_SIGNAL, signal.SIG_DFL)
     job = ResolvedJob.read(arguments.job)

@@ -461,8 +461,6 @@ def _output_dir(config: DictConfig, node: DictConfig) -> Path:
         raise ConfigError(
             f"output_dir={typed or node.dir}", "there is no home directory of that name", "a path without ~"
         ) from None
-    except FileNotFoundError:
-        raise ConfigError("the working directory", "it has been deleted", "a directory that is there", "cd") from None
 
 
 def _claim(directory: Path, config: DictConfig, node: DictConfig) -> Path:

@@ -228,7 +228,7 @@ def _ending(code: int) -> str:
 
 
 def tail(path: Path, start: int = 0) -> str:
-    """The last lines of a log, of what was written after its first `start` bytes; empty if there is none."""
+    """The last lines of a log, or its last crash, of what stands behind its first `start` bytes; empty if there is none."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -236,7 +236,11 @@ def tail(path: Path, start: int = 0) -> str:
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
-    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
+    lines = text.rstrip().splitlines()
+    crashes = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    if crashes:  # where it was stands first, and who called it below
+        return "\n".join(lines[crashes[-1] :][:TAIL_LINES])
+    return "\n".join(lines[-TAIL_LINES:])
 
 
 def show(failure: Failure) -> None:

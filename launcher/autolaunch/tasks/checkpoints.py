@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from autolaunch.report.metrics import StepMetrics
+from autolaunch.report.readable import readable_bytes
 from autolaunch_strategies.checkpoint.files import complete_checkpoints
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.lightning.votes import TrainingStopped
@@ -66,8 +68,34 @@ class Checkpoints(ModelCheckpoint):
         if trainer.is_global_zero:
             found = complete_checkpoints(self.directory)
             names = [item.name for item in sorted(found, key=lambda item: item.stat().st_mtime_ns)]
+            self._check_space(pl_module, trainer, len(names))
         names = trainer.strategy.broadcast(names)
         self._scores = {name: self._scores.get(name) for name in names}
+
+    def _check_space(self, pl_module: pl.LightningModule, trainer: pl.Trainer, written: int) -> None:
+        """Refuse a disk that does not hold two checkpoints: one is removed when the next has been written.
+
+        Args:
+            written: how many are there already.
+
+        Raises:
+            ConfigError: there is less space than they take.
+        """
+        count = trainer.strategy.parameter_count  # type: ignore[attr-defined]
+        states = max((_states_per_parameter(optimizer) for optimizer in trainer.optimizers), default=0)
+        size = next((item.element_size() for item in pl_module.parameters()), 4)
+        trained = sum(item.numel() for item in pl_module.parameters() if item.requires_grad)
+        share = trained / max(1, sum(item.numel() for item in pl_module.parameters()))
+        one = int(count * size * (1 + states * share))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        free, needed = shutil.disk_usage(self.directory).free, one * max(1, 2 - written)
+        if free < needed:
+            raise ConfigError(
+                f"output_dir={self.directory.parent}",
+                f"{readable_bytes(free)} are free on this disk, and two checkpoints of this model take "
+                f"{readable_bytes(2 * one)}",
+                "a directory on a larger disk, or checkpoint.enabled=false, which writes none",
+            )
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -185,3 +213,8 @@ class Checkpoints(ModelCheckpoint):
             ", ".join(names) or "the names that self.log(...) is given",
             f"checkpoint.monitor={close}" if close else "",
         )
+
+
+def _states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
+    """Tensors of a parameter's size that an optimizer keeps: Adam and its kin two, with momentum one."""
+    return 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
