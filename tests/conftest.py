@@ -97,6 +97,22 @@ def group_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GroupOf]:
         yield make
 
 
+@pytest.fixture(scope="module")
+def one(group_of: GroupOf, request: pytest.FixtureRequest) -> Group:
+    """One process that runs the cases named `one` of the test file's `SCRIPT`; so `two` and `four`."""
+    return group_of(request.module.SCRIPT, "one", 1)
+
+
+@pytest.fixture(scope="module")
+def two(group_of: GroupOf, request: pytest.FixtureRequest) -> Group:
+    return group_of(request.module.SCRIPT, "two", 2)
+
+
+@pytest.fixture(scope="module")
+def four(group_of: GroupOf, request: pytest.FixtureRequest) -> Group:
+    return group_of(request.module.SCRIPT, "four", 4)
+
+
 @pytest.fixture(autouse=True)
 def warm_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ranks of runs that a test starts from its own process are forked, too."""

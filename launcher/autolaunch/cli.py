@@ -5,7 +5,6 @@ Exit codes: 0 done, 2 wrong config, 1 a run failed, 75 a signal ended it after i
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ def main() -> None:
 def run(argv: Sequence[str]) -> int:
     """Do what a command line says and return the exit code; messages go to stderr."""
     try:
-        os.getcwd()
+        Path.cwd()
     except FileNotFoundError:
         print("autolaunch: the working directory has been deleted; cd to one that is there", file=sys.stderr)
         return 2

@@ -30,6 +30,10 @@ class ResolvedJob:
     """What the planner chose for a cluster, and why (`planner.document`); None where the person said everything."""
     resumes_last: bool = False
     """Whether `ckpt_path` was `last`: a damaged checkpoint then gives way to an earlier one."""
+    restarts: int = 0
+    """How often the run was started again by itself (`launch.max_restarts`)."""
+    recorded: dict[str, Any] = field(default_factory=dict)
+    """What checkpoints say about it, to compare runs that go on from them; only of a training."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_dir", Path(self.output_dir))

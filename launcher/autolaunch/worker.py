@@ -20,17 +20,21 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from autolaunch.config.search import is_trial
 from autolaunch.job import ResolvedJob
+from autolaunch.launch.contact import end_process, in_contact
 from autolaunch.launch.containment import die_with_parent
 from autolaunch.launch.end import STACK_SIGNAL, STOP_SIGNAL, RunEnd, Stop, deny_finished, write_stop
 from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, failure_file, log_file, show, write_failure
+from autolaunch.launch.heartbeat import PULSE, Board, limits_of
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
 from autolaunch.launch.place import Place, place
+from autolaunch.launch.resources import choose_interface
 from autolaunch.loading import loading
 from autolaunch.machine.devices import visible_devices
 from autolaunch.report.streams import keep_streams_open
@@ -45,12 +49,15 @@ def main() -> None:
     parser.add_argument("job", help="the job file")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument("--listen", type=int, help="descriptor of the socket on which rank 0 serves the store")
+    parser.add_argument("--heartbeat", type=int, required=True, help="descriptor of the board for what the ranks do")
     arguments = parser.parse_args()
     keep_streams_open()
     die_with_parent(arguments.parent)
     signal.signal(STOP_SIGNAL, signal.SIG_DFL)
     job = ResolvedJob.read(arguments.job)
-    leave(run_rank(job, replace(place(), kind="local", listen_fd=arguments.listen)))
+    where = replace(place(), kind="local", listen_fd=arguments.listen)
+    PULSE.begin(partial(Board(arguments.heartbeat).write, where.rank))
+    leave(run_rank(job, where))
 
 
 def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
@@ -69,7 +76,7 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
     log = log_file(job.logs, place.rank)
     launch = job.config["launch"]
     terminal = place.rank == 0 and (place.kind != "local" or (launch["logs"] == "rank0" and not is_trial(job.config)))
-    with log.open("a", encoding="utf-8") as log_stream, stack_file(job.logs, place.rank).open("w") as stack_stream:
+    with log.open("a", encoding="utf-8") as log_stream, stack_file(job.logs, place.rank).open("a") as stack_stream:
         try:
             faulthandler.enable(log_stream)
             faulthandler.register(STACK_SIGNAL, stack_stream)
@@ -89,14 +96,17 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
             write_phase(job.logs, place.rank, Phase.CONNECTED)
             # What looks for torchrun's variables finds them under srun, too.
             os.environ.update({k: v for k, v in place.environment(job.output_dir.name).items() if k not in os.environ})
-            rendezvous.join(store, place, _backend(job, place), launch["collective_timeout"])
+            if place.kind != "local" and (interface := choose_interface(place)):
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
+            rendezvous.join(store, place, _backend(job, place), launch["first_step_timeout"])
             write_phase(job.logs, place.rank, Phase.RUNNING)
-            tasks.run(job, place)
-            if dist.is_initialized():
-                # A rank that is done must not take the connection from one that is not.
-                dist.barrier()
-                gc.collect()  # device meshes hold groups that gloo cannot lose after the process group
-                dist.destroy_process_group()
+            with _watched(store, job, place):
+                tasks.run(job, place)
+                if dist.is_initialized():
+                    # A rank that is done must not take the connection from one that is not.
+                    dist.barrier()
+                    gc.collect()  # device meshes hold groups that gloo cannot lose after the process group
+                    dist.destroy_process_group()
             write_phase(job.logs, place.rank, Phase.DONE)
             rendezvous.leave_store(store, place)
         except BaseException as error:
@@ -107,11 +117,24 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
                 write_stop(stop, job.logs)
                 if place.kind != "local":
                     print(stop.render(job.output_dir), file=sys.stderr, flush=True)
+            if place.kind != "local" and store is not None:
+                rendezvous.leave_together(store, place)
             return stop.exit_code
         finally:
             faulthandler.unregister(STACK_SIGNAL)
             faulthandler.enable()
     return 0
+
+
+def _watched(store: Store, job: ResolvedJob, place: Place) -> contextlib.AbstractContextManager[None]:
+    """Be missed when this rank dies or hangs; in a local run the parent watches already."""
+    if place.kind == "local":
+        return contextlib.nullcontext()
+    from autolaunch_strategies.lightning.votes import TrainingStopped
+
+    PULSE.begin()
+    limits = limits_of(job.config["launch"])
+    return in_contact(store, place, job.logs, limits, partial(end_process, place), TrainingStopped)
 
 
 def run_here(job: ResolvedJob) -> RunEnd:
@@ -199,7 +222,7 @@ def _record(error: BaseException, job: ResolvedJob, place: Place, log: Path) -> 
     write_failure(failure, job.logs)
     with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as stream:
         stream.write("".join(traceback.format_exception(error)))
-    if place.rank == 0:
+    if place.rank == 0 or place.kind != "local":  # there nobody else says it
         deny_finished(job.output_dir, "failed", failure.error)
     return failure
 
@@ -230,7 +253,7 @@ def _log_records(file: Path | None, *, console: bool) -> logging.Handler:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[list[int]]:
-    """While this lasts SIGTERM and SIGHUP raise SystemExit, so that the task cleans up; gives the signals received so far."""
+    """While this lasts SIGTERM and SIGHUP raise SystemExit, so that the task cleans up; gives what was received so far."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

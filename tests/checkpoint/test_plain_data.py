@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,8 @@ from omegaconf import OmegaConf
 from autolaunch_strategies import ConfigError, MeshStrategy
 from autolaunch_strategies.checkpoint.files import MANIFEST, problem_with, read_manifest, write_manifest
 from autolaunch_strategies.checkpoint.plain_data import NotPlainData, load_plain
+from autolaunch_strategies.checkpoint.storage import Writer
+from autolaunch_strategies.checkpoint.whole import whole_checkpoint
 from autolaunch_strategies.mesh.process_group import leave_process_group
 from tests.lightning.modules import AutoEncoder
 from tests.support.messages import Told, assert_told
@@ -68,6 +72,33 @@ def _in_metadata(path: Path, evil: Touches) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def _instead_of_meta(path: Path, evil: Touches) -> None:
+    (path / "meta.pt").write_bytes(pickle.dumps(evil))
+
+
+def _instead_of_metadata(path: Path, evil: Touches) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(evil, protocol=0))
+
+
+def _in_place_of(name: str, path: Path, evil: Touches) -> None:
+    """In place of a tensor, as what `torch.save` makes of the evil."""
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    index, place = next((index, place) for index, place in metadata.storage_data.items() if name in index.fqn)
+    torch.save(evil, path / "__9_0.distcp")
+    place.relative_path, place.offset, place.length = "__9_0.distcp", 0, (path / "__9_0.distcp").stat().st_size
+    metadata.storage_data[index] = place
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _in_a_weight(path: Path, evil: Touches) -> None:
+    _in_place_of("model.encoder", path, evil)
+
+
+def _in_the_optimizer(path: Path, evil: Touches) -> None:
+    _in_place_of("exp_avg", path, evil)
+
+
 def _in_a_value(path: Path, evil: Touches) -> None:
     """In place of the first value that is no tensor."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -98,7 +129,12 @@ class _WithState(AutoEncoder):
         self.extra = _Seen(1, 1)
 
 
-@pytest.mark.parametrize("put", [_in_meta, _in_metadata, _in_a_value])
+@pytest.mark.parametrize(
+    "put",
+    [
+        _in_meta, _in_metadata, _in_a_value, _instead_of_meta, _instead_of_metadata, _in_a_weight, _in_the_optimizer,
+    ],
+)  # fmt: skip
 def test_a_malicious_directory_is_refused(
     put: Callable[[Path, Touches], None], tmp_path: Path, checkpoint: Path
 ) -> None:
@@ -118,15 +154,64 @@ def test_a_malicious_directory_is_refused(
     with pytest.raises(ConfigError) as caught:
         _trainer(2).fit(make(), _batches(), ckpt_path=str(path))
     assert not touched.exists()
-    line = "checkpoint.trust=true, in a script MeshStrategy(trust_checkpoints=True)"
-    assert_told(caught.value, f"ckpt_path={path}", "would run code", write=line)
+    if put not in (_in_a_weight, _in_the_optimizer):  # torch itself reads tensors, and nothing else
+        line = "checkpoint.trust=true, in a script MeshStrategy(trust_checkpoints=True)"
+        assert_told(caught.value, f"ckpt_path={path}", "would run code", write=line)
+    assert "weights_only" not in str(caught.value)
 
 
-def test_a_malicious_file_of_plain_lightning_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("put", [_in_meta, _in_metadata, _instead_of_meta, _instead_of_metadata, _in_a_weight])
+def test_a_malicious_directory_is_refused_by_load_from_checkpoint(
+    put: Callable[[Path, Touches], None], tmp_path: Path, checkpoint: Path
+) -> None:
+    path, touched = tmp_path / "bad.ckpt", tmp_path / "touched"
+    shutil.copytree(checkpoint, path)
+    put(path, Touches(touched))
+    (path / MANIFEST).unlink()
+    write_manifest(path, 1, "1")
+    with pytest.raises(ConfigError):
+        whole_checkpoint(path)
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize("key", ["x", "state_dict", "optimizer_states", "hyper_parameters"])
+@pytest.mark.parametrize("old", [False, True], ids=["archive", "old-format"])
+def test_a_malicious_file_of_plain_lightning_is_refused(key: str, old: bool, tmp_path: Path) -> None:
     touched = tmp_path / "touched"
-    torch.save({"state_dict": {}, "x": Touches(touched)}, tmp_path / "bad.ckpt")
+    content = {"state_dict": {}, key: {"x": Touches(touched)}}
+    torch.save(content, tmp_path / "bad.ckpt", _use_new_zipfile_serialization=not old)
     with pytest.raises(ConfigError, match="would run code"):
         _trainer(2).fit(AutoEncoder(), _batches(), ckpt_path=str(tmp_path / "bad.ckpt"))
+    assert not touched.exists()
+
+
+EVIL_PLAN = """
+# @package _global_
+model: {{_target_: os.system, command: "touch {touched}"}}
+data: {{_target_: pathlib.Path.touch, self: {touched}}}
+trainer:
+  callbacks:
+    evil: {{_target_: os.system, command: "touch {touched}"}}
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["--cfg", "job"], ["checkpoint", "verify"], ["--info", "all"], ["--help"]], ids=lambda words: words[-1]
+)
+def test_looking_at_a_plan_calls_nothing_that_it_names(
+    words: list[str], tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autolaunch.cli import run
+
+    touched = tmp_path / "touched"
+    shutil.copytree(checkpoint, tmp_path / "run" / "checkpoints" / "good.ckpt")
+    plan = tmp_path / "run" / "plan.yaml"
+    plan.write_text(EVIL_PLAN.format(touched=touched))
+    job = {"config": {"model": {"_target_": "os.system", "command": f"touch {touched}"}}}
+    (tmp_path / "run" / ".hydra").mkdir()
+    (tmp_path / "run" / ".hydra" / "job.json").write_text(json.dumps(job))
+    monkeypatch.chdir(tmp_path)
+    run([*words, str(tmp_path / "run") if "verify" in words else f"experiment={plan}"])
     assert not touched.exists()
 
 
@@ -187,3 +272,42 @@ def test_a_checkpoint_in_the_background_is_in_place_once_it_is_written(tmp_path:
         time.sleep(0.01)
     assert problem_with(tmp_path / "b.ckpt") is None
     run.strategy.checkpoints.finish()  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_that_is_never_written_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    write = Writer.write_data
+
+    def hang(self: Writer, *args: Any) -> Any:
+        goes_on.wait(60)
+        return write(self, *args)
+
+    monkeypatch.setattr(Writer, "write_data", hang)
+    run = _trainer(1, asynchronous_checkpoints=True, timeout=1.0)
+    run.fit(AutoEncoder(), _batches())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(RuntimeError, match=f"rank 0 could not write {tmp_path}/a.ckpt: it is not done after 1 s"):
+        run.strategy.checkpoints.finish()  # type: ignore[attr-defined]
+    goes_on.set()
+    patience = time.monotonic() + 60
+    while not (tmp_path / "a.ckpt").exists():  # what is late still takes its place
+        assert time.monotonic() < patience
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_can_not_be_written_is_named_with_the_rank(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Writer, *args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Writer, "write_data", fail)
+    run = _trainer(1, asynchronous_checkpoints=asynchronous)
+    run.fit(AutoEncoder(), _batches())
+    with pytest.raises(RuntimeError, match=rf"rank 0 could not write {tmp_path}/a.ckpt: OSError: .*No space left"):
+        run.save_checkpoint(tmp_path / "a.ckpt")
+        run.strategy.checkpoints.finish()  # type: ignore[attr-defined]
+    assert problem_with(tmp_path / "a.ckpt") == "does not exist"

@@ -98,7 +98,7 @@ def test_damage_is_named(
         ('{"format": 2, "step": "x", "files": {}}', f"no readable {MANIFEST}"),
         ('{"format": 2, "files": {}}', f"no readable {MANIFEST}"),
         ('{"format": 2, "step": 3, "files": {"a": {}}}', f"no readable {MANIFEST}"),
-        ('{"format": 3, "step": 3, "files": {}}', "newer autolaunch"),
+        ('{"format": 99, "step": 3, "files": {}}', "newer autolaunch"),
     ],
 )
 def test_a_damaged_manifest_is_named(text: str, said: str, outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +112,7 @@ def test_a_manifest_without_hashes_is_said_to_be_one(outputs: Path, capsys: pyte
     manifest = outputs / "checkpoints" / "step_0000020.ckpt" / MANIFEST
     content = json.loads(manifest.read_text())
     sizes = {name: entry["size"] for name, entry in content["files"].items()}
+    del content["xxh3"]
     manifest.write_text(json.dumps({**content, "format": 1, "files": sizes}))
     code, shown, _ = _verify(outputs, capsys)
     assert code == 0
@@ -147,3 +148,12 @@ def test_export_calls_nothing_but_models_of_a_config_beside_a_checkpoint(config:
 
 def test_export_takes_models_of_a_config_beside_a_checkpoint(tmp_path: Path) -> None:
     export._check_targets(tmp_path, {"model": {"_target_": "torch.nn.Linear"}, "module": None})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"config": {}}', "\x00\x01", '{"config": 3}'])
+def test_export_names_a_damaged_job_beside_a_checkpoint(text: str, outputs: Path) -> None:
+    job = outputs / ".hydra" / "job.json"
+    job.parent.mkdir()
+    job.write_text(text)
+    with pytest.raises(ConfigError, match=f"the job of its run, {job}, can't be read"):
+        export.trained_config(outputs / "checkpoints" / "step_0000020.ckpt")

@@ -213,7 +213,8 @@ CASES = {
     ),
     "full-at-the-start": Case(disk=0, code=2, says=("output_dir=run", "No space left on device"), leaves=None),
     "too-small-for-two": Case(disk=280_000, code=2, says=("two checkpoints", "are free"), status="failed"),
-    "full-while-saving": Case((*RUN, FILLS), disk=1_000_000, code=1, says=("no space is left", "output_dir="), leaves=None),
+    "full-while-saving": Case((*RUN, FILLS), disk=1_000_000, code=1, says=("no space is left", "output_dir="),
+                              leaves=None),
     "full-while-saving-two-ranks": Case((*RUN, FILLS, "mesh=2"), disk=1_000_000, code=1, says=("no space is left",),
                                         leaves=None),
     "limit-of-file-sizes": Case(before=limited(12_000), code=1, says=("ulimit -f", "output_dir="), status="failed"),
@@ -253,7 +254,8 @@ CASES = {
                      says=("SIGSEGV", "string_at"), status="failed"),
     "killed": Case((*RUN, does("os.kill(os.getpid(), 9)")), code=1, says=("SIGKILL",), status="failed"),
     "hung-up": Case((*LONG, HANGS_UP), code=75, says=("stopped by SIGHUP", "saved"), status="interrupted"),
-    "hung-up-two-ranks": Case((*LONG, "mesh=2", HANGS_UP), code=75, says=("stopped by SIGHUP", "saved"), status="interrupted"),
+    "hung-up-two-ranks": Case((*LONG, "mesh=2", HANGS_UP), code=75, says=("stopped by SIGHUP", "saved"),
+                              status="interrupted"),
     "hung-up-with-nohup": Case(
         (*RUN, HANGS_UP), before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     ),

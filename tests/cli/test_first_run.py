@@ -197,7 +197,7 @@ def test_what_a_run_leaves(mixed: Run) -> None:
     summary = mixed.summary
     assert list(summary) == [
         "task", "status", "world_size", "mesh", "steps", "loss", "tokens_per_second", "step_time_s",
-        "peak_memory_bytes", "parameters", "checkpoint", "seconds",
+        "peak_memory_bytes", "parameters", "checkpoint", "seconds", "restarts",
     ]  # fmt: skip
     assert {name: summary[name] for name in ("task", "status", "world_size", "mesh", "steps", "checkpoint")} == {
         "task": "fit", "status": "finished", "world_size": 2, "mesh": "2", "steps": STEPS,

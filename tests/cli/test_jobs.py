@@ -245,6 +245,17 @@ def test_modules_of_the_working_directory_come_last(
             Told("mesh=4", "4 ranks", "2 were started", allowed=("2 ranks", "-1"), write="mesh=2"),
             id="not-as-started",
         ),
+        pytest.param(
+            2,
+            ["mesh=2", "launch.max_restarts=3"],
+            Told(
+                "launch.max_restarts=3",
+                "torchrun or srun",
+                allowed=("--max-restarts", "--requeue", "ckpt_path=last"),
+                write="torchrun --max-restarts=3 ... -m autolaunch ... output_dir=outputs/one ckpt_path=last",
+            ),
+            id="restarts-by-somebody-else",
+        ),
     ],
 )
 def test_ranks_of_torchrun(started: int, argv: list[str], told: Told | None, tmp_path: Path) -> None:

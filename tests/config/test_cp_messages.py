@@ -31,8 +31,9 @@ from tests.support.messages import Told, assert_only_told, assert_told
 from tests.support.tiers import one_in
 
 STYLES = (
-    "ColWiseParallel, RowWiseParallel, SequenceParallelBegin, SequenceParallelEnd, SequenceParallelEnable, "
-    "SequenceParallelDisable, PrepareContextParallel, ContextParallel, PrepareLayerInput, PrepareLayerOutput"
+    "ColWiseParallel, RowWiseParallel, GatherWhenUsed, SequenceParallelBegin, SequenceParallelEnd, "
+    "SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, ContextParallel, "
+    "PrepareLayerInput, PrepareLayerOutput"
 )
 
 WRONG = [

@@ -34,11 +34,32 @@ TASKS = "fit, validate, test, predict, plan, calibrate, export"
 GROUPS = "cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, search, trainer"
 DP_OPTIONS = "ddp, fsdp, hsdp, zero1, zero2"
 STYLES = (
-    "ColWiseParallel, RowWiseParallel, SequenceParallelBegin, SequenceParallelEnd, SequenceParallelEnable, "
-    "SequenceParallelDisable, PrepareContextParallel, ContextParallel, PrepareLayerInput, PrepareLayerOutput"
+    "ColWiseParallel, RowWiseParallel, GatherWhenUsed, SequenceParallelBegin, SequenceParallelEnd, "
+    "SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, ContextParallel, "
+    "PrepareLayerInput, PrepareLayerOutput"
 )
 
 WRONG = [
+    pytest.param(
+        ["checkpoint.keep_last=0"],
+        Told("checkpoint.keep_last=0", write="checkpoint.keep_last=1", allowed=("enabled=false",)),
+        id="keep-no-checkpoint",
+    ),
+    pytest.param(
+        ["launch.min_devices=1", "mesh=2"],
+        Told(
+            "launch.min_devices=1",
+            "only a restart",
+            allowed=("launch.max_restarts",),
+            write="launch.max_restarts=3 launch.min_devices=1",
+        ),
+        id="fewer-ranks-without-restarts",
+    ),
+    pytest.param(
+        ["launch.min_devices=4", "mesh=2", "launch.max_restarts=1"],
+        Told("launch.min_devices=4", "mesh=2", "2 ranks", allowed="1 to 2", write="launch.min_devices=2"),
+        id="more-ranks-left-than-there-were",
+    ),
     pytest.param(
         ["mesh=1024", "data.batch_size=1024", "data=synthetic", "data.num_validation_sequences=0"],
         Told(
@@ -453,6 +474,16 @@ WRONG = [
         id="text-for-float",
     ),
     pytest.param(
+        ["checkpoint.data_position=start_over"],
+        Told(
+            "checkpoint.data_position=start_over",
+            "no effect",
+            allowed=("data=custom",),
+            write="checkpoint.data_position=required",
+        ),
+        id="data-position-of-own-data",
+    ),
+    pytest.param(
         ["checkpoint.enabled=2"],
         Told("checkpoint.enabled=2", "true or false"),
         id="int-for-bool",
@@ -771,7 +802,7 @@ WRONG = [
         id="heads-and-layers-of-a-mesh",
     ),
     pytest.param(
-        ["mesh=cp4", "data.seq_len=60"],
+        ["mesh=cp4", "data.seq_len=60", "cp.pad=false"],
         Told(
             "data.seq_len=60",
             "4 ranks of cp",
@@ -831,6 +862,31 @@ WRONG = [
         ["ckpt_path=outputs/none"],
         Told("ckpt_path=outputs/none", "{cwd}/outputs/none", "does not exist", allowed=("{cwd}/outputs",)),
         id="checkpoint-absent",
+    ),
+    pytest.param(
+        ["ckpt_path=last", "resume.allow=[sed]"],
+        Told(
+            "resume.allow=[sed]",
+            "sed",
+            allowed="optimizer, seed, batch_size, seq_len, data, model",
+            write="resume.allow=[seed]",
+        ),
+        id="allowed-that-is-not-compared",
+    ),
+    pytest.param(
+        ["resume.allow=[seed]"],
+        Told("resume.allow=[seed]", "no checkpoint", allowed=("ckpt_path",), write="ckpt_path=last"),
+        id="allowed-without-a-checkpoint",
+    ),
+    pytest.param(
+        ["ckpt_path=last", "resume.allow=seed"],
+        Told("resume.allow=seed", "a list of texts", write="resume.allow=[seed]"),
+        id="allowed-that-is-no-list",
+    ),
+    pytest.param(
+        ["validate", "ckpt_path=last", "resume.allow=[seed]"],
+        Told("resume.allow=[seed]", "nothing is compared", allowed=("fit",), write="resume.allow=[]"),
+        id="allowed-where-nothing-is-compared",
     ),
     pytest.param(
         ["export"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,19 +10,18 @@ from typing import Any
 
 import pytest
 
-from autolaunch.config.resume import damage_passed_over, resolve_ckpt_path
+from autolaunch.config.resume import check_that_it_goes_on, damage_passed_over, resolve_ckpt_path, what_last_is
 from autolaunch_strategies.checkpoint.files import MANIFEST, complete_checkpoints, problem_with, write_manifest
 from autolaunch_strategies.config import ConfigError
 from tests.support.messages import Told, assert_only_told, assert_told
 
 
-def checkpoint(directory: Path, step: int) -> Path:
+def checkpoint(directory: Path, step: int, written: float | None = None, **run: Any) -> Path:
     path = directory / f"step_{step:07d}.ckpt"
     path.mkdir(parents=True)
     (path / "__0_0.distcp").write_bytes(b"x" * 100)
     (path / "meta.pt").write_bytes(b"y" * 10)
-    write_manifest(path, step, "2")
-    os.utime(path, (step, step))
+    write_manifest(path, step, "2", run=run, written=written)
     return path
 
 
@@ -35,18 +35,42 @@ def refusal(ckpt_path: str, output_dir: Path, task: str = "fit") -> ConfigError:
     return caught.value
 
 
-def test_last_is_the_furthest_trained(tmp_path: Path) -> None:
-    checkpoint(tmp_path / "checkpoints", 20)
-    checkpoint(tmp_path / "checkpoints", 5)
-    assert resolve("last", tmp_path) == str(tmp_path / "checkpoints" / "step_0000020.ckpt")
+def test_last_is_the_newest_by_what_checkpoints_say(tmp_path: Path) -> None:
+    former = checkpoint(tmp_path / "checkpoints", 20, written=1e9)  # given up, and gone back to an earlier one
+    newest = checkpoint(tmp_path / "checkpoints", 12, written=1e9 + 60)
+    checkpoint(tmp_path / "checkpoints", 10, written=1e9 - 60)
+    for number, path in enumerate((newest, former)):  # as a copy leaves them
+        os.utime(path, (number, number))
+        os.utime(path / MANIFEST, (number, number))
+    assert resolve("last", tmp_path) == str(newest)
+
+
+def test_checkpoints_that_do_not_say_when_are_older_and_sorted_by_step(tmp_path: Path) -> None:
+    old = [checkpoint(tmp_path / "checkpoints", step) for step in (20, 5)]
+    for path in old:
+        manifest = json.loads((path / MANIFEST).read_text())
+        (path / MANIFEST).write_text(json.dumps({key: manifest[key] for key in ("format", "step", "mesh", "files")}))
+    assert resolve("last", tmp_path) == str(old[0])
+    newest = checkpoint(tmp_path / "checkpoints", 3)
+    assert complete_checkpoints(tmp_path / "checkpoints") == [old[1], old[0], newest]
 
 
 def test_last_of_an_earlier_run_of_the_same_name(tmp_path: Path) -> None:
     runs = tmp_path / "outputs" / "run"
-    checkpoint(runs / "2026-01-01_00-00-00" / "checkpoints", 9)
-    newest = checkpoint(runs / "2026-01-02_00-00-00" / "checkpoints", 3)
+    checkpoint(runs / "2026-01-01_00-00-00" / "checkpoints", 9, written=1e9)
+    newest = checkpoint(runs / "2026-01-02_00-00-00" / "checkpoints", 3, written=1e9 + 60)
     (runs / "2026-01-03_00-00-00").mkdir()
     assert resolve("last", runs / "2026-01-04_00-00-00") == str(newest)
+    assert what_last_is(newest, runs / "2026-01-04_00-00-00") == f"ckpt_path=last: going on from step 3, {newest}"
+    assert what_last_is(newest, newest.parent.parent) is None
+
+
+def test_the_name_of_a_directory_is_no_time(tmp_path: Path) -> None:
+    """The hour that comes twice when summer ends, another time zone, a directory that was copied or renamed."""
+    runs = tmp_path / "outputs" / "run"
+    newest = checkpoint(runs / "2026-10-25_02-10-00" / "checkpoints", 9, written=1e9 + 60)
+    checkpoint(runs / "2026-10-25_02-50-00" / "checkpoints", 3, written=1e9)
+    assert resolve("last", runs / "2026-10-25_02-55-00") == str(newest)
 
 
 def test_another_directory_beside_is_not_an_earlier_run(tmp_path: Path) -> None:
@@ -87,7 +111,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_previous_one_for_last_only(
 ) -> None:
     good, bad = checkpoint(tmp_path / "checkpoints", 5), checkpoint(tmp_path / "checkpoints", 10)
     damage(bad)
-    os.utime(bad, (10, 10))
     told = Told(f"ckpt_path={bad}", str(bad), *facts, allowed="a complete checkpoint", write=f"ckpt_path={good}")
     assert_only_told(refusal(str(bad), tmp_path), told)
     assert resolve("last", tmp_path) == str(good)
@@ -111,7 +134,59 @@ def test_absent_and_empty_paths(tmp_path: Path) -> None:
     assert_told(refusal(str(absent), tmp_path), f"ckpt_path={absent}", str(absent), "does not exist")
 
 
-def test_complete_checkpoints_are_sorted_by_step_and_skip_links(tmp_path: Path) -> None:
-    late, early = checkpoint(tmp_path, 20), checkpoint(tmp_path, 5)
+def test_complete_checkpoints_are_sorted_by_time_and_skip_links(tmp_path: Path) -> None:
+    early, late = checkpoint(tmp_path, 5), checkpoint(tmp_path, 20)
     (tmp_path / "last.ckpt").symlink_to(late)
     assert complete_checkpoints(tmp_path) == [early, late]
+
+
+# --- the run that wrote it ---------------------------------------------------------------------------------------
+
+MINE = {"seed": 0, "optimizer": "torch.optim.AdamW", "model": {"hidden_size": 32}, "trainer.max_steps": 6}
+
+
+def goes_on(
+    path: Path, output_dir: Path, *allowed: str, ckpt_path: str = "last", name: str = "run", **here: Any
+) -> None:
+    config = {"ckpt_path": ckpt_path, "task": "fit", "name": name, "resume": {"allow": list(allowed)}}
+    check_that_it_goes_on(config, path, output_dir, {**MINE, **here})
+
+
+def test_what_may_not_change_is_refused_with_the_line_that_allows_it(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoints", 5, **MINE)
+    goes_on(path, tmp_path)
+    goes_on(path, tmp_path, **{"trainer.max_steps": 8})
+    other = {"seed": 1, "optimizer": "torch.optim.SGD"}
+    for allowed in ([], ["seed"], ["seed", "model"]):
+        with pytest.raises(ConfigError) as caught:
+            goes_on(path, tmp_path, *allowed, **other)
+        facts = ("optimizer (torch.optim.AdamW there, torch.optim.SGD here)", "seed (0 there, 1 here)")
+        assert_told(caught.value, f"ckpt_path={path}", *facts, write="resume.allow=[optimizer,seed]")
+    goes_on(path, tmp_path, "seed", "optimizer", **other)
+
+
+def test_another_job_of_the_default_name_is_not_continued(tmp_path: Path) -> None:
+    runs = tmp_path / "outputs" / "run"
+    path = checkpoint(runs / "second" / "checkpoints", 5, **{**MINE, "model": {"hidden_size": 64}})
+    with pytest.raises(ConfigError) as caught:
+        goes_on(path, runs / "third")
+    facts = ("another job", "hidden_size 64 there, 32 here", str(path))
+    assert_told(caught.value, "ckpt_path=last", *facts, allowed=("a name for each job",), write="name=my_job")
+    mine = checkpoint(runs / "first" / "checkpoints", 3, written=1e9, **MINE)
+    with pytest.raises(ConfigError) as caught:
+        goes_on(path, runs / "third")
+    assert_told(caught.value, "ckpt_path=last", *facts, write=f"ckpt_path={mine}")
+    goes_on(path, runs / "third", "model")
+
+
+def test_a_name_of_ones_own_or_a_path_says_which_job(tmp_path: Path) -> None:
+    runs = tmp_path / "outputs" / "mine"
+    path = checkpoint(runs / "first" / "checkpoints", 5, **{**MINE, "seed": 3})
+    for options in ({"name": "mine"}, {"ckpt_path": str(path)}):
+        with pytest.raises(ConfigError) as caught:
+            goes_on(path, runs / "second", **options)
+        assert_told(caught.value, f"ckpt_path={path}", "seed (3 there, 0 here)", write="resume.allow=[seed]")
+
+
+def test_a_checkpoint_without_a_record_is_not_refused(tmp_path: Path) -> None:
+    goes_on(checkpoint(tmp_path / "checkpoints", 5), tmp_path)

@@ -1,4 +1,4 @@
-"""One directory, one run: who holds it is told, the kernel drops the lock of the dead, and where it has none, nobody guesses."""
+"""One directory, one run: who holds it is told, the kernel drops the lock of the dead, and nobody guesses without."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     first = lock.take(tmp_path, NAME)
     later = threading.Timer(0.1, lock.release, [first])
     later.start()
-    with lock.locked(tmp_path, NAME, wait=True):
+    with lock.locked(tmp_path, NAME, wait=60.0):
         assert capsys.readouterr().err.count(f"waiting for process {os.getpid()}") == 1
     later.join()
 
@@ -102,10 +102,15 @@ def test_left_by_another_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         pytest.param({"process": "another boot 1"}, True, id="a-later-process-of-its-number"),
         pytest.param({"pid": 2**22 + 1}, True, id="dead"),
         pytest.param({"host": "elsewhere", "pid": 2**22 + 1}, False, id="elsewhere"),
+        pytest.param({"host": "elsewhere", "slurm_job": "7"}, True, id="elsewhere-before-this-start-of-the-job"),
+        pytest.param({"host": "elsewhere", "slurm_job": "8"}, False, id="elsewhere-in-another-job"),
     ],
 )
-def test_without_locks_of_the_kernel(changed: dict[str, object], free: bool, tmp_path: Path, no_flock: None) -> None:
+def test_without_locks_of_the_kernel(
+    changed: dict[str, object], free: bool, tmp_path: Path, no_flock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     holder_of(tmp_path, **changed)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     if free:
         lock.release(lock.take(tmp_path, NAME))
         return
@@ -116,6 +121,35 @@ def test_without_locks_of_the_kernel(changed: dict[str, object], free: bool, tmp
             told.value, NAME, "elsewhere", "can't be seen from here", write="launch.wait=true",
             allowed=(f"remove {tmp_path / lock.LOCK_FILE}",),
         )  # fmt: skip
+
+
+def test_handed_over(tmp_path: Path) -> None:
+    """By the process that submits a job, to the one that is its first rank; other directories stay locked."""
+    (tmp_path / "other").mkdir()
+    with lock.locked(tmp_path / "other", NAME), lock.locked(tmp_path, NAME):
+        lock.hand_over(tmp_path)
+        taken = lock.take(tmp_path, NAME)
+        with pytest.raises(ConfigError):
+            lock.take(tmp_path / "other", NAME)
+    with pytest.raises(ConfigError):  # the end of the block lets go of nothing that is another's
+        lock.take(tmp_path, NAME)
+    lock.release(taken)
+
+
+def test_a_directory_that_is_deleted_between_opening_and_locking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, seen = fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        seen.append(descriptor)
+        if len(seen) == 1:
+            (tmp_path / lock.LOCK_FILE).unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with lock.locked(tmp_path, NAME), pytest.raises(ConfigError):
+        lock.take(tmp_path, NAME)
 
 
 def test_a_half_written_file_is_nobody(tmp_path: Path) -> None:

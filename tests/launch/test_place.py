@@ -158,7 +158,8 @@ SCRIPT = textwrap.dedent("""
         config = {
             "task": "ranks_task:" + sys.argv[2],
             "trainer": {"accelerator": "cpu"},
-            "launch": {"logs": "rank0", "start_timeout": 60.0, "stop_timeout": 5.0, "collective_timeout": 60.0},
+            "launch": {"logs": "rank0", "start_timeout": 60.0, "stop_timeout": 5.0}
+            | {"hang_timeout": 5.0, "first_step_timeout": 60.0},
         }
         return ResolvedJob(config, Path(sys.argv[1]), where.world_size, [], "0")
 
@@ -245,7 +246,7 @@ def test_master_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     from autolaunch.launch.rendezvous import RankMissing, connect
 
     where = Place("slurm", 1, 2, master_addr="127.0.0.1", master_port=1)
-    with pytest.raises(RankMissing, match=r"^rank 1 .*rank 0 .*127\.0\.0\.1:1 .*1 s$"):
+    with pytest.raises(RankMissing, match=r"^rank 1 .*rank 0 .*127\.0\.0\.1:1 .*1 s \(launch\.start_timeout\)$"):
         connect(where, 1)
 
 
@@ -261,5 +262,5 @@ def test_rank_that_never_comes_is_named() -> None:
     store = connect(where, 5)
     job = ResolvedJob({}, Path("/nowhere"), 3, [], "0")
     store.set("job_taken/1", "1")
-    with pytest.raises(RankMissing, match=r"^rank 2 of 3 .*0\.1 s$"):
+    with pytest.raises(RankMissing, match=r"^rank 2 of 3 .*0\.1 s \(launch\.start_timeout\)$"):
         share_job(store, where, lambda: job, timeout=0.1)

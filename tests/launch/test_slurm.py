@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +25,7 @@ pytestmark = [
 
 
 SCRIPT = textwrap.dedent("""
-    import dataclasses, json, os, sys
+    import dataclasses, json, os, signal, sys, time
     from pathlib import Path
     import torch
     import torch.distributed as dist
@@ -44,8 +46,16 @@ SCRIPT = textwrap.dedent("""
             raise ValueError("boom")
         dist.barrier()
 
+    def killed(job, place):
+        dist.barrier()
+        if place.rank == 3:
+            (job.output_dir / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(200)
+
     def make_job():
-        launch = {"logs": "rank0", "start_timeout": 60.0, "stop_timeout": 5.0, "collective_timeout": 60.0}
+        launch = {"logs": "rank0", "start_timeout": 60.0, "stop_timeout": 5.0, "hang_timeout": 5.0}
+        launch |= {"first_step_timeout": 60.0}
         config = {"task": f"srun_ranks:{sys.argv[2]}", "trainer": {"accelerator": "cpu"}, "launch": launch}
         return ResolvedJob(config, Path(sys.argv[1]), where.world_size, [], "0")
 
@@ -94,3 +104,11 @@ def test_failure_on_the_second_node_is_told_once(environment: dict[str, str], tm
     assert run.returncode == 1
     assert "rank 3 of 4 failed: ValueError: boom\nTraceback (most recent call last):\n" in run.stderr
     assert run.stderr.count("of 4 failed:") == 1
+
+
+def test_a_dead_rank_on_the_second_node_ends_all_in_seconds(environment: dict[str, str], tmp_path: Path) -> None:
+    run = srun(environment, tmp_path, "killed")
+    assert (tmp_path / "out" / "killed").exists(), run.stderr
+    assert time.time() - (tmp_path / "out" / "killed").stat().st_mtime < 30
+    assert run.returncode != 0
+    assert re.search(r"rank 3 of 4 on \S+ has gone without a word", run.stderr)

@@ -687,7 +687,7 @@ def _built_late(run: Run, **options: Any) -> Any:
     return fitted.table()
 
 
-@feature("module", "manual optimization, toggle_optimizer", refused={"pp2": "optimizes by hand"})
+@feature("module", "manual optimization, toggle_optimizer")
 def by_hand(run: Run) -> Any:
     class ByHand(Language):
         def __init__(self) -> None:

@@ -8,21 +8,11 @@ import pytest
 
 from tests import ROOT
 from tests.lightning.feature_cases import FEATURES, MESHES, cell
-from tests.support.ranks import Group, GroupOf, differences
+from tests.support.ranks import Group, differences
 from tests.support.tiers import tiered
 
 SCRIPT = Path(__file__).with_name("feature_cases.py")
 CELLS = [(name, mesh) for name in FEATURES for mesh in MESHES]
-
-
-@pytest.fixture(scope="module")
-def one(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "one", 1)
-
-
-@pytest.fixture(scope="module")
-def two(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "two", 2)
 
 
 @pytest.mark.parametrize(("name", "mesh"), tiered(CELLS, lambda cell: FEATURES[cell[0]].daily == cell[1]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import Group, GroupOf, differences
+from tests.support.ranks import Group, differences
 from tests.support.tiers import tiered
 
 SCRIPT = Path(__file__).with_name("outside_cases.py")
@@ -18,21 +18,6 @@ DAILY = {
     ("both-squares", "dp2-3"), ("sizes-first", "dp2-1"), ("both", "dp2-2"), ("both-squares", "cp2"),
     ("squares", "mp2"), ("orthogonal", "sp2"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def one(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "one", 1)
-
-
-@pytest.fixture(scope="module")
-def two(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "two", 2)
-
-
-@pytest.fixture(scope="module")
-def four(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "four", 4)
 
 
 def check(one: Group, ranks: Group, name: str, case: str, own: bool = False) -> None:

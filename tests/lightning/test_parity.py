@@ -32,11 +32,6 @@ def two(group_of: GroupOf) -> Group:
 
 
 @pytest.fixture(scope="module")
-def four(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "four", 4)
-
-
-@pytest.fixture(scope="module")
 def ranks(group_of: GroupOf) -> Group:
     return group_of(SCRIPT, "ranks", 2)
 

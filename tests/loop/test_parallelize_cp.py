@@ -11,21 +11,11 @@ from torch import nn
 
 from autolaunch_strategies import ConfigError, ContextParallel, PrepareContextParallel, ProcessMesh, parallelize
 from tests import ROOT
-from tests.support.ranks import Group, GroupOf, python, start
+from tests.support.ranks import Group, python, start
 from tests.support.tiers import tiered
 
 SCRIPT = Path(__file__).with_name("cp_cases.py")
 EXAMPLE = ROOT / "examples" / "context_parallel.py"
-
-
-@pytest.fixture(scope="module")
-def two(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "two", 2)
-
-
-@pytest.fixture(scope="module")
-def four(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "four", 4)
 
 
 # The cases compare losses, norms of gradients and weights with one process themselves; a difference is an exception.

@@ -16,16 +16,6 @@ SCRIPT = Path(__file__).with_name("pp_cases.py")
 
 
 @pytest.fixture(scope="module")
-def two(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "two", 2)
-
-
-@pytest.fixture(scope="module")
-def four(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "four", 4)
-
-
-@pytest.fixture(scope="module")
 def eight(group_of: GroupOf) -> Group:
     return group_of(SCRIPT, "eight", 8)
 

@@ -39,16 +39,6 @@ LONG = {
 
 
 @pytest.fixture(scope="module")
-def one(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "one", 1)
-
-
-@pytest.fixture(scope="module")
-def two(group_of: GroupOf) -> Group:
-    return group_of(SCRIPT, "two", 2)
-
-
-@pytest.fixture(scope="module")
 def refused(group_of: GroupOf) -> Group:
     return group_of(SCRIPT, "refused", 2)
 

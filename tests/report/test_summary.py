@@ -143,7 +143,7 @@ def test_a_first_rank_that_was_ended_before_its_summary(
     monkeypatch.chdir(tmp_path)
     assert cli.run(["fit", "mesh=2", "trainer.accelerator=cpu", f"output_dir={tmp_path}"]) == 1
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert list(summary) == [*KEYS, "error"]
+    assert list(summary) == [*KEYS, "error", "restarts"]
     assert (summary["status"], summary["steps"], summary["loss"]) == ("failed", *expected)
     assert summary["error"] == "rank 1 of 2 failed: ValueError: unlucky"
 

@@ -101,7 +101,7 @@ def test_a_hang_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monkey
         end = start.run(job, isolated=True)
     assert TIMEOUT <= time.monotonic() - started < TIMEOUT + 30
     assert (end.status, end.exit_code) == ("timed_out", 1)
-    assert end.message.startswith(f"not over after {TIMEOUT} s (search.timeout)\nwhere rank 0 is:\n")
+    assert end.message.startswith(f"not over after {TIMEOUT} s (search.timeout)\nwhere the ranks are:\n")
     assert "go_wrong" in end.message
     JobEnd(0, [], end.status, end.exit_code, str(tmp_path), end.message).write()
     outcome = read_outcome(tmp_path, 7)

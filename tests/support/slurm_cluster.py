@@ -87,7 +87,8 @@ def _configuration(directory: Path) -> str:
         "SlurmUser": "root",
         "AuthType": "auth/munge",
         "CryptoType": "crypto/munge",
-        "AuthInfo": f"socket={directory / 'munge.socket'}",
+        # A job that is queued again waits for as long as a credential lives: two minutes if nothing is said.
+        "AuthInfo": f"socket={directory / 'munge.socket'},cred_expire=5",
         "StateSaveLocation": directory / "state",
         "SlurmdSpoolDir": directory / "spool.%n",
         "SlurmctldPidFile": directory / "slurmctld.pid",

@@ -12,18 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autolaunch_strategies.apply.order import apply_parallelism
 from autolaunch_strategies.config import parallel_config, parse_mesh
-from autolaunch_strategies.data_parallel.gradients import gradient_norm, scale_gradients
-from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.construction import Construction
-from autolaunch_strategies.model.materialise import materialise
-from autolaunch_strategies.tensor.views import plain
 from tests.support.cases import serve
 from tests.support.zoo import MORE, batch_of, made, step_of
-from tests.tensor.zoo_cases import whole, whole_part
-
-STEPS = 3
+from tests.tensor.zoo_cases import STEPS, trained_on, trained_plain
 
 
 class OddAttention(nn.Module):
@@ -125,60 +118,13 @@ def loss(name: str, model: nn.Module, data: dict[str, torch.Tensor]) -> torch.Te
     return step_of(name, model)(data)
 
 
-def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
 def train_plain(name: str) -> dict[str, Any]:
-    model, construction = built(name)
-    construction.remember(model)
-    materialise(model, torch.device("cpu"), construction)
-    steps = optimizer(model)
-    losses, norms = [], []
-    for _ in range(STEPS):
-        steps.zero_grad()
-        value = loss(name, model, batch(name))
-        value.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        steps.step()
-        losses.append(float(value))
-    return {"losses": losses, "norms": norms, "weights": {key: whole(p) for key, p in model.named_parameters()}}
+    return trained_plain(built(name), [batch(name)] * STEPS, partial(loss, name), 0.05)
 
 
 def train_parallel(name: str, mesh: str, level: int, sequence_parallel: bool, **settings: Any) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     config = parallel_config(parse_mesh(mesh), level, {"sequence_parallel": sequence_parallel}, **settings)
-    ranks = RankMesh.build(config.mesh, *config.dp.split(config.mesh.dp), "cpu")
-    model, construction = built(name)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    applied = apply_parallelism(model, config, ranks, torch.device("cpu"), construction)
-    held = sum(whole_part(parameter) for parameter in model.parameters())
-    steps = optimizer(model)
-    losses, norms, dp = [], [], config.mesh.dp
-    for _ in range(STEPS):
-        data = {key: value.chunk(dp)[ranks.coordinate["dp"]] for key, value in batch(name).items()}
-        steps.zero_grad()
-        with applied.running():
-            value = plain(loss(name, model, data))
-            value.backward()
-        applied.data_parallel.finish_backward()
-        norm = gradient_norm(model.parameters())
-        scale_gradients(model.parameters(), norm, 0.5)
-        steps.step()
-        mean = value.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / dist.get_world_size())
-        norms.append(float(norm))
-    return {
-        "losses": losses,
-        "norms": norms,
-        "weights": {key: whole(parameter) for key, parameter in model.named_parameters()},
-        "held": held * (dp if level == 3 else 1) / count,
-        "share": applied.account["mp"]["share"],
-    }
+    return trained_on(config, built(name), [batch(name)] * STEPS, partial(loss, name), 0.05)
 
 
 GROUPS: dict[str, dict[str, Any]] = {

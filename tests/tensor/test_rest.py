@@ -20,7 +20,12 @@ pytestmark = pytest.mark.timeout(300)
 EVERYDAY = [*((name, "1x2", "tp") for name in (*OWN, "albert")), ("odd", "1x2", "selective")]
 CASES = tiered(
     [
-        *((name, mesh, way) for name in NAMES for mesh, way in (("1x2", "tp"), ("1x2", "sp"), ("2x2", "tp"))),
+        *(
+            (name, mesh, way)
+            for name in NAMES
+            for mesh, way in (("1x2", "tp"), ("1x2", "sp"), ("2x2", "tp"))
+            if (name, mesh) != ("clip", "2x2")
+        ),  # its loss compares the samples of a batch with each other
         ("odd", "1x2", "selective"),
         ("convnext", "1x2", "selective"),
     ],
@@ -49,4 +54,4 @@ def test_equals_one_process(one_process: Group, on: Callable[[str], Group], name
         torch.testing.assert_close(found["weights"][key], weight, rtol=1e-4, atol=1e-6, msg=f"{key}: {{}}".format)
     if mesh == "1x2":
         assert found["held"] < 0.54
-        assert found["share"].startswith(f"each rank holds {found['held']:.0%} of the parameters")
+        assert found["rules"]["share"].startswith(f"each rank holds {found['held']:.0%} of the parameters")

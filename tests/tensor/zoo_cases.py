@@ -6,6 +6,7 @@ The group `none` is one plain process that has nothing of ours but the initial w
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autolaunch_strategies.apply.order import apply_parallelism
-from autolaunch_strategies.config import parallel_config, parse_mesh
+from autolaunch_strategies.config import ParallelConfig, parallel_config, parse_mesh
 from autolaunch_strategies.data_parallel.gradients import gradient_norm, scale_gradients
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.construction import Construction
@@ -49,19 +50,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+Batches = list[dict[str, torch.Tensor]]
+LossOf = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 
 
-def train_plain(name: str) -> dict[str, Any]:
-    model, construction = built(name)
+def trained_plain(made: tuple[nn.Module, Construction], batches: Batches, loss_of: LossOf, lr: float) -> dict[str, Any]:
+    """Losses, gradient norms and weights of one process that has nothing of ours but the initial weights."""
+    model, construction = made
     construction.remember(model)
     materialise(model, torch.device("cpu"), construction)
-    steps, generator = optimizer(model), torch.Generator().manual_seed(0)
+    steps = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     losses, norms = [], []
-    for _ in range(STEPS):
+    for data in batches:
         steps.zero_grad()
-        value = loss(name, model, batch(name, generator))
+        value = loss_of(model, data)
         value.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         steps.step()
@@ -69,20 +71,26 @@ def train_plain(name: str) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": {key: whole(p) for key, p in model.named_parameters()}}
 
 
-def train_parallel(name: str, mesh: str, sequence_parallel: bool, said: Warnings) -> dict[str, Any]:
-    config = parallel_config(parse_mesh(mesh), 3, {"sequence_parallel": sequence_parallel})
+def trained_on(
+    config: ParallelConfig, made: tuple[nn.Module, Construction], batches: Batches, loss_of: LossOf, lr: float
+) -> dict[str, Any]:
+    """The same on a mesh; and `held`, the share of the parameters, and `rules`, the account of mp."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     ranks = RankMesh.build(config.mesh, *config.dp.split(config.mesh.dp), "cpu")
-    model, construction = built(name)
+    model, construction = made
     count = sum(parameter.numel() for parameter in model.parameters())
     applied = apply_parallelism(model, config, ranks, torch.device("cpu"), construction)
-    held = sum(whole_part(parameter) for parameter in model.parameters())
-    steps, generator = optimizer(model), torch.Generator().manual_seed(0)
-    losses, norms, dp = [], [], config.mesh.dp
-    for _ in range(STEPS):
-        data = {key: value.chunk(dp)[ranks.coordinate["dp"]] for key, value in batch(name, generator).items()}
+    held = torch.tensor(sum(whole_part(parameter) for parameter in model.parameters()))
+    if config.dp.sharding_level == 3 and (replicas := ranks.group("dp")) is not None:
+        dist.all_reduce(held, group=replicas)  # which share unevenly what does not divide
+    steps = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    losses, norms = [], []
+    for data in batches:
+        own = {key: value.chunk(config.mesh.dp)[ranks.coordinate["dp"]] for key, value in data.items()}
         steps.zero_grad()
-        with applied.model_parallel.running():
-            value = plain(loss(name, model, data))
+        with applied.running():
+            value = plain(loss_of(model, own))
             value.backward()
         applied.data_parallel.finish_backward()
         norm = gradient_norm(model.parameters())
@@ -96,9 +104,8 @@ def train_parallel(name: str, mesh: str, sequence_parallel: bool, said: Warnings
         "losses": losses,
         "norms": norms,
         "weights": {key: whole(parameter) for key, parameter in model.named_parameters()},
-        "held": held * dp / count,
+        "held": int(held) / count,
         "rules": applied.account["mp"],
-        "warnings": list(said.said),
     }
 
 
@@ -107,22 +114,31 @@ def whole_part(parameter: torch.Tensor) -> int:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
 
 
-def parallel(name: str, mesh: str, sequence_parallel: bool) -> dict[str, Any]:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+def batches(name: str) -> Batches:
+    generator = torch.Generator().manual_seed(0)
+    return [batch(name, generator) for _ in range(STEPS)]
+
+
+def train_plain(name: str) -> dict[str, Any]:
+    return trained_plain(built(name), batches(name), partial(loss, name), 0.1)
+
+
+def on_mesh(name: str, mesh: str, sequence_parallel: bool) -> dict[str, Any]:
     said = Warnings()
     logger = logging.getLogger("autolaunch_strategies")
     logger.addHandler(said)
     try:
-        return train_parallel(name, mesh, sequence_parallel, said)
+        config = parallel_config(parse_mesh(mesh), 3, {"sequence_parallel": sequence_parallel})
+        result = trained_on(config, built(name), batches(name), partial(loss, name), 0.1)
     finally:
         logger.removeHandler(said)
+    return result | {"warnings": list(said.said)}
 
 
 GROUPS: dict[str, dict[str, Any]] = {
     "none": {name: partial(train_plain, name) for name in NAMES},
     **{
-        mesh: {f"{name}-{way}": partial(parallel, name, mesh, way == "sp") for name in NAMES for way in ("tp", "sp")}
+        mesh: {f"{name}-{way}": partial(on_mesh, name, mesh, way == "sp") for name in NAMES for way in ("tp", "sp")}
         for mesh in ("1x2", "2x2")
     },
 }

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
-from autolaunch.config.resume import resolve_ckpt_path
+from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.sequence_parts import check_sequence_parts
+from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
 from autolaunch.machine.devices import visible_devices
 from autolaunch.machine.this_machine import memory_gib
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch_strategies.apply.check import config_errors
+from autolaunch_strategies.checkpoint.record import check_allowed
 from autolaunch_strategies.config import (
     AXES,
     SCHEDULES,
@@ -79,7 +81,9 @@ def check(
     with _collected(errors):
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
+    errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
+    errors += check_slurm(config, output_dir, where, started_ranks)
     if config["module"] is None:
         facts: ModelFacts | None = None
         with _collected(errors):
@@ -122,6 +126,8 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
                 f"mesh={_with_ranks(shape, started_ranks)}",
             )
         return shape
+    if config["launch"]["name"] == "slurm":
+        return fitted_to_nodes(shape, config)
     if config["task"] in IN_ONE_PROCESS and -1 not in shape.sizes.values():
         return shape
     devices, source = _devices(config)
@@ -133,7 +139,7 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
             f"{name} launch.devices=2",
         )
     if devices is None:
-        if shape.size > MOST_ON_CPU and config["launch"]["name"] == "local":
+        if shape.size > MOST_ON_CPU:
             raise ConfigError(
                 name,
                 f"{shape.size:,} processes, and this machine has no GPU to give each of them",
@@ -340,6 +346,25 @@ def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:
             "a number from 1, or -1 for all; checkpoint.enabled=false writes none",
             "checkpoint.keep_last=1",
         )
+    allowed = config["resume"]["allow"]
+    named = f"resume.allow={written(allowed)}"
+    check_allowed(allowed, named, "resume.allow=[{}]")
+    if allowed and (config["ckpt_path"] is None or config["task"] not in COMPARING_TASKS):
+        raise ConfigError(
+            named,
+            "there is no checkpoint to go on from"
+            if config["ckpt_path"] is None
+            else f"{config['task']} takes the weights of any run: nothing is compared",
+            "with fit and ckpt_path",
+            "ckpt_path=last" if config["ckpt_path"] is None else "resume.allow=[]",
+        )
+    if config["checkpoint"]["data_position"] != "required" and "_target_" not in config["data"]:
+        raise ConfigError(
+            f"checkpoint.data_position={config['checkpoint']['data_position']}",
+            "has no effect: the place in these data is always found again",
+            "checkpoint.data_position=required; the others are for a data module of your own (data=custom)",
+            "checkpoint.data_position=required",
+        )
     resolve_ckpt_path(config, output_dir)
 
 
@@ -352,6 +377,47 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
             "there is no choice to ask about",
             "`plan` with a cluster",
             "autolaunch plan cluster=local --why ...",
+        )
+
+
+def _restarts(
+    config: Mapping[str, Any], mesh: MeshShape | None, where: Where, started_ranks: int | None
+) -> Iterator[ConfigError]:
+    """Restarts where nobody here could start anything again, and fewer ranks than all where they can't come to it."""
+    if config["launch"]["name"] != "local":
+        return
+    restarts, least = config["launch"]["max_restarts"], config["launch"]["min_devices"]
+    key = where("launch.max_restarts", restarts)
+    if restarts and started_ranks is not None:
+        yield ConfigError(
+            key,
+            "ranks that torchrun or srun has started can be started again by these alone",
+            "torchrun --max-restarts, sbatch --requeue; both with one output_dir, and ckpt_path=last to go on",
+            f"torchrun --max-restarts={restarts} ... -m autolaunch ... output_dir=outputs/one ckpt_path=last",
+        )
+    elif restarts and config["search"] is not None:
+        yield ConfigError(
+            key,
+            "a trial that fails is an answer, and is not started again",
+            "restarts of single runs and of the jobs of other sweeps",
+            "launch.max_restarts=0",
+        )
+    if least is None:
+        return
+    key = where("launch.min_devices", least)
+    if not restarts:
+        yield ConfigError(
+            key,
+            "only a restart can go on with fewer ranks",
+            "launch.max_restarts beside it",
+            f"launch.max_restarts=3 launch.min_devices={least}",
+        )
+    if mesh is not None and least > mesh.size:
+        yield ConfigError(
+            key,
+            f"mesh={mesh.name} has {_count(mesh.size, 'rank')} before anything fails",
+            f"1 to {mesh.size}",
+            f"launch.min_devices={mesh.size}",
         )
 
 

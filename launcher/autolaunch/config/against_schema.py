@@ -27,7 +27,7 @@ def node_schema(key: str, values: Any) -> tuple[type | None, bool]:
     """(schema, open) of the node at a dotted key: its dataclass, if it has one; whether it takes keys of any name."""
     if key in FAMILIES:
         values = values if isinstance(values, Mapping) else {}
-        if values.get("_target_") is not None:
+        if values.get("_target_") is not None and "custom" in FAMILIES[key]:
             return FAMILIES[key]["custom"], True
         return FAMILIES[key].get(str(values.get("name"))), False
     schema: Any = Job
@@ -128,16 +128,20 @@ def help_of(item: dataclasses.Field[Any]) -> str:
 
 def _unknown_family(key: str, values: Mapping[str, Any], where: Where) -> ConfigError:
     known = [name for name in FAMILIES[key] if name != "custom"]
+    takes_classes = "custom" in FAMILIES[key]
     name = values.get("name")
     if name is None:
         return ConfigError(
-            key, f"has neither {key}.name nor {key}._target_", ", ".join(known), f"+{key}.name={known[0]}"
+            key,
+            f"has neither {key}.name nor {key}._target_" if takes_classes else f"has no {key}.name",
+            ", ".join(known),
+            f"+{key}.name={known[0]}",
         )
     close = nearest(str(name), known)
     return ConfigError(
         where(f"{key}.name", name),
         f"no such {key}" + (f"; did you mean {close}?" if close else ""),
-        f"{', '.join(known)}, or a {key} of your own with _target_",
+        ", ".join(known) + (f", or a {key} of your own with _target_" if takes_classes else ""),
         f"{key}={close}" if close else "",
     )
 

@@ -35,7 +35,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from autolaunch.config.against_schema import alike, field_types, keys_text, node_schema
 from autolaunch.config.command_line import CommandLine, unquoted, users_want_tracebacks
 from autolaunch.config.origin import Origin
-from autolaunch.config.schema import MISSING, Job
+from autolaunch.config.schema import FAMILIES, MISSING, Job
 from autolaunch.config.sources import ExperimentFileSource, MeshSearchPath, register
 from autolaunch.directories import CONF, shown
 from autolaunch_strategies.config import CP_BACKEND_SPECS, ConfigError, nearest, raise_all
@@ -215,6 +215,11 @@ def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
             "a backslash before each bracket in the name of a key",
             f"'{key}={escaped}'",
         )
+    if value[:1] == "[" and value[-1:] == "]":
+        listed = ",".join(f'"{item.strip()}"' for item in value[1:-1].split(","))
+        if '"' not in value and _readable(f"{key}=[{listed}]"):
+            problem = f"Hydra cannot read this value{spoilt}"
+            return ConfigError(override, problem, "a list of texts in quotes", f"'{key}=[{listed}]'")
     quoted = value.replace("\\", "\\\\").replace('"', '\\"')
     return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", f"'{key}=\"{quoted}\"'")
 
@@ -414,9 +419,18 @@ def _no_such_key(override: str, key: str, value: str, config: Mapping[str, Any],
     everywhere = {item.rsplit(".", 1)[-1]: item for item in reversed(known)}
     close = siblings_by_name.get(alike(rest, siblings_by_name), "")
     close = close or (elsewhere[0] if elsewhere else everywhere.get(alike(name, everywhere, cutoff=0.8), ""))
+    if not close and (option := _option_with(parent, rest, config)):
+        problem = f"it is a key of {option}, and this is {parent}={config[parent]['name']}"
+        return ConfigError(override, problem, write=f"{option} {override}")
     if not close:
         return ConfigError(override, "no such key", *keys_text(parent, siblings_by_name))
     return ConfigError(override, f"no such key; did you mean {close}?", write=f"{close}={value}")
+
+
+def _option_with(group: str, key: str, config: Mapping[str, Any]) -> str:
+    """The option of a group, as `group=option`, that has a key which the chosen one has not; empty if none has."""
+    schemas = FAMILIES.get(group, {}) if "name" in (config.get(group) or {}) else {}
+    return next((f"{group}={name}" for name, schema in schemas.items() if key in field_types(schema)), "")
 
 
 _ABSENT = object()

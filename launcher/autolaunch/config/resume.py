@@ -1,4 +1,4 @@
-"""From what `ckpt_path` says to a checkpoint that is whole. Torch-free: checked before a process starts."""
+"""From what `ckpt_path` says to a checkpoint that is whole, and of this job. Torch-free: before a process starts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autolaunch_strategies.checkpoint.files import WRITING, complete_checkpoints, problem_with
+from autolaunch.config.schema import Job
+from autolaunch_strategies.checkpoint.files import (
+    REPLACED,
+    WRITING,
+    complete_checkpoints,
+    order_of_writing,
+    problem_with,
+    read_manifest,
+)
+from autolaunch_strategies.checkpoint.record import COMPARED, changes, record_of, refuse_changes
 from autolaunch_strategies.config import ConfigError
+
+COMPARING_TASKS = ("fit", "plan")
+"""Tasks that go on with a training, or show how they would; all others only use the weights of a checkpoint."""
 
 
 def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None:
     """The absolute path of the checkpoint that `ckpt_path` means; None to start from scratch.
 
-    `last` is the furthest trained whole checkpoint in `<output_dir>/checkpoints`; for a run in
-    `outputs/<name>/<date>_<time>` or else that of the newest earlier run of its name. Where there has never been one,
+    `last` is the newest whole checkpoint in `<output_dir>/checkpoints`; for a run in `outputs/<name>/<date>_<time>` or
+    else that of the earlier runs of its name. Which is the newest, the checkpoints say. Where there has never been one,
     `fit` starts from scratch, so that one command serves the first start of a job and every restart of it.
 
     Raises:
@@ -27,11 +39,8 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
         path = Path(asked).expanduser().absolute()
         _check(path, f"ckpt_path={asked}")
         return str(path)
-    runs = output_dir.parent
-    earlier: list[Path] = []
-    if runs.name == config["name"] and runs.parent.name == "outputs" and runs.is_dir():
-        earlier = sorted((item for item in runs.iterdir() if item != output_dir), reverse=True)  # named by time
-    for directory in (item / "checkpoints" for item in (output_dir, *earlier)):
+    earlier = _earlier_runs(config, output_dir)
+    for directory in (output_dir / "checkpoints", *reversed(earlier)):
         candidates = _candidates(directory)
         whole = complete_checkpoints(directory)
         if candidates and not whole:
@@ -48,19 +57,80 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
     )
 
 
+def check_that_it_goes_on(
+    config: Mapping[str, Any], checkpoint: Path, output_dir: Path, record: Mapping[str, Any]
+) -> None:
+    """Check that a training may go on from a checkpoint.
+
+    Args:
+        config: the job; its `ckpt_path` as it was typed.
+        checkpoint: what that means.
+        record: of the job, see `autolaunch.config.recorded`.
+
+    Raises:
+        ConfigError: the run that wrote it had another optimizer, seed, ..., which `resume.allow` does not name.
+    """
+    allowed = config["resume"]["allow"]
+    changed = changes(record_of(checkpoint), record)
+    try:
+        refuse_changes(checkpoint, changed, allowed)
+    except ConfigError as error:
+        by_default = config["ckpt_path"] == "last" and config["name"] == Job.name
+        if not by_default or checkpoint.is_relative_to(output_dir):
+            raise
+        own = _newest_of_this_job(config, output_dir, record)
+        raise ConfigError(
+            "ckpt_path=last",
+            f"the newest run of the name {config['name']}, which is that of every job without one, is another job: "
+            f"{checkpoint} {error.problem}",
+            "a name for each job; the path of a checkpoint" + ("" if own else f", with {error.write}"),
+            "name=my_job" if own is None else f"ckpt_path={own}",
+        ) from None
+
+
+def _newest_of_this_job(config: Mapping[str, Any], output_dir: Path, record: Mapping[str, Any]) -> Path | None:
+    for directory in reversed(_earlier_runs(config, output_dir)):
+        for checkpoint in reversed(complete_checkpoints(directory)):
+            there = record_of(checkpoint)
+            if there and not changes(there, record).keys() & COMPARED.keys():
+                return checkpoint
+    return None
+
+
+def what_last_is(checkpoint: Path, output_dir: Path) -> str | None:
+    """What to say of the checkpoint that `ckpt_path=last` means; None if that is the newest of the run itself."""
+    if (damage := damage_passed_over(checkpoint)) is not None:
+        return f"ckpt_path=last: {damage}; going on from {checkpoint} instead"
+    if not checkpoint.is_relative_to(output_dir):
+        return f"ckpt_path=last: going on from step {read_manifest(checkpoint)['step']}, {checkpoint}"
+    return None
+
+
 def damage_passed_over(chosen: Path) -> str | None:
     """Which newer checkpoint than `chosen` in its directory is damaged, and how; None if none is."""
-    newer = [item for item in _candidates(chosen.parent) if item.stat().st_mtime_ns > chosen.stat().st_mtime_ns]
+    newer = [item for item in _candidates(chosen.parent) if order_of_writing(item) > order_of_writing(chosen)]
     damaged = ((item, problem_with(item)) for item in reversed(newer))
     return next((f"{item} {problem}" for item, problem in damaged if problem is not None), None)
+
+
+def _earlier_runs(config: Mapping[str, Any], output_dir: Path) -> list[Path]:
+    """The checkpoint directories of the runs of this name that are not empty, the one last written to last."""
+    runs = output_dir.parent
+    if runs.name != config["name"] or runs.parent.name != "outputs" or not runs.is_dir():
+        return []
+    newest = {}
+    for directory in (item / "checkpoints" for item in runs.iterdir() if item != output_dir):
+        if candidates := _candidates(directory):
+            newest[directory] = order_of_writing(candidates[-1])
+    return sorted(newest, key=lambda directory: newest[directory])
 
 
 def _candidates(directory: Path) -> list[Path]:
     """What stands in a checkpoint directory, oldest first; not what was being written when its run was killed."""
     if not directory.is_dir():
         return []
-    entries = [item for item in directory.iterdir() if item.is_dir() and not item.name.endswith((WRITING, ".replaced"))]
-    return sorted(entries, key=lambda item: item.stat().st_mtime_ns)
+    entries = [item for item in directory.iterdir() if item.is_dir() and not item.name.endswith((WRITING, REPLACED))]
+    return sorted(entries, key=order_of_writing)
 
 
 def _check(path: Path, where: str) -> None:

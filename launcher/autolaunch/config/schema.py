@@ -13,6 +13,7 @@ from typing import Any
 
 from autolaunch.config.cluster import Cluster
 from autolaunch.config.search import Search
+from autolaunch_strategies.checkpoint.record import COMPARED
 from autolaunch_strategies.config import (
     AXES,
     DEFAULT_ORDER,
@@ -326,22 +327,84 @@ class Checkpoint:
         "hash",
         choices=("hash", "size"),
     )
+    data_position: str = option(
+        "Where a data module of your own can't go on in the middle of an epoch: refuse to resume there, read again "
+        "what was trained on, or begin the epoch's data again.",
+        "required",
+        choices=("required", "read_again", "start_over"),
+    )
     trust: bool = option("Load checkpoints that run code: pickles that hold more than tensors and plain data.", False)
 
 
 @dataclass
-class Launch:
-    """How the processes of a run are started."""
+class Resume:
+    """What a run with ckpt_path may do otherwise than the run that wrote the checkpoint."""
 
-    name: str = option("Which launcher this is; set by the group.", "local", choices=("local",))
-    devices: int | None = option("Devices of this machine to use (null: all that are visible).", None, ge=1)
+    allow: list[str] = option(
+        f"What may be another: {', '.join(COMPARED)}. Everything else may change, and is told.", []
+    )
+
+
+@dataclass
+class Launch:
+    """What every way to start the processes of a run has."""
+
+    name: str = option("Which launcher this is; set by the group.", "local", choices=("local", "slurm"))
     start_timeout: float = option("Seconds in which every rank must have begun its task.", 600.0, gt=0)
-    stop_timeout: float = option("Seconds in which ranks may end by themselves after Ctrl-C or a failure.", 10.0, gt=0)
+    hang_timeout: float | None = option(
+        "Seconds without progress of any rank after which the run ends, telling where all are: if one is stopped, "
+        "all wait for each other, or a step takes ten times as long as the longest before (null: never).",
+        60.0,
+        gt=0,
+    )
     collective_timeout: float = option(
-        "Seconds after which a collective that a rank never joins is an error.", 1800.0, gt=0
+        "Seconds after which a collective that a rank never joins is an error, once the first step is done.",
+        600.0,
+        gt=0,
+    )
+    first_step_timeout: float = option(
+        "The same until the first step is done (it compiles), and while a checkpoint is written or loaded; also how "
+        "long a rank may work outside of steps while all others wait for it.",
+        1800.0,
+        gt=0,
     )
     wait: bool = option("Wait while another run is in the output directory, instead of an error.", False)
+
+
+@dataclass
+class LocalLaunch(Launch):
+    """launch=local: one process per rank on this machine."""
+
+    devices: int | None = option("Devices of this machine to use (null: all that are visible).", None, ge=1)
+    stop_timeout: float = option("Seconds in which ranks may end by themselves after Ctrl-C or a failure.", 10.0, gt=0)
     logs: str = option("Who writes to the terminal; every rank has a log file.", "rank0", choices=("rank0", "all"))
+    max_restarts: int = option(
+        "Times that a run starts again by itself from its newest checkpoint after a rank has failed.", 0, ge=0
+    )
+    min_devices: int | None = option(
+        "Ranks with which a restart may go on when one is gone for good, on a smaller mesh (null: all).", None, ge=1
+    )
+
+
+@dataclass
+class SlurmLaunch(Launch):
+    """launch=slurm: one job of Slurm, submitted and followed from here, requeued until it is done."""
+
+    name: str = option("Which launcher this is; set by the group.", "slurm", choices=("local", "slurm"))
+    nodes: int = option("Nodes of the job; the ranks of the mesh are shared evenly by them.", 1, ge=1)
+    time: str | None = option("Time limit, such as 4:00:00 or 2-00:00:00 (null: the partition's).", None)
+    partition: str | None = option("Partition, or several with commas (null: Slurm's default).", None)
+    account: str | None = option("Account that is charged (null: Slurm's default).", None)
+    qos: str | None = option("Quality of service (null: Slurm's default).", None)
+    gpus_per_node: int | None = option(
+        "GPUs asked for on each node (null: one per rank, none with trainer.accelerator=cpu).", None, ge=0
+    )
+    cpus_per_task: int | None = option("CPUs asked for each rank (null: Slurm's default, usually one).", None, ge=1)
+    sbatch: list[str] = option("Further options of sbatch, such as --exclusive.", [])
+    setup: list[str] = option("Lines of shell that run before the ranks start, such as `module load cuda`.", [])
+    max_restarts: int = option("How often the job is requeued after a failure; time limits do not count.", 3, ge=0)
+    submit: bool = option("Submit the job (false: write and print its script).", True)
+    follow: bool = option("Show the log of the job until it has ended.", True)
 
 
 @dataclass
@@ -366,7 +429,9 @@ class Job:
         "by_rank",
         choices=RANDOM_NUMBERS,
     )
-    ckpt_path: str | None = option("Checkpoint to go on from: a path, or `last`.", None)
+    ckpt_path: str | None = option(
+        "Checkpoint to go on from: a path, or `last`, the newest of output_dir or else of the runs of this name.", None
+    )
     export_path: str | None = option("Where `autolaunch export` writes (null: <output_dir>/export).", None)
     module: dict[str, Any] | None = option(
         "A LightningModule of your own: {_target_: ..., arguments}; then model, optimizer and scheduler are its own.",
@@ -374,6 +439,7 @@ class Job:
     )
     why: str | None = option("With `plan cluster=...`: why not this one, e.g. `mp=4,pp=2` (as --why).", None)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    resume: Resume = field(default_factory=Resume)
     mesh: Mesh = field(default_factory=Mesh)
     model: Any = field(default_factory=LlamaModel)
     data: Any = field(default_factory=TextData)
@@ -385,7 +451,7 @@ class Job:
     scheduler: Scheduler = field(default_factory=Scheduler)
     trainer: Trainer = field(default_factory=Trainer)
     logger: dict[str, Any] = option("Loggers beside metrics.csv: {name: {_target_: ...}}.", {})
-    launch: Launch = field(default_factory=Launch)
+    launch: Any = field(default_factory=LocalLaunch)
     cluster: Cluster | None = option("Machines that `plan` and `-m search=auto` choose a mesh for.", None)
     search: Search | None = option("How `-m search=auto` looks for the fastest run.", None)
 
@@ -393,7 +459,9 @@ class Job:
 MODELS: dict[str, type] = {"llama": LlamaModel, "hf": HFModel, "custom": CustomModel}
 DATA: dict[str, type] = {"text": TextData, "tokens": TokenData, "synthetic": SyntheticData, "custom": CustomData}
 
-FAMILIES: dict[str, dict[str, type]] = {"model": MODELS, "data": DATA}
+LAUNCHERS: dict[str, type] = {"local": LocalLaunch, "slurm": SlurmLaunch}
+
+FAMILIES: dict[str, dict[str, type]] = {"model": MODELS, "data": DATA, "launch": LAUNCHERS}
 """Groups whose options have schemas of their own, by the `name` in them; `custom` is that of any `_target_`."""
 
 MISSING = "???"

@@ -16,6 +16,7 @@ from autolaunch_strategies.checkpoint.files import (
     WRITING,
     damage_in,
     files_with_hashes,
+    order_of_writing,
     problem_with,
     read_manifest,
 )
@@ -85,7 +86,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 def _by_age(directory: Path) -> list[Path]:
     entries = [item for item in directory.iterdir() if item.is_dir() and not item.name.endswith((WRITING, REPLACED))]
-    return sorted(entries, key=lambda item: item.stat().st_mtime_ns)
+    return sorted(entries, key=order_of_writing)
 
 
 def _problem(checkpoint: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,8 @@ from rich.text import Text
 
 from autolaunch.directories import shown
 from autolaunch.job import write_beside
+
+SUMMARY, METRICS = "summary.json", "metrics.csv"
 
 END_FILE = ".hydra/end.json"
 """Where a job says how it ended, in its own directory."""
@@ -65,7 +68,7 @@ def print_table(jobs: Sequence[JobEnd], sweep_dir: Path, console: Console) -> No
     table.add_column("directory", overflow="fold")
     everywhere = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     for job in jobs:
-        summary = _summary(Path(job.directory))
+        summary = read_summary(Path(job.directory))
         table.add_row(
             str(job.number),
             Text(" ".join(item for item in job.overrides if item not in everywhere)),
@@ -77,8 +80,18 @@ def print_table(jobs: Sequence[JobEnd], sweep_dir: Path, console: Console) -> No
     console.print(table)
 
 
-def _summary(directory: Path) -> dict[str, Any]:
-    path = directory / "summary.json"
+def last_row(directory: Path, since: float) -> dict[str, str]:
+    """The last row of a metrics.csv that was written to after `since`; an older one is of an earlier run."""
+    path = directory / METRICS
+    if not path.is_file() or path.stat().st_mtime < since:
+        return {}
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a killed process leaves half a row behind
+    return next(reversed(list(csv.DictReader(whole.splitlines()))), {})
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """summary.json of a run; empty if there is none."""
+    path = directory / SUMMARY
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import csv
 import json
 import math
 import shutil
@@ -28,15 +27,16 @@ from autolaunch.config.command_line import CommandLine, quoted_mesh, unquoted
 from autolaunch.config.compose import Composed, compose, resolved, run_once, run_sweep, unresolvable
 from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.config.origin import Origin
-from autolaunch.config.resume import damage_passed_over, resolve_ckpt_path
+from autolaunch.config.recorded import recorded
+from autolaunch.config.resume import COMPARING_TASKS, check_that_it_goes_on, resolve_ckpt_path, what_last_is
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.search import is_trial
 from autolaunch.config.sequence_parts import with_sequence_parts
 from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
-from autolaunch.jobs import start
+from autolaunch.jobs import restarts
 from autolaunch.jobs.directory import check_what_is_there
-from autolaunch.jobs.ends import JobEnd, forget_ends, print_table, read_ends
+from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends, read_summary
 from autolaunch.launch.containment import contained
 from autolaunch.launch.end import deny_finished
 from autolaunch.launch.lock import LOCK_FILE, locked
@@ -46,15 +46,13 @@ from autolaunch.planning.wanted import typed_keys
 from autolaunch.report.terminal import Terminal
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 
-SUMMARY, METRICS = "summary.json", "metrics.csv"
-
 AUTO = "mesh=auto"
 """Typed, it lets the planner choose the mesh, and of everything else that it sets what is not typed."""
 
 FAILED, MISCONFIGURED, INTERRUPTED = 1, 2, 130
 
 START_TIMEOUT = 600.0
-"""Seconds to wait for the other ranks before there is a job whose `launch.start_timeout` could be read."""
+"""Seconds to wait for the other ranks before there is a job, unless `launch.start_timeout` was typed."""
 
 
 def run_jobs(line: CommandLine) -> int:
@@ -136,6 +134,13 @@ def _with_choice(
     from autolaunch.planning.choice import choice_of
 
     raise_all(composed.errors)
+    if chooses and composed.config.launch.get("name") == "slurm" and composed.config.cluster.get("name") == "local":
+        raise ConfigError(
+            AUTO,
+            "with launch=slurm it is for other machines than this one, and which is not said",
+            "a cluster to plan for (autolaunch --info cluster)",
+            "mesh=auto cluster=h100x16 launch=slurm launch.nodes=2",
+        )
     hydra = composed.config.hydra
     job = resolve_job(composed.config, hydra, _output_dir(composed.config, hydra.run), None, composed.origin)
     chosen, choice = choice_of(job.config, line.overrides)
@@ -182,8 +187,8 @@ def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = 
 @contextlib.contextmanager
 def _locked(directory: Path, config: DictConfig) -> Iterator[None]:
     """Have the directory of a run or a sweep to oneself, with nothing in it that is in the way."""
-    name = f"output_dir={shown(directory)}"
-    with locked(directory, name, wait=bool((config.get("launch") or {}).get("wait"))):
+    waits = bool((config.get("launch") or {}).get("wait"))
+    with locked(directory, f"output_dir={shown(directory)}", wait=math.inf if waits else 0.0):
         check_what_is_there(directory)
         yield
 
@@ -191,6 +196,7 @@ def _locked(directory: Path, config: DictConfig) -> Iterator[None]:
 def _run_as_rank(line: CommandLine, here: Place) -> int:
     """Be one of the ranks that torchrun or srun has started: rank 0 composes the job, the others are given it."""
     from autolaunch.launch.rendezvous import RankMissing, connect, share_job
+    from autolaunch.launch.resources import raise_file_limit
     from autolaunch.worker import leave, run_rank
 
     held = contextlib.ExitStack()
@@ -217,19 +223,33 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
             resolved_job = resolve_job(config, hydra, Path(hydra.runtime.output_dir), here.world_size)
             jobs.append(replace(resolved_job, choice=choice))
             jobs[0].write()
+            (jobs[0].output_dir / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
+            _say_what_last_is(jobs[0])
 
         code = run_once(settled, composed.config, directory, make)
         if not jobs:
             sys.exit(code)  # Hydra has said why
         return jobs[0]
 
+    raise_file_limit(here.world_size)
+    # Only rank 0 composes; the others have nothing but what was typed.
+    timeout = _seconds(typed_keys(line.overrides).get("launch.start_timeout"), START_TIMEOUT)
     try:
-        store = connect(here, START_TIMEOUT)
-        job = share_job(store, here, make_job)
+        store = connect(here, timeout)
+        job = share_job(store, here, make_job, timeout)
     except RankMissing as error:
         print(error, file=sys.stderr)
         return FAILED
     leave(run_rank(job, here, store))
+
+
+def _seconds(typed: str | None, otherwise: float) -> float:
+    """A number of seconds that was typed; `otherwise` if there is none, or one that will be refused."""
+    try:
+        seconds = float(typed or "")
+    except ValueError:
+        return otherwise
+    return seconds if 0 < seconds < math.inf else otherwise
 
 
 def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
@@ -292,17 +312,21 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
     sweep = hydra.mode == RunMode.MULTIRUN
     directory, overrides = Path(hydra.runtime.output_dir), typed_overrides(hydra)
     status, code, message = "interrupted", INTERRUPTED, ""
+    held = contextlib.ExitStack()
     try:
+        if sweep:  # a single run has locked its directory before Hydra wrote there
+            held.enter_context(_locked(directory, config))
         job = replace(resolve_job(config, hydra, directory), choice=choice)
         job.write()
+        _say_what_last_is(job)
         started = time.time()
         (directory / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
         with contained() if is_trial(config) else contextlib.nullcontext():
-            end = start.run(job, isolated=sweep)
+            job, end = restarts.run(job, isolated=sweep)
         status, code, message = end.status, end.exit_code, end.message
-        if code and not (directory / SUMMARY).exists():
-            _write_summary(job, status, message, time.time() - started)
-        elif code:
+        if code and status != "submitted":
+            if not (directory / SUMMARY).exists():
+                _write_summary(job, status, message, time.time() - started)
             deny_finished(directory, status, message.partition("\n")[0])
     except (ConfigError, ConfigErrors) as error:
         status, code, message = "misconfigured", MISCONFIGURED, str(error)
@@ -316,6 +340,7 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
             ended.append(end_of_job)
         with contextlib.suppress(OSError):  # the directory may be gone, or its disk full
             end_of_job.write()
+        held.close()
         if message and not is_trial(config):
             if sweep:
                 print(f"job {hydra.job.num} ({' '.join(overrides)}) {status}:", file=sys.stderr)
@@ -330,14 +355,13 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
 def _objective(config: DictConfig, directory: Path) -> float:
     """The number of the summary that a sweep is about; one that is not there would end the sweep, so infinity."""
     name = (config.get("search") or {}).get("objective", "step_time_s")
-    path = directory / SUMMARY
-    value = json.loads(path.read_text(encoding="utf-8")).get(name) if path.is_file() else None
+    value = read_summary(directory).get(name)
     return float(value) if isinstance(value, int | float) else math.inf
 
 
 def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) -> None:
     """Say how a run ended whose first rank could not say it itself, in the keys that it would have used."""
-    row = _last_row(job.output_dir / METRICS, since=time.time() - seconds)
+    row = last_row(job.output_dir, since=time.time() - seconds)
     loss = float(row["loss"]) if row.get("loss") else math.nan
     summary = {
         "task": job.config["task"],
@@ -353,16 +377,9 @@ def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) 
         "checkpoint": None,
         "seconds": seconds,
         "error": message.splitlines()[0] if message else status,
+        "restarts": job.restarts,
     }
     write_beside(job.output_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
-
-
-def _last_row(path: Path, since: float) -> dict[str, str]:
-    """The last row of a metrics.csv that was written to after `since`; an older one is of an earlier run."""
-    if not path.is_file() or path.stat().st_mtime < since:
-        return {}
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a killed process leaves half a row behind
-    return next(reversed(list(csv.DictReader(whole.splitlines()))), {})
 
 
 def resolve_job(
@@ -397,9 +414,11 @@ def resolve_job(
     raise_all(wrong)
     values["mesh"] = {**mesh.sizes, "order": list(mesh.order)}
     resumes_last = values["ckpt_path"] == "last"
-    values["ckpt_path"] = resolve_ckpt_path(values, output_dir)
-    if resumes_last and values["ckpt_path"] and (damage := damage_passed_over(Path(values["ckpt_path"]))):
-        print(f"ckpt_path=last: {damage}; going on from {values['ckpt_path']}", file=sys.stderr)
+    record = recorded(values) if values["task"] in COMPARING_TASKS else {}
+    checkpoint = resolve_ckpt_path(values, output_dir)
+    if checkpoint is not None and record:
+        check_that_it_goes_on(values, Path(checkpoint), output_dir, record)
+    values["ckpt_path"] = checkpoint
     values = with_sequence_parts(with_batch_parts(values, mesh.pp), mesh)
     if values["pp"] is not None and values["pp"]["schedule"].endswith(".csv"):
         values["pp"] = {**values["pp"], "schedule": str(Path(values["pp"]["schedule"]).absolute())}
@@ -410,8 +429,21 @@ def resolve_job(
 
         values, ranks = calibration(values, started_ranks)
     return ResolvedJob(
-        values, output_dir, ranks, typed_overrides(hydra), __version__, choices, resumes_last=resumes_last
+        values,
+        output_dir,
+        ranks,
+        typed_overrides(hydra),
+        __version__,
+        choices,
+        resumes_last=resumes_last,
+        recorded=record,
     )
+
+
+def _say_what_last_is(job: ResolvedJob) -> None:
+    path = job.config["ckpt_path"]
+    if job.resumes_last and path is not None and (line := what_last_is(Path(path), job.output_dir)) is not None:
+        print(line, file=sys.stderr)
 
 
 def hydra_node() -> DictConfig:

@@ -82,7 +82,7 @@ class RunEnd:
     """The end of a run: what a person is told, and what the shell gets."""
 
     status: str
-    """`finished`, `failed`, `interrupted` or `timed_out`."""
+    """`finished`, `failed`, `interrupted` or `timed_out`; `written` or `submitted` where it has yet to end."""
     exit_code: int
     """0 finished, 1 failed or timed out, 2 a wrong config, 75 ended by a signal and saved, 130 Ctrl-C, 143 SIGTERM."""
     failure: Failure | None = None

@@ -30,10 +30,15 @@ PEER_LOST = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|socket timeout|remote worker (crashing|hanging)"
     r"|timed out waiting \d+ms for (recv|send) operation|wait timeout after \d+ms|connectfullmesh failed"
     r"|failed to recv|store.{0,40}tim(ed|eout)|client socket has timed out|ncclremoteerror|remote process exited"
-    r"|nccl communicator was aborted|collective operation timeout|failed on (the last|another) pipeline stage",
+    r"|closed by remote peer|ncclsystemerror|nccl communicator was aborted|collective operation timeout"
+    r"|failed on (the last|another) pipeline stage",
     re.IGNORECASE,
 )
 """What gloo, NCCL, torch's stores and pipelines say on a rank that is fine itself but waits for one that is not."""
+
+_WAITED = re.compile(r"(?:timed out waiting|wait timeout after) (\d+)ms|Timeout\(ms\)=(\d+)", re.IGNORECASE)
+_NATIVE_ABORT = re.compile(r"^Fatal Python error: Aborted$(?![\s\S]*^Current thread)", re.MULTILINE)
+"""What `faulthandler` writes of an abort in a thread that never ran Python: one of gloo's or NCCL's."""
 
 VERDICT_SECONDS = 1.0
 """How long the rank that caused it may take to show, when all that is known is that others lost contact with it."""
@@ -117,19 +122,30 @@ def log_file(directory: Path, rank: int) -> Path:
 def describe(error: BaseException, directory: Path, rank: int, world_size: int) -> Failure:
     """The failure that `error` is on this rank, now."""
     wrong_config = isinstance(error, (ConfigError, ConfigErrors))
+    notes = [str(note) for note in getattr(error, "__notes__", [])]
     lines = traceback.format_exception_only(error)
-    lost = None if wrong_config else output_lost(directory.parent, error)
+    lines = lines[: len(lines) - len("\n".join(notes).split("\n"))] if notes else lines
     told = wrong_config or isinstance(error, RunFailed)
+    lost = None if wrong_config else output_lost(directory.parent, error)
+    peer_lost = lost is None and is_peer_lost(error)
+    if lost is not None:
+        text = lost
+    elif told:
+        text = "\n".join([str(error), *notes])
+    elif peer_lost:
+        text = told_of_peers(str(error))
+    else:
+        text = "".join(lines[-1:]).strip().split("\n")[0]
     return Failure(
         rank=rank,
         world_size=world_size,
-        error=lost or (str(error) if told else "".join(lines[-1:]).strip().split("\n")[0]),
+        error=text,
         details="" if told or lost else user_traceback(error),
         log=str(log_file(directory, rank)),
         host=socket.gethostname(),
         pid=os.getpid(),
         time_ns=time.time_ns(),
-        peer_lost=is_peer_lost(error),
+        peer_lost=peer_lost,
         wrong_config=wrong_config,
     )
 
@@ -154,22 +170,36 @@ def is_peer_lost(error: BaseException) -> bool:
     return ours and PEER_LOST.search(str(error)) is not None
 
 
+def told_of_peers(message: str) -> str:
+    """What an error means that says no more than that another rank did not answer, with a place in gloo or NCCL."""
+    if match := _WAITED.search(message):
+        seconds = int(match[1] or match[2]) / 1000
+        return (
+            f"another rank did not come to a collective within {seconds:g} s "
+            "(launch.collective_timeout; of the first step launch.first_step_timeout)"
+        )
+    if "pipeline stage" in message:
+        return message.splitlines()[0]
+    return "lost contact with another rank in a collective: its process has ended, or the network between them failed"
+
+
 def user_traceback(error: BaseException) -> str:
     """The traceback of `error` without the frames of launcher and trainer that lead to the user's code.
 
     Left whole if no frame is the user's.
     """
     report = traceback.TracebackException.from_exception(error)
-    plumbing = _plumbing()
+    not_own = plumbing()
     current: traceback.TracebackException | None = report
     while current is not None:
-        first = next((i for i, frame in enumerate(current.stack) if not frame.filename.startswith(plumbing)), 0)
+        first = next((i for i, frame in enumerate(current.stack) if not frame.filename.startswith(not_own)), 0)
         current.stack[:] = current.stack[first:]
         current = current.__cause__ or current.__context__
     return "".join(report.format()).rstrip()
 
 
-def _plumbing() -> tuple[str, ...]:
+def plumbing() -> tuple[str, ...]:
+    """How the files of launcher, trainer and torch begin, which lead to the user's code and are not it."""
     import autolaunch
     import autolaunch_strategies
 
@@ -204,16 +234,31 @@ def first_failure(directory: Path, exits: Mapping[int, Exit], world_size: int) -
 def _silent(directory: Path, rank: int, world_size: int, end: Exit) -> Failure:
     log = log_file(directory, rank)
     lines = tail(log, end.log_start)
+    error, peer_lost = _ending(end.code), False
     lost = output_lost(directory.parent) if end.code > 0 else None
+    if lost is not None:
+        error = lost
+    elif end.code == -signal.SIGABRT:
+        text = _written_since(log, end.log_start)
+        # NCCL's watchdog ends the process of a rank that waited in vain.
+        peer_lost = PEER_LOST.search(text) is not None
+        if peer_lost:
+            error = told_of_peers(text)
+        elif _NATIVE_ABORT.search(text):
+            error = (
+                "its process was aborted by a thread that is not Python's, most likely of gloo or NCCL: a collective "
+                "met another one, as when only some ranks run it"
+            )
     return Failure(
         rank=rank,
         world_size=world_size,
-        error=lost or _ending(end.code),
+        error=error,
         details=f"the end of its log:\n{lines}" if lines and not lost else "",
         log=str(log),
         host=socket.gethostname(),
         pid=end.pid,
         time_ns=end.time_ns,
+        peer_lost=peer_lost,
     )
 
 
@@ -228,19 +273,25 @@ def _ending(code: int) -> str:
 
 
 def tail(path: Path, start: int = 0) -> str:
-    """The last lines of a log, or its last crash, of what stands behind its first `start` bytes; empty if there is none."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(start, size - 65536))
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return ""
-    lines = text.rstrip().splitlines()
+    """The last lines of a log, or its last crash, of what was written after its first `start` bytes; empty without one."""
+    # After the stacks of a fatal error, a line of several thousand characters.
+    text = _written_since(path, start).rstrip()
+    lines = [line for line in text.splitlines() if not line.startswith("Extension modules: ")]
     crashes = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
     if crashes:  # where it was stands first, and who called it below
         return "\n".join(lines[crashes[-1] :][:TAIL_LINES])
     return "\n".join(lines[-TAIL_LINES:])
+
+
+def _written_since(path: Path, start: int) -> str:
+    """The end of a log, of what was written after its first `start` bytes, 64 KiB at most."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(start, size - 65536))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def show(failure: Failure) -> None:

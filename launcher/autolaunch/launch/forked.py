@@ -14,15 +14,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.containment import die_with_parent
 from autolaunch.launch.end import RunEnd
 from autolaunch.launch.failure import Exit, first_failure, log_file
+from autolaunch.launch.signals import asking_to_end
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SI_KERNEL = 0x80
 """Who sent a signal: the terminal, which sends it to both processes."""
 
@@ -45,8 +45,7 @@ def run_forked(work: Callable[[], RunEnd], job: ResolvedJob, leave: Callable[[in
     """
     log = log_file(job.logs, 0)
     log_start = log.stat().st_size if log.exists() else 0
-    # `nohup` has SIGHUP ignored.
-    forwarded = {signum for signum in _FORWARDED if signal.getsignal(signum) != signal.SIG_IGN}
+    forwarded = asking_to_end()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     report = os.memfd_create("end")
@@ -70,7 +69,7 @@ def run_forked(work: Callable[[], RunEnd], job: ResolvedJob, leave: Callable[[in
 
 
 def _be_the_fork(
-    work: Callable[[], RunEnd], report: int, mask: set[signal.Signals], parent: int, leave: Callable[[int], NoReturn]
+    work: Callable[[], RunEnd], report: int, mask: Iterable[int], parent: int, leave: Callable[[int], NoReturn]
 ) -> NoReturn:
     die_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -13,12 +13,10 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 import autolaunch
@@ -27,13 +25,17 @@ from autolaunch.config.search import is_trial
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.end import PREEMPTED, STACK_SIGNAL, STOP_SIGNAL, RunEnd, Stop, read_stop
 from autolaunch.launch.failure import VERDICT_SECONDS, Exit, Failure, failure_file, first_failure, log_file, tail
+from autolaunch.launch.heartbeat import Board, Hang, Moves, Standing, find_hang, interval, limits_of, where_ranks_are
 from autolaunch.launch.phase import Phase, forget_reports, read_phase, stack_file
 from autolaunch.launch.place import Place
+from autolaunch.launch.resources import raise_file_limit
+from autolaunch.launch.signals import Signals
+from autolaunch.launch.stacks import Stack
 
 POLL_SECONDS = 0.05
 KILL_SECONDS = 5.0
-STACK_SECONDS = 2.0
-"""How long a rank may take to write its stack."""
+STACK_SECONDS = 10.0
+"""How long a rank may take to write its stack, on a machine that is busy; a stopped one is not waited for."""
 
 _STOPPED_CODES = (PREEMPTED, *(128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)))
 """Exit codes of ranks that ended together because of a signal."""
@@ -54,33 +56,6 @@ class _Rank:
     exit: Exit | None = None
 
 
-class _Signals:
-    """Ctrl-C, SIGTERM, SIGUSR1 and, unless it is ignored, SIGHUP while a run lasts: counted here, acted on by the loop that watches the ranks."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-
-    @contextlib.contextmanager
-    def caught(self) -> Iterator[_Signals]:
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-        before: dict[int, Any] = {}
-        try:
-            signals = [signal.SIGINT.value, signal.SIGTERM.value, signal.SIGUSR1.value]
-            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` has it
-                signals.append(signal.SIGHUP.value)
-            for signum in signals:
-                before[signum] = signal.signal(signum, self._note)
-            yield self
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.received.append(signum)
-
-
 def run_local(job: ResolvedJob, launch_cfg: dict[str, Any]) -> RunEnd:
     """Run a job with one process per rank and wait for its end; whatever that is, no process is left.
 
@@ -90,19 +65,23 @@ def run_local(job: ResolvedJob, launch_cfg: dict[str, Any]) -> RunEnd:
     Args:
         job: the job; its file is written here.
         launch_cfg: the keys of `autolaunch.config.schema.Launch`.
+
+    Raises:
+        ConfigError: so many ranks can't have the files open that they need.
     """
+    raise_file_limit(job.world_size)
     forget_reports(job.logs)
     path = job.write()
-    with _Signals().caught() as signals:
+    with Signals().caught() as signals, Board.make() as board:
         ranks: list[_Rank] = []
         try:
-            _start(job, path, launch_cfg["logs"] == "all" or is_trial(job.config), ranks)
-            return _Watch(job, launch_cfg, ranks, signals).until_the_end()
+            _start(job, path, launch_cfg["logs"] == "all" or is_trial(job.config), board, ranks)
+            return _Watch(job, launch_cfg, ranks, signals, board).until_the_end()
         finally:
             _kill(ranks)
 
 
-def _start(job: ResolvedJob, path: Path, all_logs: bool, ranks: list[_Rank]) -> None:
+def _start(job: ResolvedJob, path: Path, all_logs: bool, board: Board, ranks: list[_Rank]) -> None:
     # Nobody can take the port: it is open from here on, and rank 0 gets the open socket.
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         for number in range(job.world_size):
@@ -114,16 +93,16 @@ def _start(job: ResolvedJob, path: Path, all_logs: bool, ranks: list[_Rank]) -> 
                 local_world_size=job.world_size,
                 master_port=listener.getsockname()[1],
             )
-            arguments: list[str] = [str(path)]
-            descriptors: tuple[int, ...] = ()
+            arguments = [str(path), "--heartbeat", str(board.descriptor)]
+            descriptors = [board.descriptor]
             if number == 0:
                 arguments += ["--listen", str(listener.fileno())]
-                descriptors = (listener.fileno(),)
+                descriptors.append(listener.fileno())
             log = log_file(job.logs, number)
             with log.open("ab") as stream:
                 start = stream.tell()
                 output = stream if number or all_logs else None
-                process = start_worker(arguments, _environment(where, job), output, descriptors)
+                process = start_worker(arguments, _environment(where, job), output, tuple(descriptors))
             ranks.append(_Rank(number, process, log, start, start))
 
 
@@ -174,11 +153,17 @@ def _cores() -> int:
 class _Watch:
     """Looks after the ranks until all of them have ended."""
 
-    def __init__(self, job: ResolvedJob, launch_cfg: dict[str, Any], ranks: list[_Rank], signals: _Signals) -> None:
-        self.job, self.ranks, self.signals = job, ranks, signals
+    def __init__(
+        self, job: ResolvedJob, launch_cfg: dict[str, Any], ranks: list[_Rank], signals: Signals, board: Board
+    ) -> None:
+        self.job, self.ranks, self.signals, self.board = job, ranks, signals, board
         self.forward = launch_cfg["logs"] == "all" and not is_trial(job.config)
         self.start_timeout: float = launch_cfg["start_timeout"]
         self.stop_timeout: float = launch_cfg["stop_timeout"]
+        self.limits = limits_of(launch_cfg)
+        self.moves: Moves | None = None
+        """From when on all ranks have begun the task."""
+        self.next_look = 0.0
         self.timeout: float | None = (job.config.get("search") or {}).get("timeout")
 
     def until_the_end(self) -> RunEnd:
@@ -199,10 +184,14 @@ class _Watch:
             if deadline is not None:
                 if all(self._phase(rank) >= Phase.RUNNING for rank in self.ranks):
                     deadline = None
+                    self.moves = Moves(len(self.ranks), time.monotonic())
                 elif time.monotonic() > deadline:
                     return self._never_started()
             if self.timeout is not None and time.monotonic() > started + self.timeout:
                 return self._not_over()
+            if (hang := self._hang()) is not None:
+                self._stop()
+                return RunEnd("timed_out", 1, message=f"{hang.render()}\nlogs and whole stacks: {self.job.logs}")
             time.sleep(POLL_SECONDS)
 
     def _look(self) -> None:
@@ -278,6 +267,32 @@ class _Watch:
             time.sleep(POLL_SECONDS)
         return None
 
+    def _hang(self) -> Hang | None:
+        """The hang that this run is in, if it is one: looked for now and then only."""
+        now = time.monotonic()
+        if self.limits is None or self.moves is None or now < self.next_look:
+            return None
+        self.next_look = now + interval(self.limits.hang_timeout)
+        for rank in self.ranks:
+            self.moves.hear(rank.number, self.board.read(rank.number), now)
+        still = self.moves.still(now)
+        if still <= self.limits.hang_timeout or any(rank.exit for rank in self.ranks):
+            return None
+        # Where they are is asked less often than whether they move.
+        self.next_look = now + self.limits.hang_timeout / 4
+        hang = find_hang(self._standings(self.ranks), still, self.limits)
+        self._look()
+        return None if any(rank.exit for rank in self.ranks) else hang
+
+    def _standings(self, ranks: Sequence[_Rank]) -> dict[int, Standing]:
+        stacks = self._stacks(ranks)
+        return {
+            rank.number: Standing(
+                self.board.read(rank.number), Stack(stacks[rank.number]) if stacks[rank.number] else None
+            )
+            for rank in ranks
+        }
+
     def _failed(self, failure: Failure) -> RunEnd:
         end = time.monotonic() + VERDICT_SECONDS
         while failure.peer_lost and time.monotonic() < end and not self.signals.received:
@@ -285,11 +300,11 @@ class _Watch:
             self._look()
             failure = self._first_failure() or failure
         hung = [rank for rank in self.ranks if failure.peer_lost and rank.exit is None and rank.number != failure.rank]
-        stacks = [f"rank {rank.number} was still running:\n{stack}" for rank in hung if (stack := self._stack(rank))]
+        where = where_ranks_are(self._standings(hung)) if hung else []
         # A rank that failed by itself may finish what it does at its end; the others wait for it in vain.
         self._stop(spare=[number for number in range(len(self.ranks)) if self._failed_itself(number)])
         failure = self._first_failure() or failure
-        return RunEnd("failed", failure.exit_code, failure, "\n".join([failure.render(), *stacks]))
+        return RunEnd("failed", failure.exit_code, failure, "\n".join([failure.render(), *where]))
 
     def _failed_itself(self, number: int) -> bool:
         return failure_file(self.job.logs, number).exists()
@@ -303,7 +318,7 @@ class _Watch:
             "(launch.start_timeout):",
             *(f"  rank {number}: {phase.name.lower()}" for number, phase in phases.items()),
         ]
-        if stack := self._stack(stuck):
+        if stack := self._stacks([stuck])[stuck.number]:
             lines += [f"where rank {stuck.number} is:", stack]
         if text := tail(stuck.log, stuck.log_start):
             lines += [f"the end of its log:\n{text}"]
@@ -312,25 +327,35 @@ class _Watch:
         return RunEnd("timed_out", 1, message="\n".join(lines))
 
     def _not_over(self) -> RunEnd:
-        stacks = [f"where rank {rank.number} is:\n{stack}" for rank in self.ranks if (stack := self._stack(rank))]
+        lines = [f"not over after {self.timeout:g} s (search.timeout)", *where_ranks_are(self._standings(self.ranks))]
         self._stop()
-        lines = [f"not over after {self.timeout:g} s (search.timeout)", *stacks]
         return RunEnd("timed_out", 1, message="\n".join(lines))
 
-    def _stack(self, rank: _Rank) -> str:
-        """Where a rank is right now: asked for with a signal that is answered even by one that hangs in C code."""
-        if self._phase(rank) < Phase.STARTED:
-            return ""  # the signal would kill it
-        file = stack_file(self.job.logs, rank.number)
-        rank.process.send_signal(STACK_SIGNAL)
+    def _stacks(self, ranks: Sequence[_Rank]) -> dict[int, str]:
+        """Where ranks are right now: asked for with a signal that is answered even by one that hangs in C code.
+
+        Of one that does not answer it is empty.
+        """
+        texts = dict.fromkeys((rank.number for rank in ranks), "")
+        # Before it has started the signal would kill it.
+        asked = [rank for rank in ranks if rank.exit is None and self._phase(rank) >= Phase.STARTED]
+        for rank in asked:
+            with contextlib.suppress(FileNotFoundError):
+                os.truncate(stack_file(self.job.logs, rank.number), 0)
+            rank.process.send_signal(STACK_SIGNAL)
         end = time.monotonic() + STACK_SECONDS
-        text = ""
-        while time.monotonic() < end:
+        while asked and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
-            before, text = text, file.read_text(errors="replace")
-            if text and text == before:
-                break
-        return text.rstrip()
+            for rank in list(asked):
+                text = stack_file(self.job.logs, rank.number).read_text(errors="replace")
+                if (
+                    (text and text == texts[rank.number])
+                    or is_stopped(rank.process.pid)
+                    or rank.process.poll() is not None
+                ):
+                    asked.remove(rank)
+                texts[rank.number] = text
+        return {number: text.rstrip() for number, text in texts.items()}
 
     def _stop(self, spare: Collection[int] = ()) -> None:
         """End all ranks but `spare`, and after `launch.stop_timeout` or one more signal kill whatever is left."""
@@ -352,6 +377,15 @@ class _Watch:
             # Rank 0 may have ended in the middle of a progress bar, with the cursor hidden.
             sys.stderr.write("\x1b[?25h\n")
             sys.stderr.flush()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by SIGSTOP or a debugger: it would answer to no signal."""
+    try:
+        # `pid (name) state ...`; the name may hold blanks and parentheses
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
 
 
 def _kill(ranks: list[_Rank]) -> None:

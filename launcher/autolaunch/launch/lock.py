@@ -1,8 +1,8 @@
 """One directory, one run: a lock in the output directory that the kernel drops when its holder is gone.
 
 The lock is `flock` on `<directory>/.lock`; what is written in that file only tells others who holds it. Where the file
-system has no locks, it is what decides: a holder of this host is looked up among its processes, and one of another
-host is believed to be alive.
+system has no locks, it is what decides: a holder of this host is looked up among its processes; one of another host is
+believed to be alive, unless it was an earlier start of the same job of Slurm, which ends one before it begins the next.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from autolaunch_strategies.config import ConfigError
 LOCK_FILE = ".lock"
 POLL_SECONDS = 0.5
 
+HANDOVER_SECONDS = 120.0
+"""How long a start of a job waits for the one before it: a file server keeps the locks of a lost machine a while."""
+
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """What `flock` says where the file system has none."""
 
-_held: set[int] = set()
-"""Descriptors of the locks of this process."""
+_held: dict[int, Path] = {}
+"""The locks of this process: descriptor -> directory."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Holder:
     """When it took the lock; seconds since 1970."""
     process: str = ""
     """What tells it from a later process of the same number: boot of the machine, and start time since."""
+    slurm_job: str = ""
+    """The job of Slurm that it belongs to."""
 
     @property
     def is_here(self) -> bool:
@@ -49,8 +54,10 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it certainly runs no more; of another machine's processes nothing is certain."""
-        return self.is_here and _identity(self.pid) != self.process
+        """Whether it certainly runs no more; of another machine's processes next to nothing is certain."""
+        if self.is_here:
+            return _identity(self.pid) != self.process
+        return self.slurm_job != "" and self.slurm_job == _slurm_job()
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
@@ -58,12 +65,12 @@ class Holder:
 
 
 @contextlib.contextmanager
-def locked(directory: Path, name: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a directory, which has to exist.
+def locked(directory: Path, name: str, *, wait: float = 0.0) -> Iterator[None]:
+    """Hold the lock of a directory, which has to exist; until the end of the `with` block, or `hand_over`.
 
     Args:
         name: how the directory is called in a message, as `key=value`.
-        wait: until whoever holds it has ended, instead of an error.
+        wait: seconds to wait for whoever holds it, instead of an error.
 
     Raises:
         ConfigError: another run holds it, or nothing can be written there.
@@ -75,25 +82,33 @@ def locked(directory: Path, name: str, *, wait: bool = False) -> Iterator[None]:
         release(descriptor)
 
 
-def take(directory: Path, name: str, *, wait: bool = False) -> int:
+def take(directory: Path, name: str, *, wait: float = 0.0) -> int:
     """Take the lock as `locked` does; returns what `release` takes. It is dropped when this process ends."""
     path = directory / LOCK_FILE
-    told = False
+    told, end = False, time.monotonic() + wait
     while (descriptor := _try(path, name, directory)) is None:
         holder = _holder(path)
-        if not wait:
+        if time.monotonic() >= end:
             raise _in_use(name, path, holder)
         if not told:
             print(f"{name}: waiting for {holder or 'the run that holds it'}", file=sys.stderr, flush=True)
             told = True
         time.sleep(POLL_SECONDS)
-    _held.add(descriptor)
+    _held[descriptor] = directory
     return descriptor
 
 
+def hand_over(directory: Path) -> None:
+    """Let another process have the lock of a directory, if this one holds it: what was begun here goes on there."""
+    for descriptor in [number for number, held in _held.items() if held == directory]:
+        release(descriptor)
+
+
 def release(descriptor: int) -> None:
-    """Let others have the lock. The file stays: one that is removed could be locked by two."""
-    _held.discard(descriptor)
+    """Let others have the lock, if it is still held. The file stays: one that is removed could be locked by two."""
+    if descriptor not in _held:
+        return
+    del _held[descriptor]
     with contextlib.suppress(OSError):  # the file system may be full, or gone
         os.ftruncate(descriptor, 0)
     os.close(descriptor)
@@ -116,19 +131,34 @@ def _try(path: Path, name: str, directory: Path) -> int | None:
             if error.errno not in _NO_LOCKS:
                 raise
             by_kernel = False
+        if not _is_still(path, descriptor):  # its directory was deleted meanwhile
+            os.close(descriptor)
+            return _try(path, name, directory)
         before = _holder(path)
         if before is not None and not by_kernel and not before.is_gone:
             os.close(descriptor)
             return None
         if before is not None and not before.is_here:
             print(f"{name}: taken over from {before}, which left it locked and holds it no more", file=sys.stderr)
-        me = Holder(os.getpid(), socket.gethostname(), time.time(), _identity(os.getpid()))
+        me = Holder(os.getpid(), socket.gethostname(), time.time(), _identity(os.getpid()), _slurm_job())
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
     except OSError as error:
         os.close(descriptor)
         raise _not_writable(name, directory, error) from None
     return descriptor
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    """Whether a file that was opened is the one that others open now."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _slurm_job() -> str:
+    return os.environ.get("SLURM_JOB_ID", "")
 
 
 def _holder(path: Path) -> Holder | None:

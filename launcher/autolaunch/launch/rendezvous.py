@@ -5,11 +5,14 @@ torch is imported inside the functions, so that a rank knows its place before it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 
 FAREWELL_SECONDS = 10.0
 """How long the rank that hosts the store waits for the others to need it no more."""
+
+SILENT_SECONDS = 15.0
+"""After which a rank that still waits for rank 0 says so."""
 
 
 class RankMissing(RuntimeError):
@@ -48,14 +54,15 @@ def connect(place: Place, timeout: float) -> Store:
     host = place.rank == 0 and not agent
     wait = timedelta(seconds=timeout)
     try:
-        store = TCPStore(
-            place.master_addr,
-            place.master_port,
-            is_master=host,
-            timeout=wait,
-            wait_for_workers=False,
-            master_listen_fd=place.listen_fd,
-        )
+        with _saying_what_is_waited_for(place, timeout):
+            store = TCPStore(
+                place.master_addr,
+                place.master_port,
+                is_master=host,
+                timeout=wait,
+                wait_for_workers=False,
+                master_listen_fd=place.listen_fd,
+            )
     except DistError as error:
         where = f"{place.master_addr}:{place.master_port}"
         if host:
@@ -66,10 +73,27 @@ def connect(place: Place, timeout: float) -> Store:
                 "export MASTER_PORT=<port>",
             ) from error
         raise RankMissing(
-            f"rank {place.rank} on {socket.gethostname()} got no answer from rank 0 at {where} within {timeout:g} s"
+            f"rank {place.rank} on {socket.gethostname()} got no answer from rank 0 at {where} within {timeout:g} s "
+            "(launch.start_timeout)"
         ) from error
     # After a restart by torchrun the store still holds the keys of the attempt before.
     return PrefixStore(f"autolaunch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+@contextlib.contextmanager
+def _saying_what_is_waited_for(place: Place, timeout: float) -> Iterator[None]:
+    """Say it once, if it takes long: nobody waits ten minutes before a silent screen."""
+    text = (
+        f"rank {place.rank} on {socket.gethostname()} waits for rank 0 at {place.master_addr}:{place.master_port}, "
+        f"{timeout:g} s at most (launch.start_timeout)"
+    )
+    timer = threading.Timer(SILENT_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def share_job(store: Store, place: Place, make_job: Callable[[], ResolvedJob], timeout: float = 600.0) -> ResolvedJob:
@@ -107,7 +131,8 @@ def share_job(store: Store, place: Place, make_job: Callable[[], ResolvedJob], t
     if missing := _missing(store, place.world_size, timeout):
         ranks = ", ".join(map(str, missing))
         raise RankMissing(
-            f"rank{'s' if len(missing) > 1 else ''} {ranks} of {place.world_size} did not come within {timeout:g} s"
+            f"rank{'s' if len(missing) > 1 else ''} {ranks} of {place.world_size} did not come within {timeout:g} s "
+            "(launch.start_timeout)"
         )
     return job
 
@@ -150,6 +175,20 @@ def join(store: Store, place: Place, backend: str, timeout: float) -> None:
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=timeout)
     )
+
+
+def leave_together(store: Store, place: Place) -> None:
+    """Wait until the first rank has said how the run ended: srun and torchrun end all that outlive another rank."""
+    from torch.distributed import DistError
+
+    try:
+        if place.rank:
+            store.wait(["ended"], timedelta(seconds=FAREWELL_SECONDS))
+        else:
+            store.set("ended", "1")
+    except DistError:
+        pass  # the first rank is gone, and has said all it will
+    leave_store(store, place)
 
 
 def leave_store(store: Store, place: Place) -> None:

@@ -38,6 +38,7 @@ class StepMetrics(pl.Callback):
         self._loss_sum: torch.Tensor | None = None
         self._batches = 0
         self._uncounted_tokens = 0
+        self._tokens_of_unfinished_step = 0
         self._lr: Any = None
         self._step = self._recorded_step = 0
         self._since = self._last_event = self._excluded = 0.0
@@ -78,7 +79,9 @@ class StepMetrics(pl.Callback):
         if self._batches == 0:
             self._loss_sum = None
         self._batches += 1
-        self._uncounted_tokens += count_tokens(batch)
+        tokens = count_tokens(batch)
+        self._uncounted_tokens += tokens
+        self._tokens_of_unfinished_step += tokens
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             # Lightning has divided it by the number of microbatches, so the sum is the mean already.
@@ -114,8 +117,10 @@ class StepMetrics(pl.Callback):
             self._csv.write_row()
 
     def state_dict(self) -> dict[str, Any]:
-        # Ranks have equal shares here; the exact sum is only known at logged steps.
-        return {"tokens": self.tokens + self._uncounted_tokens * self._data_parallel}
+        # Ranks have equal shares here; the exact sum is only known at logged steps. What a step has had of its batches
+        # that is not done counts for nothing: a resumed run makes it again.
+        finished = self._uncounted_tokens - self._tokens_of_unfinished_step
+        return {"tokens": self.tokens + finished * self._data_parallel}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.tokens = state_dict["tokens"]
@@ -148,7 +153,7 @@ class StepMetrics(pl.Callback):
             expected = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             if self._batches != expected:  # the last step of an epoch may have fewer microbatches
                 self._loss_sum = self._loss_sum * (expected / self._batches)
-        self._batches = 0
+        self._batches = self._tokens_of_unfinished_step = 0
         if self._csv is not None:
             self._csv.begin_row(self._step)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector

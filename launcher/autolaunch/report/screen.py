@@ -136,6 +136,7 @@ def show_end(summary: Mapping[str, Any], console: Console, losses: Sequence[floa
         ("pipeline", _idle(summary.get("pipeline") or {})),
         ("memory", _peak(summary)),
         *((name, f"{value:.6g}") for name, value in (summary.get("metrics") or {}).items()),
+        ("restarts", str(summary.get("restarts") or "")),
         ("checkpoint", _shown(summary.get("checkpoint"))),
         ("output", _shown(summary.get("output_dir"))),
         ("error", str(summary.get("error") or "")),

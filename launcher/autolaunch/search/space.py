@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autolaunch_strategies.planner.predictions import PlannerPredictions
     from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 
-OF_THE_SEARCH = ("search", "cluster", "output_dir", "logger", "ckpt_path")
+OF_THE_SEARCH = ("search", "cluster", "output_dir", "logger", "ckpt_path", "resume")
 """Typed keys that are no part of a trial, whose values a trial has its own for, or that it does without."""
 
 _DETERMINED = {
@@ -59,6 +59,7 @@ _OF_NO_ACCOUNT = (
     "logger",
     "checkpoint",
     "ckpt_path",
+    "resume",
     "export_path",
 )
 """Keys that no step time depends on."""

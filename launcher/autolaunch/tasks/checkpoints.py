@@ -13,11 +13,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from autolaunch.launch.failure import is_peer_lost
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.readable import readable_bytes
 from autolaunch_strategies.checkpoint.files import complete_checkpoints
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.lightning.votes import TrainingStopped
+from autolaunch_strategies.pipeline.failure import StageFailedError
 
 
 class Checkpoints(ModelCheckpoint):
@@ -66,8 +68,7 @@ class Checkpoints(ModelCheckpoint):
         self._last_global_step_saved = trainer.global_step
         names: list[str] = []
         if trainer.is_global_zero:
-            found = complete_checkpoints(self.directory)
-            names = [item.name for item in sorted(found, key=lambda item: item.stat().st_mtime_ns)]
+            names = [item.name for item in complete_checkpoints(self.directory)]
             self._check_space(pl_module, trainer, len(names))
         names = trainer.strategy.broadcast(names)
         self._scores = {name: self._scores.get(name) for name in names}
@@ -138,20 +139,51 @@ class Checkpoints(ModelCheckpoint):
             ConfigError: nothing of the monitored name has been logged.
         """
         if trainer.global_step != self._last_global_step_saved:
-            self.save(trainer)
+            self.save(trainer, finished=False)  # `max_time` ends it after any batch
         self._check_that_it_is_logged(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Save when all ranks end training together, between two steps."""
-        if not isinstance(exception, TrainingStopped) or trainer.state.fn != TrainerFn.FITTING:
-            return
-        if trainer.global_step != self._last_global_step_saved:
-            self.save(trainer)
-        newest = next(reversed(self._scores), None)  # not made by this run if a signal came before its first step
-        exception.checkpoint = None if newest is None else self.directory / newest
+        """Save when all ranks end training together: at a signal, or because all have failed in the same step.
 
-    def save(self, trainer: pl.Trainer) -> None:
-        """Write a checkpoint now, and remove those that are not kept any more. Collective."""
+        Where that was saved, or why nothing was, is a note of the exception; of a signal, its `checkpoint`.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if isinstance(exception, TrainingStopped):
+            if trainer.global_step != self._last_global_step_saved:
+                self.save(trainer, finished=False)
+            newest = next(reversed(self._scores), None)  # not of this run if a signal came before its first step
+            exception.checkpoint = None if newest is None else self.directory / newest
+        elif isinstance(exception, Exception) and trainer.global_step > 0 and not _of_another_rank(exception):
+            self._save_after(exception, trainer)
+
+    def _save_after(self, exception: Exception, trainer: pl.Trainer) -> None:
+        """Save what a failure left of training, and add to the exception where, or why not. Only if all ranks fail."""
+        if self.steps.not_finite_since is not None:
+            return  # the newest checkpoint is the one to go on from
+        votes, step = trainer.strategy.votes, trainer.global_step  # type: ignore[attr-defined]
+        if step == self._last_global_step_saved:
+            exception.add_note(f"step {step} was the last one that was done, and is saved in {self.directory}")
+            return
+
+        votes.limit(exception)
+        try:
+            votes.unfinished()
+            if not votes.all_can_save():
+                raise RuntimeError("other ranks have not failed in this step, and wait for this one")
+            self.save(trainer, finished=False)
+        except Exception as reason:
+            exception.add_note(f"no checkpoint was written after step {step}: {reason}")
+        else:
+            exception.add_note(f"saved after step {step} in {self.last_model_path}")
+        votes.end_limit()
+
+    def save(self, trainer: pl.Trainer, finished: bool = True) -> None:
+        """Write a checkpoint now, and remove those that are not kept any more. Collective.
+
+        Args:
+            finished: whether a step was just done; if not, the checkpoint is of the moment in which it began.
+        """
         if self.steps.not_finite_since is not None:
             return
         name = f"step_{trainer.global_step:07d}.ckpt"
@@ -162,7 +194,10 @@ class Checkpoints(ModelCheckpoint):
         self._name_the_best()
         path = str(self.directory / name)
         self.last_model_path = path
+        strategy: Any = trainer.strategy
+        strategy.checkpoints.as_of = None if finished else strategy.votes.unfinished()
         self._save_checkpoint(trainer, path)
+        strategy.checkpoints.as_of = None
         for left_out in [known for known in self._scores if known not in self._kept()]:
             del self._scores[left_out]
             trainer.strategy.remove_checkpoint(str(self.directory / left_out))
@@ -218,3 +253,8 @@ class Checkpoints(ModelCheckpoint):
 def _states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
     """Tensors of a parameter's size that an optimizer keeps: Adam and its kin two, with momentum one."""
     return 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
+
+
+def _of_another_rank(error: BaseException) -> bool:
+    """Whether this rank only lost contact with another one; a stage that is told of another's error did not."""
+    return is_peer_lost(error) and not isinstance(error, StageFailedError)

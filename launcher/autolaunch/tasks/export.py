@@ -25,6 +25,7 @@ from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch.report.summary import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch_strategies.checkpoint.files import WRITING, damage_in, files_with_hashes, problem_with, read_manifest
+from autolaunch_strategies.checkpoint.sharded import damaged, readable
 from autolaunch_strategies.checkpoint.storage import Planner, Reader
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
@@ -66,9 +67,25 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
 
 
 def trained_config(checkpoint: Path) -> dict[str, Any] | None:
-    """The config of the run that wrote `checkpoint`, or None if it does not stand in a run's directory."""
+    """The config of the run that wrote `checkpoint`, or None if it does not stand in a run's directory.
+
+    Raises:
+        ConfigError: the file that holds it can't be read, or holds something else.
+    """
     job_file = checkpoint.parent.parent / ".hydra" / "job.json"
-    return ResolvedJob.read(job_file).config if job_file.is_file() else None
+    if not job_file.exists():
+        return None
+    try:
+        config = ResolvedJob.read(job_file).config
+        if not isinstance(config["model"], dict):
+            raise TypeError("its model is no mapping")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        raise ConfigError(
+            f"ckpt_path={checkpoint}",
+            f"the job of its run, {job_file}, can't be read: {type(error).__name__}: {error}",
+            "a checkpoint in the directory of its run; or anywhere else, with the keys of its model typed",
+        ) from error
+    return config
 
 
 def _check_targets(checkpoint: Path, config: Mapping[str, Any]) -> None:
@@ -122,11 +139,13 @@ def export_checkpoint(
     tied = _tied_names(model)
     problem = problem_with(source) or (damage_in(source, files_with_hashes(source)) if verify == "hash" else None)
     if problem:
-        raise ConfigError(f"ckpt_path={source}", problem, "a complete checkpoint")
+        raise damaged(source, problem)
     reader = Reader(source, trust)
+    with readable(source):
+        metadata_of = reader.read_metadata().state_dict_metadata
     stored = {
         name.removeprefix(prefix): metadata
-        for name, metadata in reader.read_metadata().state_dict_metadata.items()
+        for name, metadata in metadata_of.items()
         if isinstance(metadata, TensorStorageMetadata)
         and name.startswith(prefix)
         and name.removeprefix(prefix) not in tied
@@ -139,7 +158,7 @@ def export_checkpoint(
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         room = {prefix + name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), readable(source):
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be: no_dist
             dcp.load(room, storage_reader=reader, planner=Planner(trust), no_dist=True)
         save_file({name.removeprefix(prefix): tensor for name, tensor in room.items()}, beside / file, {"format": "pt"})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from autolaunch.data import build_data
 from autolaunch.job import ResolvedJob
-from autolaunch.launch.failure import RunFailed
+from autolaunch.launch.failure import RunFailed, describe, show, write_failure
 from autolaunch.launch.place import Place
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.metrics_csv import MetricsCsv
@@ -37,12 +40,15 @@ def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     started = time.time()
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     torch.use_deterministic_algorithms(bool(config["trainer"]["deterministic"]))
-    strategy = build_strategy(config)
+    strategy = build_strategy(config, job.recorded)
     strategy.checkpoints.earlier_if_damaged = job.resumes_last
+    strategy.checkpoints.tell = partial(print, file=sys.stderr, flush=True)
     if task == "fit" and config["checkpoint"]["enabled"]:
         strategy.stop_signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
         if place.kind != "local" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             strategy.stop_signals += (signal.SIGHUP,)  # there it is how the parent ends a rank at once
+        strategy.stop_seconds = config["checkpoint"]["emergency_seconds"]
+        strategy.stopped_too_late = partial(_end_now, job, place)
     steps = StepMetrics()
     screen = _Screen(job)
     callbacks: list[pl.Callback] = [screen]
@@ -73,13 +79,30 @@ def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
             summary = collect_summary(
                 trainer, steps, started, task=task, status=status, error=reason, pipeline=screen.pipeline
             )
-            write_summary(job.output_dir, summary)
+            write_summary(job.output_dir, {**summary, "restarts": job.restarts})
         raise
     summary = collect_summary(trainer, steps, started, task=task, metrics=metrics, pipeline=screen.pipeline)
+    summary["restarts"] = job.restarts
     if screen.is_first_rank:
         write_summary(job.output_dir, summary)
         show_end({**summary, "output_dir": str(job.output_dir)}, Terminal(), steps.losses)
     return summary
+
+
+def _end_now(job: ResolvedJob, place: Place, reason: int | BaseException) -> None:
+    """End this process, whose main thread may hang: there was no time left to save after a signal or a failure."""
+    seconds = f"within {job.config['checkpoint']['emergency_seconds']:g} s (checkpoint.emergency_seconds)"
+    if isinstance(reason, int):
+        if place.rank == 0:
+            name = signal.Signals(reason).name
+            print(f"stopped by {name}; no checkpoint was written {seconds}", file=sys.stderr, flush=True)
+        os._exit(128 + reason)
+    reason.add_note(f"no checkpoint was written: it was not done {seconds}")
+    failure = describe(reason, job.logs, place.rank, place.world_size)
+    write_failure(failure, job.logs)
+    if place.kind != "local":
+        show(failure)
+    os._exit(failure.exit_code)
 
 
 def _check_that_it_trained(trainer: Any) -> None:

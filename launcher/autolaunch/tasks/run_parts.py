@@ -19,6 +19,8 @@ from autolaunch.models import build_module
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.tasks.checkpoints import Checkpoints
 from autolaunch.tasks.not_finite import EndsWhenNotFinite
+from autolaunch.tasks.optimizer_as_typed import OptimizerAsTyped
+from autolaunch.tasks.progress_notes import Moves
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.strategy import MeshStrategy
 from autolaunch_strategies.model.construction import Construction
@@ -27,8 +29,12 @@ NOT_OF_LIGHTNING = ("accelerator", "accumulate_grad_batches", "callbacks", "nonf
 """Keys of `trainer` that lightning's Trainer is not given as they are; all others are arguments of it."""
 
 
-def build_strategy(config: Mapping[str, Any]) -> MeshStrategy:
-    """The strategy of a resolved job."""
+def build_strategy(config: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) -> MeshStrategy:
+    """The strategy of a resolved job.
+
+    Args:
+        recorded: what its checkpoints are to say about it.
+    """
     return MeshStrategy(
         mesh=config["mesh"],
         dp=config["dp"],
@@ -41,9 +47,13 @@ def build_strategy(config: Mapping[str, Any]) -> MeshStrategy:
         random_numbers=config["random_numbers"],
         own_plan=own_plan(config),
         timeout=config["launch"]["collective_timeout"],
+        first_step_timeout=config["launch"]["first_step_timeout"],
         asynchronous_checkpoints=config["checkpoint"]["asynchronous"],
         trust_checkpoints=config["checkpoint"]["trust"],
         verify_checkpoints=config["checkpoint"]["verify"],
+        recorded=recorded,
+        allow_on_resume=config["resume"]["allow"],
+        data_position=config["checkpoint"]["data_position"],
     )
 
 
@@ -71,6 +81,8 @@ def build_trainer(
         callbacks = [*callbacks, Checkpoints(job.output_dir / "checkpoints", checkpoints, steps)]
     if config["task"] == "fit" and trainer["nonfinite_patience"] is not None:
         callbacks = [*callbacks, EndsWhenNotFinite(steps, trainer["nonfinite_patience"])]
+    if config["task"] == "fit" and config["ckpt_path"] is not None and config["module"] is None:
+        callbacks = [*callbacks, OptimizerAsTyped()]
     arguments = {name: value for name, value in trainer.items() if name not in NOT_OF_LIGHTNING}
     arguments["max_epochs"] = -1 if trainer["max_epochs"] is None else trainer["max_epochs"]
     return pl.Trainer(
@@ -78,7 +90,7 @@ def build_trainer(
         accelerator="cuda" if trainer["accelerator"] == "gpu" else trainer["accelerator"],
         precision=config["precision"],
         accumulate_grad_batches=trainer["accumulate_grad_batches"] or config["data"].get("microbatches", 1),
-        callbacks=[steps, *callbacks, *own_callbacks],
+        callbacks=[Moves(), steps, *callbacks, *own_callbacks],
         logger=[*loggers, *own_loggers],
         enable_checkpointing=saving,
         default_root_dir=str(job.output_dir),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import stat
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,8 @@ import xxhash
 MANIFEST = "checkpoint.json"
 """Written last: names every file of the checkpoint with size and hash. A directory without it is half-written."""
 
-FORMAT = 2
-"""Of the manifest; 1 had sizes only."""
+FORMAT = 3
+"""Of the manifest; 1 had sizes only, 2 no hash of itself."""
 
 METADATA = "meta.pt"
 """Everything that is not a model's or an optimizer's tensor."""
@@ -34,11 +37,20 @@ def hash_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(directory: Path, step: int, mesh: str, hashes: Mapping[str, str] | None = None) -> None:
+def write_manifest(
+    directory: Path,
+    step: int,
+    mesh: str,
+    hashes: Mapping[str, str] | None = None,
+    run: Mapping[str, Any] | None = None,
+    written: float | None = None,
+) -> None:
     """List the files of a finished checkpoint directory with their sizes and hashes.
 
     Args:
         hashes: of those files whose hash is known; the others are read.
+        run: plain data about the run that wrote it (`checkpoint.record`).
+        written: when, in seconds since 1970; by default now.
     """
     known = hashes or {}
     files = {
@@ -46,25 +58,41 @@ def write_manifest(directory: Path, step: int, mesh: str, hashes: Mapping[str, s
         for item in sorted(directory.iterdir())
         if item.name != MANIFEST
     }
+    about = {"step": step, "mesh": mesh, "written": time.time() if written is None else written, "run": dict(run or {})}
+    manifest = {"format": FORMAT, **about, "files": files}
     beside = directory / f"{MANIFEST}{WRITING}"
-    beside.write_text(json.dumps({"format": FORMAT, "step": step, "mesh": mesh, "files": files}, indent=1))
+    beside.write_text(json.dumps({**manifest, "xxh3": _hash_of_manifest(manifest)}, indent=1))
     beside.replace(directory / MANIFEST)
+
+
+def _hash_of_manifest(manifest: Mapping[str, Any]) -> str:
+    """The hash of what a manifest says, its own hash aside, however it is written."""
+    said = {key: value for key, value in manifest.items() if key != "xxh3"}
+    return xxhash.xxh3_128(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a checkpoint directory, each file as its `size` and, if it is known, its hash `xxh3`.
 
-    An empty dict if there is none that can be read, or that says less than a manifest does.
+    `written` is 0 where it does not say when that was. An empty dict if there is none that can be read, that says less
+    than a manifest does, or something else than was written.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
+        hashed = "xxh3" in manifest or manifest["format"] == FORMAT
+        if hashed and manifest["format"] <= FORMAT and manifest["xxh3"] != _hash_of_manifest(manifest):
+            return {}
         files = {
             name: {"size": int(entry["size"]), "xxh3": str(entry["xxh3"])}
             if isinstance(entry, dict)
             else {"size": int(entry)}
             for name, entry in manifest["files"].items()
         }
-        return {**manifest, "format": int(manifest["format"]), "step": int(manifest["step"]), "files": files}
+        written = float(manifest.get("written", 0.0))
+        if not math.isfinite(written):
+            return {}
+        numbers = {"format": int(manifest["format"]), "step": int(manifest["step"]), "written": written}
+        return {**manifest, **numbers, "files": files}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -75,13 +103,19 @@ def problem_with(path: Path) -> str | None:
     A directory is whole when each file of its manifest is there in full. A single file (a plain Lightning checkpoint)
     is only looked at for being there and not empty.
     """
-    if not path.exists():
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
         return "does not exist"
-    if path.is_file():
-        return "is an empty file" if path.stat().st_size == 0 else None
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    if stat.S_ISREG(status.st_mode):
+        return "is an empty file" if status.st_size == 0 else None
     if path.name.endswith(WRITING):
         return "was never finished: it was still being written"
     manifest = read_manifest(path)
+    if not manifest and (reason := _unreadable(path / MANIFEST)):
+        return f"can't be read: {MANIFEST}: {reason}"
     if not manifest:
         return f"is not a complete checkpoint: it has no readable {MANIFEST}"
     if manifest["format"] > FORMAT:
@@ -121,13 +155,32 @@ def damage_in(path: Path, names: Iterable[str]) -> str | None:
     return None
 
 
+def order_of_writing(checkpoint: Path) -> tuple[float, int, int]:
+    """Sorts checkpoints by when they were written, the newest last, by what they say themselves.
+
+    Those of older formats do not say; they come first, the furthest trained last. What has no readable manifest is as
+    old as its directory.
+    """
+    manifest, changed = read_manifest(checkpoint), checkpoint.stat().st_mtime_ns
+    return (manifest["written"], manifest["step"], changed) if manifest else (changed / 1e9, -1, changed)
+
+
+def _unreadable(file: Path) -> str | None:
+    """Why a file that is there can't be read; None if it can, or is not there."""
+    try:
+        with file.open("rb"):
+            return None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return error.strerror
+
+
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """The whole checkpoint directories right below `directory`, the furthest trained (then the newest) last."""
-    if not directory.is_dir():
+    """The whole checkpoint directories right below `directory`, the newest last; none if it can't be read."""
+    try:
+        entries = list(directory.iterdir())
+    except OSError:
         return []
-    checkpoints = [
-        item
-        for item in directory.iterdir()
-        if item.is_dir() and not item.is_symlink() and (item / MANIFEST).is_file() and problem_with(item) is None
-    ]
-    return sorted(checkpoints, key=lambda item: (read_manifest(item)["step"], (item / MANIFEST).stat().st_mtime_ns))
+    checkpoints = [item for item in entries if item.is_dir() and not item.is_symlink() and problem_with(item) is None]
+    return sorted(checkpoints, key=order_of_writing)

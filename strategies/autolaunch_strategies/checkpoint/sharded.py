@@ -11,9 +11,12 @@ import os
 import pickle
 import random
 import shutil
+import struct
+import time
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +32,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
 
 from autolaunch_strategies.checkpoint.files import (
     METADATA,
@@ -51,11 +55,19 @@ from autolaunch_strategies.checkpoint.optimizers import (
 from autolaunch_strategies.checkpoint.plain_data import NotPlainData, load_plain
 from autolaunch_strategies.checkpoint.storage import Planner, Reader, Writer
 from autolaunch_strategies.config import SAME_DATA_AXES, ConfigError
+from autolaunch_strategies.data_parallel.loader import equal_states
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.torch_private.collectives import LONG_LIVED
 from autolaunch_strategies.torch_private.meshes import local_index
 
 OURS = "autolaunch"
 """Key of our part in meta.pt."""
+
+_UNREADABLE = (
+    AssertionError, AttributeError, EOFError, ImportError, LookupError, OverflowError, RuntimeError, TypeError,
+    ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
+"""What torch and pickle raise at bytes that neither of them wrote."""
 
 
 class CheckpointWriter:
@@ -74,6 +86,8 @@ class CheckpointWriter:
         self._running: Future[Any] | None = None
         self._path: Path | None = None
         self._doomed: list[Path] = []
+        self.newest = 0.0
+        """When the newest checkpoint of the run was written, also before it went on here."""
 
     def save(
         self,
@@ -83,6 +97,8 @@ class CheckpointWriter:
         optimizers: list[torch.optim.Optimizer],
         mesh: RankMesh,
         optimizer_names: list[GroupNames] | None = None,
+        run: Mapping[str, Any] | None = None,
+        random: dict[str, Any] | None = None,
     ) -> None:
         """Write lightning's `checkpoint` to the directory `path`. Collective; `path` appears only when it is whole.
 
@@ -91,6 +107,8 @@ class CheckpointWriter:
 
         Args:
             optimizer_names: the groups of each whole optimizer, for the order of what the stages hold.
+            run: plain data about the run (`checkpoint.record`).
+            random: a random state to save instead of the present one.
         """
         self.finish()
         checkpoint = dict(checkpoint)
@@ -104,7 +122,7 @@ class CheckpointWriter:
                 tensors[f"optimizer_{index}"] = optimizer_tensors(optimizer, names)
                 order = None if optimizer_names is None else optimizer_names[index]
                 groups.append(whole_groups(optimizer, names, order, mesh.group("pp")))
-        checkpoint[OURS] = {"optimizer_groups": groups, "by_dp_rank": _gather_by_dp_rank(checkpoint, mesh)}
+        checkpoint[OURS] = {"optimizer_groups": groups, "by_dp_rank": _gather_by_dp_rank(checkpoint, mesh, random)}
         beside = path.with_name(path.name + WRITING)
         if dist.get_rank() == 0:
             shutil.rmtree(beside, ignore_errors=True)
@@ -115,17 +133,22 @@ class CheckpointWriter:
         step = int(checkpoint.get("global_step", 0))
 
         def publish(hashes: Mapping[str, str]) -> None:
-            write_manifest(beside, step, mesh.shape.name, hashes)
+            # The clock of another machine may be behind that of the one on which the run began.
+            self.newest = max(time.time(), self.newest + 0.001)
+            write_manifest(beside, step, mesh.shape.name, hashes, run, self.newest)
             _put_in_place(beside, path)
             while self._doomed:
                 remove_checkpoint(self._doomed.pop())
 
         writer = Writer(beside, publish)
         if not self.asynchronous:
-            dcp.save(tensors, storage_writer=writer)
+            try:
+                dcp.save(tensors, storage_writer=writer)
+            except CheckpointException as error:
+                raise _not_written(path, error) from error
             return
         if self._group is None:  # a group of its own: training goes on in the others
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout), group_desc=LONG_LIVED)
         self._path = path
         self._running = cast("Future[Any]", dcp.async_save(tensors, storage_writer=writer, process_group=self._group))
 
@@ -142,21 +165,33 @@ class CheckpointWriter:
         Collective; with `together=False` the other ranks may be gone: nothing waits for them but their writing.
 
         Raises:
-            RuntimeError: it could not be written; `together` only.
+            RuntimeError: it could not be written, or is not after `timeout` seconds; `together` only.
         """
         if self._running is None:
             return
         running, self._running = self._running, None
+        assert self._path is not None
         try:
-            running.result()
+            running.result(self.timeout)
         except (Exception, CheckpointException) as error:
             if together:
-                raise RuntimeError(f"rank {dist.get_rank()} could not write {self._path}: {error}") from error
+                raise _not_written(self._path, error, self.timeout) from error
             return  # it stays half-written; what went wrong before is what people need to see
         while dist.get_rank() == 0 and self._doomed:  # asked for just as the last one took its place
             remove_checkpoint(self._doomed.pop())
         if together:
             dist.barrier()
+
+
+def _not_written(path: Path, error: BaseException, seconds: float = 0.0) -> RuntimeError:
+    """Which ranks could not write the checkpoint `path`, and why."""
+    if isinstance(error, CheckpointException):  # the errors of all ranks; those that only wait for others are fine
+        ranks = ", ".join(map(str, sorted(error.failures)))
+        reason: BaseException = next(iter(error.failures.values()))[0]
+        return RuntimeError(f"rank {ranks} could not write {path}: {type(reason).__name__}: {reason}")
+    if isinstance(error, TimeoutError):
+        return RuntimeError(f"rank {dist.get_rank()} could not write {path}: it is not done after {seconds:g} s")
+    return RuntimeError(f"rank {dist.get_rank()} could not write {path}: {type(error).__name__}: {error}")
 
 
 def load_checkpoint(
@@ -167,6 +202,7 @@ def load_checkpoint(
     trust: bool = False,
     optimizer_names: list[GroupNames] | None = None,
     verify: str = "hash",
+    before_filling: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Fill `module` and `optimizers` from a checkpoint written on any mesh, or by plain lightning on one device.
 
@@ -179,6 +215,7 @@ def load_checkpoint(
         optimizer_names: the groups of each whole optimizer; needed where the model is cut into stages, since plain
             lightning tells the parameters of an optimizer by their place only.
         verify: `hash` reads each file once more, a share on every rank; `size` looks at sizes only.
+        before_filling: called when it is known that the checkpoint is whole and of this model; may refuse it.
 
     Returns:
         lightning's checkpoint; `state_dict` is that of the module, filled, and `optimizer_states` is empty.
@@ -187,7 +224,7 @@ def load_checkpoint(
         ConfigError: the checkpoint is damaged, would run code, or belongs to another model. Every rank raises the same.
     """
     if problem := damage(path, verify):
-        raise _damaged(path, problem)
+        raise damaged(path, problem)
     if path.is_file():
         return _load_single_file(path, module, optimizers, mesh, trust, optimizer_names)
     with readable(path):
@@ -199,6 +236,8 @@ def load_checkpoint(
         raise _other_optimizers(path, len(ours["optimizer_groups"]), len(optimizers))
     model = module.state_dict()
     _check_names(_whole_shapes(model, mesh.group("pp")), stored, path, module.strict_loading)
+    if before_filling is not None:
+        before_filling()
     model = {name: _opaque(name, value) for name, value in model.items() if f"model.{name}" in stored}
     tensors: dict[str, Any] = {"model": model}
     names = {parameter: name for name, parameter in module.named_parameters()}
@@ -236,17 +275,23 @@ def damage(path: Path, verify: str = "hash") -> str | None:
 
 def _damaged_member(file: Path) -> str | None:
     """What is wrong with the content of a file of `torch.save`, which is a zip archive with checksums."""
-    if not zipfile.is_zipfile(file):
-        return None  # an older format, without
     try:
+        if not zipfile.is_zipfile(file):
+            with file.open("rb") as opened:
+                archive_begins = opened.read(4) == b"PK\x03\x04"
+            # The table of contents stands at the end; an older format has neither that nor checksums.
+            return "is damaged: its end is missing" if archive_begins else None
         with zipfile.ZipFile(file) as archive:
             member = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError):
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError):
         return "is damaged: it is no readable archive"
     return None if member is None else f"is damaged: the content of {member} has changed since it was written"
 
 
-def _damaged(path: Path, problem: str) -> ConfigError:
+def damaged(path: Path, problem: str) -> ConfigError:
+    """The error that a checkpoint can't be loaded, with the furthest trained whole one beside it."""
     earlier = [item for item in complete_checkpoints(path.parent) if item != path]
     return ConfigError(
         f"ckpt_path={path}",
@@ -273,9 +318,9 @@ def readable(path: Path) -> Iterator[None]:
                 "checkpoint.trust=true, in a script MeshStrategy(trust_checkpoints=True)",
             ) from error
         if isinstance(reason, OSError):
-            raise ConfigError(f"ckpt_path={path}", f"can't be read: {reason}", "a complete checkpoint") from error
-        if isinstance(reason, RuntimeError | EOFError | KeyError | ValueError | pickle.UnpicklingError):
-            raise _damaged(path, f"is damaged: torch can't read it ({type(reason).__name__})") from error
+            raise damaged(path, f"can't be read: {reason}") from error
+        if isinstance(reason, _UNREADABLE) and not isinstance(reason, torch.OutOfMemoryError | dist.DistError):
+            raise damaged(path, f"is damaged: torch can't read it ({type(reason).__name__})") from error
         raise
 
 
@@ -395,12 +440,14 @@ def _set_extra_state(module: nn.Module, state: dict[str, Any]) -> None:
 # --- what differs by dp rank -------------------------------------------------------------------------------------
 
 
-def _gather_by_dp_rank(checkpoint: dict[str, Any], mesh: RankMesh) -> list[dict[str, Any]]:
+def _gather_by_dp_rank(
+    checkpoint: dict[str, Any], mesh: RankMesh, random: dict[str, Any] | None
+) -> list[dict[str, Any]]:
     """Random state and loader state of every dp rank, from the first rank of each replica."""
     position = mesh.coordinate
     mine = None
     if all(position[axis] == 0 for axis in SAME_DATA_AXES):
-        mine = {"dp_rank": position["dp"], "random": random_state(), "loaders": _loader_state(checkpoint)}
+        mine = {"dp_rank": position["dp"], "random": random or random_state(), "loaders": _loader_state(checkpoint)}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return sorted((item for item in gathered if item is not None), key=lambda item: item["dp_rank"])
@@ -419,7 +466,12 @@ def _restore_by_dp_rank(checkpoint: dict[str, Any], saved: list[dict[str, Any]],
     loaders = [item["loaders"] for item in saved]
     if _loader_state(checkpoint) is None:
         return
-    if not same_size and any(item != loaders[0] for item in loaders):
+    if not same_size and not all(_same_position(item, loaders[0]) for item in loaders):
+        if _is_between_epochs(checkpoint) and all(_has_order(state) for state in mine["loaders"]):
+            del checkpoint["loops"]["fit_loop"]["state_dict"][
+                "combined_loader"
+            ]  # the next epoch has an order of its own
+            return
         raise ConfigError(
             f"ckpt_path={path}",
             f"its data loaders stand at different places on {len(saved)} dp ranks; "
@@ -428,6 +480,23 @@ def _restore_by_dp_rank(checkpoint: dict[str, Any], saved: list[dict[str, Any]],
             f"mesh=dp{len(saved)}",
         )
     checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = mine["loaders"]
+
+
+def _is_between_epochs(checkpoint: dict[str, Any]) -> bool:
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    return bool(progress.get("is_last_batch", False))
+
+
+def _has_order(state: Any) -> bool:
+    """Whether a loader's state is that of an order, which each rank draws for itself."""
+    return isinstance(state, dict) and isinstance(state.get("position"), dict) and "order" in state["position"]
+
+
+def _same_position(one: list[Any], other: list[Any]) -> bool:
+    """Whether loaders stand at the same place, whatever random numbers their ranks have drawn."""
+    positions = [[state.get("position", state) for state in states] for states in (one, other)]
+    (mine, shape), (theirs, other_shape) = map(tree_flatten, positions)
+    return shape == other_shape and all(map(equal_states, mine, theirs))
 
 
 def random_state() -> dict[str, Any]:

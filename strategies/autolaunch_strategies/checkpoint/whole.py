@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autolaunch_strategies.checkpoint.files import METADATA, damage_in, files_with_hashes, problem_with
 from autolaunch_strategies.checkpoint.plain_data import load_plain
-from autolaunch_strategies.checkpoint.sharded import OURS, readable
+from autolaunch_strategies.checkpoint.sharded import OURS, damaged, readable
 from autolaunch_strategies.checkpoint.storage import Planner, Reader
-from autolaunch_strategies.config import ConfigError
 
 _MODEL = "model."
 
@@ -34,7 +33,7 @@ def whole_checkpoint(path: Path, map_location: Any = None, weights_only: bool | 
         ConfigError: the checkpoint is not complete, or damaged, or would run code.
     """
     if problem := problem_with(path) or damage_in(path, files_with_hashes(path)):
-        raise ConfigError(f"ckpt_path={path}", problem, "a complete checkpoint")
+        raise damaged(path, problem)
     trust = weights_only is False
     reader = Reader(path, trust)
     with readable(path):

@@ -5,18 +5,22 @@ from __future__ import annotations
 import collections
 import io
 import itertools
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from autolaunch_strategies.data_parallel.loader import equal_states, get_random_states, set_random_states
+from autolaunch_strategies.data_parallel.loader import (
+    equal_states,
+    get_random_states,
+    set_random_states,
+    set_state,
+    state_of,
+)
 
 _MOST_OBJECTS = 2000
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
@@ -31,7 +35,7 @@ class FirstBatches:
     """
 
     def __init__(self) -> None:
-        self._begun: list[tuple[Any, _Begun]] = []
+        self._begun: list[tuple[Any, Begun]] = []
         """(data that goes one way, the same from its beginning)."""
 
     def undisturbed(self, make: Callable[[], Any]) -> Any:
@@ -76,7 +80,7 @@ class FirstBatches:
     def _taken(self, data: Any, count: int) -> list[Any]:
         begun = next((begun for known, begun in self._begun if known is data), None)
         if begun is None:
-            begun = _Begun(data)
+            begun = Begun(data)
             self._begun.append((data, begun))
         return begun.first(count)
 
@@ -89,7 +93,7 @@ def first_batch(loader: DataLoader) -> Any:
     return FirstBatches().read(loader)
 
 
-class _Begun(IterableDataset):
+class Begun(IterableDataset):
     """Data of which some samples have been read: the first pass over it begins with these.
 
     What was drawn for them is drawn when they are handed out, if that would draw the same then.
@@ -127,6 +131,10 @@ class _Begun(IterableDataset):
         set_random_states([after if equal_states(state, before) else state for state, (before, after) in now])
         yield from samples
 
+    def forget(self) -> None:
+        """The data stand somewhere else now: go on from there."""
+        self._samples, self._rest = [], None
+
     def __len__(self) -> int:
         return len(self.data)
 
@@ -160,7 +168,7 @@ def _goes_one_way(data: Any) -> bool:
     """Whether what has been read of `data` would be missing the next time, as far as can be seen."""
     if isinstance(data, Iterator) or (isinstance(data, IterableDataset) and iter(data) is iter(data)):
         return True
-    return any(isinstance(value, Iterator | io.IOBase) for holder in _holders([data]) for value in _values(holder))
+    return any(isinstance(value, Iterator | io.IOBase) for holder in holders([data]) for value in values_of(holder))
 
 
 # --- states that are put back ------------------------------------------------------------------------------------
@@ -175,11 +183,11 @@ def _read_again(loader: Any, read: Any) -> Any:
 def _put_back(roots: list[Any]) -> Iterator[None]:
     """Put back afterwards what may change when data are read: random states, and attributes that `roots` lead to."""
     states = get_random_states()
-    holders = _holders(roots)
-    attributes = [(holder.__dict__, dict(holder.__dict__)) for holder in holders]
-    values = [value for holder in holders for value in _values(holder)]
+    owners = holders(roots)
+    attributes = [(holder.__dict__, dict(holder.__dict__)) for holder in owners]
+    values = [value for holder in owners for value in values_of(holder)]
     contents = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
-    generators = [(value, _state_of(value)) for value in values if _state_of(value) is not None]
+    generators = [(value, state_of(value)) for value in values if state_of(value) is not None]
     try:
         yield
     finally:
@@ -191,25 +199,25 @@ def _put_back(roots: list[Any]) -> Iterator[None]:
             else:
                 now.extend(before)
         for generator, state in generators:
-            _set_state(generator, state)
+            set_state(generator, state)
 
 
-def _holders(roots: Iterable[Any]) -> list[Any]:
+def holders(roots: Iterable[Any]) -> list[Any]:
     """The objects with attributes that `roots` lead to, each once: not models, classes, functions or devices."""
-    holders: dict[int, Any] = {}
+    reached: dict[int, Any] = {}
     waiting = collections.deque(roots)
-    while waiting and len(holders) < _MOST_OBJECTS:
+    while waiting and len(reached) < _MOST_OBJECTS:
         item = waiting.popleft()
         passed_over = (torch.Tensor, nn.Module, type, FunctionType, ModuleType)
-        if id(item) in holders or isinstance(item, passed_over) or type(getattr(item, "__dict__", None)) is not dict:
+        if id(item) in reached or isinstance(item, passed_over) or type(getattr(item, "__dict__", None)) is not dict:
             continue
-        holders[id(item)] = item
-        for value in _values(item):
+        reached[id(item)] = item
+        for value in values_of(item):
             waiting.extend(_some(value) if isinstance(value, list | tuple | dict) else (value,))
-    return list(holders.values())
+    return list(reached.values())
 
 
-def _values(holder: Any) -> list[Any]:
+def values_of(holder: Any) -> list[Any]:
     """What an object holds; what a method is bound to counts (a `collate_fn` with a tokenizer, say)."""
     return [getattr(value, "__self__", value) for value in holder.__dict__.values()]
 
@@ -217,24 +225,3 @@ def _values(holder: Any) -> list[Any]:
 def _some(value: Any) -> list[Any]:
     items = value.values() if isinstance(value, dict) else value
     return list(itertools.islice(items, 64))  # datasets that are joined, or transforms; not a list of all samples
-
-
-def _state_of(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.RandomState):
-        return value.get_state()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    return None
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)

@@ -88,7 +88,7 @@ class DistributedLoader:
         """What the mean over the batch handed out last counts in the mean over all ranks: samples here / mean of it."""
         self.weights: deque[float] = deque()
         """`weight` of every batch handed out in this pass; whoever uses them takes them from the left."""
-        self._world, self._joined = world, joined
+        self._world, self.joined = world, joined
         self._is_same = False
         """Whether it has been seen that all ranks read the same stream."""
         self._inner = loader
@@ -111,8 +111,19 @@ class DistributedLoader:
             self._sizes = IndexShare(loader.batch_sampler, generators_of(loader), share, joined)
             self._inner = DataLoader(loader.dataset, batch_sampler=self._sizes, **_options(loader))
 
+    @property
+    def samples_per_batch(self) -> int | None:
+        """Samples of all ranks in a full batch; None if the loader does not say."""
+        size = global_batch_size(self.loader)
+        return None if size is None else size * self._joined
+
     def __len__(self) -> int:
-        return len(self._inner) if self._inner is not self.loader else -(-len(self.loader) // self._joined)
+        return len(self._inner) if self._inner is not self.loader else -(-len(self.loader) // self.joined)
+
+    @property
+    def reader(self) -> DataLoader:
+        """What reads the data, with its worker processes."""
+        return self._inner
 
     def __call__(self) -> Iterator[Any]:
         """A new pass, as ``iter(loader)``."""
@@ -175,7 +186,7 @@ class DistributedLoader:
             batches = iter(self._inner)
         while True:
             with same:
-                joined = list(itertools.islice(batches, self._joined if self._is_cut_here else 1))
+                joined = list(itertools.islice(batches, self.joined if self._is_cut_here else 1))
             if not self._is_same:
                 self._is_same = True
                 _refuse_other_data(joined if self._is_cut_here else [part[2] for part in joined])
@@ -183,7 +194,7 @@ class DistributedLoader:
                 return
             if not self._is_cut_here:
                 yield joined[0][:2]
-            elif self._joined == 1:
+            elif self.joined == 1:
                 yield cut_batch(joined[0], self.share)
             else:  # whole ones, of which the last ranks may miss theirs at the end: then one that does not count
                 yield len(joined), joined[self.share.taken(len(joined))[0]]
@@ -459,6 +470,29 @@ def equal_states(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and any(isinstance(item, np.ndarray) for item in one):
         return all(equal_states(mine, theirs) for mine, theirs in zip(one, other, strict=True))
     return bool(one == other)
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator of torch, numpy or python as plain data; None if it is none of these."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return dict(generator.bit_generator.state)
+    return None
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Put back what `state_of` returned."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def _samplers(loader: DataLoader) -> list[Any]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
 from autolaunch_strategies.torch_private.fsdp import UseOutside, is_in_forward, sharded_parameters
 from autolaunch_strategies.torch_private.modes import changes_first, is_active, is_innermost, pop_mode, push_mode
 
@@ -34,7 +35,7 @@ _COMPUTED_ATTRIBUTES = tuple(getattr(torch.Tensor, name).__get__ for name in ("T
 class GathersOnUse(TorchFunctionMode):
     """Active around the modules that gather their own parameters, and not within them, where it would cost time.
 
-    Acts where gradients are computed and within the forward of `root`. Optimizers and other code under
+    Acts where gradients are computed and within the forward of `root` and of its parts. Optimizers and other code under
     ``torch.no_grad()`` see what is sharded; so does what changes a parameter in place.
 
     Args:
@@ -44,6 +45,7 @@ class GathersOnUse(TorchFunctionMode):
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
         self._root = weakref.ref(root)  # plain loops never leave the mode
+        self._forwards = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -73,6 +75,19 @@ class GathersOnUse(TorchFunctionMode):
 
         module.register_forward_pre_hook(begin, prepend=True)
         module.register_forward_hook(end, always_call=True)
+
+    def act_within(self, module: nn.Module) -> None:
+        """Act within the forward of `module`, too, which is a part of the root that people call by itself."""
+        own_call = intercepted(module)
+
+        def call(*args: Any, **kwargs: Any) -> Any:  # no hooks: they miss how a stage of a pipeline leaves a forward
+            self._forwards += 1
+            try:
+                return own_call(*args, **kwargs) if own_call is not None else run_call(module, *args, **kwargs)
+            finally:
+                self._forwards -= 1
+
+        intercept_calls(module, call)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -117,7 +132,7 @@ class GathersOnUse(TorchFunctionMode):
 
     def _is_in_forward(self) -> bool:
         root = self._root()
-        return root is not None and is_in_forward(root)
+        return self._forwards > 0 or (root is not None and is_in_forward(root))
 
 
 def _has_sharded(values: Iterable[Any]) -> bool:

@@ -201,6 +201,9 @@ def apply_data_parallel(
             if module is not root:
                 module.register_forward_pre_hook(_follow_requires_grad)
                 gathers.leave_within(module)
+    for module in root.modules():
+        if not _is_sharded(module) and any(map(_is_sharded, module.modules())):
+            gathers.act_within(module)
     if dp.sharding_level < 3:  # at level 3 hooks between forward and backward see what is sharded, and its gradients
         keep_through_nested_forwards(root)
     units = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
@@ -264,6 +267,10 @@ def _scalars(root: nn.Module) -> dict[str, nn.Parameter]:
 
 def _follow_requires_grad(module: nn.Module, args: Any) -> None:
     follow_requires_grad(module)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 def _gather_rest_of(root: nn.Module) -> Callable[[nn.Module, Any], None]:

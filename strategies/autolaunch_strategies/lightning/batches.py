@@ -19,7 +19,15 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from autolaunch_strategies.config import ConfigError, nearest
-from autolaunch_strategies.data_parallel.loader import DistributedLoader, IndexShare, Share, check_loader, generators_of
+from autolaunch_strategies.data_parallel.loader import (
+    DistributedLoader,
+    IndexShare,
+    Share,
+    check_loader,
+    generators_of,
+    global_batch_size,
+)
+from autolaunch_strategies.data_parallel.order import Order
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +90,21 @@ class Batches:
             self._weight = self._next_weight()
         return self._weight
 
+    def samples_per_step(self, ranks: int) -> int | list[int] | None:
+        """Samples of all ranks in an optimizer step; a list if there are several loaders, None if one does not say.
+
+        Args:
+            ranks: how many there are along dp.
+        """
+        combined = None if self._trainer is None else self._trainer.fit_loop._combined_loader
+        if self._trainer is None or combined is None:
+            return None
+        sizes = [_samples_in_batch(loader, ranks) for loader in combined.flattened]
+        steps = [size * self._trainer.accumulate_grad_batches for size in sizes if size is not None]
+        if not sizes or len(steps) < len(sizes):
+            return None
+        return steps[0] if len(steps) == 1 else steps
+
     def place(self, samples: int, rank: int, ranks: int) -> tuple[int, int]:
         """(the number of this rank's first sample in the batch of all ranks, how many samples that has).
 
@@ -96,7 +119,8 @@ class Batches:
     def _next_weight(self) -> float:
         assert self._trainer is not None
         combined = self._trainer.fit_loop._combined_loader
-        loaders = [] if combined is None else [x for x in combined.flattened if isinstance(x, DistributedLoader)]
+        read = [] if combined is None else [getattr(loader, "shared", loader) for loader in combined.flattened]
+        loaders = [loader for loader in read if isinstance(loader, DistributedLoader)]
         weights = {loader.weights.popleft() for loader in loaders if loader.weights}
         if len(weights) > 1:
             raise ConfigError(
@@ -123,7 +147,7 @@ class Batches:
         """
         if not isinstance(loader, DataLoader):
             return loader
-        is_left_alone = ranks == 1 or not self._are_shared or isinstance(loader.sampler, DistributedSampler)
+        is_left_alone = ranks == 1 or not self._are_shared or isinstance(_plain_sampler(loader), DistributedSampler)
         if is_left_alone or not isinstance(loader.dataset, IterableDataset):  # a stream is the same on every rank
             _seed_workers(loader, rank)
         if is_left_alone:
@@ -145,6 +169,19 @@ class Batches:
             f"batch_size={size} of the loader is that of all {ranks} ranks along dp, as on one device; "
             "MeshStrategy(batch_size='per_rank') if it is that of each"
         )
+
+
+def _samples_in_batch(loader: Any, ranks: int) -> int | None:
+    """Samples of all ranks in a full batch of a loader that `Batches.share` has returned; None if it does not say."""
+    loader = getattr(loader, "shared", loader)
+    if isinstance(loader, DistributedLoader):
+        return loader.samples_per_batch
+    size = global_batch_size(loader) if isinstance(loader, DataLoader) else None
+    return None if size is None else size * ranks
+
+
+def _plain_sampler(loader: DataLoader) -> Any:
+    return loader.sampler.inner if isinstance(loader.sampler, Order) else loader.sampler
 
 
 def _seed_workers(loader: DataLoader, dp_rank: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
@@ -17,6 +19,10 @@ from autolaunch_strategies.checkpoint.sharded import share_random_state
 from autolaunch_strategies.config import MeshShape, ParallelConfig, raise_all
 from autolaunch_strategies.mesh.process_group import check_world_size, ensure_process_group
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.torch_private.collectives import set_all_timeouts
+
+STEPS_OF_TIMEOUT = 10
+"""A collective may take as long as so many first steps, whatever the timeout."""
 
 
 class Place:
@@ -25,19 +31,28 @@ class Place:
     Args:
         parallel: the whole parallel config; its mesh may have an open size (-1), which `spread` fills.
         backend: torch.distributed's backend; None for the device's own.
-        timeout: of collectives, in seconds.
+        timeout: of collectives once the first step is done, in seconds.
+        first_step_timeout: of collectives before, and where ranks may take their time (`patient`).
 
     Raises:
         ConfigError: the config contradicts itself.
     """
 
-    def __init__(self, parallel: ParallelConfig, backend: str | None = None, timeout: float = 1800.0) -> None:
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        backend: str | None = None,
+        timeout: float = 600.0,
+        first_step_timeout: float = 1800.0,
+    ) -> None:
         self.parallel = parallel
         self.environment: ClusterEnvironment | None = None
         self.devices: list[torch.device] | None = None
         """Of this machine, one for each local rank once `spread` has been called."""
         self.num_nodes = 1
         self._backend, self.timeout = backend, timeout
+        self.first_step_timeout = max(timeout, first_step_timeout)
+        self._timeout_now = self.first_step_timeout
         self._open_shape = parallel.mesh if -1 in parallel.mesh.sizes.values() else None
         if self._open_shape is None:
             raise_all(config_errors(parallel))
@@ -145,7 +160,9 @@ class Place:
         Collective.
         """
         assert self.environment is not None
-        ensure_process_group(self.shape, self.environment, self.device, self._backend, timedelta(seconds=self.timeout))
+        ensure_process_group(
+            self.shape, self.environment, self.device, self._backend, timedelta(seconds=self.first_step_timeout)
+        )
         if not self._rng_begun:  # afterwards each dp rank has its own
             assert dist.group.WORLD is not None
             share_random_state(dist.group.WORLD)
@@ -156,6 +173,28 @@ class Place:
             self._rank_mesh = RankMesh.build(
                 self.shape, replicate, shard, self.device.type, ulysses=self.parallel.ulysses
             )
+
+    def apply_timeout(self) -> None:
+        """Give every process group of the run the timeout of this moment, those that have been made since, too."""
+        set_all_timeouts(self._timeout_now)
+
+    def shorten_timeouts(self, step_seconds: float) -> None:
+        """The first step is done, and took so long: from now on a rank that does not come is missed sooner.
+
+        A stage of a pipeline waits for what others compute, so never sooner than in ten times a step.
+        """
+        self._timeout_now = min(self.first_step_timeout, max(self.timeout, STEPS_OF_TIMEOUT * step_seconds))
+        self.apply_timeout()
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """While ranks read or write files, which may take one of them much longer than the others."""
+        set_all_timeouts(self.first_step_timeout)
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                self.apply_timeout()
 
     def begin_random_streams(self) -> None:
         """Give every dp rank random numbers of its own, once; ranks that hold parts of one replica share theirs."""

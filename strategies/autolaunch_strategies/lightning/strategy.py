@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Generator, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +35,7 @@ from autolaunch_strategies.config import (
     parse_mesh,
 )
 from autolaunch_strategies.data_parallel.gradients import clip_values, gradient_norm, scale_gradients
+from autolaunch_strategies.data_parallel.position import ordered
 from autolaunch_strategies.lightning.batches import Batches
 from autolaunch_strategies.lightning.checkpoints import Checkpoints
 from autolaunch_strategies.lightning.collectives import Collectives
@@ -42,6 +44,7 @@ from autolaunch_strategies.lightning.gradient_norms import replace_grad_norm
 from autolaunch_strategies.lightning.hooks import gradients_are_read
 from autolaunch_strategies.lightning.metrics import StepValues, exchange_metrics_over
 from autolaunch_strategies.lightning.place import Place
+from autolaunch_strategies.lightning.positions import Positions
 from autolaunch_strategies.lightning.refusals import (
     refuse_callbacks,
     refuse_module_in_stages,
@@ -83,7 +86,9 @@ class MeshStrategy(ParallelStrategy):
             numbers of plain Lightning), or what belongs to the place of an element in the run (by_position; the same on
             every mesh, and other ones than by_rank).
         process_group_backend: torch.distributed's backend; by default gloo for CPU, nccl (and gloo) for GPU.
-        timeout: seconds after which a collective that a rank never joins is an error.
+        timeout: seconds after which a collective that a rank never joins is an error, once the first training step is
+            done; at least ten times as long as that step.
+        first_step_timeout: the same before, and while a checkpoint is written.
         asynchronous_checkpoints: write checkpoints in the background.
         trust_checkpoints: run what checkpoints' pickles name. Otherwise one that holds more than tensors and plain data
             (numbers, texts, containers, OmegaConf's, NumPy's, and what `torch.serialization.add_safe_globals` adds) is
@@ -94,6 +99,13 @@ class MeshStrategy(ParallelStrategy):
         batch_size: what the batch size of a `DataLoader` counts: the samples of all ranks (global), so that every mesh
             trains on the batches of one process, in their order; or those of each rank (per_rank), which are then as
             many of these batches, one after the other. ``Trainer(use_distributed_sampler=False)`` leaves loaders alone.
+        recorded: what checkpoints say about the run beside the class of the optimizer and the batch size of loaders:
+            plain data by name. A resumed run in which `optimizer`, `batch_size`, `seed`, `seq_len`, `data` or `model`
+            is another than in the run that saved is refused; what else has changed is logged.
+        allow_on_resume: which of these may be another. A new optimizer begins without state.
+        data_position: what a resume in the middle of an epoch does where the place in the training data can't be found
+            again, as in an iterable dataset without `state_dict`: it is refused (required), reads what was trained on
+            once more and throws it away (read_again), or begins the epoch's data again (start_over).
         construction, files: where the values of a module on meta come from (see `apply_parallelism`).
 
     Raises:
@@ -115,7 +127,8 @@ class MeshStrategy(ParallelStrategy):
         compile: bool | str = False,
         random_numbers: str = "by_rank",
         process_group_backend: str | None = None,
-        timeout: float = 1800.0,
+        timeout: float = 600.0,
+        first_step_timeout: float = 1800.0,
         asynchronous_checkpoints: bool = False,
         trust_checkpoints: bool = False,
         verify_checkpoints: str = "hash",
@@ -123,30 +136,51 @@ class MeshStrategy(ParallelStrategy):
         files: WeightFiles | None = None,
         own_plan: Mapping[str, Any] | None = None,
         batch_size: str = "global",
+        recorded: Mapping[str, Any] | None = None,
+        allow_on_resume: Collection[str] = (),
+        data_position: str = "required",
         **plugins: Any,
     ) -> None:
         if mesh == "auto":
             mesh = parse_mesh("-1")
         self.parallel = parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers)
-        self.place = Place(self.parallel, process_group_backend, timeout)
+        self.place = Place(self.parallel, process_group_backend, timeout, first_step_timeout)
         self.collectives = Collectives(self.place)
-        self.checkpoints = Checkpoints(self.place, asynchronous_checkpoints, trust_checkpoints, verify_checkpoints)
+        self.batches = Batches(batch_size)
+        self.positions = Positions(data_position)
+        self.checkpoints = Checkpoints(
+            self.place,
+            self.positions,
+            asynchronous_checkpoints,
+            trust_checkpoints,
+            verify_checkpoints,
+            recorded,
+            allow_on_resume,
+            lambda: self.batches.samples_per_step(self.dp_size),
+        )
         if dist.is_initialized():
             plugins.setdefault("cluster_environment", JoinedEnvironment())
         super().__init__(**plugins)
         self.construction, self.files, self.own_plan = construction, files, own_plan
-        self.batches = Batches(batch_size)
         self.first_step = FirstStep()
         self.stop_signals: tuple[signal.Signals, ...] = ()
         """Signals of which the first ends training between two steps, and nobody else is told; see `Votes`."""
+        self.stop_seconds: float | None = None
+        """How long training may take to end after one of them, or to save after a failure."""
+        self.stopped_too_late: Callable[[int | BaseException], None] | None = None
+        """What happens after that, in another thread; it is told the signal's number or the failure."""
         self.votes: Votes | None = None
         """What the ranks agree on between two steps, from `setup` on."""
         self._grad_norm: torch.Tensor | None = None
         self._in_manual_step = False
         self._failed = False
+        self._after_closure: Any = None
         self._steps: StagedSteps | None = None
         self._numbers: PositionedNumbers | None = None
         self._samples_before = 0
+        self._first_step_began: float | None = None
+        self._is_warm = False
+        """Whether the first training step is done."""
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -243,7 +277,11 @@ class MeshStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         dataloader = self.first_step.give_back(dataloader)
-        return self.batches.share(dataloader, self.dp_rank, self.dp_size, self.shape.size)
+        is_trained_on = self._module.trainer.training
+        if is_trained_on:
+            dataloader = ordered(dataloader)
+        shared = self.batches.share(dataloader, self.dp_rank, self.dp_size, self.shape.size)
+        return self.positions.loader(dataloader, shared) if is_trained_on else shared
 
     # --- collectives ------------------------------------------------------------------------------------------------
 
@@ -286,7 +324,8 @@ class MeshStrategy(ParallelStrategy):
         if storage_options is not None:
             raise TypeError("MeshStrategy writes checkpoint directories; it takes no storage_options")
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
-        self.checkpoints.save(Path(self.broadcast(str(filepath))), checkpoint, self._module, optimizers)
+        with self.place.patient():
+            self.checkpoints.save(Path(self.broadcast(str(filepath))), checkpoint, self._module, optimizers)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
@@ -304,11 +343,6 @@ class MeshStrategy(ParallelStrategy):
         if not self.checkpoints.remove(Path(filepath)):
             super().remove_checkpoint(filepath)
 
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._module.trainer.training:
-            self.checkpoints.before_training_batch()
-        return super().batch_to_device(batch, device, dataloader_idx)
-
     # --- start and end ----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -316,9 +350,11 @@ class MeshStrategy(ParallelStrategy):
         assert self.accelerator is not None
         module = self._module
         self.accelerator.setup(trainer)
-        self.votes = Votes(trainer, self.root_device, self.stop_signals)
+        self.votes = Votes(trainer, self.root_device, self.stop_signals, self.stop_seconds, self.stopped_too_late)
+        self.votes.before_resumed_validation = self.positions.before_validation
         replace_grad_norm()
         self.batches.connect(trainer)
+        self.positions.connect(trainer)
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -351,6 +387,7 @@ class MeshStrategy(ParallelStrategy):
         if fitting and self.parallel.random_numbers == "by_position":
             self._numbers = PositionedNumbers(module, self.place.seed, attention=self.shape.cp == 1)
         self.place.begin_random_streams()
+        self.place.apply_timeout()
 
     def _reset_optimizers(self) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
@@ -408,6 +445,8 @@ class MeshStrategy(ParallelStrategy):
             self._steps.relay.remove()
             self._steps = None
         self.checkpoints.finish(together=not self._failed)
+        if self.votes is not None:
+            self.votes.end_limit()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -435,6 +474,8 @@ class MeshStrategy(ParallelStrategy):
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._first_step_began is None:
+            self._first_step_began = time.monotonic()
         joined = self._step_values.joined(self._module) if self._steps is None and self.shape.dp > 1 else nullcontext()
         with self.batches.step(), self._numbers_of_step(args), self.precision_plugin.train_step_context(), joined:
             output = self._as_forward("training_step", *args, **kwargs)
@@ -536,6 +577,13 @@ class MeshStrategy(ParallelStrategy):
     def _share_statistics(self) -> None:
         share_statistics(self._module, self.rank_mesh.group(*SHARDING_AXES))
 
+    def on_train_start(self) -> None:
+        self.checkpoints.compare_batch_size()
+        self.positions.begin()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.positions.trains()
+
     def on_validation_start(self) -> None:
         self._share_statistics()
 
@@ -572,6 +620,9 @@ class MeshStrategy(ParallelStrategy):
         self._grad_norm = None
         result = super().optimizer_step(*args, **kwargs)
         self._applied.data_parallel.end_step()
+        if not self._is_warm and self._first_step_began is not None:
+            self._is_warm = True
+            self.place.shorten_timeouts(time.monotonic() - self._first_step_began)
         return result
 
     def setup_precision_plugin(self) -> None:
@@ -579,6 +630,15 @@ class MeshStrategy(ParallelStrategy):
         # The plugin's own clipping knows one device only; whichever plugin the user chose, this replaces just that.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+        # Lightning has no hook between those that look at gradients and the optimizer's step.
+        vars(self.precision_plugin).pop("_after_closure", None)  # that of an earlier `fit`
+        self._after_closure = self.precision_plugin._after_closure
+        self.precision_plugin._after_closure = self._before_update  # type: ignore[method-assign,assignment]
+
+    def _before_update(self, *args: Any) -> None:
+        self._after_closure(*args)
+        if self.votes is not None:
+            self.votes.updates = True
 
     def _clip_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))

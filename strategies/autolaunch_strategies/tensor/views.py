@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -130,13 +130,27 @@ class MixedTensors(TorchFunctionMode):
                 lambda leaf: replicate(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
             )
         try:
-            return func(*args, **kwargs)
+            return _combined(func(*args, **kwargs))
         except (NotImplementedError, RuntimeError, IndexError) as error:
             if changes_first(func) or isinstance(error, _NOT_ABOUT_SHARDING):
                 raise
             result = _on_whole_tensors(replicate, func, args, kwargs)  # what is wrong anyway fails again here
             _warn_once(getattr(func, "__name__", str(func)), str(error))
             return result
+
+
+def _combined(result: Any) -> Any:
+    """A tensor whose parts on the ranks are combined by more than a sum (a norm, a maximum) as it is when combined.
+
+    DTensor takes sums and stacks of such parts for parts of the sum or stack, which they are not.
+    """
+    if type(result) is not DTensor or all(_is_linear(placement) for placement in result.placements):
+        return result
+    return result.redistribute(placements=[one if _is_linear(one) else Replicate() for one in result.placements])
+
+
+def _is_linear(placement: Placement) -> bool:
+    return not isinstance(placement, Partial) or (type(placement) is Partial and placement.reduce_op in ("sum", "avg"))
 
 
 _NOT_ABOUT_SHARDING = (torch.OutOfMemoryError, dist.DistError)

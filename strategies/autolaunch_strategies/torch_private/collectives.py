@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+LONG_LIVED = "long timeout"
+"""The description of groups whose timeout stays as they were made with."""
 
-def process_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Let collectives of `group` fail after `seconds` without an answer."""
-    from datetime import timedelta
 
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+def set_all_timeouts(seconds: float) -> None:
+    """Let collectives begun from now on fail after `seconds` without an answer: of all groups of this process.
+
+    Those that a `DeviceMesh` has made among them, which can't be told a timeout. Groups `LONG_LIVED` are left alone.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc != LONG_LIVED:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of backends without timeouts
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def all_gather_single(gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -38,3 +48,8 @@ def group_called(name: str) -> dist.ProcessGroup:
     """The process group whose `group_name` is `name`."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     return resolve(name)
+
+
+def default_store() -> dist.Store:
+    """The store at which the ranks of the default process group met; another thread of rank 0 may serve it."""
+    return dist.distributed_c10d._get_default_store()

@@ -31,7 +31,14 @@ def calibration(config: Mapping[str, Any], started_ranks: int | None) -> tuple[d
     Raises:
         ConfigError: the cluster is another one than this machine.
     """
-    launch = {**config["launch"], "collective_timeout": COLLECTIVE_SECONDS, "start_timeout": START_SECONDS}
+    # The wait for others is what it measures: no hang.
+    launch = {
+        **config["launch"],
+        "collective_timeout": COLLECTIVE_SECONDS,
+        "first_step_timeout": COLLECTIVE_SECONDS,
+        "hang_timeout": None,
+        "start_timeout": START_SECONDS,
+    }
     settled = {**config, "task": MEASURING, "launch": launch, "begun": time.time()}
     if started_ranks is not None:
         return settled, started_ranks

@@ -1,0 +1,118 @@
+"""What each checkpoint of a run says about it, so that one that goes on can be compared. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, expanded, find_files, standard_library_documents
+from autolaunch.models.hf_config import read_hf_config
+from autolaunch.models.llama_config import llama_config
+from autolaunch_strategies.checkpoint.record import plain_record
+
+_OPTIMIZERS = {"adamw": "torch.optim.AdamW", "adam": "torch.optim.Adam", "sgd": "torch.optim.SGD"}
+
+_OPTIONS = {
+    "adamw": ("lr", "weight_decay", "betas", "eps"),
+    "adam": ("lr", "weight_decay", "betas", "eps"),
+    "sgd": ("lr", "weight_decay", "momentum"),
+}
+"""Of the group `optimizer`, the keys that an optimizer of ours has a use for."""
+
+_OF_THE_TRAINER = (
+    "max_steps", "max_epochs", "max_time", "limit_train_batches", "overfit_batches", "accumulate_grad_batches",
+    "gradient_clip_val", "gradient_clip_algorithm",
+)  # fmt: skip
+
+_NOT_THE_DATA = (
+    "batch_size", "seq_len", "microbatches", "num_workers", "test_path", "validation_path", "num_validation_sequences",
+    "num_test_sequences",
+)  # fmt: skip
+"""Keys of the group `data` that training data do not depend on, or that are compared by themselves."""
+
+_NOT_THE_MODEL = ("name", "mp_plans")
+_NOT_OF_HF_MODELS = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
+"""What libraries write into a config.json by themselves."""
+
+_HEAD_BYTES, _MOST_HEADS = 4096, 16
+
+
+def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a resolved job: see `autolaunch_strategies.checkpoint.record`.
+
+    Data are known by the sizes and beginnings of their files, not by where these lie; a model by its config.
+
+    Raises:
+        ConfigError: files that the config names are gone.
+    """
+    data, optimizer = config["data"], config["optimizer"]
+    record: dict[str, Any] = {"seed": config["seed"], "data": _data(data), "model": _model(config)}
+    if "_target_" not in data:
+        record |= {"batch_size": data["batch_size"], "seq_len": data["seq_len"]}
+    if config["module"] is None:
+        options = _OPTIONS.get(optimizer["name"], [key for key in optimizer if key not in ("name", "_target_")])
+        record |= {f"optimizer.{key}": optimizer[key] for key in options}
+        record |= {f"scheduler.{key}": value for key, value in config["scheduler"].items()}
+        if kind := _OPTIMIZERS.get(optimizer["name"]) or _torchs_own(optimizer["_target_"]):
+            record["optimizer"] = kind
+    record |= {f"trainer.{key}": config["trainer"][key] for key in _OF_THE_TRAINER}
+    record |= {key: config[key] for key in ("precision", "random_numbers")}
+    return plain_record(record)
+
+
+def _torchs_own(target: str | None) -> str | None:
+    """A class of torch.optim. What a name of the user's gives is known once it has been called."""
+    return target if target is not None and target.startswith("torch.optim.") and target.count(".") == 2 else None
+
+
+def _data(data: Mapping[str, Any]) -> dict[str, Any]:
+    if "_target_" in data:  # which of its arguments are batch sizes, only the loaders know
+        return {key: value for key, value in data.items() if key not in ("name", "num_workers", "microbatches")}
+    kept = {key: value for key, value in data.items() if key not in _NOT_THE_DATA}
+    if data.get("validation_path") is not None:
+        del kept["validation_fraction"]
+    if data["name"] == "text":
+        if data["path"] is None:
+            documents = standard_library_documents()
+            kept["path"] = _known_by(map(len, documents), documents[:_MOST_HEADS])
+        else:
+            kept["path"] = _files(find_files(data["path"], TEXT_SUFFIXES))
+        if data["tokenizer"] != "bytes":
+            kept["tokenizer"] = xxhash.xxh3_128_hexdigest(expanded(data["tokenizer"]).read_bytes())
+    elif data["name"] == "tokens":
+        kept["path"] = _files(find_files(data["path"], TOKEN_SUFFIXES))
+    return kept
+
+
+def _files(files: list[Path]) -> dict[str, Any]:
+    return _known_by((file.stat().st_size for file in files), map(_head, files[:_MOST_HEADS]))
+
+
+def _head(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(_HEAD_BYTES)
+
+
+def _known_by(sizes: Iterable[int], heads: Iterable[bytes]) -> dict[str, Any]:
+    sizes = list(sizes)
+    content = xxhash.xxh3_64(repr(sizes).encode())
+    for head in heads:
+        content.update(head)
+    return {"files": len(sizes), "bytes": sum(sizes), "xxh3": content.hexdigest()}
+
+
+def _model(config: Mapping[str, Any]) -> dict[str, Any]:
+    if config["module"] is not None:
+        return dict(config["module"])
+    model = config["model"]
+    if "_target_" in model:
+        return {key: value for key, value in model.items() if key not in _NOT_THE_MODEL}
+    if model["name"] == "llama":
+        fields = dataclasses.asdict(llama_config(model))
+        del fields["init_std"]
+        return fields
+    return {key: value for key, value in read_hf_config(model).items() if key not in _NOT_OF_HF_MODELS}
