@@ -253,7 +253,7 @@ def _log_records(file: Path | None, *, console: bool) -> logging.Handler:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[list[int]]:
-    """While this lasts SIGTERM and SIGHUP raise SystemExit, so that the task cleans up; gives what was received so far."""
+    """While this lasts SIGTERM and SIGHUP raise SystemExit, so that the task cleans up; gives what was received."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

@@ -273,7 +273,7 @@ def _ending(code: int) -> str:
 
 
 def tail(path: Path, start: int = 0) -> str:
-    """The last lines of a log, or its last crash, of what was written after its first `start` bytes; empty without one."""
+    """The last lines of what a log has after its first `start` bytes, or its last crash; empty if there is no log."""
     # After the stacks of a fatal error, a line of several thousand characters.
     text = _written_since(path, start).rstrip()
     lines = [line for line in text.splitlines() if not line.startswith("Extension modules: ")]

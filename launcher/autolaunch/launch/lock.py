@@ -30,8 +30,17 @@ HANDOVER_SECONDS = 120.0
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """What `flock` says where the file system has none."""
 
-_held: dict[int, Path] = {}
-"""The locks of this process: descriptor -> directory."""
+
+@dataclass(eq=False)
+class Lock:
+    """A lock that this process holds."""
+
+    directory: Path
+    descriptor: int
+
+
+_held: list[Lock] = []
+"""The locks of this process."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +84,14 @@ def locked(directory: Path, name: str, *, wait: float = 0.0) -> Iterator[None]:
     Raises:
         ConfigError: another run holds it, or nothing can be written there.
     """
-    descriptor = take(directory, name, wait=wait)
+    lock = take(directory, name, wait=wait)
     try:
         yield
     finally:
-        release(descriptor)
+        release(lock)
 
 
-def take(directory: Path, name: str, *, wait: float = 0.0) -> int:
+def take(directory: Path, name: str, *, wait: float = 0.0) -> Lock:
     """Take the lock as `locked` does; returns what `release` takes. It is dropped when this process ends."""
     path = directory / LOCK_FILE
     told, end = False, time.monotonic() + wait
@@ -94,24 +103,24 @@ def take(directory: Path, name: str, *, wait: float = 0.0) -> int:
             print(f"{name}: waiting for {holder or 'the run that holds it'}", file=sys.stderr, flush=True)
             told = True
         time.sleep(POLL_SECONDS)
-    _held[descriptor] = directory
-    return descriptor
+    _held.append(Lock(directory, descriptor))
+    return _held[-1]
 
 
 def hand_over(directory: Path) -> None:
     """Let another process have the lock of a directory, if this one holds it: what was begun here goes on there."""
-    for descriptor in [number for number, held in _held.items() if held == directory]:
-        release(descriptor)
+    for lock in [item for item in _held if item.directory == directory]:
+        release(lock)
 
 
-def release(descriptor: int) -> None:
-    """Let others have the lock, if it is still held. The file stays: one that is removed could be locked by two."""
-    if descriptor not in _held:
+def release(lock: Lock) -> None:
+    """Let others have a lock, if it is still held. The file stays: one that is removed could be locked by two."""
+    if lock not in _held:
         return
-    del _held[descriptor]
+    _held.remove(lock)
     with contextlib.suppress(OSError):  # the file system may be full, or gone
-        os.ftruncate(descriptor, 0)
-    os.close(descriptor)
+        os.ftruncate(lock.descriptor, 0)
+    os.close(lock.descriptor)
 
 
 def _try(path: Path, name: str, directory: Path) -> int | None:
@@ -203,8 +212,8 @@ def _not_writable(name: str, directory: Path, error: OSError) -> ConfigError:
 
 def _forget_in_child() -> None:
     # A fork shares the lock, and may live longer than this process.
-    for descriptor in _held:
-        os.close(descriptor)
+    for lock in _held:
+        os.close(lock.descriptor)
     _held.clear()
 
 
