@@ -22,6 +22,7 @@ from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
 from autolaunch.launch import lock
 from autolaunch.launch.end import RunEnd
+from autolaunch_strategies.config import ConfigError
 from tests.support.messages import Told, assert_only_told, assert_told
 
 Outcome = tuple[int, str, str]
@@ -265,7 +266,6 @@ def test_ranks_of_torchrun(started: int, argv: list[str], told: Told | None, tmp
     from autolaunch.config.command_line import parse
     from autolaunch.config.compose import compose
     from autolaunch.jobs.run import resolve_job
-    from autolaunch_strategies.config import ConfigError
 
     composed = compose(parse(argv))
     try:
@@ -310,32 +310,34 @@ def test_a_plan_is_repeated_except_for_what_is_chosen_anew(
     assert {**ran[2][0].config, "output_dir": ""} == {**first.config, "output_dir": ""}
 
 
-@pytest.mark.parametrize("launch", ["local", "slurm"])
-def test_a_directory_is_one_runs(launch: str, command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it lasts, whatever starts it; another changes nothing there. Listing checkpoints is no run."""
+@pytest.mark.parametrize("argv", [[], ["launch=slurm"], ["-m", "seed=1,2"]], ids=["run", "slurm", "sweep"])
+def test_a_directory_is_one_runs(
+    argv: list[str], command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it lasts."""
+    refused: list[str] = []
 
     def run(job: ResolvedJob, *, isolated: bool = False) -> RunEnd:
-        before = {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")}
-        code, _, err = command("output_dir=out", "seed=5")
-        assert code == 2
-        assert_only_told(
-            err,
-            Told(
-                "output_dir=out",
-                f"process {os.getpid()} on",
-                allowed=("a directory of its own",),
-                write="launch.wait=true",
-            ),
-        )
-        assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")} == before
-        assert command("-m", "seed=1,2", "output_dir=out")[0] == 2
-        assert command("checkpoint", "verify", "out")[2].count("another run") == 0
+        with pytest.raises(ConfigError) as told:
+            lock.take(Path("out"), "output_dir=out")
+        refused.append(told.value.problem)
         return RunEnd("finished", 0)
 
     monkeypatch.setattr(start, "run", run)
-    assert command("output_dir=out", f"launch={launch}", "trainer.accelerator=cpu")[0] == 0
+    assert command(*argv, "output_dir=out", "trainer.accelerator=cpu")[0] == 0
+    assert refused and all(f"process {os.getpid()} on" in problem for problem in refused)
     with lock.locked(Path("out"), "output_dir=out"):
-        pass
+        before = {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")}
+        code, _, err = command(*argv, "output_dir=out", "trainer.accelerator=cpu")
+        assert (code, len(refused)) == (2, 2 if "-m" in argv else 1)
+        assert_told(
+            err, "output_dir=out", "another run is in this directory", f"process {os.getpid()} on",
+            allowed=("a directory of its own", "launch.wait=true, which starts when that run has ended"),
+            write="launch.wait=true",
+        )  # fmt: skip
+        # Who only looks changes nothing.
+        assert "another run" not in command("checkpoint", "verify", "out")[2]
+        assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")} == before
 
 
 def test_the_jobs_of_a_sweep_have_their_directories_to_themselves(
