@@ -18,7 +18,8 @@ import pytest
 
 from autolaunch import cli
 from autolaunch.jobs import start
-from tests.support.ranks import environment
+from autolaunch.launch import lock
+from tests.support.ranks import environment, torchrun
 from tests.support.ranks import start as run_to_end
 
 pytestmark = pytest.mark.timeout(240)
@@ -282,6 +283,34 @@ def test_in_a_process(case: Case, tmp_path_factory: pytest.TempPathFactory) -> N
     if left is not None and case.leaves is not None and case.leaves.endswith(".json"):
         assert json.loads(left)["status"] == case.status, ended.stdout
     assert not (here / "~").exists()
+
+
+@pytest.mark.full
+def test_ranks_of_torchrun(tmp_path: Path) -> None:
+    """They lock their directory, and leave no `finished` of an earlier run there when they fail."""
+    (tmp_path / "own.py").write_text(OWN)
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
+        words = [*TINY[:-1], "mesh=2", "output_dir=run", *arguments]
+        return run_to_end(torchrun(2, "-m", "autolaunch", *words), 120, cwd=tmp_path, env=environment())
+
+    with lock.locked(run, "output_dir=run"):
+        refused = ranks()
+    assert refused.returncode != 0 and "Traceback" not in refused.stdout, refused.stdout
+    assert refused.stdout.count("output_dir=run: another run is in this directory: process") == 1, refused.stdout
+    assert [path.name for path in run.iterdir()] == [lock.LOCK_FILE]
+
+    (run / "summary.json").write_text('{"status": "finished"}')
+    failed = ranks(does("trainer.global_rank and 1 / 0"))
+    assert failed.returncode != 0 and "ZeroDivisionError" in failed.stdout, failed.stdout
+    summary = run / "summary.json"
+    assert not summary.exists() or json.loads(summary.read_text())["status"] == "failed"
+
+    finished = ranks()
+    assert finished.returncode == 0, finished.stdout
+    assert json.loads(summary.read_text())["status"] == "finished"
 
 
 @contextlib.contextmanager
