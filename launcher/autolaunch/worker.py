@@ -29,7 +29,7 @@ from autolaunch.config.search import is_trial
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.contact import end_process, in_contact
 from autolaunch.launch.containment import die_with_parent
-from autolaunch.launch.end import STACK_SIGNAL, STOP_SIGNAL, RunEnd, Stop, deny_finished, write_stop
+from autolaunch.launch.end import STACK_SIGNAL, STOP_SIGNAL, RunEnd, Stop, correct_summary, write_stop
 from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, failure_file, log_file, show, write_failure
 from autolaunch.launch.heartbeat import PULSE, Board, limits_of
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
@@ -223,7 +223,7 @@ def _record(error: BaseException, job: ResolvedJob, place: Place, log: Path) -> 
     with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as stream:
         stream.write("".join(traceback.format_exception(error)))
     if place.rank == 0 or place.kind != "local":  # there nobody else says it
-        deny_finished(job.output_dir, "failed", failure.error)
+        correct_summary(job.output_dir, "failed", failure.error)
     return failure
 
 

@@ -364,11 +364,15 @@ def test_waiting_for_a_directory(
     assert err.startswith(f"output_dir=out: waiting for process {os.getpid()} on ")
 
 
+@pytest.mark.parametrize("status", ["finished", "failed"])
 def test_a_summary_says_finished_only_when_the_exit_code_is_0(
-    command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    status: str, command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And names the failure that was the first, not what the first rank saw of it."""
+
     def run(job: ResolvedJob, *, isolated: bool = False) -> RunEnd:
-        (job.output_dir / "summary.json").write_text(json.dumps({"status": "finished", "loss": 1.25}))
+        summary = {"status": status, "loss": 1.25, "error": "Connection closed by peer"}
+        (job.output_dir / "summary.json").write_text(json.dumps(summary))
         return RunEnd("failed", 1, message="rank 1 of 2 failed: exit code 3")
 
     monkeypatch.setattr(start, "run", run)

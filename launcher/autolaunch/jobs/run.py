@@ -38,7 +38,7 @@ from autolaunch.jobs import restarts
 from autolaunch.jobs.directory import check_what_is_there
 from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends, read_summary
 from autolaunch.launch.containment import contained
-from autolaunch.launch.end import deny_finished
+from autolaunch.launch.end import correct_summary
 from autolaunch.launch.lock import LOCK_FILE, locked
 from autolaunch.launch.output_lost import output_lost
 from autolaunch.launch.place import Place, place
@@ -327,7 +327,7 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         if code and status != "submitted":
             if not (directory / SUMMARY).exists():
                 _write_summary(job, status, message, time.time() - started)
-            deny_finished(directory, status, message.partition("\n")[0])
+            correct_summary(directory, status, message.partition("\n")[0], of_the_run=True)
     except (ConfigError, ConfigErrors) as error:
         status, code, message = "misconfigured", MISCONFIGURED, str(error)
     except Exception as error:
