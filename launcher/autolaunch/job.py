@@ -79,5 +79,9 @@ def write_beside(path: Path, text: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:  # a full disk has better uses for half a file
+        beside.unlink(missing_ok=True)
+        raise

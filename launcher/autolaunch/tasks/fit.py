@@ -75,7 +75,8 @@ def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     except BaseException as error:
         if screen.is_first_rank:
             status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
-            reason = f"{type(error).__name__}: {error}" if status == "failed" else None
+            failed = status == "failed"
+            reason = describe(error, job.logs, place.rank, place.world_size).error if failed else None
             summary = collect_summary(
                 trainer, steps, started, task=task, status=status, error=reason, pipeline=screen.pipeline
             )
