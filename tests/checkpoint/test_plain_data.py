@@ -285,7 +285,7 @@ def test_a_checkpoint_that_is_never_written_is_not_waited_for_for_ever(
         return write(self, *args)
 
     monkeypatch.setattr(Writer, "write_data", hang)
-    run = _trainer(1, asynchronous_checkpoints=True, timeout=1.0)
+    run = _trainer(1, asynchronous_checkpoints=True, timeout=1.0, first_step_timeout=1.0)
     run.fit(AutoEncoder(), _batches())
     run.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(RuntimeError, match=f"rank 0 could not write {tmp_path}/a.ckpt: it is not done after 1 s"):

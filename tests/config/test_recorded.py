@@ -15,7 +15,7 @@ from autolaunch_strategies.checkpoint.record import changes
 
 
 def record(**groups: Any) -> dict[str, Any]:
-    named = {"model": {"name": "llama"}, "data": {"name": "text"}}
+    named = {"model": {"name": "llama"}, "data": {"name": "text"}, "launch": {"name": "local"}}
     config = {
         key: {**named.get(key, {}), **value} if isinstance(value, dict) else value for key, value in groups.items()
     }

@@ -49,7 +49,9 @@ def test_checkpoints_that_do_not_say_when_are_older_and_sorted_by_step(tmp_path:
     old = [checkpoint(tmp_path / "checkpoints", step) for step in (20, 5)]
     for path in old:
         manifest = json.loads((path / MANIFEST).read_text())
-        (path / MANIFEST).write_text(json.dumps({key: manifest[key] for key in ("format", "step", "mesh", "files")}))
+        (path / MANIFEST).write_text(
+            json.dumps({key: manifest[key] for key in ("step", "mesh", "files")} | {"format": 2})
+        )
     assert resolve("last", tmp_path) == str(old[0])
     newest = checkpoint(tmp_path / "checkpoints", 3)
     assert complete_checkpoints(tmp_path / "checkpoints") == [old[1], old[0], newest]

@@ -449,6 +449,10 @@ class SameRandomness:
         set_random_states([shared if follows else own for own, shared, follows in after])
 
 
+_ARRAY = "array of numpy"
+_HOLD_ARRAYS = {np.ndarray, dict, list, tuple}
+
+
 def get_random_states() -> list[Any]:
     """Of torch on the CPU, numpy and python: what draws orders and samples."""
     return [torch.get_rng_state(), np.random.get_state(), random.getstate()]
@@ -459,6 +463,29 @@ def set_random_states(states: list[Any]) -> None:
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])
+
+
+def with_tensors(state: Any) -> Any:
+    """`state` with tensors (of bytes) for the arrays of numpy in it: so it is plain data for torch."""
+    if isinstance(state, np.ndarray) and state.dtype.kind in "biuf":
+        content = torch.frombuffer(bytearray(state.tobytes()), dtype=torch.uint8) if state.size else torch.empty(0)
+        return {_ARRAY: state.dtype.str, "shape": list(state.shape), "bytes": content}
+    return _rebuilt(state, with_tensors)
+
+
+def with_arrays(state: Any) -> Any:
+    """What `with_tensors` was given."""
+    if isinstance(state, dict) and _ARRAY in state:
+        return np.frombuffer(state["bytes"].numpy().tobytes(), state[_ARRAY]).reshape(state["shape"]).copy()
+    return _rebuilt(state, with_arrays)
+
+
+def _rebuilt(state: Any, change: Callable[[Any], Any]) -> Any:
+    if type(state) is dict:
+        return {key: change(value) for key, value in state.items()}
+    if type(state) in (list, tuple) and not _HOLD_ARRAYS.isdisjoint(map(type, state)):
+        return type(state)(map(change, state))
+    return state
 
 
 def equal_states(one: Any, other: Any) -> bool:

@@ -16,7 +16,14 @@ from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 from torch.utils.data.sampler import BatchSampler
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.data_parallel.loader import get_random_states, set_random_states, set_state, state_of
+from autolaunch_strategies.data_parallel.loader import (
+    get_random_states,
+    set_random_states,
+    set_state,
+    state_of,
+    with_arrays,
+    with_tensors,
+)
 
 _MOST_SAMPLERS = 100
 
@@ -115,7 +122,7 @@ class Order(Sampler[Any]):
         self.forget()
         rest = None if state is None or state["begin"] is None else self._resumed(state)
         if rest is None:
-            self._begin = {"random": get_random_states(), "sampler": self._changes()}
+            self._begin = with_tensors({"random": get_random_states(), "sampler": self._changes()})
             rest = iter(self.inner)
         for indices in rest:
             yield self._noted(indices)
@@ -151,8 +158,9 @@ class Order(Sampler[Any]):
         else:  # what is resumed once more begins as it did
             self._restore(self._pristine)
         if begin:
-            set_random_states(begin["random"])
-            self._restore(begin["sampler"])
+            states = with_arrays(begin)
+            set_random_states(states["random"])
+            self._restore(states["sampler"])
         rest, drawn = iter(self.inner), ""
         for _ in range(count):
             drawn = _next_digest(drawn, next(rest, "nothing"))

@@ -19,6 +19,8 @@ from autolaunch_strategies.data_parallel.loader import (
     set_random_states,
     set_state,
     state_of,
+    with_arrays,
+    with_tensors,
 )
 from autolaunch_strategies.data_parallel.order import Order, has_state
 
@@ -155,7 +157,7 @@ class TrainingLoader:
         if self._order is not None:
             position["order"] = self._order.state_dict()
         elif self._stateful is not None:
-            position["state"] = copy.deepcopy(self._stateful.state_dict())
+            position["state"] = with_tensors(copy.deepcopy(self._stateful.state_dict()))
         drawn: dict[str, Any] = {"generators": self._generators()}
         if not self.has_position:
             drawn["begin"] = self._begin
@@ -163,12 +165,12 @@ class TrainingLoader:
 
     def _generators(self) -> list[Any]:
         """The states of those that the data hold, in an order that depends on how they are held."""
-        return [state_of(generator) for generator in self._held]
+        return [with_tensors(state_of(generator)) for generator in self._held]
 
     def _set_generators(self, states: list[Any]) -> None:
         if len(self._held) == len(states):
             for generator, state in zip(self._held, states, strict=True):
-                set_state(generator, state)
+                set_state(generator, with_arrays(state))
 
     # --- for a pass -------------------------------------------------------------------------------------------------
 
@@ -205,7 +207,7 @@ class TrainingLoader:
     def _fresh(self) -> Iterator[Any]:
         self._begin = None
         if not self.has_position:
-            self._begin = {"random": get_random_states(), "generators": self._generators()}
+            self._begin = {"random": with_tensors(get_random_states()), "generators": self._generators()}
         return iter(self.shared)
 
     def _positioned(self, resume: Resume) -> Iterator[Any] | None:
@@ -228,7 +230,7 @@ class TrainingLoader:
     def _from_state(self, state: Any, in_next_pass: bool) -> Iterator[Any]:
         assert self._stateful is not None
         initial = copy.deepcopy(self._stateful.state_dict())
-        self._stateful.load_state_dict(copy.deepcopy(state))
+        self._stateful.load_state_dict(with_arrays(copy.deepcopy(state)))
         for holder in (self._loader, getattr(self._loader, "dataset", None)):
             if isinstance(holder, Begun):
                 holder.forget()
@@ -259,7 +261,7 @@ class TrainingLoader:
         if choice == "read_again" and self._order is None and begin is not None:
             assert state is not None
             outside, generators = get_random_states(), self._generators()
-            set_random_states(begin["random"])
+            set_random_states(with_arrays(begin["random"]))
             self._set_generators(begin["generators"])
             self._begin = begin
             batches = iter(self.shared)
@@ -320,7 +322,7 @@ class TrainingLoader:
     def state_before_reading(self) -> dict[str, Any]:
         """`state_dict` now, with the random states with which the next batch is read."""
         state = self._state()
-        return {**state, "drawn": {**state["drawn"], "random": get_random_states()}}
+        return {**state, "drawn": {**state["drawn"], "random": with_tensors(get_random_states())}}
 
 
 class Pass:

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from autolaunch_strategies.config import ConfigError, nearest
-from autolaunch_strategies.data_parallel.loader import set_random_states
+from autolaunch_strategies.data_parallel.loader import set_random_states, with_arrays
 from autolaunch_strategies.data_parallel.position import CHOICES, Pass, Resume, TrainingLoader, foreign_state
 
 
@@ -88,7 +88,7 @@ class Positions:
         at_first_fetch = None if batches else random
         read_ahead = states[0]["drawn"].get("random") if batches and _are_ours(states) else None
         if read_ahead is not None:
-            at_first_fetch = partial(set_random_states, read_ahead)
+            at_first_fetch = partial(set_random_states, with_arrays(read_ahead))
         self._pending = _Pending(states, batches, path, at_first_fetch, random)
 
     def begin(self) -> None:
