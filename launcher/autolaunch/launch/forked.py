@@ -26,6 +26,9 @@ from autolaunch.launch.signals import asking_to_end
 _SI_KERNEL = 0x80
 """Who sent a signal: the terminal, which sends it to both processes."""
 
+_report: int | None = None
+"""In the fork: where it says how the run ended."""
+
 
 def can_fork() -> bool:
     """Whether a fork would be a whole copy of this process: no other threads, and its output not gathered in memory."""
@@ -71,14 +74,23 @@ def run_forked(work: Callable[[], RunEnd], job: ResolvedJob, leave: Callable[[in
 def _be_the_fork(
     work: Callable[[], RunEnd], report: int, mask: Iterable[int], parent: int, leave: Callable[[int], NoReturn]
 ) -> NoReturn:
+    global _report
+    _report = report
     die_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         end = work()
     except KeyboardInterrupt:
         end = RunEnd("interrupted", 130, message="interrupted")
-    os.write(report, pickle.dumps(end))
+    tell_parent(end)
     leave(0)
+
+
+def tell_parent(end: RunEnd) -> bool:
+    """Say in the fork, from any thread, how the run ended: the first word counts. False if this process is no fork."""
+    if _report is not None:
+        os.write(_report, pickle.dumps(end))
+    return _report is not None
 
 
 def _ended(pid: int) -> int | None:

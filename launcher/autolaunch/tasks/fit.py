@@ -16,7 +16,9 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from autolaunch.data import build_data
 from autolaunch.job import ResolvedJob
+from autolaunch.launch.end import RunEnd
 from autolaunch.launch.failure import RunFailed, describe, show, write_failure
+from autolaunch.launch.forked import tell_parent
 from autolaunch.launch.place import Place
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.metrics_csv import MetricsCsv
@@ -94,14 +96,14 @@ def _end_now(job: ResolvedJob, place: Place, reason: int | BaseException) -> Non
     """End this process, whose main thread may hang: there was no time left to save after a signal or a failure."""
     seconds = f"within {job.config['checkpoint']['emergency_seconds']:g} s (checkpoint.emergency_seconds)"
     if isinstance(reason, int):
-        if place.rank == 0:
-            name = signal.Signals(reason).name
-            print(f"stopped by {name}; no checkpoint was written {seconds}", file=sys.stderr, flush=True)
+        text = f"stopped by {signal.Signals(reason).name}; no checkpoint was written {seconds}"
+        if not tell_parent(RunEnd("interrupted", 128 + reason, message=text)) and place.rank == 0:
+            print(text, file=sys.stderr, flush=True)
         os._exit(128 + reason)
     reason.add_note(f"no checkpoint was written: it was not done {seconds}")
     failure = describe(reason, job.logs, place.rank, place.world_size)
     write_failure(failure, job.logs)
-    if place.kind != "local":
+    if not tell_parent(RunEnd("failed", failure.exit_code, failure, failure.render())) and place.kind != "local":
         show(failure)
     os._exit(failure.exit_code)
 
