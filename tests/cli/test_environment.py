@@ -214,6 +214,8 @@ CASES = {
     ),
     "full-at-the-start": Case(disk=0, code=2, says=("output_dir=run", "No space left on device"), leaves=None),
     "too-small-for-two": Case(disk=280_000, code=2, says=("two checkpoints", "are free"), status="failed"),
+    "too-small-for-two-two-ranks": Case((*RUN, "mesh=2"), disk=280_000, code=2, says=("two checkpoints", "are free"),
+                                        status="failed"),
     "full-while-saving": Case((*RUN, FILLS), disk=1_000_000, code=1, says=("no space is left", "output_dir="),
                               leaves=None),
     "full-while-saving-two-ranks": Case((*RUN, FILLS, "mesh=2"), disk=1_000_000, code=1, says=("no space is left",),

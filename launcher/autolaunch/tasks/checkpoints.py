@@ -67,20 +67,24 @@ class Checkpoints(ModelCheckpoint):
             self._next_save = time.monotonic() + self.seconds
         self._last_global_step_saved = trainer.global_step
         names: list[str] = []
+        problem = ""
         if trainer.is_global_zero:
             names = [item.name for item in complete_checkpoints(self.directory)]
-            self._check_space(pl_module, trainer, len(names))
-        names = trainer.strategy.broadcast(names)
+            problem = self._no_space(pl_module, trainer, len(names))
+        names, problem = trainer.strategy.broadcast((names, problem))
+        if problem:
+            raise ConfigError(
+                f"output_dir={self.directory.parent}",
+                problem,
+                "a directory on a larger disk, or checkpoint.enabled=false, which writes none",
+            )
         self._scores = {name: self._scores.get(name) for name in names}
 
-    def _check_space(self, pl_module: pl.LightningModule, trainer: pl.Trainer, written: int) -> None:
-        """Refuse a disk that does not hold two checkpoints: one is removed when the next has been written.
+    def _no_space(self, pl_module: pl.LightningModule, trainer: pl.Trainer, written: int) -> str:
+        """Why the disk does not hold two checkpoints: one is removed when the next is written. Empty if it does.
 
         Args:
             written: how many are there already.
-
-        Raises:
-            ConfigError: there is less space than they take.
         """
         count = trainer.strategy.parameter_count  # type: ignore[attr-defined]
         states = max((_states_per_parameter(optimizer) for optimizer in trainer.optimizers), default=0)
@@ -90,13 +94,10 @@ class Checkpoints(ModelCheckpoint):
         one = int(count * size * (1 + states * share))
         self.directory.mkdir(parents=True, exist_ok=True)
         free, needed = shutil.disk_usage(self.directory).free, one * max(1, 2 - written)
-        if free < needed:
-            raise ConfigError(
-                f"output_dir={self.directory.parent}",
-                f"{readable_bytes(free)} are free on this disk, and two checkpoints of this model take "
-                f"{readable_bytes(2 * one)}",
-                "a directory on a larger disk, or checkpoint.enabled=false, which writes none",
-            )
+        if free >= needed:
+            return ""
+        two = readable_bytes(2 * one)
+        return f"{readable_bytes(free)} are free on this disk, and two checkpoints of this model take {two}"
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
