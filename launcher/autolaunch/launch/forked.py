@@ -12,9 +12,9 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from autolaunch.job import ResolvedJob
@@ -31,9 +31,15 @@ _report: int | None = None
 
 
 def can_fork() -> bool:
-    """Whether a fork would be a whole copy of this process: no other threads, and its output not gathered in memory."""
+    """Whether a fork would be a whole copy of this process: no other threads, and its output not gathered in memory.
+
+    The planner may have used torch in this process: neither its threads nor what it holds of a GPU outlive a fork.
+    """
+    torch = sys.modules.get("torch")
+    if sys.platform != "linux" or (torch is not None and torch.version.cuda is not None):
+        return False
     try:
-        return sys.platform == "linux" and threading.active_count() == 1 and sys.stdout.fileno() == 1
+        return len(list(Path("/proc/self/task").iterdir())) == 1 and sys.stdout.fileno() == 1
     except (AttributeError, OSError):  # of a notebook or a test
         return False
 
