@@ -127,17 +127,15 @@ def test_ci_runs_the_two_commands() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if "://" not in link and not leads_somewhere(page, link)] == []
+    assert [link for link in links if "://" not in link and not _leads_somewhere(page, *link.partition("#")[::2])] == []
 
 
-def leads_somewhere(page: Path, link: str) -> bool:
-    """Whether the file of a link is there, and the heading in it, if it names one."""
-    name, _, heading = link.partition("#")
-    target = page.parent / name if name else page
+def _leads_somewhere(page: Path, file: str, heading: str) -> bool:
+    goal = page.parent / file if file else page
     if not heading:
-        return target.exists()
-    headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE) if target.is_file() else []
-    return heading in [re.sub(r"[^\w -]", "", item.lower()).replace(" ", "-") for item in headings]
+        return goal.exists()
+    headings = re.findall(r"^#+ (.+)$", goal.read_text(encoding="utf-8"), re.MULTILINE)
+    return heading in {re.sub(r"[^\w -]", "", item.lower()).replace(" ", "-") for item in headings}
 
 
 def test_readme_leads_to_every_page() -> None:
