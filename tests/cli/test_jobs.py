@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -353,13 +352,10 @@ def test_the_jobs_of_a_sweep_have_their_directories_to_themselves(
 def test_waiting_for_a_directory(
     command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "POLL_SECONDS", 0.01)
     Path("out").mkdir()
     held = lock.take(Path("out"), "output_dir=out")
-    later = threading.Timer(0.5, lock.release, [held])
-    later.start()
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: lock.release(held))
     code, _, err = command("output_dir=out", "launch.wait=true")
-    later.join()
     assert (code, len(ran)) == (0, 1)
     assert err.startswith(f"output_dir=out: waiting for process {os.getpid()} on ")
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -54,13 +53,10 @@ def test_a_second_run_is_told_who_is_there(tmp_path: Path) -> None:
 
 
 def test_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "POLL_SECONDS", 0.01)
     first = lock.take(tmp_path, NAME)
-    later = threading.Timer(0.1, lock.release, [first])
-    later.start()
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: lock.release(first))
     with lock.locked(tmp_path, NAME, wait=60.0):
         assert capsys.readouterr().err.count(f"waiting for process {os.getpid()}") == 1
-    later.join()
 
 
 def test_the_kernel_drops_the_lock_of_the_dead(tmp_path: Path) -> None:
