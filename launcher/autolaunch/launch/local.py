@@ -280,9 +280,13 @@ class _Watch:
             return None
         # Where they are is asked less often than whether they move.
         self.next_look = now + self.limits.hang_timeout / 4
-        hang = find_hang(self._standings(self.ranks), still, self.limits)
+        standings = self._standings(self.ranks)
         self._look()
-        return None if any(rank.exit for rank in self.ranks) else hang
+        for number, standing in standings.items():
+            self.moves.hear(number, standing.beat, now := time.monotonic())
+        if self.moves.still(now) < still or any(rank.exit for rank in self.ranks):
+            return None  # while they were asked, one has moved
+        return find_hang(standings, still, self.limits)
 
     def _standings(self, ranks: Sequence[_Rank]) -> dict[int, Standing]:
         stacks = self._stacks(ranks)
