@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from autolaunch.data import build_data
 from autolaunch.models.label_positions import labels_of
 from autolaunch.models.labels import check_batch, next_tokens
 from autolaunch.models.language_model import LanguageModel, cross_entropy
@@ -48,6 +49,11 @@ class Bigrams(nn.Module):
 )  # fmt: skip
 def test_where_labels_of_data_stand(data: dict[str, Any], labels: str) -> None:
     assert labels_of(data) == labels
+
+
+def test_a_data_module_is_not_given_the_key() -> None:
+    made: Any = build_data({"name": "custom", "_target_": "collections.OrderedDict", "labels": "next", "a": 1}, 0)
+    assert dict(made) == {"a": 1}
 
 
 def test_both_positions_of_labels_train_the_same() -> None:
