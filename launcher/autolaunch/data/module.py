@@ -1,4 +1,4 @@
-"""The LightningDataModule of text, tokens and synthetic data."""
+"""The LightningDataModule of all data of ours."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
+from autolaunch.data.examples import ExampleSequences
 from autolaunch.data.loader import Batch, PositionedLoader, evaluation_loader
 from autolaunch.data.order import BatchOrder
 from autolaunch.data.windows import Parts, Sequences
@@ -76,7 +77,7 @@ class TokenDataModule(LightningDataModule):
         test = self._opened.test
         return [] if test is None else self._in_order(test)
 
-    def _in_order(self, sequences: Sequences) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+    def _in_order(self, sequences: Sequences | ExampleSequences) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         per_batch = self.batch_size // self.microbatches
         whole = len(sequences) // per_batch * per_batch
         if not whole:

@@ -69,7 +69,7 @@ def _length_errors(config: dict[str, Any], max_seq_len: int | None) -> list[Conf
     ]
 
 
-def _amount_errors(config: dict[str, Any], where: str, training: int, validation: int | None) -> list[ConfigError]:
+def amount_errors(config: dict[str, Any], where: str, training: int, validation: int | None) -> list[ConfigError]:
     """Too few sequences for one training batch or, where validation is wanted (not None), one validation batch."""
     errors = []
     batch, per_validation_batch = config["batch_size"], config["batch_size"] // config["microbatches"]
@@ -107,7 +107,7 @@ def _amount_errors(config: dict[str, Any], where: str, training: int, validation
     return errors
 
 
-def _test_amount_errors(config: dict[str, Any], key: str, test: int) -> list[ConfigError]:
+def too_few_for_test(config: dict[str, Any], key: str, test: int) -> list[ConfigError]:
     """Too few sequences under `key` for one batch of a test."""
     batch = config["batch_size"] // config["microbatches"]
     if test >= batch:
@@ -127,7 +127,7 @@ def test_data_error(data_cfg: dict[str, Any]) -> ConfigError | None:
     if "_target_" in data_cfg or data_cfg.get("test_path") is not None:
         return None
     if count := data_cfg.get("num_test_sequences"):
-        return next(iter(_test_amount_errors(data_cfg, "data.num_test_sequences", count)), None)
+        return next(iter(too_few_for_test(data_cfg, "data.num_test_sequences", count)), None)
     key, value = {"text": ("test_path", "test.txt"), "tokens": ("test_path", "test.bin")}.get(
         data_cfg["name"], ("num_test_sequences", "256")
     )
@@ -177,10 +177,10 @@ def _text_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigE
         windows = window_count(bytes_token_count(sizes), config["seq_len"])
         training, validation = split_counts(windows, config["validation_fraction"])
         where = f"data.path={'null' if path is None else path}"
-        errors += _amount_errors(config, where, training, validation if config["validation_fraction"] else None)
+        errors += amount_errors(config, where, training, validation if config["validation_fraction"] else None)
     if test_sizes is not None:
         test = window_count(bytes_token_count(test_sizes), config["seq_len"])
-        errors += _test_amount_errors(config, "data.test_path", test)
+        errors += too_few_for_test(config, "data.test_path", test)
     return errors
 
 
@@ -248,14 +248,14 @@ def _token_errors(config: dict[str, Any], vocab_size: int | None) -> list[Config
     if len(counts) < len(keys):
         return errors
     if "test_path" in counts:
-        errors += _test_amount_errors(config, "data.test_path", counts["test_path"])
+        errors += too_few_for_test(config, "data.test_path", counts["test_path"])
     if "validation_path" in counts:
         training, validation = counts["path"], counts["validation_path"]
         wanted = True
     else:
         training, validation = split_counts(counts["path"], config["validation_fraction"])
         wanted = config["validation_fraction"] > 0
-    return errors + _amount_errors(config, f"data.path={config['path']}", training, validation if wanted else None)
+    return errors + amount_errors(config, f"data.path={config['path']}", training, validation if wanted else None)
 
 
 def _token_file_error(file: Path, dtype: str, key: str) -> ConfigError | None:
@@ -303,7 +303,7 @@ def _first_unknown_token(files: list[Path], dtype: str, vocab_size: int | None, 
 def _synthetic_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
     validation = config["num_validation_sequences"]
     where = f"data.num_sequences={config['num_sequences']}"
-    errors = _amount_errors(config, where, config["num_sequences"], None)
+    errors = amount_errors(config, where, config["num_sequences"], None)
     where = f"data.num_validation_sequences={validation}"
-    errors += _amount_errors(config, where, config["batch_size"], validation or None)
+    errors += amount_errors(config, where, config["batch_size"], validation or None)
     return errors + _vocabulary_error(f"data.vocab_size={config['vocab_size']}", config["vocab_size"], vocab_size)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from autolaunch.data.counts import split_counts, token_file_length, window_count
+
+if TYPE_CHECKING:
+    from autolaunch.data.examples import ExampleSequences
 
 
 class Sequences(Protocol):
@@ -84,9 +87,9 @@ class Span:
 class Parts(NamedTuple):
     """What a data group has for which task."""
 
-    training: Sequences
-    validation: Sequences
-    test: Sequences | None = None
+    training: Sequences | ExampleSequences
+    validation: Sequences | ExampleSequences
+    test: Sequences | ExampleSequences | None = None
 
 
 def split(sequences: Sequences, validation_fraction: float, test: Sequences | None = None) -> Parts:
