@@ -270,7 +270,9 @@ class ChatData:
         "conversations, prompt and completion, or instruction and output, whichever there is).",
         {},
     )
-    tokenizer: str | None = option("A directory with a tokenizer, or a tokenizer.json (null: that of model.path).", None)
+    tokenizer: str | None = option(
+        "A directory with a tokenizer, or a tokenizer.json (null: that of model.path).", None
+    )
     chat_template: str | None = option(
         "A file with a jinja template, or the template itself (null: that of the tokenizer).", None
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from autolaunch.data.conversations import Messages, conversation
 from autolaunch.data.rows import BadRow
+from autolaunch.data.tokenizers import no_template
 from autolaunch_strategies.config import ConfigError
 
 BYTES_END = 256
@@ -136,7 +137,9 @@ class ChatEncoder:
         from jinja2 import TemplateSyntaxError
 
         try:
-            self.tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template, tokenize=False)
+            self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": ""}], chat_template=template, tokenize=False
+            )
         except TemplateSyntaxError as error:
             raise ConfigError(
                 "data.chat_template", f"not a jinja template: {error.message} in line {error.lineno}"
@@ -172,9 +175,7 @@ class ChatEncoder:
             raise BadRow(f"the chat template refuses it: {' '.join(str(error).split())}") from error
 
     def _marked(self, messages: Messages, tools: list[Any] | None) -> tuple[list[int], np.ndarray]:
-        encoded = self._render(
-            messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        encoded = self._render(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = list(encoded["input_ids"]), np.asarray(encoded["assistant_masks"], bool)
         edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
         spans = [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
@@ -257,16 +258,6 @@ def padding(tokenizer: Any) -> int:
     """The id that sequences are padded with; which one does not matter, as nothing looks at it."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((number for number in candidates if number is not None), 0)
-
-
-def no_template(name: str) -> ConfigError:
-    """The error for chats and a tokenizer without a chat template."""
-    return ConfigError(
-        "data=chat",
-        f"the tokenizer {name} has no chat template",
-        "a tokenizer with a chat template, or data.chat_template: a file with a jinja template, or the template itself",
-        "data.chat_template=chatml.jinja",
-    )
 
 
 def _beginning(text: str) -> str:

@@ -54,11 +54,10 @@ class ExampleSequences:
     Args:
         spans: what they consist of.
         packs: int64 [sequences + 1], where the spans of each sequence begin; None for one span each.
-        pad: token id behind the last one.
     """
 
-    def __init__(self, prepared: Prepared, spans: Spans, packs: np.ndarray | None, seq_len: int, pad: int) -> None:
-        self.prepared, self.spans, self.seq_len, self.pad = prepared, spans, seq_len, pad
+    def __init__(self, prepared: Prepared, spans: Spans, packs: np.ndarray | None, seq_len: int) -> None:
+        self.prepared, self.spans, self.seq_len = prepared, spans, seq_len
         self.packs = packs
 
     def __len__(self) -> int:
@@ -76,7 +75,7 @@ class ExampleSequences:
         each document, and with the padding.
         """
         shape = (len(indices), self.seq_len)
-        tokens, labels = np.full(shape, self.pad, np.int64), np.full(shape, IGNORED, np.int64)
+        tokens, labels = np.full(shape, self.prepared.pad, np.int64), np.full(shape, IGNORED, np.int64)
         mask, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         for row, index in enumerate(indices):
             at = 0

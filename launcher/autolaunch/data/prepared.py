@@ -50,6 +50,8 @@ class Prepared:
         self.bad: int = meta["bad"]
         """Rows that were left out (`data.on_bad=skip`)."""
         self.first_bad: list[str] = meta["first_bad"]
+        self.pad: int = meta["pad"]
+        """Token id behind the last one of a sequence."""
         self.ends = np.fromfile(directory / "ends.bin", "<i8")
         """int64 [examples]: where the tokens of each end."""
         self.places = np.fromfile(directory / "places.bin", "<i8").reshape(-1, 2)
@@ -131,9 +133,7 @@ def _hash(file: Path) -> str:
     return content.hexdigest()
 
 
-def _write(
-    directory: Path, files: Sequence[Path], key: str, encoder: Encoder, on_bad: str, most_told: int
-) -> None:
+def _write(directory: Path, files: Sequence[Path], key: str, encoder: Encoder, on_bad: str, most_told: int) -> None:
     started, tokens, examples = time.monotonic(), 0, 0
     errors: list[ConfigError] = []
     bad = 0
@@ -167,7 +167,7 @@ def _write(
     if not examples:
         reason = f"all {bad} rows are bad; the first: {first_bad[0]}" if bad else "there are no rows in it"
         raise ConfigError(f"{key}={', '.join(map(str, files))}", reason)
-    meta = {"examples": examples, "tokens": tokens, "bad": bad, "first_bad": first_bad}
+    meta = {"examples": examples, "tokens": tokens, "bad": bad, "first_bad": first_bad, "pad": encoder.pad}
     (directory / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     print(
         f"{key}: tokenised {examples:,} examples, {tokens:,} tokens, in {time.monotonic() - started:.1f} s; "

@@ -123,9 +123,12 @@ def _list(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
         yield 1, BadRow(f"the file cannot be read: {error}")
         return
     except json.JSONDecodeError as error:
-        yield 1, BadRow(
-            f"the file is not JSON: {error.msg} in line {error.lineno}, column {error.colno}",
-            "a list of objects, or one object per line",
+        yield (
+            1,
+            BadRow(
+                f"the file is not JSON: {error.msg} in line {error.lineno}, column {error.colno}",
+                "a list of objects, or one object per line",
+            ),
         )
         return
     yield from ((number, _checked(row)) for number, row in enumerate(rows, start=1))

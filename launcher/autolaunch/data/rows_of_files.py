@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +37,7 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
     training = open_source(config, "path")
     sequences = partial(_sequences, config, training.prepared)
     if config["validation_path"] is None:
-        first, _ = split_counts(len(training.spans), config["validation_fraction"])
+        first = _training_count(config, training)
         parts = sequences(training.spans[:first]), sequences(training.spans[first:])
         wanted = config["validation_fraction"] > 0
     else:
@@ -48,12 +46,13 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
         wanted = True
     where = f"data.path={config['path']}"
     raise_all(amount_errors(config, where, len(parts[0]), len(parts[1]) if wanted else None))
+    notes = [f"data.path: {text}" for text in left_out(training.counts, config["seq_len"])]
     if config["test_path"] is None:
-        return Parts(*parts)
+        return Parts(*parts, notes=notes)
     test = open_source(config, "test_path")
     test_sequences = _sequences(config, test.prepared, test.spans)
     raise_all(too_few_for_test(config, "data.test_path", len(test_sequences)))
-    return Parts(*parts, test_sequences)
+    return Parts(*parts, test_sequences, notes)
 
 
 def open_source(config: dict[str, Any], key: str) -> Source:
@@ -70,11 +69,14 @@ def open_source(config: dict[str, Any], key: str) -> Source:
     return Source(prepared, spans, counts)
 
 
-def tell(config: dict[str, Any], key: str = "path") -> None:
-    """Say on stderr which rows of `data.path` are not trained on, or not as they are; nothing if all are."""
-    counts = open_source(config, key).counts
-    for text in left_out(counts, config["seq_len"]):
-        print(f"data.{key}: {text}", file=sys.stderr)
+def training_sequences(config: dict[str, Any], source: Source) -> ExampleSequences:
+    """What is trained on of `data.path`, without what is kept for validation."""
+    first = len(source.spans) if config["validation_path"] is not None else _training_count(config, source)
+    return _sequences(config, source.prepared, source.spans[:first])
+
+
+def _training_count(config: dict[str, Any], source: Source) -> int:
+    return split_counts(len(source.spans), config["validation_fraction"])[0]
 
 
 def left_out(counts: Counts, seq_len: int) -> list[str]:
@@ -108,9 +110,7 @@ def _encoder(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], Encod
     identity: dict[str, Any] = {"name": config["name"], "tokenizer": known_by(path)}
     if config["name"] == "documents":
         identity["text_key"] = config["text_key"]
-        return identity, lambda: DocumentEncoder(
-            None if path == "bytes" else load_tokenizer(path), config["text_key"]
-        )
+        return identity, lambda: DocumentEncoder(None if path == "bytes" else load_tokenizer(path), config["text_key"])
     template = None if config["chat_template"] is None else template_text(config["chat_template"])
     keys = ("train_on", "train_on_eos", "columns")
     identity |= {"chat_template": template, **{key: config[key] for key in keys}}
@@ -121,15 +121,4 @@ def _sequences(config: dict[str, Any], prepared: Prepared, spans: Spans) -> Exam
     packs: np.ndarray | None = None
     if config["packing"] == "documents":
         spans, packs = packed(spans, config["seq_len"]) if len(spans) else (spans, np.zeros(1, np.int64))
-    return ExampleSequences(prepared, spans, packs, config["seq_len"], pad=0)
-
-
-def files_of(config: dict[str, Any]) -> list[Path]:
-    """The files of all keys that name some.
-
-    Raises:
-        ConfigError: one that names none.
-    """
-    keys = [key for key in ("path", "validation_path", "test_path") if config[key] is not None]
-    with_text = config["name"] == "documents"
-    return [file for key in keys for file in find_row_files(config[key], f"data.{key}", with_text)]
+    return ExampleSequences(prepared, spans, packs, config["seq_len"])

@@ -33,7 +33,7 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
     Raises:
         ConfigError: files or a tokenizer that are absent, empty or unreadable; `tokenizers` is not installed.
     """
-    encoder = BytesEncoder() if config["tokenizer"] == "bytes" else FileEncoder(expanded(config["tokenizer"]))
+    encoder = BytesEncoder() if config["tokenizer"] in (None, "bytes") else FileEncoder(expanded(config["tokenizer"]))
     test = None
     if config["test_path"] is not None:
         test = _windows(find_files(config["test_path"], TEXT_SUFFIXES, "data.test_path"), encoder, config["seq_len"])

@@ -21,7 +21,14 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.json",
     TEMPLATE_FILE,
 )  # fmt: skip
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt")
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
 
 
 def tokenizer_files(path: Path) -> list[Path]:
@@ -95,6 +102,16 @@ def has_template(path: Path) -> bool:
         return False
 
 
+def no_template(name: str) -> ConfigError:
+    """The error for chats and a tokenizer without a chat template."""
+    return ConfigError(
+        "data=chat",
+        f"the tokenizer {name} has no chat template",
+        "a tokenizer with a chat template, or data.chat_template: a file with a jinja template, or the template itself",
+        "data.chat_template=chatml.jinja",
+    )
+
+
 def write_tokenizer(directory: Path, data_cfg: Mapping[str, Any], model_path: str | None) -> None:
     """Write the tokenizer that a model was trained with into the directory of its weights, and what generation needs.
 
@@ -105,6 +122,8 @@ def write_tokenizer(directory: Path, data_cfg: Mapping[str, Any], model_path: st
     origin = None if model_path is None else expanded(model_path)
     own = data_cfg.get("tokenizer") if "_target_" not in data_cfg else None
     source = expanded(own) if isinstance(own, str) and own != "bytes" else origin
+    if source is not None and origin is not None and source == origin / "tokenizer.json":
+        source = origin
     files = [] if source is None else tokenizer_files(source)
     for file in files:
         shutil.copy(file, directory / ("tokenizer.json" if source == file else file.name))

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from autolaunch.data.counts import split_counts, token_file_length, window_count
-
-if TYPE_CHECKING:
-    from autolaunch.data.examples import ExampleSequences
 
 
 class Sequences(Protocol):
@@ -22,6 +19,17 @@ class Sequences(Protocol):
 
     def tokens(self, indices: np.ndarray) -> np.ndarray:
         """The sequences `indices` (int64 [b]) as int64 [b, seq_len + 1]: inputs, and labels one further."""
+        ...
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """Numbered sequences that make their batches themselves."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The sequences `indices` (int64 [b]) as a batch of int64 [b, seq_len] arrays."""
         ...
 
 
@@ -87,9 +95,11 @@ class Span:
 class Parts(NamedTuple):
     """What a data group has for which task."""
 
-    training: Sequences | ExampleSequences
-    validation: Sequences | ExampleSequences
-    test: Sequences | ExampleSequences | None = None
+    training: Sequences | Batches
+    validation: Sequences | Batches
+    test: Sequences | Batches | None = None
+    notes: Sequence[str] = ()
+    """What the person should know of the data, a line each."""
 
 
 def split(sequences: Sequences, validation_fraction: float, test: Sequences | None = None) -> Parts:
