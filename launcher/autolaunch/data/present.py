@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from autolaunch.data.conversations import check_columns, conversation
 from autolaunch.data.counts import (
     ITEM_SIZES,
     bytes_token_count,
@@ -16,7 +17,6 @@ from autolaunch.data.counts import (
     token_file_length,
     window_count,
 )
-from autolaunch.data.conversations import check_columns, conversation
 from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, expanded, find_files, standard_library_documents
 from autolaunch.data.rows import LINES, BadRow, find_row_files, place_of, read_rows
 from autolaunch.data.tokenizers import has_template, no_template, template_text, tokenizer_files
