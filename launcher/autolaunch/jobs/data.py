@@ -87,7 +87,7 @@ def show(config: dict[str, Any], seed: int, console: Terminal) -> None:
         ("batch", f"{config['batch_size']:,} sequences, {config['batch_size'] * per_sequence.mean():,.0f} tokens"),
         ("padding", f"{1 - tokens / room:.1%}" + ("" if config["packing"] != "none" else _packing_hint(tokens, room))),
         ("trained on", f"{trained / tokens:.1%} of the tokens; {1 - trained / tokens:.1%} are masked"),
-        *(("left out", text) for text in left_out(source.counts, config["seq_len"])),
+        *(("rows", text) for text in left_out(source.counts, config["seq_len"])),
         *(("bad", text) for text in source.prepared.first_bad),
     ]
     width = max(len(name) for name, _ in rows)
