@@ -28,7 +28,8 @@ WITHOUT_EARLIER_REASONING = (
 )
 
 REWRITES_EARLIER_ANSWERS = CHATML.replace(
-    "{{ m.content }}", "{% if loop.last %}{{ m.content }}{% else %}{{ m.content | upper }}{% endif %}"
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content | upper }}{% else %}{{ m.content }}{% endif %}",
 )
 
 COUNTS_MESSAGES = "{{ messages | length }} messages\n" + CHATML
@@ -58,7 +59,7 @@ def _trained() -> str:
 
 
 def chat_tokenizer(template: str | None = CHATML) -> Any:
-    """A byte-level BPE of 300 tokens that ends with ``<|im_end|>``."""
+    """A byte-level BPE of some 270 tokens that ends with ``<|im_end|>``."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
