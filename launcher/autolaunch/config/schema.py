@@ -251,9 +251,7 @@ class DocumentData:
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_path: Any = option(_VALIDATION_PATH, None)
-    validation_fraction: float = option(
-        "Share of the documents, at their end, that is kept for validation.", 0.05, ge=0, lt=1
-    )
+    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
     test_path: Any = option("The same for `autolaunch test`.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
@@ -294,9 +292,7 @@ class ChatData:
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_path: Any = option(_VALIDATION_PATH, None)
-    validation_fraction: float = option(
-        "Share of the conversations, at their end, that is kept for validation.", 0.05, ge=0, lt=1
-    )
+    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
     test_path: Any = option("The same for `autolaunch test`.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)

@@ -59,6 +59,7 @@ class ExampleSequences:
     def __init__(self, prepared: Prepared, spans: Spans, packs: np.ndarray | None, seq_len: int) -> None:
         self.prepared, self.spans, self.seq_len = prepared, spans, seq_len
         self.packs = packs
+        self.notes: list[str] = []
 
     def __len__(self) -> int:
         return len(self.spans) if self.packs is None else len(self.packs) - 1

@@ -50,8 +50,9 @@ class TokenDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         # One process of a machine fills the cache of tokenised text, the others then find it.
         self._sequences = self.open_sequences()
-        for note in self._sequences.notes:
-            print(note, file=sys.stderr)
+        if isinstance(self._sequences.training, Batches):
+            for note in self._sequences.training.notes:
+                print(note, file=sys.stderr)
 
     def setup(self, stage: str) -> None:
         self._sequences = self._sequences or self.open_sequences()

@@ -46,13 +46,13 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
         wanted = True
     where = f"data.path={config['path']}"
     raise_all(amount_errors(config, where, len(parts[0]), len(parts[1]) if wanted else None))
-    notes = [f"data.path: {text}" for text in left_out(training.counts, config["seq_len"])]
+    parts[0].notes = [f"data.path: {text}" for text in left_out(training.counts, config["seq_len"])]
     if config["test_path"] is None:
-        return Parts(*parts, notes=notes)
+        return Parts(*parts)
     test = open_source(config, "test_path")
     test_sequences = _sequences(config, test.prepared, test.spans)
     raise_all(too_few_for_test(config, "data.test_path", len(test_sequences)))
-    return Parts(*parts, test_sequences, notes)
+    return Parts(*parts, test_sequences)
 
 
 def open_source(config: dict[str, Any], key: str) -> Source:

@@ -26,6 +26,9 @@ class Sequences(Protocol):
 class Batches(Protocol):
     """Numbered sequences that make their batches themselves."""
 
+    notes: Sequence[str]
+    """What the person should know of them, a line each."""
+
     def __len__(self) -> int: ...
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -98,8 +101,6 @@ class Parts(NamedTuple):
     training: Sequences | Batches
     validation: Sequences | Batches
     test: Sequences | Batches | None = None
-    notes: Sequence[str] = ()
-    """What the person should know of the data, a line each."""
 
 
 def split(sequences: Sequences, validation_fraction: float, test: Sequences | None = None) -> Parts:
