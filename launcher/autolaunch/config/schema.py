@@ -13,6 +13,7 @@ from typing import Any
 
 from autolaunch.config.cluster import Cluster
 from autolaunch.config.search import Search
+from autolaunch.models.label_positions import LABELS
 from autolaunch_strategies.checkpoint.record import COMPARED
 from autolaunch_strategies.config import (
     AXES,
@@ -304,6 +305,12 @@ class CustomData:
 
     name: str = option("Which data this is; shown in the summary.", "custom")
     _target_: str = option("Import path of a LightningDataModule class, or of a function that returns one.")
+    labels: str | None = option(
+        "With model=llama or hf, where labels stand: next (label t is the token after input t) or same (the token at t, "
+        "as transformers has it; null: same).",
+        None,
+        choices=LABELS,
+    )
 
 
 @dataclass

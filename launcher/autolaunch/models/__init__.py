@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from autolaunch.models.label_positions import labels_of
 from autolaunch_strategies.config import ConfigError
 
 if TYPE_CHECKING:
@@ -87,4 +88,4 @@ def build_module(job_config: Mapping[str, Any]) -> LightningModule:
     rest = job_config["optimizer"], job_config["scheduler"], job_config["trainer"]["max_steps"]
     if "_target_" in model_cfg:
         return SupervisedModule(model, model_cfg.get("loss", "cross_entropy"), *rest)
-    return LanguageModel(model, *rest)
+    return LanguageModel(model, *rest, labels=labels_of(job_config["data"]))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autolaunch.instantiate import build
+from autolaunch.models.labels import NOT_TRAINED, ChecksFirstBatch, next_tokens
 from autolaunch.models.optimizer import optimizer_and_schedule
 from autolaunch_strategies.config import ConfigError
 
@@ -21,13 +23,21 @@ TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 class LanguageModel(LightningModule):
     """Trains `model` to predict the next token.
 
-    Batches are ``{input_ids: [b, s], labels: [b, s]}``, int64; labels are shifted already, -100 is ignored.
+    Batches are ``{input_ids, labels}`` and optionally ``position_ids``, ``attention_mask``, each int64 [b, s]. A label
+    of -100 is not trained on. `position_ids` restart at 0 with each packed document, `attention_mask` is 0 for padding
+    at the end of a row. The model is given those of the two that it takes, and `position_ids` without the mask: models
+    of `transformers` keep documents apart only then, and nothing that is trained on sees the padding behind it.
+
+    The loss is the mean over all labels of an optimizer step, however they are spread over ranks and microbatches (see
+    `num_items_in_batch`); 0 where there are none.
 
     Args:
         model: takes `input_ids` and returns logits [b, s, vocab], or an object with `logits`.
         optimizer_cfg: the fields of `autolaunch.config.schema.Optimizer`.
         scheduler_cfg: the fields of `autolaunch.config.schema.Scheduler`.
         total_steps: at which optimizer step training ends (-1: no limit).
+        labels: `next` if label t is the token after input t, `same` if it is the token at t, as `transformers` has it.
+            A first batch that contradicts it is refused.
     """
 
     def __init__(
@@ -36,19 +46,35 @@ class LanguageModel(LightningModule):
         optimizer_cfg: Mapping[str, Any],
         scheduler_cfg: Mapping[str, Any],
         total_steps: int,
+        labels: str = "same",
     ) -> None:
         super().__init__()
         self.model = model
         self.optimizer_cfg, self.scheduler_cfg, self.total_steps = optimizer_cfg, scheduler_cfg, total_steps
+        self.labels = labels
+        parameters = inspect.signature(model.forward).parameters
+        self.model_inputs = tuple(name for name in ("position_ids", "attention_mask") if name in parameters)
+        """What of a batch the model takes beside `input_ids`; of these the first that the batch has."""
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def configure_callbacks(self) -> list[Callback]:
+        return [ChecksFirstBatch(self.labels, self.model_inputs)]
+
+    def forward(self, input_ids: Tensor, **inputs: Tensor) -> Tensor:
         """Logits [b, s, vocab] of the tokens after each of `input_ids` [b, s]."""
-        output = self.model(input_ids)
+        output = self.model(input_ids, **inputs)
         return output if isinstance(output, Tensor) else output.logits
 
+    def num_items_in_batch(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Over how many labels the loss of `batch` is the mean: a 0-dim tensor."""
+        return (next_tokens(batch, self.labels) != NOT_TRAINED).sum()
+
+    def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        name = next((name for name in self.model_inputs if name in batch), None)
+        return self(batch["input_ids"], **({} if name is None else {name: batch[name]}))
+
     def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        logits = self(batch["input_ids"])
-        return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        logits, targets = self._logits(batch), next_tokens(batch, self.labels)
+        return mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
@@ -56,14 +82,19 @@ class LanguageModel(LightningModule):
         return loss
 
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self._loss(batch), batch_size=len(batch["input_ids"]), sync_dist=True)
+        self._log_mean("val_loss", batch)
 
     def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
-        self.log("test_loss", self._loss(batch), batch_size=len(batch["input_ids"]), sync_dist=True)
+        self._log_mean("test_loss", batch)
+
+    def _log_mean(self, name: str, batch: Mapping[str, Tensor]) -> None:
+        # Lightning adds up value x batch_size and batch_size over batches and ranks: a mean over all labels.
+        loss = self._loss(batch)
+        self.log(name, loss, batch_size=int(self.num_items_in_batch(batch)), sync_dist=True)
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """The likeliest next token at every position, [b, s] int64."""
-        return self(batch["input_ids"]).argmax(dim=-1)
+        return self._logits(batch).argmax(dim=-1)
 
     def configure_optimizers(self) -> Any:
         return optimizer_and_schedule(self.parameters(), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
@@ -104,9 +135,8 @@ class SupervisedModule(LightningModule):
     def _run(self, batch: Any, with_target: bool = True) -> tuple[Any, Any]:
         """(output of the model, target or None)."""
         if isinstance(batch, Mapping):
-            key = next((key for key in TARGET_KEYS if key in batch), None)
+            key, target = _target_key(batch), _target(batch)
             rest = batch if self.loss is None else {name: value for name, value in batch.items() if name != key}
-            target = batch[key] if key else None
             if target is None and self.loss is not None and with_target:
                 raise ConfigError(
                     "data",
@@ -122,6 +152,21 @@ class SupervisedModule(LightningModule):
             return self.model(batch), None
         return (self.model(*batch) if self.loss is None else self.model(*batch[:-1])), batch[-1]
 
+    @property
+    def num_items_in_batch(self) -> Callable[[Any], Tensor] | None:
+        """Over how many targets the loss of a batch is the mean; None where it is taken for one over samples."""
+        return self._count_classes if self.loss is cross_entropy else None
+
+    def _count_classes(self, batch: Any) -> Tensor:
+        target = _target(batch)
+        if target is None or target.is_floating_point():
+            return torch.tensor(_batch_size(batch))
+        return (target != NOT_TRAINED).sum()
+
+    def _log_mean(self, name: str, batch: Any) -> None:
+        count = _batch_size(batch) if self.loss is not cross_entropy else int(self._count_classes(batch))
+        self.log(name, self._step(batch), batch_size=count, sync_dist=True)
+
     def _step(self, batch: Any) -> Tensor:
         output, target = self._run(batch)
         if self.loss is not None:
@@ -136,10 +181,10 @@ class SupervisedModule(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self._step(batch), batch_size=_batch_size(batch), sync_dist=True)
+        self._log_mean("val_loss", batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self._step(batch), batch_size=_batch_size(batch), sync_dist=True)
+        self._log_mean("test_loss", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """What the model returns; the target of the batch, if it has one, is not used."""
@@ -147,6 +192,18 @@ class SupervisedModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return optimizer_and_schedule(self.parameters(), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
+
+
+def _target_key(batch: Mapping[str, Any]) -> str | None:
+    return next((key for key in TARGET_KEYS if key in batch), None)
+
+
+def _target(batch: Any) -> Any:
+    """What the model should say of a batch that has several parts; None if a dict has no such key."""
+    if not isinstance(batch, Mapping):
+        return batch[-1]
+    key = _target_key(batch)
+    return None if key is None else batch[key]
 
 
 def build_loss(loss: str | Mapping[str, Any]) -> Callable[[Any, Any], Tensor] | None:
@@ -172,11 +229,21 @@ def build_loss(loss: str | Mapping[str, Any]) -> Callable[[Any, Any], Tensor] | 
 
 
 def cross_entropy(output: Any, target: Tensor) -> Tensor:
-    """Mean cross entropy in fp32 of scores [b, classes] or [b, s, classes] and class indices [b] or [b, s]."""
+    """Mean cross entropy in fp32 of scores [b, classes] or [b, s, classes] and class indices [b] or [b, s].
+
+    Indices of -100 do not count; 0 where none does.
+    """
     scores = output if isinstance(output, Tensor) else output.logits
     if target.is_floating_point():  # probabilities, of the shape of the scores
         return F.cross_entropy(scores.flatten(0, -2).float(), target.flatten(0, -2).float())
-    return F.cross_entropy(scores.flatten(0, -2).float(), target.flatten())
+    return mean_cross_entropy(scores.flatten(0, -2), target.flatten())
+
+
+def mean_cross_entropy(scores: Tensor, target: Tensor) -> Tensor:
+    """Mean cross entropy in fp32 of scores [n, classes] and class indices [n] over those that count, 0 without any."""
+    # torch's own mean is nan without any, and so would be the gradients of the whole step.
+    total = F.cross_entropy(scores.float(), target, reduction="sum")
+    return total / (target != NOT_TRAINED).sum().clamp(min=1)
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class StepMetrics(pl.Callback):
         if isinstance(loss, torch.Tensor):
             # Lightning has divided it by the number of microbatches, so the sum is the mean already.
             wide = torch.float32 if loss.device.type == "mps" else torch.float64
-            weight = getattr(trainer.strategy, "batch_weight", 1.0)  # of a batch that does not divide among ranks
+            weight = getattr(trainer.strategy, "loss_weight", 1.0)  # of parts of a batch that do not count alike
             share = loss.detach().to(wide).mean() * weight
             self._loss_sum = share if self._loss_sum is None else self._loss_sum + share
         if trainer.global_step > self._step:
@@ -151,7 +151,10 @@ class StepMetrics(pl.Callback):
         previous, self._step = self._step, trainer.global_step  # with several optimizers it moves by more than one
         if self._loss_sum is not None:
             expected = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            if self._batches != expected:  # the last step of an epoch may have fewer microbatches
+            scale = getattr(trainer.strategy, "step_scale", None)
+            if scale is not None:
+                self._loss_sum = self._loss_sum * scale
+            elif self._batches != expected:  # the last step of an epoch may have fewer microbatches
                 self._loss_sum = self._loss_sum * (expected / self._batches)
         self._batches = self._tokens_of_unfinished_step = 0
         if self._csv is not None:

@@ -244,11 +244,18 @@ def gradient_norm(
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scale all gradients so that their `norm` is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    multiply_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+@torch.no_grad()
+def multiply_gradients(parameters: Iterable[nn.Parameter], factor: float | torch.Tensor) -> None:
+    """Multiply all gradients by a number or a 0-dim tensor."""
+    if isinstance(factor, float) and factor == 1:
+        return
     for parameter in parameters:
         if parameter.grad is not None:
             local = _local(parameter.grad)
-            local.mul_(factor.to(local.device))
+            local.mul_(factor.to(local.device) if isinstance(factor, torch.Tensor) else factor)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from autolaunch_strategies.checkpoint.files import MANIFEST, METADATA
 from autolaunch_strategies.checkpoint.whole import whole_checkpoint
+from autolaunch_strategies.lightning.items import weighed
 from autolaunch_strategies.tensor.views import plain
 
 
@@ -76,7 +77,7 @@ def _with_loss_of_all(on_train_batch_end: Any) -> Any:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         weight = getattr(trainer.strategy, "batch_weight", None)  # of a MeshStrategy
         if isinstance(loss, torch.Tensor) and weight is not None:
-            loss = trainer.strategy.reduce(loss.detach() * weight)
+            loss = trainer.strategy.reduce(weighed(loss.detach(), weight))
             outputs = {**outputs, "loss": loss} if isinstance(outputs, Mapping) else loss
         on_train_batch_end(self, trainer, pl_module, outputs, *args, **kwargs)
 

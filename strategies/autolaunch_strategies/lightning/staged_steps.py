@@ -38,15 +38,18 @@ class StagedSteps:
         pipeline: Pipeline,
         data_parallel: DataParallelModule,
         data_group: dist.ProcessGroup | None,
-        weight: Callable[[], float] = lambda: 1.0,
+        weight: Callable[[], float | torch.Tensor] = lambda: 1.0,
+        count: Callable[[Any], Any] | None = None,
     ) -> None:
         """Take over the steps of `module`.
 
         Args:
             data_group: the ranks that hold the same stages and see other data.
-            weight: what a mean over this rank's batch counts in the mean over dp.
+            weight: what the mean loss of this rank's batch is multiplied by.
+            count: over how many items the loss of a microbatch is the mean; by default over its samples.
         """
         self.module, self.pipeline, self.data_parallel, self.weight = module, pipeline, data_parallel, weight
+        self.count = count
         self.relay = StageRelay(module, pipeline.group, pipeline.is_last, data_group, pipeline.device)
         self.batch = StagedBatch(module, pipeline, data_parallel, self.relay)
         pipeline.stays = not module.automatic_optimization
@@ -82,9 +85,9 @@ class StagedSteps:
             return self.batch.whole(lambda: _with_loss(step(*args, **kwargs)))
 
     def _by_schedule(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> LossAndOutput:
-        def run(part: Any, samples: int) -> LossAndOutput:
+        def run(part: Any, items: float) -> LossAndOutput:
             if self.pipeline.is_last:
-                self.relay.microbatch(samples)
+                self.relay.microbatch(items)
             loss, output = _with_loss(step(part, *args, **kwargs))
             if loss is None:
                 raise ConfigError(
@@ -101,9 +104,9 @@ class StagedSteps:
 
         for parameter in self._whose_gradients_will_be_dropped():
             parameter.grad = None
-        scale = self.weight() / self.module.trainer.accumulate_grad_batches
+        scale = float(self.weight()) / self.module.trainer.accumulate_grad_batches
         with self.relay.recording():
-            trained = self.batch.by_schedule(batch, run, whole_loss, scale)
+            trained = self.batch.by_schedule(batch, run, whole_loss, scale, self.count)
         if self.pipeline.drew_in_replay:
             self.relay.forget_whole()
         if trained.loss is None:

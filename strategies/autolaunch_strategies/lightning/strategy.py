@@ -34,7 +34,12 @@ from autolaunch_strategies.config import (
     parallel_config,
     parse_mesh,
 )
-from autolaunch_strategies.data_parallel.gradients import clip_values, gradient_norm, scale_gradients
+from autolaunch_strategies.data_parallel.gradients import (
+    clip_values,
+    gradient_norm,
+    multiply_gradients,
+    scale_gradients,
+)
 from autolaunch_strategies.data_parallel.position import ordered
 from autolaunch_strategies.lightning.batches import Batches
 from autolaunch_strategies.lightning.checkpoints import Checkpoints
@@ -42,6 +47,7 @@ from autolaunch_strategies.lightning.collectives import Collectives
 from autolaunch_strategies.lightning.first_step import FirstStep
 from autolaunch_strategies.lightning.gradient_norms import replace_grad_norm
 from autolaunch_strategies.lightning.hooks import gradients_are_read
+from autolaunch_strategies.lightning.items import ItemCounts, weighed
 from autolaunch_strategies.lightning.metrics import StepValues, exchange_metrics_over
 from autolaunch_strategies.lightning.place import Place
 from autolaunch_strategies.lightning.positions import Positions
@@ -177,6 +183,7 @@ class MeshStrategy(ParallelStrategy):
         self._after_closure: Any = None
         self._steps: StagedSteps | None = None
         self._numbers: PositionedNumbers | None = None
+        self._items: ItemCounts | None = None
         self._samples_before = 0
         self._first_step_began: float | None = None
         self._is_warm = False
@@ -287,7 +294,7 @@ class MeshStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self.batches.is_in_step and reduce_op in ("mean", "avg") and isinstance(tensor, torch.Tensor):
-            tensor = tensor * self.batch_weight  # what a training step logs is a mean over samples
+            tensor = weighed(tensor, self.batch_weight)  # what a training step logs is a mean
         return self.collectives.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -373,10 +380,12 @@ class MeshStrategy(ParallelStrategy):
         self._step_values = StepValues()
         if self.shape.mp * self.shape.pp * self.shape.cp > 1:
             exchange_metrics_over(self.rank_mesh.group("dp"), module)
+        count = getattr(module, "num_items_in_batch", None)
+        self._items = ItemCounts(count, self.rank_mesh.group("dp"), self.root_device) if callable(count) else None
         if self._applied.pipeline is not None:
             pipeline, data_parallel = self._applied.pipeline, self._applied.data_parallel
             self._steps = StagedSteps(
-                module, pipeline, data_parallel, self.rank_mesh.group("dp"), lambda: self.batch_weight
+                module, pipeline, data_parallel, self.rank_mesh.group("dp"), lambda: self.loss_weight, count
             )
             self._steps.relay.install()
         show_whole_models(trainer, self._applied)
@@ -478,6 +487,8 @@ class MeshStrategy(ParallelStrategy):
             self._first_step_began = time.monotonic()
         joined = self._step_values.joined(self._module) if self._steps is None and self.shape.dp > 1 else nullcontext()
         with self.batches.step(), self._numbers_of_step(args), self.precision_plugin.train_step_context(), joined:
+            if self._items is not None:
+                self._items.begin(args[0], *self._place_in_step(), is_counted=self.batches.weight > 0)
             output = self._as_forward("training_step", *args, **kwargs)
         if self._steps is None and self._module.automatic_optimization and gradients_are_read(self._module):
             self._applied.data_parallel.forget_gathered()  # gradients belong to sharded parameters
@@ -501,10 +512,31 @@ class MeshStrategy(ParallelStrategy):
         self._samples_before = before + samples
         return trainer.global_step, before
 
+    def _place_in_step(self) -> tuple[int, int]:
+        """(the number of the present batch in its optimizer step, how many batches are accumulated in a step)."""
+        trainer = self._module.trainer
+        if not self._module.automatic_optimization:
+            return 0, 1
+        batches = trainer.accumulate_grad_batches
+        return trainer.fit_loop.epoch_loop.batch_idx % batches, batches
+
     @property
-    def batch_weight(self) -> float:
-        """The weight of this rank's mean over the last training batch in the mean over dp: 1 if all parts are equal."""
-        return self.batches.weight
+    def batch_weight(self) -> float | torch.Tensor:
+        """The weight of this rank's mean over the last training batch in the mean over dp: 1 if all parts are equal.
+
+        By samples, or by what the module counts (`num_items_in_batch`): then it may be a 0-dim tensor.
+        """
+        return self.batches.weight if self._items is None else self._items.weight
+
+    @property
+    def loss_weight(self) -> float | torch.Tensor:
+        """`batch_weight` times what the batch counts beside the first one of its optimizer step."""
+        return self.batches.weight if self._items is None else self._items.loss_weight
+
+    @property
+    def step_scale(self) -> float | torch.Tensor | None:
+        """What the sum of weighed losses over the batches of the last step is multiplied by; None: by nothing."""
+        return None if self._items is None else self._items.step_scale
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
@@ -535,8 +567,7 @@ class MeshStrategy(ParallelStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if self.batch_weight != 1:
-            closure_loss = closure_loss * self.batch_weight
+        closure_loss = weighed(closure_loss, self.loss_weight)
         plugin, module = self.precision_plugin, self._module
         numbers = nullcontext() if self._numbers is None else self._numbers.backward()
         with self._applied.running(), numbers:  # recomputed blocks run their forward within it
@@ -548,6 +579,8 @@ class MeshStrategy(ParallelStrategy):
                 self._applied.data_parallel.finish_backward()  # on_after_backward sees the gradients of all ranks
             else:
                 self._steps.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), loss)
+            if self._items is not None and not self._applied.data_parallel.accumulates:
+                multiply_gradients(module.parameters(), self._items.step_scale)
             return plugin.post_backward(loss, module)
 
     def _gathered(self, step: str, *args: Any, **kwargs: Any) -> Any:

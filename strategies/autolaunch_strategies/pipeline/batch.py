@@ -49,7 +49,7 @@ class TrainedBatch:
     samples: list[int]
     """Of each microbatch."""
     loss: torch.Tensor | None
-    """The mean over samples, without a gradient; on the last stage only."""
+    """The mean over samples, or over items, without a gradient; on the last stage only."""
 
 
 class StagedBatch:
@@ -138,9 +138,10 @@ class StagedBatch:
     def by_schedule(
         self,
         batch: Any,
-        step: Callable[[Any, int], LossAndOutput],
+        step: Callable[[Any, float], LossAndOutput],
         whole_loss: Callable[[], torch.Tensor | None],
         scale: float = 1.0,
+        count: Callable[[Any], Any] | None = None,
     ) -> TrainedBatch:
         """Run a step forward and backward for every microbatch, by the schedule; `backward` gives its gradients.
 
@@ -148,16 +149,18 @@ class StagedBatch:
 
         Args:
             batch: tensors of as many samples as the first one has are cut along dim 0; all else goes into each step.
-            step: of a microbatch and its number of samples.
+            step: of a microbatch and its number of items.
             whole_loss: the loss of the step on the whole batch, with which the mean is compared once.
             scale: what the gradients of the mean loss are multiplied by.
+            count: the items over which the loss of a microbatch is the mean, and by which it counts in that of the
+                batch; by default its samples.
 
         Raises:
             ConfigError: the mean loss is another one than that of the whole batch.
         """
         self.data_parallel.forget_gathered()
         with gradients_apart(self.root.parameters()) as computed:
-            trained = self._train(batch, step, scale)
+            trained = self._train(batch, step, scale, count)
         if trained.loss is not None and not self.objective.is_compared:
             try:
                 self.objective.compare(trained.loss, trained.microbatches, whole_loss)
@@ -166,7 +169,13 @@ class StagedBatch:
         self._computed = computed
         return trained
 
-    def _train(self, batch: Any, step: Callable[[Any, int], LossAndOutput], scale: float) -> TrainedBatch:
+    def _train(
+        self,
+        batch: Any,
+        step: Callable[[Any, float], LossAndOutput],
+        scale: float,
+        count: Callable[[Any], Any] | None,
+    ) -> TrainedBatch:
         open_dataclasses(batch)
         leaves, spec = tree_flatten(batch)
         size = batch_size(leaves)
@@ -174,23 +183,27 @@ class StagedBatch:
         batched = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves)
         parts = cut_leaves(leaves, batched, schedule.microbatches)
         samples = [batch_size(part) for part in parts] if schedule.microbatches > 1 else [size]
+        items: list[float] = [*samples]
+        if count is not None and schedule.microbatches > 1:
+            items = torch.stack([torch.as_tensor(count(tree_unflatten(part, spec))) for part in parts]).tolist()
+        shares = [here / (sum(items) or 1) for here in items]
 
         def run(number: int) -> LossAndOutput:
             with drawing_of_part(sum(samples[:number]), samples[number], size):
-                return step(tree_unflatten(parts[number], spec), samples[number])
+                return step(tree_unflatten(parts[number], spec), items[number])
 
         self.data_parallel.gather_rest()
         with self.data_parallel.several_backwards():
             microbatches = self.pipeline.run_schedule(
                 schedule,
                 run,
-                [count / size * scale for count in samples],
+                [share * scale for share in shares],
                 [(batched, shapes_of(part)) for part in parts],
                 keep_outputs=not self.objective.is_compared,
             )
         if not self.pipeline.is_last:
             return TrainedBatch(microbatches, samples, None)
-        losses = [loss * (count / size) for loss, count in zip(microbatches.losses, samples, strict=True)]
+        losses = [loss * share for loss, share in zip(microbatches.losses, shares, strict=True)]
         return TrainedBatch(microbatches, samples, torch.stack(losses).sum())
 
     # --- backward ---------------------------------------------------------------------------------------------------

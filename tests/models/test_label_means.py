@@ -1,0 +1,50 @@
+"""The loss of a step is the mean over all of its labels, wherever they are: that of a loop by hand in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.models.label_cases import GROUPS
+from tests.support.ranks import Group, GroupOf, differences
+
+SCRIPT = Path(__file__).with_name("label_cases.py")
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def hand(group_of: GroupOf) -> Group:
+    return group_of(SCRIPT, "hand", 1)
+
+
+def check(hand: Group, found: Group, case: str) -> None:
+    expected = hand.read(case.split("@")[1])
+    weights: dict[str, list[float]] = {}
+    for result in found.read_all(case):
+        weights |= result.pop("weights")  # with stages, a rank has its own
+        assert differences({key: expected[key] for key in result}, result, 1e-5) == []
+    assert differences(expected["weights"], weights, 1e-5) == []
+
+
+def cases(group: str) -> list[str]:
+    return [name for name in GROUPS[group] if "@" in name]
+
+
+@pytest.mark.parametrize("case", cases("one"))
+def test_one_process(hand: Group, one: Group, case: str) -> None:
+    check(hand, one, case)
+
+
+@pytest.mark.parametrize("case", cases("two"))
+def test_two_ranks(hand: Group, two: Group, case: str) -> None:
+    check(hand, two, case)
+
+
+@pytest.mark.parametrize("case", cases("four"))
+def test_four_ranks(hand: Group, four: Group, case: str) -> None:
+    check(hand, four, case)
+
+
+def test_classes_that_do_not_count_and_ranks_without_a_sample(one: Group, two: Group) -> None:
+    assert differences(one.read("classes"), two.read("classes", 1), 1e-5) == []
