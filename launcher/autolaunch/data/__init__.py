@@ -20,7 +20,7 @@ def build_data(data_cfg: dict[str, Any], seed: int) -> LightningDataModule:
     if "_target_" in data_cfg:
         from autolaunch.instantiate import build
 
-        return build({key: value for key, value in data_cfg.items() if key != "name"})
+        return build({key: value for key, value in data_cfg.items() if key not in ("name", "labels")})
     from autolaunch.data import rows_of_files, synthetic, text, tokens
     from autolaunch.data.module import TokenDataModule
 
