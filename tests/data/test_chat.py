@@ -324,6 +324,8 @@ def test_good_data_and_a_vocabulary_that_is_too_small() -> None:
 
 def test_a_template_that_is_no_jinja() -> None:
     write_lines("chats.jsonl", [GOOD])
+    with pytest.raises(ConfigError, match="there is no tokenizer"):
+        open_sequences(chat_config(tokenizer=None), 0)
     with pytest.raises(ConfigError, match="not a jinja template"):
         open_sequences(chat_config(chat_template="{% for %}"), 0)
 

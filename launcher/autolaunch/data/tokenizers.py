@@ -112,6 +112,16 @@ def no_template(name: str) -> ConfigError:
     )
 
 
+def no_tokenizer() -> ConfigError:
+    """The error for chats and no tokenizer at all."""
+    return ConfigError(
+        "data=chat",
+        "there is no tokenizer, whose chat template would render conversations",
+        "model.path or data.tokenizer: a directory with tokenizer.json",
+        "data.tokenizer=DIRECTORY",
+    )
+
+
 def end_of_text(tokenizer: Any) -> int | None:
     """The id that ends a document; where a tokenizer does not say which, one of the usual names."""
     if tokenizer.eos_token_id is not None:
