@@ -19,12 +19,13 @@ from autolaunch.config.schema import DATA
 from autolaunch.config.tokenizer import with_tokenizer
 from autolaunch.data import prepared
 from autolaunch.data.encoders import ChatEncoder
+from autolaunch.data.exported import write_tokenizer
 from autolaunch.data.loader import PositionedLoader
 from autolaunch.data.order import BatchOrder
 from autolaunch.data.present import check_data
 from autolaunch.data.rows import BadRow
 from autolaunch.data.rows_of_files import open_sequences, open_source
-from autolaunch.data.tokenizers import load_tokenizer, write_tokenizer
+from autolaunch.data.tokenizers import load_tokenizer
 from autolaunch_strategies.config import ConfigError, ConfigErrors
 from tests.support.chats import (
     CHATML,
@@ -323,6 +324,8 @@ def test_good_data_and_a_vocabulary_that_is_too_small() -> None:
 
 def test_a_template_that_is_no_jinja() -> None:
     write_lines("chats.jsonl", [GOOD])
+    with pytest.raises(ConfigError, match="there is no tokenizer"):
+        open_sequences(chat_config(tokenizer=None), 0)
     with pytest.raises(ConfigError, match="not a jinja template"):
         open_sequences(chat_config(chat_template="{% for %}"), 0)
 
@@ -556,6 +559,12 @@ def test_an_exported_directory_has_the_tokenizer() -> None:
     write_tokenizer(Path("own"), {"tokenizer": "model/tokenizer.json", "chat_template": MARKED}, None)
     loaded = AutoTokenizer.from_pretrained("own")
     assert loaded.chat_template == MARKED and loaded("hello")["input_ids"] == chat_tokenizer()("hello")["input_ids"]
+    ended = CHATML.replace("<|im_end|>", "<|endoftext|>")
+    for name, train_on_eos, ends in (("ends", True, [2, 0]), ("endless", False, 2)):
+        Path(name).mkdir()
+        chat = {"name": "chat", "tokenizer": "model", "chat_template": ended, "train_on_eos": train_on_eos}
+        write_tokenizer(Path(name), chat, "model")
+        assert json.loads(Path(name, "generation_config.json").read_text())["eos_token_id"] == ends
     Path("none").mkdir()
     write_tokenizer(Path("none"), {"tokenizer": "bytes"}, None)
     assert list(Path("none").iterdir()) == []

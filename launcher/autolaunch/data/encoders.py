@@ -11,7 +11,7 @@ import numpy as np
 
 from autolaunch.data.conversations import Messages, conversation
 from autolaunch.data.rows import BadRow
-from autolaunch.data.tokenizers import no_template
+from autolaunch.data.tokenizers import end_of_text, no_template
 from autolaunch_strategies.config import ConfigError
 
 BYTES_END = 256
@@ -53,7 +53,7 @@ class DocumentEncoder:
 
     def __post_init__(self) -> None:
         self.vocab_size = BYTES_END + 1 if self.tokenizer is None else len(self.tokenizer)
-        self.end = BYTES_END if self.tokenizer is None else self.tokenizer.eos_token_id
+        self.end = BYTES_END if self.tokenizer is None else end_of_text(self.tokenizer)
         self.pad = BYTES_END if self.tokenizer is None else padding(self.tokenizer)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Example | BadRow]:
@@ -148,11 +148,16 @@ class ChatEncoder:
             return
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Example | BadRow]:
-        return [self._encode_one(row) for row in rows]
+        return [self._encode_row(row) for row in rows]
 
-    def _encode_one(self, row: Mapping[str, Any]) -> Example | BadRow:
+    def _encode_row(self, row: Mapping[str, Any]) -> Example | BadRow:
         try:
-            messages, tools = conversation(row, self.columns)
+            return self._encode_one(*conversation(row, self.columns))
+        except BadRow as bad:
+            return bad
+
+    def _encode_one(self, messages: Messages, tools: list[Any] | None) -> Example | BadRow:
+        try:
             ids, trained = self._marked(messages, tools) if self.is_marked else self._by_prefixes(messages, tools)
             if self.train_on == "all":
                 trained = np.ones(len(ids), bool)
@@ -165,6 +170,15 @@ class ChatEncoder:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def end_of_answers(self) -> int | None:
+        """The special token that ends an answer; None where answers are only followed by other text, or not known."""
+        example = self._encode_one([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}], None)
+        if isinstance(example, BadRow):
+            return None
+        ids, trained = example
+        last = int(ids[np.flatnonzero(trained)[-1]])
+        return last if last in self._special else None
 
     def _render(self, messages: Messages, tools: list[Any] | None, **options: Any) -> Any:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,7 @@ class ExampleSequences:
     def __init__(self, prepared: Prepared, spans: Spans, packs: np.ndarray | None, seq_len: int) -> None:
         self.prepared, self.spans, self.seq_len = prepared, spans, seq_len
         self.packs = packs
-        self.notes: list[str] = []
+        self.notes: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.spans) if self.packs is None else len(self.packs) - 1

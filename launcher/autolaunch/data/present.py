@@ -19,7 +19,7 @@ from autolaunch.data.counts import (
 )
 from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, expanded, find_files, standard_library_documents
 from autolaunch.data.rows import LINES, BadRow, find_row_files, place_of, read_rows
-from autolaunch.data.tokenizers import has_template, no_template, template_text, tokenizer_files
+from autolaunch.data.tokenizers import has_template, no_template, no_tokenizer, template_text, tokenizer_files
 from autolaunch_strategies.config import ConfigError
 
 BYTES_VOCABULARY = 257
@@ -254,14 +254,7 @@ def _first_row_error(file: Path, config: dict[str, Any]) -> ConfigError | None:
 def _rows_tokenizer_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
     tokenizer, is_chat = config["tokenizer"], config["name"] == "chat"
     if is_chat and tokenizer in (None, "bytes"):
-        return [
-            ConfigError(
-                "data=chat",
-                "there is no tokenizer, whose chat template would render conversations",
-                "model.path or data.tokenizer: a directory with tokenizer.json",
-                "data.tokenizer=DIRECTORY",
-            )
-        ]
+        return [no_tokenizer()]
     if tokenizer in (None, "bytes"):
         return _vocabulary_error("data.tokenizer=bytes", BYTES_VOCABULARY, vocab_size)
     where, place = f"data.tokenizer={tokenizer}", expanded(tokenizer)

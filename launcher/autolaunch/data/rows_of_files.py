@@ -14,7 +14,7 @@ from autolaunch.data.examples import Counts, ExampleSequences, Spans, fitted, pa
 from autolaunch.data.prepared import Prepared, prepare
 from autolaunch.data.present import amount_errors, too_few_for_test
 from autolaunch.data.rows import find_row_files
-from autolaunch.data.tokenizers import known_by, load_tokenizer, template_text
+from autolaunch.data.tokenizers import known_by, load_tokenizer, no_tokenizer, template_text
 from autolaunch.data.windows import Parts
 from autolaunch_strategies.config import raise_all
 
@@ -111,6 +111,8 @@ def _encoder(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], Encod
     if config["name"] == "documents":
         identity["text_key"] = config["text_key"]
         return identity, lambda: DocumentEncoder(None if path == "bytes" else load_tokenizer(path), config["text_key"])
+    if path == "bytes":  # nothing was checked, because the model is a module of the user's
+        raise no_tokenizer()
     template = None if config["chat_template"] is None else template_text(config["chat_template"])
     keys = ("train_on", "train_on_eos", "columns")
     identity |= {"chat_template": template, **{key: config[key] for key in keys}}

@@ -15,15 +15,15 @@ import numpy as np
 from autolaunch.data.counts import bytes_token_count
 from autolaunch.data.documents import TEXT_SUFFIXES, expanded, find_files, standard_library_documents
 from autolaunch.data.present import missing_tokenizers
+from autolaunch.data.tokenizers import END_OF_TEXT_NAMES
 from autolaunch.data.windows import Parts, TokenFile, Windows, split
-from autolaunch.directories import user_cache
+from autolaunch.directories import writable_cache
 from autolaunch_strategies.config import ConfigError
 
 BYTES_END_OF_DOCUMENT = 256
 IN_MEMORY_TOKENS = 64 * 2**20
 """Byte-tokenised text smaller than this is tokenised at every start instead of being cached."""
 
-_END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 _PIECE = 8 * 2**20
 
 
@@ -79,7 +79,7 @@ class FileEncoder:
             ) from None
         self.identity = hashlib.sha256(path.read_bytes()).hexdigest()
         self.dtype = np.dtype("<u2" if self.tokenizer.get_vocab_size() <= 2**16 else "<u4")
-        ids = (self.tokenizer.token_to_id(name) for name in _END_OF_DOCUMENT_NAMES)
+        ids = (self.tokenizer.token_to_id(name) for name in END_OF_TEXT_NAMES)
         self.end_of_document: int | None = next((number for number in ids if number is not None), None)
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -111,17 +111,16 @@ def _cached(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncod
             identity.update(repr((str(document.resolve()), status.st_size, status.st_mtime_ns)).encode())
         else:
             identity.update(hashlib.sha256(document).digest())
-    path = user_cache() / f"{identity.hexdigest()[:32]}.npy"
+    path = writable_cache() / f"{identity.hexdigest()[:32]}.npy"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Several ranks may come here at once: each writes its own file, and the last rename wins with equal content.
-        handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)
+        handle, part = tempfile.mkstemp(suffix=".part", dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
                 _write_npy(file, _encoded(documents, encoder), encoder.dtype)
-            Path(name).replace(path)
+            Path(part).replace(path)
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            Path(part).unlink(missing_ok=True)
             raise
     return path
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import xxhash
 from autolaunch.data.documents import expanded
 from autolaunch_strategies.config import ConfigError
 
+END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -104,33 +103,28 @@ def has_template(path: Path) -> bool:
 
 def no_template(name: str) -> ConfigError:
     """The error for chats and a tokenizer without a chat template."""
+    around = expanded(name).parent
     return ConfigError(
         "data=chat",
         f"the tokenizer {name} has no chat template",
         "a tokenizer with a chat template, or data.chat_template: a file with a jinja template, or the template itself",
-        "data.chat_template=chatml.jinja",
+        f"data.tokenizer={around}" if has_template(around) else "data.chat_template=chatml.jinja",
     )
 
 
-def write_tokenizer(directory: Path, data_cfg: Mapping[str, Any], model_path: str | None) -> None:
-    """Write the tokenizer that a model was trained with into the directory of its weights, and what generation needs.
+def no_tokenizer() -> ConfigError:
+    """The error for chats and no tokenizer at all."""
+    return ConfigError(
+        "data=chat",
+        "there is no tokenizer, whose chat template would render conversations",
+        "model.path or data.tokenizer: a directory with tokenizer.json",
+        "data.tokenizer=DIRECTORY",
+    )
 
-    Args:
-        data_cfg: of the run; a tokenizer of its own counts more than the one that came with the model.
-        model_path: where the model came from, if from files.
-    """
-    origin = None if model_path is None else expanded(model_path)
-    own = data_cfg.get("tokenizer") if "_target_" not in data_cfg else None
-    source = expanded(own) if isinstance(own, str) and own != "bytes" else origin
-    if source is not None and origin is not None and source == origin / "tokenizer.json":
-        source = origin
-    files = [] if source is None else tokenizer_files(source)
-    for file in files:
-        shutil.copy(file, directory / ("tokenizer.json" if source == file else file.name))
-    if source is not None and source.is_file():  # by itself it does not say which class reads it
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if files and data_cfg.get("chat_template"):
-        (directory / TEMPLATE_FILE).write_text(template_text(data_cfg["chat_template"]), encoding="utf-8")
-    if origin is not None and (origin / "generation_config.json").is_file():
-        shutil.copy(origin / "generation_config.json", directory / "generation_config.json")
+
+def end_of_text(tokenizer: Any) -> int | None:
+    """The id that ends a document; where a tokenizer does not say which, one of the usual names."""
+    if tokenizer.eos_token_id is not None:
+        return tokenizer.eos_token_id
+    vocabulary = tokenizer.get_vocab()
+    return next((vocabulary[name] for name in END_OF_TEXT_NAMES if name in vocabulary), None)

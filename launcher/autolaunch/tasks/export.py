@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from autolaunch.data.tokenizers import write_tokenizer
+from autolaunch.data.exported import write_tokenizer
 from autolaunch.instantiate import locate, targets
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
