@@ -97,7 +97,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 return super().training_step(batch, batch_idx)
 
     model = Llama(llama_config({"size": "debug", "num_layers": arguments.layers, **sizes}))
-    module = Counts(model, optimizer, scheduler, 2)
+    module = Counts(model, optimizer, scheduler, 2, labels="next")
     cp = arguments.backends[0] if ranks > 1 else None
     trainer = pl.Trainer(
         strategy=MeshStrategy(mesh=f"cp{ranks}", dp=0, cp=cp), accelerator="cpu", max_steps=2, logger=False,

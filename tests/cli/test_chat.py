@@ -86,7 +86,7 @@ def test_chats_train_alike_on_every_mesh(mesh: str, command: Commands, alone: Ru
 
 @pytest.mark.parametrize("mesh", ["2", "1x2", "1x1x2"])
 def test_packed_chats_train_alike(mesh: str, command: Commands) -> None:
-    packed = ("data.packing=documents", "data.validation_fraction=0")
+    packed = ("data.packing=documents", "data.validation_fraction=0", "data.num_workers=1")
     run = command(f"mesh={mesh}", *packed)
     assert_same_curve(run, command("mesh=1", *packed))
 

@@ -484,6 +484,19 @@ WRONG = [
         id="data-position-of-own-data",
     ),
     pytest.param(
+        ["data=custom", "data._target_=collections.OrderedDict", "data.labels=shifted"],
+        Told("data.labels=shifted", allowed=("next", "same")),
+        id="no-such-labels",
+    ),
+    pytest.param(
+        [
+            *("data=custom", "data._target_=collections.OrderedDict", "data.labels=next"),
+            *("model=custom", "model._target_=torch.nn.Linear"),
+        ],
+        Told("data.labels=next", "no effect", allowed=("model=hf",), write="data.labels=null"),
+        id="labels-of-own-model",
+    ),
+    pytest.param(
         ["checkpoint.enabled=2"],
         Told("checkpoint.enabled=2", "true or false"),
         id="int-for-bool",

@@ -186,10 +186,14 @@ training(
 training("llama-tied", lambda: modules.built_in(tie_embeddings=True), LABELLED, *everywhere(), **TRAINED)
 # Each sample has as many labels as any other: the mean over microbatches is the mean over the batch.
 _MICRO = {"loss": "microbatch", "schedule": "1f1b", "microbatches": 2}
+EVEN = batches(
+    lambda: Items(
+        [{"input_ids": item["input_ids"][:-1], "labels": item["input_ids"][1:]} for item in ids(LENGTH + 1).items]
+    ),
+    4,
+)
 training(
-    "llama-even", modules.built_in, batches(lambda: Items([
-        {"input_ids": item["input_ids"][:-1], "labels": item["input_ids"][1:]} for item in ids(LENGTH + 1).items
-    ]), 4),
+    "llama-even", modules.built_in, EVEN,
     on("pp2xcp2", "ring", label="1f1b", pp=_MICRO),
     on("pp2xcp2", "gather", label="1f1b", pp=_MICRO),
     **CLIP,
@@ -345,7 +349,8 @@ training(
     "bf16-mixed", modules.built_in, LABELLED, *everywhere(), on("dp2xcp2", "ring", label="level3", dp=3),
     precision="bf16-mixed", **CLIP,
 )  # fmt: skip
-training("accumulate", modules.built_in, LABELLED, on("cp2", "ring"),
+# Plain Lightning takes the mean over accumulated batches, and not over all of their labels.
+training("accumulate", modules.built_in, EVEN, on("cp2", "ring"),
          on("dp2xcp2", "gather", label="level2", dp=2), accumulate_grad_batches=2, max_epochs=2, **CLIP)  # fmt: skip
 
 # Of 9 positions one of four ranks, each with a part in one piece, holds padding only.

@@ -115,7 +115,7 @@ def built_in(**changes: Any) -> pl.LightningModule:
         def log(self, *args: Any, **kwargs: Any) -> None:
             super().log(*args, **{**kwargs, "sync_dist": True})
 
-    return Synchronised(llama(**changes), optimizer, scheduler, 8)
+    return Synchronised(llama(**changes), optimizer, scheduler, 8, labels="next")
 
 
 def llama(**changes: Any) -> nn.Module:

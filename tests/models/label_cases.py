@@ -108,6 +108,29 @@ def language(mask: str, strategy: dict[str, Any], accumulate: int = 1) -> dict[s
     return rows_of(module, sequences(mask), strategy, accumulate)
 
 
+def documents(kind: str) -> list[dict[str, torch.Tensor]]:
+    """Rows of two documents whose positions restart, or of one and padding; of other lengths in every row."""
+    items = []
+    for index, item in enumerate(sequences("some")):
+        length, places = 3 + index * 7 % 8, torch.arange(LENGTH)
+        if kind == "packed":
+            items.append({**item, "position_ids": torch.where(places < length, places, places - length)})
+            continue
+        there = places < length
+        items.append({"input_ids": item["input_ids"], "attention_mask": there.long(),
+                      "labels": item["labels"].masked_fill(~there, -100)})  # fmt: skip
+    return items
+
+
+def transformers(kind: str, strategy: dict[str, Any]) -> dict[str, Any]:
+    from autolaunch.models.hf import build_hf
+
+    pl.seed_everything(1, verbose=False)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    model = build_hf({"config": {"model_type": "llama", "num_attention_heads": 2, **sizes}})
+    return rows_of(LanguageModel(model, SGD, CONSTANT, -1), documents(kind), strategy)
+
+
 def schedule(name: str, microbatches: int) -> dict[str, Any]:
     return {"schedule": name, "loss": "microbatch", "microbatches": microbatches}
 
@@ -147,13 +170,19 @@ def classes(strategy: dict[str, Any]) -> Any:
     model = torch.nn.Linear(4, 3)
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(17, 4, generator=generator)
-    targets = torch.where(torch.arange(17) % 8 < 4, -100, torch.arange(17) % 3)
+    targets = torch.where(torch.arange(17) % 8 >= 4, -100, torch.arange(17) % 3)
     module = SupervisedModule(model, "cross_entropy", SGD, CONSTANT, -1)
     return rows_of(module, list(zip(inputs, targets, strict=True)), strategy)
 
 
 GROUPS["one"]["classes"] = partial(classes, {"mesh": "1"})
 GROUPS["two"]["classes"] = partial(classes, {"mesh": "2", "dp": 3})
+
+for group, meshes in MESHES.items():
+    for mesh in ("1", "dp2-level3", "mp2", "pp2-1f1b", "cp2"):
+        for kind in ("packed", "padded"):
+            if mesh in meshes:
+                GROUPS[group][f"hf-{kind}-{mesh}"] = partial(transformers, kind, meshes[mesh])
 
 if __name__ == "__main__":
     serve(GROUPS)

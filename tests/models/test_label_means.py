@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,10 @@ def hand(group_of: GroupOf) -> Group:
 
 
 def check(hand: Group, found: Group, case: str) -> None:
-    expected = hand.read(case.split("@")[1])
+    compare(hand.read(case.split("@")[1]), found, case)
+
+
+def compare(expected: dict[str, Any], found: Group, case: str) -> None:
     weights: dict[str, list[float]] = {}
     for result in found.read_all(case):
         weights |= result.pop("weights")  # with stages, a rank has its own
@@ -44,6 +48,13 @@ def test_two_ranks(hand: Group, two: Group, case: str) -> None:
 @pytest.mark.parametrize("case", cases("four"))
 def test_four_ranks(hand: Group, four: Group, case: str) -> None:
     check(hand, four, case)
+
+
+@pytest.mark.parametrize("mesh", ["dp2-level3", "mp2", "pp2-1f1b", "cp2"])
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_positions_and_masks_of_transformers(one: Group, two: Group, kind: str, mesh: str) -> None:
+    pytest.importorskip("transformers")
+    compare(one.read(f"hf-{kind}-1"), two, f"hf-{kind}-{mesh}")
 
 
 def test_classes_that_do_not_count_and_ranks_without_a_sample(one: Group, two: Group) -> None:

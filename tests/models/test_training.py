@@ -66,7 +66,7 @@ def test_labels_of_minus_100_do_not_count() -> None:
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return F.one_hot(input_ids, 5).to(torch.bfloat16)
 
-    module = LanguageModel(Fixed(), {}, {}, 1)
+    module = LanguageModel(Fixed(), {}, {}, 1, labels="next")
     batch = {"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[-100, 2, 4]])}
     logits = F.one_hot(torch.tensor([2, 3]), 5).float()
     assert module._loss(batch).dtype == torch.float32

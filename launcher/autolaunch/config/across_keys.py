@@ -76,6 +76,7 @@ def check(
     errors += _plans(config, mesh)
     errors += _schedule(config, where)
     errors += _accumulation(config, mesh, where)
+    errors += _labels(config, where)
     if config["task"] == "test" and (error := test_data_error(config["data"])):
         errors.append(error)
     with _collected(errors):
@@ -329,6 +330,22 @@ def _accumulation(config: Mapping[str, Any], mesh: MeshShape | None, where: Wher
             f"data.microbatches={asked}"
             + (" pp.microbatches=" + str(config["pp"]["microbatches"] or mesh.pp) if pipelined else ""),
         )
+
+
+def _labels(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """Positions of labels where nobody asks for them: a module or a model of one's own."""
+    labels = config["data"].get("labels")
+    if labels is None or "_target_" not in config["data"]:
+        return
+    for key, has_target in (("module", config["module"] is not None), ("model", "_target_" in config["model"])):
+        if has_target:
+            yield ConfigError(
+                where("data.labels", labels),
+                f"has no effect: with {key}._target_ the loss is that of your own code, on the labels as they are",
+                "model=llama, model=hf",
+                "data.labels=null",
+            )
+            return
 
 
 def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:

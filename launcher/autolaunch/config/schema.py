@@ -306,10 +306,10 @@ class CustomData:
     name: str = option("Which data this is; shown in the summary.", "custom")
     _target_: str = option("Import path of a LightningDataModule class, or of a function that returns one.")
     labels: str | None = option(
-        "With model=llama or hf, where labels stand: next (label t is the token after input t) or same (the token at t, "
-        "as transformers has it; null: same).",
+        "With model=llama or hf, where labels stand: next (label t is the token after input t) or same (the token at "
+        "t, as transformers has it; null: same).",
         None,
-        choices=LABELS,
+        choices=(*LABELS, None),
     )
 
 

@@ -78,7 +78,7 @@ class LanguageModel(LightningModule):
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
-        self.log("loss", loss, prog_bar=False)
+        self.log("loss", loss, prog_bar=False, logger=False)  # loggers get that of the whole step (`StepMetrics`)
         return loss
 
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
@@ -177,7 +177,7 @@ class SupervisedModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self._step(batch)
-        self.log("loss", loss, prog_bar=False, batch_size=_batch_size(batch))
+        self.log("loss", loss, prog_bar=False, logger=False, batch_size=_batch_size(batch))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

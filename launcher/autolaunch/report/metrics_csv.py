@@ -20,7 +20,7 @@ class StepRecord:
     step: int
     """Optimizer steps done, the first one is 1."""
     loss: float | None
-    """Mean over the microbatches of the step and over data parallel ranks."""
+    """Of the step: the mean over all of its labels, or samples, in all microbatches and on all ranks."""
     grad_norm: float | None
     """Norm over all parameters before clipping; None if the strategy does not measure it."""
     lr: float | None

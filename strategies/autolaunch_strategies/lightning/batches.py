@@ -28,6 +28,8 @@ from autolaunch_strategies.data_parallel.loader import (
     global_batch_size,
 )
 from autolaunch_strategies.data_parallel.order import Order
+from autolaunch_strategies.lightning.logs import LOG_ARGUMENTS
+from autolaunch_strategies.lightning.replacement import Replacement
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +91,39 @@ class Batches:
         if self._weight is None:
             self._weight = self._next_weight()
         return self._weight
+
+    @contextmanager
+    def evaluation_step(self, module: pl.LightningModule, loader: int = 0) -> Iterator[None]:
+        """A validation or test step of `module` runs within it, on the next batch of a loader of that number.
+
+        Means that it logs of a batch which this rank has only to keep step with the others count for nothing.
+        """
+        if self._evaluation_weight(loader) > 0:
+            yield
+            return
+        attributes = vars(module)
+        own, log = attributes.get("log"), module.log
+
+        def uncounted(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            log(name, value, **{**dict(zip(LOG_ARGUMENTS, args, strict=False)), **kwargs, "batch_size": 0})
+
+        attributes["log"] = Replacement(uncounted, log)
+        try:
+            yield
+        finally:
+            if own is None:
+                del attributes["log"]
+            else:
+                attributes["log"] = own
+
+    def _evaluation_weight(self, number: int) -> float:
+        assert self._trainer is not None
+        combined = self._trainer._evaluation_loop._combined_loader
+        if combined is None or combined._mode != "sequential":
+            return 1.0
+        loader = combined.flattened[number]
+        counts = isinstance(loader, DistributedLoader) and loader.weights
+        return loader.weights.popleft() if counts else 1.0
 
     def samples_per_step(self, ranks: int) -> int | list[int] | None:
         """Samples of all ranks in an optimizer step; a list if there are several loaders, None if one does not say.

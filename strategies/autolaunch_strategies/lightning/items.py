@@ -1,4 +1,4 @@
-"""What the mean loss of a rank's batch counts in that of an optimizer step, if it is a mean over labels and the like."""
+"""What the mean loss of a rank's batch counts in that of an optimizer step, where it is a mean over labels."""
 
 from __future__ import annotations
 

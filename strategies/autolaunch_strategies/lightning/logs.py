@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LOG_ARGUMENTS = (
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
+)  # fmt: skip
+"""What `self.log` takes behind a name and a value, by position."""
+
 
 @dataclass
 class LogCall:

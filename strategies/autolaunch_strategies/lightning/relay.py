@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 
 from autolaunch_strategies.lightning.hooks import COLLECTING_HOOKS, OTHER_HOOKS, Hook
-from autolaunch_strategies.lightning.logs import Entry, LogCall, Part, Structure, merged, type_of
+from autolaunch_strategies.lightning.logs import LOG_ARGUMENTS, Entry, LogCall, Part, Structure, merged, type_of
 from autolaunch_strategies.lightning.metrics import BatchValues, arrived, exchange_metrics_over, state_of
 from autolaunch_strategies.lightning.replacement import Replacement
 from autolaunch_strategies.pipeline.broadcast import StageBroadcast
@@ -36,11 +36,6 @@ from autolaunch_strategies.tensor.views import plain
 
 log = logging.getLogger(__name__)
 
-
-_LOG_ARGUMENTS = (
-    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
-    "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
-)  # fmt: skip
 
 _WRITES = ("write_on_batch_end", "write_on_epoch_end")
 
@@ -238,7 +233,7 @@ class StageRelay:
         if not self.is_last:
             return
         assert self._log is not None
-        options = dict(zip(_LOG_ARGUMENTS, args, strict=False)) | kwargs
+        options = dict(zip(LOG_ARGUMENTS, args, strict=False)) | kwargs
         batch_size = options.pop("batch_size", None)
         if options.pop("sync_dist_group", None) is not None:
             self.warn_once("sync_dist_group", "sync_dist_group has no effect with pp: values are reduced over dp")

@@ -539,11 +539,11 @@ class MeshStrategy(ParallelStrategy):
         return None if self._items is None else self._items.step_scale
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
+        with self.precision_plugin.val_step_context(), self.batches.evaluation_step(self._module, *args[2:3]):
             return self._as_forward("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
+        with self.precision_plugin.test_step_context(), self.batches.evaluation_step(self._module, *args[2:3]):
             return self._as_forward("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -95,7 +95,7 @@ class StagedLoop:
                 "loss = model.forward_backward(step, *batch)",
             )
 
-        def run(part: Any, samples: int) -> LossAndOutput:
+        def run(part: Any, items: float) -> LossAndOutput:
             loss = loss_of(step(*part[0], **part[1]))
             _refuse_without_graph(loss)
             return loss, None
