@@ -22,7 +22,7 @@ from rich.progress import Progress
 from autolaunch.data.encoders import Encoder
 from autolaunch.data.rows import BadRow, place_of, read_rows
 from autolaunch.data.windows import TokenFile
-from autolaunch.directories import user_cache
+from autolaunch.directories import writable_cache
 from autolaunch_strategies.config import ConfigError, raise_all
 
 _FORMAT = 1
@@ -89,13 +89,12 @@ def prepare(
     Raises:
         ConfigError, ConfigErrors: bad rows, by file and line; or no row is left.
     """
-    directory = user_cache() / f"rows-{_name(files, identity, on_bad)}"
+    directory = writable_cache() / f"rows-{_name(files, identity, on_bad)}"
     if directory.is_dir():
         try:
             return Prepared(directory, files)
         except (OSError, ValueError, KeyError):  # cut short, say by a full disk: it is made anew
             shutil.rmtree(directory, ignore_errors=True)
-    directory.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(suffix=".part", dir=directory.parent))
     try:
         _write(beside, files, key, encoder(), on_bad, skip_after)
