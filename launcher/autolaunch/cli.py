@@ -33,6 +33,10 @@ def run(argv: Sequence[str]) -> int:
             from autolaunch.jobs.checkpoints import checkpoint_command
 
             return checkpoint_command(argv[1:])
+        if argv and argv[0] == "data":
+            from autolaunch.jobs.data import data_command
+
+            return data_command(argv[1:])
         return _run(parse(argv))
     except (ConfigError, ConfigErrors) as error:
         if users_want_tracebacks():

@@ -174,6 +174,7 @@ def quoted_mesh(override: str) -> str:
 OPEN_GROUPS = (
     *("model.config.", "model.mp_plans.", "mp.plan.", "cp.plan.", "trainer.callbacks.", "logger.", "module."),
     "cluster.constants.",
+    "data.columns.",
 )
 """Keys below which anything may stand: what is typed there may be new."""
 

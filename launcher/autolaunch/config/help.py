@@ -53,7 +53,11 @@ def print_help(directories: Sequence[Path], console: Console) -> None:
     console.print("Train a single-device PyTorch model on many devices, from YAML.\n", highlight=False)
     console.print("[bold]autolaunch[/] \\[task] \\[group=option] \\[key=value] ...\n", highlight=False)
     tasks = [(name, text + (" (default)" if name == "fit" else "")) for name, text in TASKS.items()]
-    _section("Tasks", [*tasks, ("checkpoint verify PATH", "say whether checkpoints are what was written")], console)
+    commands = [
+        ("checkpoint verify PATH", "say whether checkpoints are what was written"),
+        ("data show key=value ...", "show what of documents and chats is trained on, and what is left out"),
+    ]
+    _section("Tasks", [*tasks, *commands], console)
     rows = [(f"{name}=", _options_line(name, text, directories)) for name, text in _groups(directories)]
     _section("Groups and their options", rows, console)
     _section("Keys people type", [(f"{key}=", _help_of(key)) for key in _TYPED_KEYS], console)

@@ -10,6 +10,8 @@ from typing import Any
 import xxhash
 
 from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, expanded, find_files, standard_library_documents
+from autolaunch.data.rows import find_row_files
+from autolaunch.data.tokenizers import known_by, template_text
 from autolaunch.models.hf_config import read_hf_config
 from autolaunch.models.llama_config import llama_config
 from autolaunch_strategies.checkpoint.record import plain_record
@@ -81,8 +83,14 @@ def _data(data: Mapping[str, Any]) -> dict[str, Any]:
             kept["path"] = _known_by(map(len, documents), documents[:_MOST_HEADS])
         else:
             kept["path"] = _files(find_files(data["path"], TEXT_SUFFIXES))
-        if data["tokenizer"] != "bytes":
+        kept["tokenizer"] = "bytes"
+        if data["tokenizer"] not in (None, "bytes"):
             kept["tokenizer"] = xxhash.xxh3_128_hexdigest(expanded(data["tokenizer"]).read_bytes())
+    elif data["name"] in ("documents", "chat"):
+        kept["path"] = _files(find_row_files(data["path"], "data.path", with_text=data["name"] == "documents"))
+        kept["tokenizer"] = known_by(data["tokenizer"] or "bytes")
+        if data.get("chat_template") is not None:
+            kept["chat_template"] = template_text(data["chat_template"])
     elif data["name"] == "tokens":
         kept["path"] = _files(find_files(data["path"], TOKEN_SUFFIXES))
     return kept

@@ -169,7 +169,11 @@ class TextData:
         "A file, a directory, a glob, or a list of them (null: the English text inside Python's standard library).",
         None,
     )
-    tokenizer: str = option("`bytes` (one token per byte, 256 + 1 ids), or the path of a tokenizer.json.", "bytes")
+    tokenizer: str | None = option(
+        "`bytes` (one token per byte, 256 + 1 ids), or the path of a tokenizer.json (null: that of model.path, else "
+        "bytes).",
+        None,
+    )
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
@@ -212,6 +216,85 @@ class SyntheticData:
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
+    num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
+    shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
+
+
+_ROWS_PATH = "jsonl, json, parquet or arrow files{}: a file, a directory, a glob, or a list of them."
+_VALIDATION_PATH = "The same for validation (null: the last part of data.path)."
+_LABELS = "What label t is: `same`, the token at t, as transformers has it."
+_ON_BAD = "Rows that cannot be trained on: refuse them by file and line, or skip and count them."
+_PACKING = (
+    "none: each in a sequence of its own, padded; documents: several in one sequence, kept apart by positions that "
+    "begin anew (for models that know documents by these, as most of transformers do)."
+)
+
+
+@dataclass
+class DocumentData:
+    """data=documents: texts, each with an end; rows of jsonl, json, parquet and arrow files, or whole text files."""
+
+    name: str = option("Which data this is; set by the group.", "documents")
+    path: Any = option(_ROWS_PATH.format(", text files"), None)
+    text_key: str = option("The column with the text.", "text")
+    tokenizer: str | None = option(
+        "A directory with a tokenizer, a tokenizer.json, or `bytes` (null: that of model.path, else bytes).", None
+    )
+    seq_len: int = option("Tokens per sequence.", 256, ge=1)
+    too_long: str = option(
+        "Documents of more than data.seq_len tokens: split them into several sequences, truncate, skip or refuse them.",
+        "split",
+        choices=("split", "truncate", "skip", "refuse"),
+    )
+    packing: str = option(_PACKING, "none", choices=("none", "documents"))
+    on_bad: str = option(_ON_BAD, "refuse", choices=("refuse", "skip"))
+    labels: str = option(_LABELS, "same", choices=("same",))
+    batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
+    microbatches: int = option(_MICROBATCHES, 1, ge=1)
+    validation_path: Any = option(_VALIDATION_PATH, None)
+    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    test_path: Any = option("The same for `autolaunch test`.", None)
+    num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
+    shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
+
+
+@dataclass
+class ChatData:
+    """data=chat: conversations, rendered by a chat template; what the assistant says is trained on."""
+
+    name: str = option("Which data this is; set by the group.", "chat")
+    path: Any = option(_ROWS_PATH.format(""), None)
+    columns: dict[str, str] = option(
+        "Part of a conversation -> column: messages; or prompt, completion, and input, system, tools ({}: messages, "
+        "conversations, prompt and completion, or instruction and output, whichever there is).",
+        {},
+    )
+    tokenizer: str | None = option(
+        "A directory with a tokenizer, or a tokenizer.json (null: that of model.path).", None
+    )
+    chat_template: str | None = option(
+        "A file with a jinja template, or the template itself (null: that of the tokenizer).", None
+    )
+    train_on: str = option(
+        "Tokens that are trained on: what the assistant says, its last answer, or all.",
+        "assistant",
+        choices=("assistant", "last", "all"),
+    )
+    train_on_eos: bool = option("Train on the token that ends an answer, too.", True)
+    seq_len: int = option("Tokens per sequence.", 1024, ge=1)
+    too_long: str = option(
+        "Conversations of more than data.seq_len tokens: cut off their end, skip or refuse them.",
+        "truncate",
+        choices=("truncate", "skip", "refuse"),
+    )
+    packing: str = option(_PACKING, "none", choices=("none", "documents"))
+    on_bad: str = option(_ON_BAD, "refuse", choices=("refuse", "skip"))
+    labels: str = option(_LABELS, "same", choices=("same",))
+    batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
+    microbatches: int = option(_MICROBATCHES, 1, ge=1)
+    validation_path: Any = option(_VALIDATION_PATH, None)
+    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    test_path: Any = option("The same for `autolaunch test`.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
 
@@ -464,7 +547,14 @@ class Job:
 
 
 MODELS: dict[str, type] = {"llama": LlamaModel, "hf": HFModel, "custom": CustomModel}
-DATA: dict[str, type] = {"text": TextData, "tokens": TokenData, "synthetic": SyntheticData, "custom": CustomData}
+DATA: dict[str, type] = {
+    "text": TextData,
+    "tokens": TokenData,
+    "synthetic": SyntheticData,
+    "documents": DocumentData,
+    "chat": ChatData,
+    "custom": CustomData,
+}
 
 LAUNCHERS: dict[str, type] = {"local": LocalLaunch, "slurm": SlurmLaunch}
 

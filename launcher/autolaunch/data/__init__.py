@@ -1,4 +1,4 @@
-"""Training data: text, tokens in files, synthetic sequences, or a data module of the user's own."""
+"""Training data: text, tokens in files, synthetic sequences, documents, chats, or a data module of the user's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def build_data(data_cfg: dict[str, Any], seed: int) -> LightningDataModule:
     """The data module that the config group `data` describes; nothing is read before its `setup`.
 
     Args:
-        data_cfg: every key of `TextData`, `TokenData` or `SyntheticData`, or ``_target_`` and its arguments.
+        data_cfg: every key of one of the schemas of `autolaunch.config.schema.DATA`, or ``_target_`` and its arguments.
         seed: of the order of samples, of synthetic sequences and of loader workers.
     """
     # Lazily: the command checks data without torch.
@@ -21,10 +21,11 @@ def build_data(data_cfg: dict[str, Any], seed: int) -> LightningDataModule:
         from autolaunch.instantiate import build
 
         return build({key: value for key, value in data_cfg.items() if key not in ("name", "labels")})
-    from autolaunch.data import synthetic, text, tokens
+    from autolaunch.data import rows_of_files, synthetic, text, tokens
     from autolaunch.data.module import TokenDataModule
 
-    kind = {"text": text, "tokens": tokens, "synthetic": synthetic}[data_cfg["name"]]
+    own = {"text": text, "tokens": tokens, "synthetic": synthetic}
+    kind = own.get(data_cfg["name"], rows_of_files)
     return TokenDataModule(
         partial(kind.open_sequences, data_cfg, seed),
         batch_size=data_cfg["batch_size"],

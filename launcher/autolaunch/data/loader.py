@@ -12,16 +12,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from autolaunch.data.order import BatchOrder, random_keys
-from autolaunch.data.windows import Sequences
+from autolaunch.data.windows import Batches, Sequences
 
 Batch = dict[str, torch.Tensor]
-"""input_ids and labels, int64 [b, s]; label t is the token after input t."""
+"""input_ids and labels, int64 [b, s]; label t is the token after input t, or (`data.labels=same`) the token at t."""
 
 
 class TokenDataset(Dataset[Batch]):
     """Sequences as tensors; a list of indices gives one stacked batch."""
 
-    def __init__(self, sequences: Sequences) -> None:
+    def __init__(self, sequences: Sequences | Batches) -> None:
         self.sequences = sequences
 
     def __len__(self) -> int:
@@ -32,7 +32,10 @@ class TokenDataset(Dataset[Batch]):
 
     def __getitems__(self, indices: list[int]) -> Batch:
         """The sequences `indices` as one batch: torch's loader hands over all indices of a batch at once."""
-        tokens = torch.from_numpy(self.sequences.tokens(np.asarray(indices, np.int64)))
+        numbers = np.asarray(indices, np.int64)
+        if isinstance(self.sequences, Batches):
+            return {name: torch.from_numpy(rows) for name, rows in self.sequences.batch(numbers).items()}
+        tokens = torch.from_numpy(self.sequences.tokens(numbers))
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
@@ -50,7 +53,7 @@ class PositionedLoader(DataLoader[Batch]):
 
     def __init__(
         self,
-        sequences: Sequences,
+        sequences: Sequences | Batches,
         order: BatchOrder,
         num_workers: int = 0,
         repeat: int | None = None,
@@ -111,7 +114,7 @@ class _Share(Sampler[int]):
 
 
 def evaluation_loader(
-    sequences: Sequences, order: BatchOrder, num_workers: int = 0, pin_memory: bool = False
+    sequences: Sequences | Batches, order: BatchOrder, num_workers: int = 0, pin_memory: bool = False
 ) -> DataLoader[Batch]:
     """A loader that gives one pass through `order`, always from its start."""
     # A plain sampler and batch size: lightning takes prediction loaders apart and builds them again.

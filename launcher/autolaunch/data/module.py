@@ -1,7 +1,8 @@
-"""The LightningDataModule of text, tokens and synthetic data."""
+"""The LightningDataModule of all data of ours."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from autolaunch.data.loader import Batch, PositionedLoader, evaluation_loader
 from autolaunch.data.order import BatchOrder
-from autolaunch.data.windows import Parts, Sequences
+from autolaunch.data.windows import Batches, Parts, Sequences
 from autolaunch_strategies.config import ConfigError, ParallelConfig
 
 
@@ -49,6 +50,9 @@ class TokenDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         # One process of a machine fills the cache of tokenised text, the others then find it.
         self._sequences = self.open_sequences()
+        if isinstance(self._sequences.training, Batches):
+            for note in self._sequences.training.notes:
+                print(note, file=sys.stderr)
 
     def setup(self, stage: str) -> None:
         self._sequences = self._sequences or self.open_sequences()
@@ -76,7 +80,7 @@ class TokenDataModule(LightningDataModule):
         test = self._opened.test
         return [] if test is None else self._in_order(test)
 
-    def _in_order(self, sequences: Sequences) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+    def _in_order(self, sequences: Sequences | Batches) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         per_batch = self.batch_size // self.microbatches
         whole = len(sequences) // per_batch * per_batch
         if not whole:

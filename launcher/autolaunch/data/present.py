@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from autolaunch.data.conversations import check_columns, conversation
 from autolaunch.data.counts import (
     ITEM_SIZES,
     bytes_token_count,
@@ -17,6 +18,8 @@ from autolaunch.data.counts import (
     window_count,
 )
 from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, expanded, find_files, standard_library_documents
+from autolaunch.data.rows import LINES, BadRow, find_row_files, place_of, read_rows
+from autolaunch.data.tokenizers import has_template, no_template, no_tokenizer, template_text, tokenizer_files
 from autolaunch_strategies.config import ConfigError
 
 BYTES_VOCABULARY = 257
@@ -27,7 +30,8 @@ def check_data(data_cfg: dict[str, Any], dp: int, facts: Any) -> list[ConfigErro
     """Every problem of the config group `data`; an empty list if there is none.
 
     Args:
-        data_cfg: every key of `TextData`, `TokenData` or `SyntheticData`; a data module of one's own is not checked.
+        data_cfg: every key of one of the schemas of `autolaunch.config.schema.DATA`; a data module of one's own is not
+            checked.
         dp: size of the data parallel axis.
         facts: what is known about the model: `vocab_size` and `max_seq_len`, an int or None (not known) each.
     """
@@ -35,6 +39,8 @@ def check_data(data_cfg: dict[str, Any], dp: int, facts: Any) -> list[ConfigErro
         return []
     errors = _batch_errors(data_cfg, dp) + _length_errors(data_cfg, getattr(facts, "max_seq_len", None))
     vocab_size = getattr(facts, "vocab_size", None)
+    if data_cfg["name"] in ("documents", "chat"):
+        return errors + _row_errors(data_cfg, vocab_size)
     check = {"text": _text_errors, "tokens": _token_errors, "synthetic": _synthetic_errors}[data_cfg["name"]]
     return errors + check(data_cfg, vocab_size)
 
@@ -69,7 +75,7 @@ def _length_errors(config: dict[str, Any], max_seq_len: int | None) -> list[Conf
     ]
 
 
-def _amount_errors(config: dict[str, Any], where: str, training: int, validation: int | None) -> list[ConfigError]:
+def amount_errors(config: dict[str, Any], where: str, training: int, validation: int | None) -> list[ConfigError]:
     """Too few sequences for one training batch or, where validation is wanted (not None), one validation batch."""
     errors = []
     batch, per_validation_batch = config["batch_size"], config["batch_size"] // config["microbatches"]
@@ -107,7 +113,7 @@ def _amount_errors(config: dict[str, Any], where: str, training: int, validation
     return errors
 
 
-def _test_amount_errors(config: dict[str, Any], key: str, test: int) -> list[ConfigError]:
+def too_few_for_test(config: dict[str, Any], key: str, test: int) -> list[ConfigError]:
     """Too few sequences under `key` for one batch of a test."""
     batch = config["batch_size"] // config["microbatches"]
     if test >= batch:
@@ -127,10 +133,10 @@ def test_data_error(data_cfg: dict[str, Any]) -> ConfigError | None:
     if "_target_" in data_cfg or data_cfg.get("test_path") is not None:
         return None
     if count := data_cfg.get("num_test_sequences"):
-        return next(iter(_test_amount_errors(data_cfg, "data.num_test_sequences", count)), None)
-    key, value = {"text": ("test_path", "test.txt"), "tokens": ("test_path", "test.bin")}.get(
-        data_cfg["name"], ("num_test_sequences", "256")
-    )
+        return next(iter(too_few_for_test(data_cfg, "data.num_test_sequences", count)), None)
+    files = {"text": "test.txt", "tokens": "test.bin", "documents": "test.jsonl", "chat": "test.jsonl"}
+    file = files.get(data_cfg["name"])
+    key, value = ("test_path", file) if file else ("num_test_sequences", "256")
     return ConfigError(
         f"autolaunch test with data={data_cfg['name']}",
         "no data are said to be those of the test",
@@ -153,7 +159,7 @@ def _vocabulary_error(where: str, needed: int, vocab_size: int | None) -> list[C
 
 
 def _text_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
-    path, tokenizer = config["path"], config["tokenizer"]
+    path, tokenizer = config["path"], config["tokenizer"] or "bytes"
     errors: list[ConfigError] = []
     sizes = test_sizes = None
     try:
@@ -177,10 +183,10 @@ def _text_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigE
         windows = window_count(bytes_token_count(sizes), config["seq_len"])
         training, validation = split_counts(windows, config["validation_fraction"])
         where = f"data.path={'null' if path is None else path}"
-        errors += _amount_errors(config, where, training, validation if config["validation_fraction"] else None)
+        errors += amount_errors(config, where, training, validation if config["validation_fraction"] else None)
     if test_sizes is not None:
         test = window_count(bytes_token_count(test_sizes), config["seq_len"])
-        errors += _test_amount_errors(config, "data.test_path", test)
+        errors += too_few_for_test(config, "data.test_path", test)
     return errors
 
 
@@ -199,6 +205,84 @@ def _tokenizer_errors(tokenizer: str, vocab_size: int | None) -> list[ConfigErro
     if importlib.util.find_spec("tokenizers") is None:
         return [missing_tokenizers(tokenizer)]
     return _vocabulary_error(where, size, vocab_size)
+
+
+def _row_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
+    """Of documents and chats: files, the first row of each, the tokenizer and the chat template."""
+    errors = check_columns(config["columns"]) if config["name"] == "chat" else []
+    if config["path"] is None:
+        errors.append(
+            ConfigError(
+                f"data={config['name']}",
+                "no file is given",
+                "data.path: a file, a directory, a glob, or a list of them",
+                f"data.path={'chats' if config['name'] == 'chat' else 'texts'}.jsonl",
+            )
+        )
+    for key in ("path", "validation_path", "test_path"):
+        try:
+            files = [] if config[key] is None else find_row_files(config[key], f"data.{key}", _takes_text(config))
+            if not errors and config["on_bad"] == "refuse":
+                errors += [error for file in files if (error := _first_row_error(file, config))]
+        except ConfigError as error:
+            errors.append(error)
+    return errors + _rows_tokenizer_errors(config, vocab_size)
+
+
+def _takes_text(config: dict[str, Any]) -> bool:
+    return config["name"] == "documents"
+
+
+def _first_row_error(file: Path, config: dict[str, Any]) -> ConfigError | None:
+    """What is wrong with the first row of a file, if that is cheap to read: most mistakes are made in all rows."""
+    if file.suffix.lower() not in LINES:
+        return None
+    number, row = next(read_rows(file), (0, {}))
+    bad = row if isinstance(row, BadRow) else None
+    if number == 0:
+        return ConfigError(str(file), "there are no rows in it")
+    try:
+        if not isinstance(row, BadRow) and config["name"] == "chat":
+            conversation(row, config["columns"])
+    except BadRow as error:
+        bad = error
+    if not isinstance(row, BadRow) and config["name"] == "documents" and config["text_key"] not in row:
+        bad = BadRow(f"no column {config['text_key']}; there are {', '.join(map(str, row)) or '(none)'}")
+    return None if bad is None else ConfigError(place_of(file, number), str(bad), bad.allowed, bad.write)
+
+
+def _rows_tokenizer_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
+    tokenizer, is_chat = config["tokenizer"], config["name"] == "chat"
+    if is_chat and tokenizer in (None, "bytes"):
+        return [no_tokenizer()]
+    if tokenizer in (None, "bytes"):
+        return _vocabulary_error("data.tokenizer=bytes", BYTES_VOCABULARY, vocab_size)
+    where, place = f"data.tokenizer={tokenizer}", expanded(tokenizer)
+    files = tokenizer_files(place)
+    if not files:
+        reason = "there is no tokenizer in this directory" if place.is_dir() else "no such file or directory"
+        kinds = "a directory with tokenizer.json, or a tokenizer.json" + ("" if is_chat else ", or bytes")
+        return [ConfigError(where, reason, kinds)]
+    if importlib.util.find_spec("transformers") is None:
+        return [ConfigError(where, "transformers is not installed", write="pip install 'autolaunch[hf]'")]
+    errors: list[ConfigError] = []
+    if is_chat and config["chat_template"] is None and not has_template(place):
+        errors.append(no_template(tokenizer))
+    if config.get("chat_template") is not None:
+        try:
+            template_text(config["chat_template"])
+        except ConfigError as error:
+            errors.append(error)
+    file = next(
+        (file for file in files if file.suffix == ".json" and file.name in (place.name, "tokenizer.json")), None
+    )
+    if file is None:
+        return errors
+    try:
+        size = tokenizer_vocabulary(json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [*errors, ConfigError(where, "not a tokenizer of the library `tokenizers`")]
+    return errors + _vocabulary_error(where, size, vocab_size)
 
 
 def tokenizer_vocabulary(tokenizer: dict[str, Any]) -> int:
@@ -248,14 +332,14 @@ def _token_errors(config: dict[str, Any], vocab_size: int | None) -> list[Config
     if len(counts) < len(keys):
         return errors
     if "test_path" in counts:
-        errors += _test_amount_errors(config, "data.test_path", counts["test_path"])
+        errors += too_few_for_test(config, "data.test_path", counts["test_path"])
     if "validation_path" in counts:
         training, validation = counts["path"], counts["validation_path"]
         wanted = True
     else:
         training, validation = split_counts(counts["path"], config["validation_fraction"])
         wanted = config["validation_fraction"] > 0
-    return errors + _amount_errors(config, f"data.path={config['path']}", training, validation if wanted else None)
+    return errors + amount_errors(config, f"data.path={config['path']}", training, validation if wanted else None)
 
 
 def _token_file_error(file: Path, dtype: str, key: str) -> ConfigError | None:
@@ -303,7 +387,7 @@ def _first_unknown_token(files: list[Path], dtype: str, vocab_size: int | None, 
 def _synthetic_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
     validation = config["num_validation_sequences"]
     where = f"data.num_sequences={config['num_sequences']}"
-    errors = _amount_errors(config, where, config["num_sequences"], None)
+    errors = amount_errors(config, where, config["num_sequences"], None)
     where = f"data.num_validation_sequences={validation}"
-    errors += _amount_errors(config, where, config["batch_size"], validation or None)
+    errors += amount_errors(config, where, config["batch_size"], validation or None)
     return errors + _vocabulary_error(f"data.vocab_size={config['vocab_size']}", config["vocab_size"], vocab_size)

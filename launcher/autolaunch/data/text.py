@@ -15,6 +15,7 @@ import numpy as np
 from autolaunch.data.counts import bytes_token_count
 from autolaunch.data.documents import TEXT_SUFFIXES, expanded, find_files, standard_library_documents
 from autolaunch.data.present import missing_tokenizers
+from autolaunch.data.tokenizers import END_OF_TEXT_NAMES
 from autolaunch.data.windows import Parts, TokenFile, Windows, split
 from autolaunch.directories import writable_cache
 from autolaunch_strategies.config import ConfigError
@@ -23,7 +24,6 @@ BYTES_END_OF_DOCUMENT = 256
 IN_MEMORY_TOKENS = 64 * 2**20
 """Byte-tokenised text smaller than this is tokenised at every start instead of being cached."""
 
-_END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 _PIECE = 8 * 2**20
 
 
@@ -33,7 +33,7 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
     Raises:
         ConfigError: files or a tokenizer that are absent, empty or unreadable; `tokenizers` is not installed.
     """
-    encoder = BytesEncoder() if config["tokenizer"] == "bytes" else FileEncoder(expanded(config["tokenizer"]))
+    encoder = BytesEncoder() if config["tokenizer"] in (None, "bytes") else FileEncoder(expanded(config["tokenizer"]))
     test = None
     if config["test_path"] is not None:
         test = _windows(find_files(config["test_path"], TEXT_SUFFIXES, "data.test_path"), encoder, config["seq_len"])
@@ -79,7 +79,7 @@ class FileEncoder:
             ) from None
         self.identity = hashlib.sha256(path.read_bytes()).hexdigest()
         self.dtype = np.dtype("<u2" if self.tokenizer.get_vocab_size() <= 2**16 else "<u4")
-        ids = (self.tokenizer.token_to_id(name) for name in _END_OF_DOCUMENT_NAMES)
+        ids = (self.tokenizer.token_to_id(name) for name in END_OF_TEXT_NAMES)
         self.end_of_document: int | None = next((number for number in ids if number is not None), None)
 
     def encode(self, text: bytes) -> np.ndarray:

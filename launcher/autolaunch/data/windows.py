@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +19,20 @@ class Sequences(Protocol):
 
     def tokens(self, indices: np.ndarray) -> np.ndarray:
         """The sequences `indices` (int64 [b]) as int64 [b, seq_len + 1]: inputs, and labels one further."""
+        ...
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """Numbered sequences that make their batches themselves."""
+
+    notes: Sequence[str]
+    """What the person should know of them, a line each."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The sequences `indices` (int64 [b]) as a batch of int64 [b, seq_len] arrays."""
         ...
 
 
@@ -84,9 +98,9 @@ class Span:
 class Parts(NamedTuple):
     """What a data group has for which task."""
 
-    training: Sequences
-    validation: Sequences
-    test: Sequences | None = None
+    training: Sequences | Batches
+    validation: Sequences | Batches
+    test: Sequences | Batches | None = None
 
 
 def split(sequences: Sequences, validation_fraction: float, test: Sequences | None = None) -> Parts:

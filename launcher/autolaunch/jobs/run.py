@@ -32,6 +32,7 @@ from autolaunch.config.resume import COMPARING_TASKS, check_that_it_goes_on, res
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.search import is_trial
 from autolaunch.config.sequence_parts import with_sequence_parts
+from autolaunch.config.tokenizer import with_tokenizer
 from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
@@ -410,6 +411,7 @@ def resolve_job(
     values = resolved(config)
     values, wrong = validate(values, origin)
     raise_all([*errors, *wrong])
+    values = with_tokenizer(values)
     mesh, wrong = check(values, output_dir, origin, started_ranks)
     raise_all(wrong)
     values["mesh"] = {**mesh.sizes, "order": list(mesh.order)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,9 @@ from torch import nn
 
 from autolaunch.models.llama_config import LlamaConfig, llama_config
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
-
 
 def write_transformers_files(directory: Path, model_cfg: Mapping[str, Any], model: nn.Module, dtype: str) -> None:
-    """Write config.json (and the tokenizer that the model came with) into `directory`.
+    """Write config.json into `directory`.
 
     Args:
         model_cfg: the fields of `autolaunch.config.schema.LlamaModel` or `HFModel`; other models get no config.json.
@@ -35,10 +25,6 @@ def write_transformers_files(directory: Path, model_cfg: Mapping[str, Any], mode
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     elif hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
         model.config.save_pretrained(directory)  # type: ignore[operator]  # torch: a tensor or a module
-        source = model_cfg.get("path")
-        for name in TOKENIZER_FILES if source else ():
-            if (file := Path(str(source)).expanduser() / name).is_file():
-                shutil.copy(file, directory / name)
 
 
 def _llama(shape: LlamaConfig, dtype: str) -> dict[str, Any]:

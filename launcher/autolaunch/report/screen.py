@@ -268,7 +268,14 @@ def _data(job: Mapping[str, Any]) -> str:
         name,
         f"{sequences:,} × {length:,} = {sequences * length:,} tokens per step",
         f"{microbatches} microbatches" if microbatches > 1 else "",
+        _tokenizer(data),
     )
+
+
+def _tokenizer(data: Mapping[str, Any]) -> str:
+    """Where tokens come from: nobody who brings a pretrained model means bytes."""
+    tokenizer = data.get("tokenizer")
+    return "" if tokenizer is None else "bytes as tokens" if tokenizer == "bytes" else f"tokenizer {_shown(tokenizer)}"
 
 
 def _training(job: Mapping[str, Any]) -> str:

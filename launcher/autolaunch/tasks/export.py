@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from autolaunch.data.exported import write_tokenizer
 from autolaunch.instantiate import locate, targets
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
@@ -169,6 +170,8 @@ def export_checkpoint(
         (beside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     dtypes = {str(metadata.properties.dtype).removeprefix("torch.") for metadata in stored.values()}
     write_transformers_files(beside, config["model"], model, dtypes.pop() if len(dtypes) == 1 else "float32")
+    origin = None if config.get("module") else config["model"].get("path")
+    write_tokenizer(beside, config.get("data") or {}, origin if isinstance(origin, str) else None)
     beside.rename(target)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {"parameters": parameters, "bytes": total, "files": len(shards)}

@@ -1,0 +1,174 @@
+"""Rows of jsonl, json, parquet, arrow and text files, each with the place that a message can name. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from autolaunch.data.documents import TEXT_SUFFIXES, expanded, find_files
+from autolaunch_strategies.config import ConfigError
+
+LINES, LISTS, TABLES = (".jsonl", ".ndjson"), (".json",), (".parquet", ".arrow")
+ROW_SUFFIXES = (*LINES, *LISTS, *TABLES)
+"""Files of rows: JSON objects or the columns of a table."""
+
+_SAVED_DATASET = "dataset_info.json"
+"""Stands beside the .arrow files of `datasets.Dataset.save_to_disk`, with .json files that hold no rows."""
+
+
+class BadRow(ValueError):
+    """A row that cannot be trained on; `str()` says why, `allowed` and `write` what would do instead."""
+
+    def __init__(self, problem: str, allowed: str = "", write: str = "") -> None:
+        super().__init__(problem)
+        self.allowed, self.write = allowed, write
+
+
+def find_row_files(path: Any, key: str, with_text: bool) -> list[Path]:
+    """The files that `path` means: a file, a directory (also a saved dataset), a glob or a list of them.
+
+    Args:
+        key: how messages call the setting, as ``data.path``.
+        with_text: text files count as well, each as one row.
+
+    Raises:
+        ConfigError: nothing is there, a file is empty, of no known kind, or needs a library that is not installed.
+    """
+    if isinstance(path, list | tuple) and path:
+        return [file for entry in path for file in find_row_files(entry, key, with_text)]
+    suffixes = (*ROW_SUFFIXES, *(TEXT_SUFFIXES if with_text else ()))
+    is_saved = isinstance(path, str) and path and (expanded(path) / _SAVED_DATASET).is_file()
+    files = find_files(path, (".arrow",) if is_saved else suffixes, key)
+    for file in files:
+        if file.suffix.lower() not in suffixes:
+            raise ConfigError(
+                f"{key}={file}",
+                f"a file that ends in {file.suffix or 'nothing'}",
+                f"files that end in {', '.join(suffixes)}",
+            )
+        if file.suffix.lower() in TABLES and importlib.util.find_spec("pyarrow") is None:
+            raise ConfigError(
+                f"{key}={file}",
+                "parquet and arrow files need the library `pyarrow`, which is not installed",
+                f"{', '.join((*LINES, *LISTS))}; or parquet and arrow with `pyarrow` installed",
+                "pip install 'autolaunch[data]'",
+            )
+    return files
+
+
+def read_rows(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
+    """(number, row) of every row of a file; in place of one that cannot be read, what is wrong with it.
+
+    Numbers are lines of files of lines, and rows or items from 1 of all others. A text file is one row ``{text: ...}``.
+
+    Raises:
+        ConfigError: a parquet or arrow file that cannot be read.
+    """
+    suffix = file.suffix.lower()
+    if suffix in TABLES:
+        yield from _table(file, suffix)
+    elif suffix not in ROW_SUFFIXES:
+        yield 1, _text(file)
+    elif _is_list(file):
+        yield from _list(file)
+    else:
+        yield from _lines(file)
+
+
+def place_of(file: Path, number: int) -> str:
+    """How a message names a row: ``chats.jsonl:12``, ``chats.parquet, row 12``."""
+    suffix = file.suffix.lower()
+    if suffix not in ROW_SUFFIXES:
+        return str(file)
+    if suffix in TABLES:
+        return f"{file}, row {number}"
+    return f"{file}, item {number}" if _is_list(file) else f"{file}:{number}"
+
+
+def _is_list(file: Path) -> bool:
+    """Whether a .json file is one list: many are lines of objects in truth."""
+    if file.suffix.lower() not in LISTS:
+        return False
+    with file.open("rb") as opened:
+        return opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+def _lines(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
+    with file.open("rb") as opened:
+        for number, line in enumerate(opened, start=1):
+            content = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
+            if content:
+                yield number, _object(content)
+
+
+def _object(content: bytes) -> Mapping[str, Any] | BadRow:
+    try:
+        row = json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow(f"not UTF-8 (byte {error.start + 1})")
+    except json.JSONDecodeError as error:
+        return BadRow(f"not JSON: {error.msg} at column {error.colno}", "one JSON object per line")
+    except RecursionError:
+        return BadRow("JSON that is nested too deeply")
+    return _checked(row)
+
+
+def _list(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
+    try:
+        rows = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except (UnicodeDecodeError, RecursionError) as error:
+        yield 1, BadRow(f"the file cannot be read: {error}")
+        return
+    except json.JSONDecodeError as error:
+        yield (
+            1,
+            BadRow(
+                f"the file is not JSON: {error.msg} in line {error.lineno}, column {error.colno}",
+                "a list of objects, or one object per line",
+            ),
+        )
+        return
+    yield from ((number, _checked(row)) for number, row in enumerate(rows, start=1))
+
+
+def _checked(row: Any) -> Mapping[str, Any] | BadRow:
+    return row if isinstance(row, dict) else BadRow(f"a {type(row).__name__} instead of an object", "a JSON object")
+
+
+def _table(file: Path, suffix: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        number = 0
+        with pyarrow.memory_map(str(file)) as opened:
+            if suffix == ".parquet":
+                batches: Any = pyarrow.parquet.ParquetFile(opened).iter_batches(batch_size=1024)
+            else:
+                batches = _arrow_batches(pyarrow, opened)
+            for batch in batches:
+                for row in batch.to_pylist():
+                    number += 1
+                    # A column that some rows lack is there in all of them, empty.
+                    yield number, {key: value for key, value in row.items() if value is not None}
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(str(file), f"not a {suffix.removeprefix('.')} file that can be read: {error}") from error
+
+
+def _arrow_batches(pyarrow: Any, opened: Any) -> Iterator[Any]:
+    try:  # what `datasets` writes
+        yield from pyarrow.ipc.open_stream(opened)
+    except pyarrow.ArrowInvalid:
+        opened.seek(0)
+        reader = pyarrow.ipc.open_file(opened)
+        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+
+
+def _text(file: Path) -> Mapping[str, Any] | BadRow:
+    try:
+        return {"text": file.read_text(encoding="utf-8-sig")}
+    except UnicodeDecodeError as error:
+        return BadRow(f"not UTF-8 (byte {error.start + 1})")
