@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,6 +13,9 @@ from torch.nn import functional as F
 from autolaunch.instantiate import build
 from autolaunch.models.optimizer import optimizer_and_schedule
 from autolaunch_strategies.config import ConfigError
+
+if TYPE_CHECKING:
+    from autolaunch.models.adapters import Adapted
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """Under which of these keys a batch that is a dict keeps what the model should say."""
@@ -39,6 +42,7 @@ class LanguageModel(LightningModule):
     ) -> None:
         super().__init__()
         self.model = model
+        self.adapted: Adapted | None = None
         self.optimizer_cfg, self.scheduler_cfg, self.total_steps = optimizer_cfg, scheduler_cfg, total_steps
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -99,6 +103,7 @@ class SupervisedModule(LightningModule):
         super().__init__()
         self.model = model
         self.loss = build_loss(loss)
+        self.adapted: Adapted | None = None
         self.optimizer_cfg, self.scheduler_cfg, self.total_steps = optimizer_cfg, scheduler_cfg, total_steps
 
     def _run(self, batch: Any, with_target: bool = True) -> tuple[Any, Any]:
