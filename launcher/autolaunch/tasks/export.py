@@ -165,7 +165,8 @@ def export_checkpoint(
         total, files = write_adapter(beside, adapted, values), 1
         parameters = sum(value.numel() for value in values.values())
     else:
-        metas, read = {name: meta for name, meta in stored.metas.items() if name not in _tied_names(model)}, stored.read
+        tied, read = _tied_names(model), stored.read
+        metas = {name: meta for name, meta in stored.metas.items() if name not in tied}
         if adapted is not None:
             weights = MergedWeights(config, module, construction, stored.read(stored.metas))
             metas, read = weights.metas(), lambda names: {name: weights.read(name) for name in names}

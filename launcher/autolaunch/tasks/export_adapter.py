@@ -1,9 +1,9 @@
-"""What a run with an adapter is exported to: PEFT's files of the adapter, or the weights of the model with it merged."""
+"""Exports of a run with an adapter: PEFT's files of the adapter, or the model with the adapter merged into it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
