@@ -15,7 +15,7 @@ from autolaunch_strategies.checkpoint.files import (
     problem_with,
     read_manifest,
 )
-from autolaunch_strategies.checkpoint.record import COMPARED, changes, record_of, refuse_changes
+from autolaunch_strategies.checkpoint.record import COMPARED, changes, in_words, record_of, refuse_changes
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.config.values import written
 
@@ -94,8 +94,14 @@ def check_adapter(config: Mapping[str, Any], checkpoint: Path, record: Mapping[s
             "the checkpoint of a run with an adapter; to adapt this model, start from its export",
             f"autolaunch export ckpt_path={checkpoint} export_path=DIRECTORY, then model=hf model.path=DIRECTORY",
         )
-    if config["task"] not in COMPARING_TASKS:
-        refuse_changes(checkpoint, changes({name: there.get(name) for name in record if name in there}, record), ())
+    others = changes(there, {name: record[name] for name in ("adapter", "base") if name in record})
+    if others and config["task"] not in COMPARING_TASKS:
+        raise ConfigError(
+            where,
+            f"was written by a run with another {in_words(others)}",
+            "what that run had",
+            _adapter_keys(there["adapter"]) if "adapter" in others else "",
+        )
 
 
 def _adapter_keys(adapter: Mapping[str, Any]) -> str:

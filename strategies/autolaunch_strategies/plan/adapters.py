@@ -89,6 +89,8 @@ def _carried_over(rule: Rule, adapters: Mapping[str, _Adapter], plain: list[str]
 
     for name, holder in within.items():
         rest = name.removeprefix(holder)
+        if hasattr(adapters[holder].module, "parameter_name"):
+            continue  # PEFT puts a sum in the place of a parameter while it is used, which has to be whole
         for path in adapters[holder].paths:
             styles = rule.styles if rest else inner
             if styles or not rule.styles:
