@@ -13,7 +13,7 @@ from autolaunch_strategies.checkpoint.files import write_manifest
 from tests.support.commands import Commands, Run, assert_same_curve
 from tests.support.messages import Told, assert_only_told
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 ADAPTER = ("adapter=dora", "adapter.r=4", "adapter.modules_to_save=[lm_head]")
 STEPS = 4
@@ -121,7 +121,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Commands:
     return Commands(
         directory, "model=hf", "model.path=base", "data=synthetic", "data.vocab_size=64", "data.seq_len=32",
         "data.batch_size=8", "trainer.accelerator=cpu", "scheduler=constant", "optimizer.lr=0.01",
-        f"trainer.max_steps={STEPS}", timeout=280,
+        f"trainer.max_steps={STEPS}", timeout=400,
     )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def _adapter(command: Commands, of: Run, directory: Path) -> dict[str, torch.Ten
 def test_other_models_are_trained_in_part_alike(model: tuple[str, ...], command: Commands) -> None:
     small = ("model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=4", "model.num_kv_heads=2")
     keys = (*model, *(small if model[0] == "model=llama" else ()))
-    plain = Commands(command.directory, *command.always[2:], timeout=280)
+    plain = Commands(command.directory, *command.always[2:], timeout=400)
     if model[1].startswith("model.trainable"):
         plain = command
     expected = plain("mesh=1", *keys, "trainer.max_steps=3")
