@@ -32,7 +32,8 @@ FILES = {
 
 TASKS = "fit, validate, test, predict, plan, calibrate, export"
 GROUPS = (
-    "adapter, cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, search, trainer"
+    "adapter, cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, search, "
+    "trainer"
 )
 DP_OPTIONS = "ddp, fsdp, hsdp, zero1, zero2"
 STYLES = (

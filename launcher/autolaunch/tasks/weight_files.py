@@ -94,7 +94,8 @@ def _published(module: pl.LightningModule, directory: str) -> dict[str, Callable
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in there}
     except (SafetensorError, OSError) as error:
         raise ConfigError(where, f"{file.name} is corrupt or cut short: {error}") from error
-    parameters = dict(module.model.named_parameters())  # type: ignore[operator]
+    model: nn.Module = module.model  # type: ignore[assignment]  # torch: a tensor or a module
+    parameters = dict(model.named_parameters())
     for names, problem in (
         (sorted(adapted.published.keys() - there), "are not in it"),
         (sorted(there - adapted.published.keys()), "in it are of no layer here"),

@@ -105,7 +105,8 @@ def _beside(adapter: nn.Module, styles: Iterable[StyleSpec]) -> Iterator[tuple[s
     """(name of a small layer beside the layer of an adapter, its style), from the styles of that layer."""
     for style in styles:
         side = {"ColWiseParallel": "lora_B", "RowWiseParallel": "lora_A"}.get(style.name, "")
-        for name, layer in adapter._modules[side].named_children() if adapter._modules.get(side) else ():
+        layers = adapter._modules.get(side)
+        for name, layer in () if layers is None else layers.named_children():
             if isinstance(layer, nn.Linear):
                 yield f"{side}.{name}", style
 
