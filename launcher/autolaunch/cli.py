@@ -11,16 +11,23 @@ from pathlib import Path
 
 from autolaunch import __version__
 from autolaunch.config.command_line import HYDRA_INFO, CommandLine, parse, users_want_tracebacks
+from autolaunch.report.streams import keep_streams_open, lost_output
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 
 
 def main() -> None:
     """Entry point of the console script and of `python -m autolaunch`."""
+    keep_streams_open()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(argv: Sequence[str]) -> int:
     """Do what a command line says and return the exit code; messages go to stderr."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        print("autolaunch: the working directory has been deleted; cd to one that is there", file=sys.stderr)
+        return 2
     try:
         if argv and argv[0] == "checkpoint":
             from autolaunch.jobs.checkpoints import checkpoint_command
@@ -40,13 +47,25 @@ def run(argv: Sequence[str]) -> int:
 def _run(line: CommandLine) -> int:
     if line.version:
         print(f"autolaunch {__version__}")
-        return 0
+        return _printed(0)
     if line.help or (line.info is not None and line.info not in HYDRA_INFO):
-        return _print_own_page(line)
+        return _printed(_print_own_page(line))
     if line.runs:
         from autolaunch.jobs.run import run_jobs
 
-        return run_jobs(line)
+        return run_jobs(line)  # what it does is in its files: output that is lost is no failure
+    return _printed(_print_page(line))
+
+
+def _printed(code: int) -> int:
+    """The exit code of a page: 1 if it could not be written."""
+    error = lost_output()
+    if error is not None:
+        print(f"autolaunch: standard output cannot be written: {error.strerror}", file=sys.stderr)
+    return code if error is None else code or 1
+
+
+def _print_page(line: CommandLine) -> int:
     from autolaunch.config.compose import compose, print_config, print_page
 
     if line.cfg is not None or line.info is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 CONF = next(path for path in (Path(__file__).parent / "conf", Path(__file__).parents[2] / "conf") if path.is_dir())
@@ -17,5 +18,28 @@ def shown(file: Path) -> str:
 
 
 def user_cache() -> Path:
-    """The directory for caches: `$XDG_CACHE_HOME/autolaunch`, or `~/.cache/autolaunch`. Deleting it loses nothing."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autolaunch"
+    """The directory for caches: `$XDG_CACHE_HOME/autolaunch`, or `~/.cache/autolaunch`. Deleting it loses nothing.
+
+    For a user without a home, as in many a container, one of the temporary directories.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autolaunch"
+    except RuntimeError:
+        return _temporary_cache()
+
+
+def writable_cache() -> Path:
+    """`user_cache()`, made if it is not there; if nothing can be written to it, one of the temporary directories."""
+    directory = user_cache()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if os.access(directory, os.W_OK | os.X_OK):
+            return directory
+    except OSError:  # a home that is not there, or another's
+        pass
+    _temporary_cache().mkdir(exist_ok=True)
+    return _temporary_cache()
+
+
+def _temporary_cache() -> Path:
+    return Path(tempfile.gettempdir()) / f"autolaunch-{os.getuid()}"

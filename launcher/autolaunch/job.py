@@ -73,7 +73,15 @@ class ResolvedJob:
 
 
 def write_beside(path: Path, text: str) -> None:
-    """Write `text` to a file beside `path` and rename it into place: a reader sees all of it or none."""
+    """Write `text` to a file beside `path` and rename it into place: a reader sees all of it or none.
+
+    Its directory is made if it has been deleted.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:  # a full disk has better uses for half a file
+        beside.unlink(missing_ok=True)
+        raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -29,7 +28,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from autolaunch.config.search import is_trial
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.contact import end_process, in_contact
-from autolaunch.launch.end import STACK_SIGNAL, STOP_SIGNAL, RunEnd, Stop, write_stop
+from autolaunch.launch.containment import die_with_parent
+from autolaunch.launch.end import STACK_SIGNAL, STOP_SIGNAL, RunEnd, Stop, correct_summary, write_stop
 from autolaunch.launch.failure import VERDICT_SECONDS, Failure, describe, failure_file, log_file, show, write_failure
 from autolaunch.launch.heartbeat import PULSE, Board, limits_of
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
@@ -37,11 +37,10 @@ from autolaunch.launch.place import Place, place
 from autolaunch.launch.resources import choose_interface
 from autolaunch.loading import loading
 from autolaunch.machine.devices import visible_devices
+from autolaunch.report.streams import keep_streams_open
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -52,7 +51,8 @@ def main() -> None:
     parser.add_argument("--listen", type=int, help="descriptor of the socket on which rank 0 serves the store")
     parser.add_argument("--heartbeat", type=int, required=True, help="descriptor of the board for what the ranks do")
     arguments = parser.parse_args()
-    _die_with_parent(arguments.parent)
+    keep_streams_open()
+    die_with_parent(arguments.parent)
     signal.signal(STOP_SIGNAL, signal.SIG_DFL)
     job = ResolvedJob.read(arguments.job)
     where = replace(place(), kind="local", listen_fd=arguments.listen)
@@ -145,8 +145,9 @@ def run_here(job: ResolvedJob) -> RunEnd:
     log = log_file(job.logs, 0)
     _see_working_directory()
     handler = _log_records(log, console=not logging.getLogger().handlers)
-    with _stoppable() as received:
+    with _stoppable() as received, log.open("a", encoding="utf-8") as log_stream:
         try:
+            faulthandler.enable(log_stream)
             from autolaunch import tasks
 
             tasks.run(job, where)
@@ -161,6 +162,7 @@ def run_here(job: ResolvedJob) -> RunEnd:
             failure = _record(error, job, where, log)
             return RunEnd("failed", failure.exit_code, failure, failure.render())
         finally:
+            faulthandler.enable()
             logging.getLogger().removeHandler(handler)
             handler.close()
     return RunEnd("finished", 0)
@@ -218,8 +220,10 @@ def _stop_in(error: BaseException) -> Stop | None:
 def _record(error: BaseException, job: ResolvedJob, place: Place, log: Path) -> Failure:
     failure = describe(error, job.logs, place.rank, place.world_size)
     write_failure(failure, job.logs)
-    with log.open("a", encoding="utf-8") as stream:
+    with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as stream:
         stream.write("".join(traceback.format_exception(error)))
+    if place.rank == 0 or place.kind != "local":  # there nobody else says it
+        correct_summary(job.output_dir, "failed", failure.error)
     return failure
 
 
@@ -247,35 +251,9 @@ def _log_records(file: Path | None, *, console: bool) -> logging.Handler:
     return handlers[-1]
 
 
-def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process, and those it forks, when the one that started it is gone."""
-    if sys.platform != "linux":
-        return
-    prctl = ctypes.CDLL(None).prctl
-
-    def die_with_starter() -> None:
-        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-    die_with_starter()
-    if os.getppid() != parent:  # it went before the kernel was told
-        os._exit(1)
-
-    # The kernel means the thread that forked: a child of a short-lived thread is left alone.
-    by_main_thread: list[bool] = []
-
-    def before_fork() -> None:
-        by_main_thread[:] = [threading.current_thread() is threading.main_thread()]
-
-    def after_fork() -> None:
-        if by_main_thread == [True]:
-            die_with_starter()
-
-    os.register_at_fork(before=before_fork, after_in_child=after_fork)
-
-
 @contextlib.contextmanager
 def _stoppable() -> Iterator[list[int]]:
-    """While this lasts SIGTERM raises SystemExit, so that the task cleans up; gives the signals received so far."""
+    """While this lasts SIGTERM and SIGHUP raise SystemExit, so that the task cleans up; gives what was received."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -286,8 +264,11 @@ def _stoppable() -> Iterator[list[int]]:
         signal.signal(signum, signal.SIG_DFL)
         raise SystemExit(128 + signum)
 
-    before: dict[int, Any] = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before: dict[int, Any] = {signum: signal.getsignal(signum) for signum in signals}
     signal.signal(signal.SIGTERM, stop)
+    if before[signal.SIGHUP] != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, stop)
     try:
         yield received
     finally:

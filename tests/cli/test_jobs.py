@@ -6,8 +6,10 @@ The jobs themselves are stand-ins here: what is tested is everything around `aut
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +20,9 @@ from autolaunch import cli
 from autolaunch.config import across_keys
 from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
+from autolaunch.launch import lock
 from autolaunch.launch.end import RunEnd
+from autolaunch_strategies.config import ConfigError
 from tests.support.messages import Told, assert_only_told, assert_told
 
 Outcome = tuple[int, str, str]
@@ -262,7 +266,6 @@ def test_ranks_of_torchrun(started: int, argv: list[str], told: Told | None, tmp
     from autolaunch.config.command_line import parse
     from autolaunch.config.compose import compose
     from autolaunch.jobs.run import resolve_job
-    from autolaunch_strategies.config import ConfigError
 
     composed = compose(parse(argv))
     try:
@@ -305,3 +308,74 @@ def test_a_plan_is_repeated_except_for_what_is_chosen_anew(
     assert again.config["optimizer"]["lr"] == 0.5
     assert command(f"experiment={plan}")[0] == 0
     assert {**ran[2][0].config, "output_dir": ""} == {**first.config, "output_dir": ""}
+
+
+@pytest.mark.parametrize("argv", [[], ["launch=slurm"], ["-m", "seed=1,2"]], ids=["run", "slurm", "sweep"])
+def test_a_directory_is_one_runs(
+    argv: list[str], command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it lasts."""
+    refused: list[str] = []
+
+    def run(job: ResolvedJob, *, isolated: bool = False) -> RunEnd:
+        with pytest.raises(ConfigError) as told:
+            lock.take(Path("out"), "output_dir=out")
+        refused.append(told.value.problem)
+        return RunEnd("finished", 0)
+
+    monkeypatch.setattr(start, "run", run)
+    assert command(*argv, "output_dir=out", "trainer.accelerator=cpu")[0] == 0
+    assert refused and all(f"process {os.getpid()} on" in problem for problem in refused)
+    with lock.locked(Path("out"), "output_dir=out"):
+        before = {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")}
+        code, _, err = command(*argv, "output_dir=out", "trainer.accelerator=cpu")
+        assert (code, len(refused)) == (2, 2 if "-m" in argv else 1)
+        assert_told(
+            err, "output_dir=out", "another run is in this directory", f"process {os.getpid()} on",
+            allowed=("a directory of its own", "launch.wait=true, which starts when that run has ended"),
+            write="launch.wait=true",
+        )  # fmt: skip
+        # Who only looks changes nothing.
+        assert "another run" not in command("checkpoint", "verify", "out")[2]
+        assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")} == before
+
+
+def test_the_jobs_of_a_sweep_have_their_directories_to_themselves(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    Path("out/1").mkdir(parents=True)
+    with lock.locked(Path("out/1"), "output_dir=out/1"):
+        code, out, err = command("-m", "optimizer.lr=0.1,0.2,0.3", "output_dir=out")
+    assert (code, [row[2] for row in rows(out)]) == (1, ["finished", "misconfigured", "finished"])
+    assert_told(err, "output_dir=out/1", "another run", write="launch.wait=true", allowed=("a directory of its own",))
+
+
+def test_waiting_for_a_directory(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "POLL_SECONDS", 0.01)
+    Path("out").mkdir()
+    held = lock.take(Path("out"), "output_dir=out")
+    later = threading.Timer(0.5, lock.release, [held])
+    later.start()
+    code, _, err = command("output_dir=out", "launch.wait=true")
+    later.join()
+    assert (code, len(ran)) == (0, 1)
+    assert err.startswith(f"output_dir=out: waiting for process {os.getpid()} on ")
+
+
+@pytest.mark.parametrize("status", ["finished", "failed"])
+def test_a_summary_says_finished_only_when_the_exit_code_is_0(
+    status: str, command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And names the failure that was the first, not what the first rank saw of it."""
+
+    def run(job: ResolvedJob, *, isolated: bool = False) -> RunEnd:
+        summary = {"status": status, "loss": 1.25, "error": "Connection closed by peer"}
+        (job.output_dir / "summary.json").write_text(json.dumps(summary))
+        return RunEnd("failed", 1, message="rank 1 of 2 failed: exit code 3")
+
+    monkeypatch.setattr(start, "run", run)
+    assert command("output_dir=out")[0] == 1
+    summary = json.loads(Path("out/summary.json").read_text())
+    assert summary == {"status": "failed", "loss": 1.25, "error": "rank 1 of 2 failed: exit code 3"}

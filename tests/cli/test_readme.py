@@ -127,7 +127,15 @@ def test_ci_runs_the_two_commands() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+    assert [link for link in links if "://" not in link and not _leads_somewhere(page, *link.partition("#")[::2])] == []
+
+
+def _leads_somewhere(page: Path, file: str, heading: str) -> bool:
+    goal = page.parent / file if file else page
+    if not heading:
+        return goal.exists()
+    headings = re.findall(r"^#+ (.+)$", goal.read_text(encoding="utf-8"), re.MULTILINE)
+    return heading in {re.sub(r"[^\w -]", "", item.lower()).replace(" ", "-") for item in headings}
 
 
 def test_readme_leads_to_every_page() -> None:

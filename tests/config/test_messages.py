@@ -1101,6 +1101,18 @@ def test_devices(
     assert (code, out) == (2, "")
 
 
+def test_a_machine_without_the_memory_for_as_many_processes(
+    command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(across_keys, "memory_gib", lambda: 4.0)
+    code, _, err = command("mesh=64", "data=synthetic", "data.batch_size=64", "data.num_validation_sequences=0")
+    assert code == 2
+    assert_only_told(
+        err,
+        Told("mesh=64", "64 processes", "12.5 GiB", "4.0 GiB", allowed=("20 ranks", "launch.devices"), write="mesh=20"),
+    )
+
+
 def test_a_person_who_asks_for_tracebacks_gets_them(
     command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -263,6 +263,8 @@ training("multi-head", lambda: Tokens(MultiHead()), PADDED, *everywhere(), val=P
 training("holds-blocks", modules.HoldsBlocks, IDS, on("cp2"), on("cp2", "ring"), **CLIP)
 training("bent", lambda: Tokens(modules.Bent()), PADDED, on("cp2"), on("cp2", "ulysses"), val=PADDED, **CLIP)
 training("bent-fixed", lambda: Tokens(modules.Bent(learned=False)), PADDED, on("cp2", "ring"), val=PADDED, **CLIP)
+training("viewed", lambda: Tokens(modules.Plainly(modules.Viewed)), PADDED, on("cp2"), **CLIP)
+training("fails-on-one-rank", lambda: Tokens(modules.Plainly(modules.FailsOnOneRank)), PADDED, on("cp2"), **CLIP)
 training("chosen", modules.Chosen, PADDED, *everywhere(), **CLIP)
 training("by-hand", modules.ByHand, IDS, on("cp2", "ring"), on("dp2xcp2", "ring", label="level2", dp=2))
 training("calls-in-hooks", modules.CallsInHooks, IDS, on("cp2"), on("cp2", "ring"), **CLIP)

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
 from torch import nn
@@ -561,6 +562,38 @@ class Bent(nn.Module):
         half = self.blocks[2](x[:, ::2], self._bias(ids.shape[1] // 2))
         x = self.blocks[3](half.repeat_interleave(2, 1) + x, self._bias(ids.shape[1]))
         return self.head(torch.cat([x, start], -1))
+
+
+class Viewed(Bent.Block):
+    """Sees batch and sequence as one dim by a `view`, which tensors that are not contiguous refuse."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super().forward(x.view(-1, WIDTH).view(x.shape), bias)
+
+
+class FailsOnOneRank(Bent.Block):
+    """Refuses a part of the sequence on one of the ranks alone, when attention has run."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = super().forward(x, bias)
+        if x.shape[1] != LENGTH and dist.get_rank() == 1:
+            raise ValueError("a length that this rank does not take")
+        return out
+
+
+class Plainly(nn.Module):
+    """Two blocks of a kind, with nothing between them."""
+
+    def __init__(self, kind: type[Bent.Block]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, None)
+        return self.head(x)
 
 
 # --- tokens that are born inside of the model -----------------------------------------------------------------------

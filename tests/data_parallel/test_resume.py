@@ -121,7 +121,7 @@ def test_what_has_no_place_is_said_and_refused(name: str, tmp_path: Path) -> Non
 def test_an_order_that_is_another_is_refused(tmp_path: Path) -> None:
     fit(partial(DataLoader, Numbered(), batch_size=4), SavesAt(8, tmp_path / "8"))
     for other in (
-        lambda: DataLoader(Numbered(), batch_size=2),
+        lambda: DataLoader(Numbered(), batch_size=4, sampler=range(len(Numbered()))[::-1]),
         lambda: DataLoader(Numbered(), batch_size=4, sampler=cases.Fickle()),
     ):
         with pytest.raises(ConfigError, match="draws other samples than before the checkpoint"):

@@ -114,7 +114,7 @@ TASKS = textwrap.dedent("""
 
     def alone(job, place):
         assert not dist.is_initialized()
-        (job.output_dir / "pid").write_text(str(os.getpid()))
+        (job.output_dir / "parent").write_text(str(os.getppid()))
 
     def alone_wait(job, place):
         (job.output_dir / "loading").touch()
@@ -376,13 +376,14 @@ def test_rank_0_keeps_the_terminal(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("isolated", [False, True])
 def test_single_rank(launcher: Launcher, isolated: bool) -> None:
+    """In a fork, which has no start-up, or in a process of its own."""
     if isolated:
         command = launcher.command("say", 1, isolated=True)
     else:
         command = launcher.command("alone", 1)
     process = subprocess.Popen(command, env=launcher.env, cwd=launcher.directory)
     assert process.wait() == 0
-    assert isolated or (launcher.out / "pid").read_text() == str(process.pid)
+    assert isolated or (launcher.out / "parent").read_text() == str(process.pid)
     assert (launcher.out / "logs" / "phase_0").exists() == isolated
 
 

@@ -171,6 +171,33 @@ def running_statistics() -> None:
             torch.testing.assert_close(found, expected, msg=f"{function} along {dim}: {{}}".format)
 
 
+@case
+def combined_parts() -> None:
+    """What is combined by more than a sum, and comes back with a gradient that is to be added up over ranks."""
+    mesh, x, weight = DeviceMesh("cpu", [0, 1]), torch.randn(4, 6), torch.randn(4, 6)
+    index = torch.tensor([[3], [0], [2], [1]])
+    for what, function in {
+        "gather": lambda x: torch.logsumexp(x - x.gather(1, index), 1, keepdim=True),
+        "embedding": lambda x: F.embedding(index, x).sum(1) @ x.T @ x,
+        "maximum": lambda x: (x - x.amax(1, keepdim=True)).exp(),
+        "maximum of all": lambda x: (x - x.max()).exp(),
+        "norm": lambda x: x * x / x.norm(dim=1, keepdim=True),
+        "norm of all": lambda x: x * x / x.norm(),
+        "largest": lambda x: x * x / torch.linalg.vector_norm(x, float("inf"), dim=1, keepdim=True),
+    }.items():
+        expected = x.clone().requires_grad_()
+        alone = function(expected)
+        (alone * weight).sum().backward()
+        for dim in range(2):
+            found = distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
+            with MixedTensors(mesh):
+                out = function(found)
+                (out * weight).sum().backward()
+            message = f"{what} along {dim}: {{}}".format
+            torch.testing.assert_close(plain(out), alone, msg=message)
+            torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=message)
+
+
 class Seen(nn.Module):
     """Passes on what it gets and remembers its layout."""
 

@@ -93,6 +93,11 @@ def test_norms_update_their_running_statistics(results: Group) -> None:
         results.read("running_statistics", rank)
 
 
+def test_norms_maxima_and_picked_values_have_the_gradients_of_one_process(results: Group) -> None:
+    for rank in range(2):
+        results.read("combined_parts", rank)
+
+
 def test_hooks_stack_in_order(results: Group) -> None:
     assert results.read("hooks") == {"sizes": [2], "out": [6.0, 6.0]}  # (1 * 2 + 1) * 2
 

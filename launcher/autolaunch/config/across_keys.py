@@ -19,6 +19,7 @@ from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
 from autolaunch.machine.devices import visible_devices
+from autolaunch.machine.this_machine import memory_gib
 from autolaunch.models.adapter_config import adapter_settings, check_llama
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch_strategies.apply.check import config_errors
@@ -42,6 +43,9 @@ from autolaunch_strategies.schedules.schedule import default_virtual_stages
 
 MOST_ON_CPU = 64
 """Ranks on the CPU of one machine beyond which a mesh is taken for one of GPUs: they would take all of its memory."""
+
+BYTES_OF_A_RANK = 200 * 2**20
+"""What a process has of its own when torch is imported and the ranks are joined, as measured; libraries are shared."""
 
 
 def check(
@@ -144,6 +148,8 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
                 f"up to {MOST_ON_CPU} ranks; more of them if launch.devices says so",
                 f"{name} launch.devices={shape.size}",
             )
+        if config["launch"]["name"] == "local" and config["task"] not in IN_ONE_PROCESS:
+            _check_memory(shape, name)
         return shape
     shape = shape.resolve(devices, name)
     if shape.size > devices:
@@ -154,6 +160,19 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
             f"mesh={_with_ranks(shape, devices)}" if devices else "trainer.accelerator=cpu",
         )
     return shape
+
+
+def _check_memory(shape: MeshShape, name: str) -> None:
+    """Refuse more processes than a machine has memory for, whatever they train."""
+    most = int(memory_gib() * 2**30 // BYTES_OF_A_RANK)
+    if shape.size > max(most, 1):
+        raise ConfigError(
+            name,
+            f"{shape.size} processes take {shape.size * BYTES_OF_A_RANK / 2**30:.1f} GiB before they have a model, and "
+            f"this machine has {memory_gib():.1f} GiB",
+            f"up to {_count(most, 'rank')}; more of them if launch.devices says so",
+            f"mesh={_with_ranks(shape, most)}",
+        )
 
 
 def _devices(config: Mapping[str, Any]) -> tuple[int | None, str]:

@@ -404,6 +404,7 @@ class Launch:
         1800.0,
         gt=0,
     )
+    wait: bool = option("Wait while another run is in the output directory, instead of an error.", False)
 
 
 @dataclass

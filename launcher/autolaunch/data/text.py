@@ -16,7 +16,7 @@ from autolaunch.data.counts import bytes_token_count
 from autolaunch.data.documents import TEXT_SUFFIXES, expanded, find_files, standard_library_documents
 from autolaunch.data.present import missing_tokenizers
 from autolaunch.data.windows import Parts, TokenFile, Windows, split
-from autolaunch.directories import user_cache
+from autolaunch.directories import writable_cache
 from autolaunch_strategies.config import ConfigError
 
 BYTES_END_OF_DOCUMENT = 256
@@ -111,17 +111,16 @@ def _cached(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncod
             identity.update(repr((str(document.resolve()), status.st_size, status.st_mtime_ns)).encode())
         else:
             identity.update(hashlib.sha256(document).digest())
-    path = user_cache() / f"{identity.hexdigest()[:32]}.npy"
+    path = writable_cache() / f"{identity.hexdigest()[:32]}.npy"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Several ranks may come here at once: each writes its own file, and the last rename wins with equal content.
-        handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)
+        handle, part = tempfile.mkstemp(suffix=".part", dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
                 _write_npy(file, _encoded(documents, encoder), encoder.dtype)
-            Path(name).replace(path)
+            Path(part).replace(path)
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            Path(part).unlink(missing_ok=True)
             raise
     return path
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
+import shutil
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +41,12 @@ from autolaunch.config.sequence_parts import with_sequence_parts
 from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
+from autolaunch.jobs.directory import check_what_is_there
 from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends, read_summary
 from autolaunch.launch.containment import contained
+from autolaunch.launch.end import correct_summary
+from autolaunch.launch.lock import LOCK_FILE, locked
+from autolaunch.launch.output_lost import output_lost
 from autolaunch.launch.place import Place, place
 from autolaunch.planning.wanted import typed_keys
 from autolaunch.report.terminal import Terminal
@@ -49,7 +55,7 @@ from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 AUTO = "mesh=auto"
 """Typed, it lets the planner choose the mesh, and of everything else that it sets what is not typed."""
 
-FAILED, MISCONFIGURED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+FAILED, MISCONFIGURED, INTERRUPTED = 1, 2, 130
 
 START_TIMEOUT = 600.0
 """Seconds to wait for the other ranks before there is a job, unless `launch.start_timeout` was typed."""
@@ -74,8 +80,10 @@ def run_jobs(line: CommandLine) -> int:
         return _run_jobs_of_sweep(line, composed.config)
     line, composed, choice = _with_choice(line, composed, chooses)
     directory = _prepare(line, composed)
-    code = run_once(line, composed.config, directory, lambda config: run_job(config, choice))
-    ends = read_ends(directory)
+    with _locked(directory, composed.config):
+        forget_ends(directory)
+        ends: list[JobEnd] = []
+        code = run_once(line, composed.config, directory, lambda config: run_job(config, choice, ends))
     return ends[0].exit_code if ends else code
 
 
@@ -152,7 +160,7 @@ def _with_choice(
 
 
 def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = None) -> Path:
-    """Check a single run and create its directory."""
+    """Check a single run and create its directory; who runs in it has to lock it."""
     hydra = composed.config.hydra
     if (launcher := hydra.runtime.choices["hydra/launcher"]) != "basic":
         raise ConfigError(
@@ -179,9 +187,16 @@ def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = 
     raise_all([*composed.errors, *unresolved] if unresolved else [])
     directory = _output_dir(composed.config, hydra.run)
     resolve_job(composed.config, hydra, directory, started_ranks, composed.origin, composed.errors)
-    directory = _claim(directory, composed.config, hydra.run)
-    forget_ends(directory)
-    return directory
+    return _claim(directory, composed.config, hydra.run)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, config: DictConfig) -> Iterator[None]:
+    """Have the directory of a run or a sweep to oneself, with nothing in it that is in the way."""
+    waits = bool((config.get("launch") or {}).get("wait"))
+    with locked(directory, f"output_dir={shown(directory)}", wait=math.inf if waits else 0.0):
+        check_what_is_there(directory)
+        yield
 
 
 def _run_as_rank(line: CommandLine, here: Place) -> int:
@@ -189,6 +204,9 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
     from autolaunch.launch.rendezvous import RankMissing, connect, share_job
     from autolaunch.launch.resources import raise_file_limit
     from autolaunch.worker import leave, run_rank
+
+    held = contextlib.ExitStack()
+    atexit.register(held.close)  # what `leave` calls, too
 
     def make_job() -> ResolvedJob:
         chosen_for, chooses = _for_a_cluster(line, here)
@@ -202,6 +220,8 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
             )
         settled, composed, choice = _with_choice(chosen_for, composed, chooses)
         directory = _prepare(settled, composed, here.world_size)
+        held.enter_context(_locked(directory, composed.config))
+        forget_ends(directory)
         jobs: list[ResolvedJob] = []
 
         def make(config: DictConfig) -> None:
@@ -209,6 +229,7 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
             resolved_job = resolve_job(config, hydra, Path(hydra.runtime.output_dir), here.world_size)
             jobs.append(replace(resolved_job, choice=choice))
             jobs[0].write()
+            (jobs[0].output_dir / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
             _say_what_last_is(jobs[0])
 
         code = run_once(settled, composed.config, directory, make)
@@ -250,25 +271,43 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
             "one directory",
             "output_dir=outputs/sweep",
         )
+    _refuse_intervals(line, config)
     directory = _output_dir(config, config.hydra.sweep)
     directory = _claim(directory, config, config.hydra.sweep)
-    forget_ends(directory)
-    try:
-        code = run_sweep(line, directory, run_job)
-    finally:
-        ends = [] if is_trial(config) else read_ends(directory)  # a search tells of its trials itself
-        if ends:
-            print_table(ends, directory, Terminal())
-        elif not any(directory.iterdir()):
-            directory.rmdir()
+    with _locked(directory, config):
+        forget_ends(directory)
+        try:
+            code = run_sweep(line, directory, run_job)
+        finally:
+            ends = [] if is_trial(config) else read_ends(directory)  # a search tells of its trials itself
+            if ends:
+                print_table(ends, directory, Terminal())
+            elif [item.name for item in directory.iterdir()] == [LOCK_FILE]:
+                shutil.rmtree(directory)
     return code or (FAILED if any(end.exit_code for end in ends) else 0)
 
 
-def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> float:
+def _refuse_intervals(line: CommandLine, config: DictConfig) -> None:
+    """Hydra's own sweeper runs every combination, of which an interval has no end."""
+    if not str(config.hydra.sweeper.get("_target_")).endswith("BasicSweeper"):
+        return
+    for item in OverridesParser.create().parse_overrides(line.overrides):
+        if item.is_sweep_override() and not item.is_discrete_sweep():
+            key = item.key_or_group
+            raise ConfigError(
+                unquoted(str(item.input_line)),
+                "this sweep runs every combination, and between two numbers are too many",
+                f"values: {key}=0.1,0.2, {key}=range(1,10,3); or a sweeper that draws from intervals",
+                _as_sweep(["hydra/sweeper=optuna", *line.overrides]),
+            )
+
+
+def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: list[JobEnd] | None = None) -> float:
     """Run one job: what Hydra calls, in this process or in one that its launcher started.
 
     Args:
         choice: the planner's account of what it chose, if it did.
+        ended: is given how it ended, also where nothing can be written any more.
 
     Returns:
         For sweepers that look for the least: `search.objective` of the summary, without a search the step time;
@@ -279,7 +318,10 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> float:
     sweep = hydra.mode == RunMode.MULTIRUN
     directory, overrides = Path(hydra.runtime.output_dir), typed_overrides(hydra)
     status, code, message = "interrupted", INTERRUPTED, ""
+    held = contextlib.ExitStack()
     try:
+        if sweep:  # a single run has locked its directory before Hydra wrote there
+            held.enter_context(_locked(directory, config))
         job = replace(resolve_job(config, hydra, directory), choice=choice)
         job.write()
         _say_what_last_is(job)
@@ -288,22 +330,30 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None) -> float:
         with contained() if is_trial(config) else contextlib.nullcontext():
             job, end = restarts.run(job, isolated=sweep)
         status, code, message = end.status, end.exit_code, end.message
-        if code and status != "submitted" and not (directory / SUMMARY).exists():
-            _write_summary(job, status, message, time.time() - started)
+        if code and status != "submitted":
+            if not (directory / SUMMARY).exists():
+                _write_summary(job, status, message, time.time() - started)
+            correct_summary(directory, status, message.partition("\n")[0], of_the_run=True)
     except (ConfigError, ConfigErrors) as error:
         status, code, message = "misconfigured", MISCONFIGURED, str(error)
-    except Exception:
+    except Exception as error:
         # Not through Hydra: of a sweep it would show the first one only, and that at the very end.
-        status, code, message = "failed", FAILED, traceback.format_exc().rstrip()
+        message = message or output_lost(directory, error) or traceback.format_exc().rstrip()
+        status, code = "failed", FAILED
     finally:
-        JobEnd(hydra.job.num if sweep else 0, overrides, status, code, str(directory), message).write()
+        end_of_job = JobEnd(hydra.job.num if sweep else 0, overrides, status, code, str(directory), message)
+        if ended is not None:
+            ended.append(end_of_job)
+        with contextlib.suppress(OSError):  # the directory may be gone, or its disk full
+            end_of_job.write()
+        held.close()
         if message and not is_trial(config):
             if sweep:
                 print(f"job {hydra.job.num} ({' '.join(overrides)}) {status}:", file=sys.stderr)
             print(message, file=sys.stderr, flush=True)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
-    if code == TERMINATED:
+    if status == "interrupted":
         sys.exit(code)
     return _objective(config, directory) if code == 0 else math.inf
 
@@ -431,8 +481,27 @@ def let_imports_see_the_working_directory() -> None:
 
 
 def _output_dir(config: DictConfig, node: DictConfig) -> Path:
-    """Where a run or a sweep writes: `output_dir`, or what its node of Hydra (`hydra.run`, `hydra.sweep`) says."""
-    return Path(config.get("output_dir") or node.dir).absolute()
+    """Where a run or a sweep writes: `output_dir`, or what its node of Hydra (`hydra.run`, `hydra.sweep`) says.
+
+    Raises:
+        ConfigError: it is no text, or `~` stands for nothing.
+    """
+    typed = config.get("output_dir")
+    if typed is not None and (not isinstance(typed, str) or not typed.strip() or "\0" in typed):
+        where = Origin(config.hydra)("output_dir", typed)
+        path = "" if isinstance(typed, str) or OmegaConf.is_config(typed) else where.partition("=")[2]
+        raise ConfigError(
+            where,
+            "names nothing" if isinstance(typed, str) else "is not read as a text",
+            "the path of a directory",
+            f"output_dir=./{path}" if path else "",
+        )
+    try:
+        return Path(typed or node.dir).expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(
+            f"output_dir={typed or node.dir}", "there is no home directory of that name", "a path without ~"
+        ) from None
 
 
 def _claim(directory: Path, config: DictConfig, node: DictConfig) -> Path:

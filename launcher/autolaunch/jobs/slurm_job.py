@@ -6,12 +6,16 @@ of a job, however often it is queued again, reads the job's file and writes into
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import sys
 from pathlib import Path
 
 from autolaunch.config.slurm import gpus_per_node
 from autolaunch.job import ResolvedJob
+from autolaunch.jobs.ends import SUMMARY
+from autolaunch.launch.lock import HANDOVER_SECONDS, locked
 from autolaunch.launch.phase import forget_reports
 from autolaunch.launch.place import place
 from autolaunch.launch.requeue import after_a_start, this_start
@@ -36,8 +40,14 @@ def _ranks(path: Path) -> int:
 
     here = place()
 
+    held = contextlib.ExitStack()
+    atexit.register(held.close)  # what `leave` calls, too
+
     def make_job() -> ResolvedJob:
         job = this_start(path)
+        name = f"output_dir={job.output_dir}"
+        held.enter_context(locked(job.output_dir, name, wait=HANDOVER_SECONDS))
+        (job.output_dir / SUMMARY).unlink(missing_ok=True)  # of an earlier start
         forget_reports(job.logs)
         if job.config["ckpt_path"] is not None:
             print(f"going on from {job.config['ckpt_path']}", file=sys.stderr, flush=True)

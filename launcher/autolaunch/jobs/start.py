@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.slurm import is_slurm
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.end import RunEnd
+from autolaunch.launch.forked import can_fork, run_forked
 
 
 def run(job: ResolvedJob, *, isolated: bool = False) -> RunEnd:
-    """Run a job on this machine, one rank in this process, several in a process each; or where `launch` says.
+    """Run a job on this machine, one rank in a fork of this process, several in a process each; or where `launch` says.
 
     Args:
         job: the job.
@@ -20,9 +22,11 @@ def run(job: ResolvedJob, *, isolated: bool = False) -> RunEnd:
 
         return run_on_slurm(job)
     if job.world_size == 1 and not isolated:
-        from autolaunch.worker import run_here
+        from autolaunch.worker import leave, run_here
 
-        return run_here(job)
+        if job.config["task"] in IN_ONE_PROCESS or not can_fork():
+            return run_here(job)
+        return run_forked(lambda: run_here(job), job, leave)
     from autolaunch.launch.local import run_local
 
     return run_local(job, job.config["launch"])

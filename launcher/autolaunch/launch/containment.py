@@ -1,10 +1,13 @@
-"""Nothing that a trial has started may live on: it would take time and memory from the next one."""
+"""Nothing lives on: ranks end with their parent, and what a trial has started would take time from the next one."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -14,6 +17,33 @@ VARIABLE = "AUTOLAUNCH_TRIAL"
 """In the environment of all processes of a trial, also of those that have left their session and their parent."""
 
 END_SECONDS = 5.0
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process, and those it forks, when the one that started it is gone."""
+    if sys.platform != "linux":
+        return
+    prctl = ctypes.CDLL(None).prctl
+
+    def die_with_starter() -> None:
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+    die_with_starter()
+    if os.getppid() != parent:  # it went before the kernel was told
+        os._exit(1)
+
+    # The kernel means the thread that forked: a child of a short-lived thread is left alone.
+    by_main_thread: list[bool] = []
+
+    def before_fork() -> None:
+        by_main_thread[:] = [threading.current_thread() is threading.main_thread()]
+
+    def after_fork() -> None:
+        if by_main_thread == [True]:
+            die_with_starter()
+
+    os.register_at_fork(before=before_fork, after_in_child=after_fork)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -64,6 +65,20 @@ def read_stop(directory: Path) -> Stop | None:
 def stop_file(directory: Path) -> Path:
     """Where the first rank writes that a signal ended training."""
     return directory / "stopped.json"
+
+
+def correct_summary(output_dir: Path, status: str, error: str, *, of_the_run: bool = False) -> None:
+    """Have `summary.json` not say `finished`, because what came after it was written ended with an exit code.
+
+    Args:
+        of_the_run: `error` is what a person is told of the whole run: more than the first rank knew of a failure.
+    """
+    path = output_dir / "summary.json"
+    with contextlib.suppress(OSError, ValueError):
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if summary["status"] == "finished" or (of_the_run and summary["status"] == "failed"):
+            status = "interrupted" if status == "interrupted" else "failed"
+            write_beside(path, json.dumps({**summary, "status": status, "error": error}, indent=2) + "\n")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ that was not somebody else's consequence.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autolaunch.job import write_beside
+from autolaunch.launch.output_lost import output_lost
 from autolaunch_strategies.config import ConfigError, ConfigErrors
 
 PEER_LOST = re.compile(
@@ -123,8 +125,12 @@ def describe(error: BaseException, directory: Path, rank: int, world_size: int) 
     notes = [str(note) for note in getattr(error, "__notes__", [])]
     lines = traceback.format_exception_only(error)
     lines = lines[: len(lines) - len("\n".join(notes).split("\n"))] if notes else lines
-    peer_lost = is_peer_lost(error)
-    if wrong_config or isinstance(error, RunFailed):
+    told = wrong_config or isinstance(error, RunFailed)
+    lost = None if wrong_config else output_lost(directory.parent, error)
+    peer_lost = lost is None and is_peer_lost(error)
+    if lost is not None:
+        text = lost
+    elif told:
         text = "\n".join([str(error), *notes])
     elif peer_lost:
         text = told_of_peers(str(error))
@@ -134,7 +140,7 @@ def describe(error: BaseException, directory: Path, rank: int, world_size: int) 
         rank=rank,
         world_size=world_size,
         error=text,
-        details="" if wrong_config or isinstance(error, RunFailed) else user_traceback(error),
+        details="" if told or lost else user_traceback(error),
         log=str(log_file(directory, rank)),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -145,8 +151,9 @@ def describe(error: BaseException, directory: Path, rank: int, world_size: int) 
 
 
 def write_failure(failure: Failure, directory: Path) -> None:
-    """Write a rank's own failure down: complete or not at all."""
-    write_beside(failure_file(directory, failure.rank), json.dumps(dataclasses.asdict(failure), indent=1))
+    """Write a rank's own failure down: complete or not at all; not where nothing can be written any more."""
+    with contextlib.suppress(OSError):
+        write_beside(failure_file(directory, failure.rank), json.dumps(dataclasses.asdict(failure), indent=1))
 
 
 def is_peer_lost(error: BaseException) -> bool:
@@ -228,7 +235,10 @@ def _silent(directory: Path, rank: int, world_size: int, end: Exit) -> Failure:
     log = log_file(directory, rank)
     lines = tail(log, end.log_start)
     error, peer_lost = _ending(end.code), False
-    if end.code == -signal.SIGABRT:
+    lost = output_lost(directory.parent) if end.code > 0 else None
+    if lost is not None:
+        error = lost
+    elif end.code == -signal.SIGABRT:
         text = _written_since(log, end.log_start)
         # NCCL's watchdog ends the process of a rank that waited in vain.
         peer_lost = PEER_LOST.search(text) is not None
@@ -243,7 +253,7 @@ def _silent(directory: Path, rank: int, world_size: int, end: Exit) -> Failure:
         rank=rank,
         world_size=world_size,
         error=error,
-        details=f"the end of its log:\n{lines}" if lines else "",
+        details=f"the end of its log:\n{lines}" if lines and not lost else "",
         log=str(log),
         host=socket.gethostname(),
         pid=end.pid,
@@ -263,11 +273,14 @@ def _ending(code: int) -> str:
 
 
 def tail(path: Path, start: int = 0) -> str:
-    """The last lines of a log, of what was written after its first `start` bytes; empty if there is none."""
-    text = _written_since(path, start)
+    """The last lines of what a log has after its first `start` bytes, or its last crash; empty if there is no log."""
     # After the stacks of a fatal error, a line of several thousand characters.
-    text = "\n".join(line for line in text.splitlines() if not line.startswith("Extension modules: "))
-    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
+    text = _written_since(path, start).rstrip()
+    lines = [line for line in text.splitlines() if not line.startswith("Extension modules: ")]
+    crashes = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    if crashes:  # where it was stands first, and who called it below
+        return "\n".join(lines[crashes[-1] :][:TAIL_LINES])
+    return "\n".join(lines[-TAIL_LINES:])
 
 
 def _written_since(path: Path, start: int) -> str:

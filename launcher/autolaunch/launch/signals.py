@@ -10,8 +10,14 @@ from types import FrameType
 from typing import Any
 
 
+def asking_to_end() -> list[int]:
+    """Ctrl-C, SIGTERM, SIGUSR1, and SIGHUP unless it is ignored, as `nohup` has it."""
+    signals = [signal.SIGINT.value, signal.SIGTERM.value, signal.SIGUSR1.value]
+    return signals if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*signals, signal.SIGHUP.value]
+
+
 class Signals:
-    """Ctrl-C, SIGTERM and SIGUSR1 while a run lasts: counted here, acted on by the loop that watches the ranks.
+    """What asks a run to end, while it lasts: counted here, acted on by the loop that watches the ranks.
 
     One within another tells that one, too: what came in one of several starts of a run counts for all of them.
     """
@@ -28,7 +34,7 @@ class Signals:
             return
         before: dict[int, Any] = {}
         try:
-            for signum in (signal.SIGINT.value, signal.SIGTERM.value, signal.SIGUSR1.value):
+            for signum in asking_to_end():
                 before[signum] = signal.signal(signum, self._note)
             outer = getattr(before[signal.SIGINT.value], "__self__", None)
             self._outer = outer if isinstance(outer, Signals) else None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.launch.end import RunEnd
+from autolaunch.launch.lock import hand_over
 from autolaunch.launch.phase import forget_reports
 from autolaunch.launch.requeue import forget_ends_of_starts, job_state, read_ends_of_starts
 from autolaunch.launch.slurm_script import script, script_file, slurm_log
@@ -44,6 +45,7 @@ def run_on_slurm(job: ResolvedJob) -> RunEnd:
         return RunEnd("written", 0, message=f"nothing was submitted (launch.submit=false); to do it: {_sbatch(job)}")
     shown = log.stat().st_size if log.exists() else 0
     number = _submit(job)
+    hand_over(job.output_dir)
     follow = f"to follow it: tail -F {shlex.quote(str(log))}; to cancel it: scancel {number}"
     print(f"submitted as job {number} of Slurm; {file}", file=sys.stderr, flush=True)
     if not launch["follow"]:

@@ -101,6 +101,9 @@ class MetricsCsv(Logger):
             self._columns += new
             self._replace(rows)
             self._row_start = self._file.seek(0, os.SEEK_END)
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # somebody has deleted it: what comes is still worth having
+            self._replace([])
+            self._row_start = self._file.seek(0, os.SEEK_END)
         self._file.seek(self._row_start)
         self._file.write(_line(self._row, self._columns))
         self._file.truncate()

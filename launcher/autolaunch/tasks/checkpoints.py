@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from autolaunch.launch.failure import is_peer_lost
 from autolaunch.report.metrics import StepMetrics
+from autolaunch.report.readable import readable_bytes
 from autolaunch_strategies.checkpoint.files import complete_checkpoints
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.lightning.votes import TrainingStopped
@@ -65,10 +67,37 @@ class Checkpoints(ModelCheckpoint):
             self._next_save = time.monotonic() + self.seconds
         self._last_global_step_saved = trainer.global_step
         names: list[str] = []
+        problem = ""
         if trainer.is_global_zero:
             names = [item.name for item in complete_checkpoints(self.directory)]
-        names = trainer.strategy.broadcast(names)
+            problem = self._no_space(pl_module, trainer, len(names))
+        names, problem = trainer.strategy.broadcast((names, problem))
+        if problem:
+            raise ConfigError(
+                f"output_dir={self.directory.parent}",
+                problem,
+                "a directory on a larger disk, or checkpoint.enabled=false, which writes none",
+            )
         self._scores = {name: self._scores.get(name) for name in names}
+
+    def _no_space(self, pl_module: pl.LightningModule, trainer: pl.Trainer, written: int) -> str:
+        """Why the disk does not hold two checkpoints: one is removed when the next is written. Empty if it does.
+
+        Args:
+            written: how many are there already.
+        """
+        count = trainer.strategy.parameter_count  # type: ignore[attr-defined]
+        states = max((_states_per_parameter(optimizer) for optimizer in trainer.optimizers), default=0)
+        size = next((item.element_size() for item in pl_module.parameters()), 4)
+        trained = sum(item.numel() for item in pl_module.parameters() if item.requires_grad)
+        share = trained / max(1, sum(item.numel() for item in pl_module.parameters()))
+        one = int(count * size * (1 + states * share))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        free, needed = shutil.disk_usage(self.directory).free, one * max(1, 2 - written)
+        if free >= needed:
+            return ""
+        two = readable_bytes(2 * one)
+        return f"{readable_bytes(free)} are free on this disk, and two checkpoints of this model take {two}"
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -220,6 +249,11 @@ class Checkpoints(ModelCheckpoint):
             ", ".join(names) or "the names that self.log(...) is given",
             f"checkpoint.monitor={close}" if close else "",
         )
+
+
+def _states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
+    """Tensors of a parameter's size that an optimizer keeps: Adam and its kin two, with momentum one."""
+    return 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
 
 
 def _of_another_rank(error: BaseException) -> bool:

@@ -16,7 +16,9 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from autolaunch.data import build_data
 from autolaunch.job import ResolvedJob
+from autolaunch.launch.end import RunEnd
 from autolaunch.launch.failure import RunFailed, describe, show, write_failure
+from autolaunch.launch.forked import tell_parent
 from autolaunch.launch.place import Place
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.metrics_csv import MetricsCsv
@@ -45,6 +47,8 @@ def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     strategy.checkpoints.tell = partial(print, file=sys.stderr, flush=True)
     if task == "fit" and config["checkpoint"]["enabled"]:
         strategy.stop_signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        if place.kind != "local" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            strategy.stop_signals += (signal.SIGHUP,)  # there it is how the parent ends a rank at once
         strategy.stop_seconds = config["checkpoint"]["emergency_seconds"]
         strategy.stopped_too_late = partial(_end_now, job, place)
     steps = StepMetrics()
@@ -73,7 +77,8 @@ def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     except BaseException as error:
         if screen.is_first_rank:
             status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
-            reason = f"{type(error).__name__}: {error}" if status == "failed" else None
+            failed = status == "failed"
+            reason = describe(error, job.logs, place.rank, place.world_size).error if failed else None
             summary = collect_summary(
                 trainer, steps, started, task=task, status=status, error=reason, pipeline=screen.pipeline
             )
@@ -91,14 +96,14 @@ def _end_now(job: ResolvedJob, place: Place, reason: int | BaseException) -> Non
     """End this process, whose main thread may hang: there was no time left to save after a signal or a failure."""
     seconds = f"within {job.config['checkpoint']['emergency_seconds']:g} s (checkpoint.emergency_seconds)"
     if isinstance(reason, int):
-        if place.rank == 0:
-            name = signal.Signals(reason).name
-            print(f"stopped by {name}; no checkpoint was written {seconds}", file=sys.stderr, flush=True)
+        text = f"stopped by {signal.Signals(reason).name}; no checkpoint was written {seconds}"
+        if not tell_parent(RunEnd("interrupted", 128 + reason, message=text)) and place.rank == 0:
+            print(text, file=sys.stderr, flush=True)
         os._exit(128 + reason)
     reason.add_note(f"no checkpoint was written: it was not done {seconds}")
     failure = describe(reason, job.logs, place.rank, place.world_size)
     write_failure(failure, job.logs)
-    if place.kind != "local":
+    if not tell_parent(RunEnd("failed", failure.exit_code, failure, failure.render())) and place.kind != "local":
         show(failure)
     os._exit(failure.exit_code)
 

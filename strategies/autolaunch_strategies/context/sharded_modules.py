@@ -122,6 +122,8 @@ class Sequences:
         return cut(leaf, dim, Positions.of_layout(layout), self.peers.group)
 
 
+Compared = tuple[Any, Any, int | None]
+"""What a module returns for a part of the sequence, for the whole, and which dim of both is the sequence."""
 _KNOWN = (torch.Tensor, bool, int, float, str, type(None))
 """What a call that leaves nothing behind is given."""
 _MOST_CUT = 16
@@ -382,12 +384,15 @@ class ShardedModule:
                 short = [
                     self._short(leaf, anchor.size, dim, short_layout) for leaf, dim in zip(leaves, cuts, strict=True)
                 ]
-                sharding, problem, refusal = self._compare(short, form, cuts, short_layout)
+                outputs, problem, refusal = self._whole_and_part(short, form, cuts, short_layout)
                 self.why_whole, refused = self.why_whole or problem, refused or refusal
-                if self._agree(sharding is not None):
-                    assert sharding is not None
+                if not self._agree(outputs is not None):  # one that failed would not gather with the others
+                    continue
+                assert outputs is not None
+                if self._agree(self._are_same(outputs, self._tolerance(short), short_layout)):
                     self.why_whole = ""
-                    return sharding
+                    return CallSharding(cuts, tuple(dim for _, _, dim in outputs))
+                self.why_whole = self.why_whole or "it returns something else when its sequence is sharded"
             if statistics:
                 self.why_whole = f"{type(statistics[0]).__name__} takes its statistics from all positions"
             self.why_whole = self.why_whole or "another rank found that it returns something else"
@@ -441,12 +446,13 @@ class ShardedModule:
         if isinstance(self.module, FSDPModule):
             end_left_forward(self.module)
 
-    def _compare(
+    def _whole_and_part(
         self, short: list[Any], form: Form, cuts: tuple[int | None, ...], layout: Layout
-    ) -> tuple[CallSharding | None, str, ConfigError | None]:
-        """(sharding, "", None) if the module returns for a sharded sequence what it returns for a whole one.
+    ) -> tuple[list[Compared] | None, str, ConfigError | None]:
+        """(what the module returns for a part of a sequence and for the whole, "", None) if they can be compared.
 
-        Or else why not, and what says it if that is something to be changed in the config.
+        Or else why not, and what says it if that is something to be changed in the config. Each rank finds out by
+        itself.
         """
         try:
             theirs = tree_flatten(self._whole(short, form))[0]
@@ -460,8 +466,7 @@ class ShardedModule:
             return None, f"it does not run on a part of a sequence ({type(error).__name__}: {first_line})", None
         if len(ours) != len(theirs):
             return None, "it returns other things for a part of a sequence", None
-        output_dims: list[int | None] = []
-        tolerance = self._tolerance(short)
+        outputs: list[Compared] = []
         for one, other in zip(ours, theirs, strict=True):
             dim = None
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -471,12 +476,19 @@ class ShardedModule:
                     shapes = f"{list(one.shape)} for a part, {list(other.shape)} for the whole"
                     return None, f"what it returns does not have the sequence as one of its dims ({shapes})", None
                 dim = changed[0] if changed else None
-                if _far(plain(one if dim is None else self._shard(one, dim, layout)), plain(other), tolerance):
-                    return None, "it returns something else when its sequence is sharded", None
-            output_dims.append(dim)
-        if all(dim is None for dim in output_dims):
+            outputs.append((one, other, dim))
+        if all(dim is None for _, _, dim in outputs):
             return None, "nothing that it returns has the sequence among its dims", None
-        return CallSharding(cuts, tuple(output_dims)), "", None
+        return outputs, "", None
+
+    def _are_same(self, outputs: list[Compared], tolerance: float, layout: Layout) -> bool:
+        """Whether parts, put together, are the whole. Collective: all are, also behind one that differs here alone."""
+        far = [
+            _far(plain(one if dim is None else self._shard(one, dim, layout)), plain(other), tolerance)
+            for one, other, dim in outputs
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        ]
+        return not any(far)
 
     def _tolerance(self, leaves: list[Any]) -> float:
         """By how much results may differ, relative to the largest value: by the coarsest type that is computed in."""

@@ -115,7 +115,7 @@ class DistributedLoader:
     def samples_per_batch(self) -> int | None:
         """Samples of all ranks in a full batch; None if the loader does not say."""
         size = global_batch_size(self.loader)
-        return None if size is None else size * self._joined
+        return None if size is None else size * self.joined
 
     def __len__(self) -> int:
         return len(self._inner) if self._inner is not self.loader else -(-len(self.loader) // self.joined)

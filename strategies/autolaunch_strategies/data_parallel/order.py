@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import logging
 import pickle
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,8 @@ from autolaunch_strategies.data_parallel.loader import (
     with_arrays,
     with_tensors,
 )
+
+log = logging.getLogger(__name__)
 
 _MOST_SAMPLERS = 100
 
@@ -94,18 +97,20 @@ class Order(Sampler[Any]):
         self._to_resume = state
 
     def resume_behind(self, state: Mapping[str, Any]) -> None:
-        """Leave the sampler as that pass left it.
-
-        Raises:
-            ConfigError: it draws something else.
-        """
+        """Leave the sampler as that pass left it; one that is another now, as such a pass would, with a warning."""
         self.forget()
         if state["begin"] is None:
             return
         outside = get_random_states()
-        rest = self._redrawn(state["begin"], state["read"], state["digest_read"])
-        if rest is not None and state["has_ended"]:
+        rest, digest = self._redrawn(state["begin"], state["read"])
+        if state["has_ended"]:
             next(rest, None)  # what it does at its end is done
+        if digest != state["digest_read"]:
+            log.warning(
+                "train_dataloader: %s draws other samples than in the epoch before the checkpoint: the order of those "
+                "that follow may be another than without the interruption",
+                _name_of(self.inner),
+            )
         set_random_states(outside)
 
     def resume_at(self, handed_out: int) -> bool:
@@ -138,8 +143,9 @@ class Order(Sampler[Any]):
         """What is left of a pass; None if that is not known and it may start over."""
         count = state["handed_out"]
         outside = get_random_states()
-        rest = self._redrawn(state["begin"], count, state["digest"])
-        if rest is None:
+        rest, digest = self._redrawn(state["begin"], count)
+        if state["digest"] is not None and state["digest"] != digest:
+            self._refuse_or_start_over()
             set_random_states(outside)
             return None
         first = [] if count else list(itertools.islice(rest, 1))  # drawn when it began
@@ -148,11 +154,8 @@ class Order(Sampler[Any]):
         self._digest = self._digest_handed_out = state["digest"] or ""
         return itertools.chain(first, rest)
 
-    def _redrawn(self, begin: Mapping[str, Any], count: int, digest: str | None) -> Iterator[Any] | None:
-        """What follows the first `count` of a pass that began so. Leaves random states as they are then.
-
-        None if these are others than those of `digest`, and the pass may start over.
-        """
+    def _redrawn(self, begin: Mapping[str, Any], count: int) -> tuple[Iterator[Any], str]:
+        """(what follows the first `count` of a pass that began so, digest of those). Leaves random states as then."""
         if self._pristine is None:
             self._pristine = {name: copy.deepcopy(content) for name, (content, _) in _contents(self.inner).items()}
         else:  # what is resumed once more begins as it did
@@ -164,20 +167,23 @@ class Order(Sampler[Any]):
         rest, drawn = iter(self.inner), ""
         for _ in range(count):
             drawn = _next_digest(drawn, next(rest, "nothing"))
-        if digest is not None and digest != drawn:
-            if self.may_start_over:
-                self._restore(self._pristine)
-                return None
-            raise ConfigError(
-                "train_dataloader",
-                f"{_name_of(self.inner)} draws other samples than before the checkpoint, so its pass can't be gone on "
-                "with where it stopped: the data, the batch size or the sampler changed, or it draws from something "
-                "that is not known",
-                "the data and the sampler of the run that saved; a sampler with a generator of its own, or with "
-                "state_dict and load_state_dict; or to begin the data again",
-                "checkpoint.data_position=start_over, in a script MeshStrategy(data_position='start_over')",
-            )
-        return rest
+        return rest, drawn
+
+    def _refuse_or_start_over(self) -> None:
+        """The sampler draws something else than it did."""
+        if self.may_start_over:
+            assert self._pristine is not None
+            self._restore(self._pristine)
+            return
+        raise ConfigError(
+            "train_dataloader",
+            f"{_name_of(self.inner)} draws other samples than before the checkpoint, so its pass can't be gone on "
+            "with where it stopped: the data, the batch size or the sampler changed, or it draws from something "
+            "that is not known",
+            "the data and the sampler of the run that saved; a sampler with a generator of its own, or with "
+            "state_dict and load_state_dict; or to begin the data again",
+            "checkpoint.data_position=start_over, in a script MeshStrategy(data_position='start_over')",
+        )
 
     # --- what changes in samplers -----------------------------------------------------------------------------------
 

@@ -226,8 +226,15 @@ def cut(whole: torch.Tensor, dim: int, positions: Positions, group: dist.Process
     held = positions.of_rank(rank)
     count = len(held)
     if count == 0 or int(held[-1] - held[0]) + 1 == count:
-        first = int(held[0]) if count else 0
-        return on_parts(whole, lambda tensor: tensor.narrow(dim, first, count), dim, count)
+        first = (
+            int(held[0]) if count else 0
+        )  # a copy, contiguous, as other ranks have: models view, and change in place
+        return on_parts(
+            whole,
+            lambda tensor: tensor.narrow(dim, first, count).clone(memory_format=torch.contiguous_format),
+            dim,
+            count,
+        )
     index = positions.of_rank(rank, whole.device)
     return on_parts(whole, lambda tensor: tensor.index_select(dim, index), dim, count)
 

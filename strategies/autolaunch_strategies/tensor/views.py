@@ -146,7 +146,28 @@ def _combined(result: Any) -> Any:
     """
     if type(result) is not DTensor or all(_is_linear(placement) for placement in result.placements):
         return result
-    return result.redistribute(placements=[one if _is_linear(one) else Replicate() for one in result.placements])
+    return _Combined.apply(result)
+
+
+class _Combined(torch.autograd.Function):
+    """As `DTensor.redistribute` of such a tensor; but with any gradient, also one that is to be added up over ranks.
+
+    torch would turn that into parts that are combined as the tensor's are, for which it has no way.
+    """
+
+    @staticmethod
+    def forward(context: Any, tensor: DTensor) -> DTensor:
+        context.linear = [_is_linear(placement) for placement in tensor.placements]
+        return _replicated_except(tensor, context.linear)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return _replicated_except(gradients[0], context.linear)
+
+
+def _replicated_except(tensor: DTensor, kept: list[bool]) -> DTensor:
+    placements = zip(tensor.placements, kept, strict=True)
+    return tensor.redistribute(placements=[one if keep else Replicate() for one, keep in placements])
 
 
 def _is_linear(placement: Placement) -> bool:
