@@ -31,7 +31,10 @@ FILES = {
 """What lies in the working directory: the mistakes of a user's own YAML files."""
 
 TASKS = "fit, validate, test, predict, plan, calibrate, export"
-GROUPS = "cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, search, trainer"
+GROUPS = (
+    "adapter, cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, search, "
+    "trainer"
+)
 DP_OPTIONS = "ddp, fsdp, hsdp, zero1, zero2"
 STYLES = (
     "ColWiseParallel, RowWiseParallel, GatherWhenUsed, SequenceParallelBegin, SequenceParallelEnd, "
@@ -881,7 +884,7 @@ WRONG = [
         Told(
             "resume.allow=[sed]",
             "sed",
-            allowed="optimizer, seed, batch_size, seq_len, data, model",
+            allowed="optimizer, seed, batch_size, seq_len, data, model, adapter, base",
             write="resume.allow=[seed]",
         ),
         id="allowed-that-is-not-compared",

@@ -20,6 +20,7 @@ from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
 from autolaunch.machine.devices import visible_devices
 from autolaunch.machine.this_machine import memory_gib
+from autolaunch.models.adapter_config import adapter_settings, check_llama
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.checkpoint.record import check_allowed
@@ -82,6 +83,7 @@ def check(
     with _collected(errors):
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
+    errors += _adapter(config)
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
     errors += check_slurm(config, output_dir, where, started_ranks)
@@ -383,6 +385,55 @@ def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:
             "checkpoint.data_position=required",
         )
     resolve_ckpt_path(config, output_dir)
+
+
+def _adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """An adapter where there is no model to put it into, or none of its names is in it; and what it leaves to train."""
+    adapter, model, merged = config["adapter"], config["model"], config["export_merged"]
+    if merged and config["task"] != "export":
+        yield ConfigError(
+            "export_merged=true",
+            f"has no effect: {config['task']} exports nothing",
+            "autolaunch export",
+            "export_merged=false",
+        )
+    if config["module"] is not None:
+        typed_here = {
+            f"adapter={adapter['name']}" if adapter is not None else "": "adapter=none",
+            "model.trainable" if model.get("trainable") else "": "model.trainable=null",
+        }
+        for key, write in typed_here.items():
+            if key:
+                yield ConfigError(
+                    key,
+                    "module is a LightningModule of your own: which parameters it trains is its own affair",
+                    "adapters and requires_grad in its constructor (PEFT's work on every mesh)",
+                    write,
+                )
+        return
+    trainable = model.get("trainable")
+    if trainable is not None and not trainable:
+        yield ConfigError(
+            "model.trainable=[]",
+            "nothing would be trained",
+            "patterns over names of parameters or modules; null for all",
+            "model.trainable=null",
+        )
+    if adapter is None:
+        return
+    if trainable:
+        yield ConfigError(
+            f"model.trainable={written(trainable)} with adapter={adapter['name']}",
+            "an adapter trains its own parameters and freezes all others",
+            "adapter.modules_to_save for modules that are trained whole beside it",
+            "model.trainable=null",
+        )
+    try:
+        settings = adapter_settings(adapter)
+        if "_target_" not in model and model["name"] == "llama":
+            check_llama(settings)
+    except ConfigError as error:
+        yield error
 
 
 def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:

@@ -12,7 +12,8 @@ import xxhash
 from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, expanded, find_files, standard_library_documents
 from autolaunch.data.rows import find_row_files
 from autolaunch.data.tokenizers import known_by, template_text
-from autolaunch.models.hf_config import read_hf_config
+from autolaunch.models.adapter_config import adapter_settings
+from autolaunch.models.hf_config import WEIGHT_FILES, read_hf_config
 from autolaunch.models.llama_config import llama_config
 from autolaunch_strategies.checkpoint.record import plain_record
 
@@ -36,11 +37,13 @@ _NOT_THE_DATA = (
 )  # fmt: skip
 """Keys of the group `data` that training data do not depend on, or that are compared by themselves."""
 
-_NOT_THE_MODEL = ("name", "mp_plans")
+_NOT_THE_MODEL = ("name", "mp_plans", "trainable")
 _NOT_OF_HF_MODELS = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
 """What libraries write into a config.json by themselves."""
 
 _HEAD_BYTES, _MOST_HEADS = 4096, 16
+_SAMPLES = 64
+"""Places of a file of weights that are read, to tell two models of the same shapes apart without reading them."""
 
 
 def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +66,42 @@ def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
             record["optimizer"] = kind
     record |= {f"trainer.{key}": config["trainer"][key] for key in _OF_THE_TRAINER}
     record |= {key: config[key] for key in ("precision", "random_numbers")}
+    if config["module"] is None and config["model"].get("trainable") is not None:
+        record["trainable"] = config["model"]["trainable"]
+    return plain_record({**record, **recorded_adapter(config)})
+
+
+def recorded_adapter(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of the record about an adapter and the frozen weights around it; nothing if there is no adapter.
+
+    Raises:
+        ConfigError: files that the config names are gone.
+    """
+    if config["adapter"] is None:
+        return {}
+    settings, model = adapter_settings(config["adapter"]), config["model"]
+    record: dict[str, Any] = {"adapter": settings.record(), "base": {"seed": config["seed"]}}
+    if "_target_" not in model and model["name"] == "hf" and model["path"] is not None and model["pretrained"]:
+        directory = expanded(model["path"])
+        record |= {"base": _weights(directory), "base_path": str(directory.absolute())}
     return plain_record(record)
+
+
+def _weights(directory: Path) -> dict[str, Any]:
+    """What files of weights are known by: their sizes, and what stands at places all over them."""
+    index, single = (directory / name for name in WEIGHT_FILES)
+    files = sorted(directory.glob("*.safetensors")) if index.is_file() else [single]
+    return _known_by((file.stat().st_size for file in files), map(_samples, files))
+
+
+def _samples(file: Path) -> bytes:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        parts = []
+        for number in range(_SAMPLES):
+            opened.seek(max(0, size - _HEAD_BYTES) * number // (_SAMPLES - 1))
+            parts.append(opened.read(_HEAD_BYTES))
+    return b"".join(parts)
 
 
 def _torchs_own(target: str | None) -> str | None:

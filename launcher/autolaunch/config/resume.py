@@ -15,8 +15,9 @@ from autolaunch_strategies.checkpoint.files import (
     problem_with,
     read_manifest,
 )
-from autolaunch_strategies.checkpoint.record import COMPARED, changes, record_of, refuse_changes
+from autolaunch_strategies.checkpoint.record import COMPARED, changes, in_words, record_of, refuse_changes
 from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config.values import written
 
 COMPARING_TASKS = ("fit", "plan")
 """Tasks that go on with a training, or show how they would; all others only use the weights of a checkpoint."""
@@ -55,6 +56,61 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
         "the path of a checkpoint, or the output_dir of the run that wrote one",
         f"autolaunch {config['task']} ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
     )
+
+
+def check_adapter(config: Mapping[str, Any], checkpoint: Path, record: Mapping[str, Any]) -> None:
+    """Check that a checkpoint holds what the model of a job takes: an adapter, or all weights.
+
+    Args:
+        config: the job; its `ckpt_path` as it was typed.
+        checkpoint: what that means.
+        record: what the job's adapter and its frozen weights are, see `autolaunch.config.recorded`.
+
+    Raises:
+        ConfigError: an adapter for a model without one, the reverse, or another adapter or other frozen weights.
+    """
+    there, where = record_of(checkpoint), f"ckpt_path={config['ckpt_path']}"
+    if config["task"] == "export":
+        if config["export_merged"] and there and "adapter" not in there:
+            raise ConfigError(
+                "export_merged=true",
+                f"{checkpoint} holds a whole model, and no adapter to merge into it",
+                "checkpoints of runs with an adapter",
+                "export_merged=false",
+            )
+        return
+    if there.get("adapter") and not record:
+        base = f" model=hf model.path={there['base_path']}" if there.get("base_path") else ""
+        raise ConfigError(
+            where,
+            f"{checkpoint} holds an adapter alone, and the job has none",
+            "the adapter of its run; for a model of its own, its export with export_merged=true",
+            _adapter_keys(there["adapter"]) + base,
+        )
+    if there and record and not there.get("adapter"):
+        raise ConfigError(
+            where,
+            f"{checkpoint} holds a whole model, and the job trains an adapter beside a frozen one",
+            "the checkpoint of a run with an adapter; to adapt this model, start from its export",
+            f"autolaunch export ckpt_path={checkpoint} export_path=DIRECTORY, then model=hf model.path=DIRECTORY",
+        )
+    others = changes(there, {name: record[name] for name in ("adapter", "base") if name in record})
+    if others and config["task"] not in COMPARING_TASKS:
+        raise ConfigError(
+            where,
+            f"was written by a run with another {in_words(others)}",
+            "what that run had",
+            _adapter_keys(there["adapter"]) if "adapter" in others else "",
+        )
+
+
+def _adapter_keys(adapter: Mapping[str, Any]) -> str:
+    """What is typed for an adapter that was recorded."""
+    keys = [f"adapter={adapter['kind']}"]
+    for name, value in adapter.items():
+        if name != "kind" and value not in ([], ""):
+            keys.append(f"adapter.{name}={written(value).replace(' ', '')}")
+    return " ".join(keys)
 
 
 def check_that_it_goes_on(

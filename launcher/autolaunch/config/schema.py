@@ -39,6 +39,7 @@ TASKS = {
 
 GROUPS = {
     "model": "what is trained",
+    "adapter": "which parameters are trained: all, or small ones beside frozen layers",
     "data": "on what",
     "mesh": "how many ranks along each axis: dp x mp x pp x cp",
     "dp": "data parallel: what is sharded",
@@ -95,6 +96,11 @@ LLAMA_PLANS: dict[str, Any] = {
 }
 """How mp shards a Llama."""
 
+_TRAINABLE_HELP = (
+    "Names of the parameters or modules that are trained, as patterns of plans; all others are frozen (null: all are "
+    "trained)."
+)
+
 _PLANS_HELP = "Plans for mp that come with this model: {tensor_parallel: {pattern: style}, seq_parallel: {...}}."
 
 
@@ -121,6 +127,7 @@ class LlamaModel:
     norm_eps: float | None = option("Epsilon of the RMS norms (null: the size's own).", None, gt=0)
     tie_embeddings: bool | None = option("Use the embedding as the output head (null: the size's own).", None)
     init_std: float = option("Standard deviation of the initial weights.", 0.02, gt=0)
+    trainable: list[str] | None = option(_TRAINABLE_HELP, None)
     mp_plans: dict[str, Any] = option(_PLANS_HELP, LLAMA_PLANS)
 
 
@@ -138,6 +145,7 @@ class HFModel:
     attn_implementation: str = option(
         "Attention of `transformers`.", "sdpa", choices=("sdpa", "eager", "flash_attention_2")
     )
+    trainable: list[str] | None = option(_TRAINABLE_HELP, None)
     mp_plans: dict[str, Any] = option(_PLANS_HELP, {})
 
 
@@ -151,7 +159,35 @@ class CustomModel:
         "Loss of (output, target): cross_entropy, mse, or {_target_: ...}; `output` for a model that returns its loss.",
         "cross_entropy",
     )
+    trainable: list[str] | None = option(_TRAINABLE_HELP, None)
     mp_plans: dict[str, Any] = option(_PLANS_HELP, {})
+
+
+@dataclass
+class Adapter:
+    """adapter=lora, dora: PEFT's small matrices beside frozen layers are trained (install autolaunch[peft])."""
+
+    name: str = option("Which adapter this is; set by the group.", "lora", choices=("lora", "dora"))
+    path: str | None = option(
+        "Directory of a published adapter (adapter_config.json, adapter_model.safetensors) to go on from.", None
+    )
+    r: int | None = option("Rank of the added matrices (null: 8, or that of adapter.path).", None, ge=1)
+    alpha: float | None = option(
+        "Their product is scaled by alpha / r (null: 2 r, or that of adapter.path).", None, gt=0
+    )
+    dropout: float | None = option(
+        "Share of their inputs that is dropped in training (null: 0, or that of adapter.path).", None, ge=0, lt=1
+    )
+    target_modules: Any = option(
+        "Layers that get them: all-linear (every linear layer but the head), a list of names or ends of names, or a "
+        "regular expression over whole names (null: all-linear, or those of adapter.path).",
+        None,
+    )
+    target_parameters: list[str] = option(
+        "Parameters that get them where no layer holds them, such as experts.gate_up_proj, by ends of names.", []
+    )
+    modules_to_save: list[str] = option("Modules that are trained whole, by ends of names.", [])
+    exclude: list[str] = option("Layers that get none although they are targets, by ends of names.", [])
 
 
 _MICROBATCHES = (
@@ -523,6 +559,9 @@ class Job:
         "Checkpoint to go on from: a path, or `last`, the newest of output_dir or else of the runs of this name.", None
     )
     export_path: str | None = option("Where `autolaunch export` writes (null: <output_dir>/export).", None)
+    export_merged: bool = option(
+        "Of a run with an adapter, export the model with the adapter merged into it, not the adapter alone.", False
+    )
     module: dict[str, Any] | None = option(
         "A LightningModule of your own: {_target_: ..., arguments}; then model, optimizer and scheduler are its own.",
         None,
@@ -532,6 +571,7 @@ class Job:
     resume: Resume = field(default_factory=Resume)
     mesh: Mesh = field(default_factory=Mesh)
     model: Any = field(default_factory=LlamaModel)
+    adapter: Adapter | None = option("Small parameters to train beside a frozen model.", None)
     data: Any = field(default_factory=TextData)
     dp: DataParallel = field(default_factory=DataParallel)
     mp: ModelParallel | None = field(default_factory=ModelParallel)

@@ -27,8 +27,14 @@ from autolaunch.config.command_line import CommandLine, quoted_mesh, unquoted
 from autolaunch.config.compose import Composed, compose, resolved, run_once, run_sweep, unresolvable
 from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.config.origin import Origin
-from autolaunch.config.recorded import recorded
-from autolaunch.config.resume import COMPARING_TASKS, check_that_it_goes_on, resolve_ckpt_path, what_last_is
+from autolaunch.config.recorded import recorded, recorded_adapter
+from autolaunch.config.resume import (
+    COMPARING_TASKS,
+    check_adapter,
+    check_that_it_goes_on,
+    resolve_ckpt_path,
+    what_last_is,
+)
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.search import is_trial
 from autolaunch.config.sequence_parts import with_sequence_parts
@@ -418,6 +424,9 @@ def resolve_job(
     resumes_last = values["ckpt_path"] == "last"
     record = recorded(values) if values["task"] in COMPARING_TASKS else {}
     checkpoint = resolve_ckpt_path(values, output_dir)
+    if checkpoint is not None:
+        adapter = recorded_adapter(values) if values["task"] != "export" else {}
+        check_adapter(values, Path(checkpoint), adapter)
     if checkpoint is not None and record:
         check_that_it_goes_on(values, Path(checkpoint), output_dir, record)
     values["ckpt_path"] = checkpoint

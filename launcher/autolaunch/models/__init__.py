@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from torch import nn
 
+    from autolaunch.models.language_model import LanguageModel, SupervisedModule
+
 
 def build_model(model_cfg: Mapping[str, Any]) -> nn.Module:
     """The module that the group `model` describes, on torch's default device and in its default dtype.
@@ -27,7 +29,7 @@ def build_model(model_cfg: Mapping[str, Any]) -> nn.Module:
 
         from autolaunch.instantiate import build
 
-        model = build(model_cfg, "model", ("name", "loss", "mp_plans"))
+        model = build(model_cfg, "model", ("name", "loss", "mp_plans", "trainable"))
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"model._target_={model_cfg['_target_']}",
@@ -81,10 +83,31 @@ def build_module(job_config: Mapping[str, Any]) -> LightningModule:
                 f"module._target_={node['_target_']}", f"it returns a {type(module).__name__}", "a LightningModule"
             )
         return module
+    model_cfg = job_config["model"]
+    model = build_model(model_cfg)
+    adapter_cfg, trainable = job_config.get("adapter"), model_cfg.get("trainable")
+    adapted = None
+    if adapter_cfg is not None:
+        from autolaunch.models.adapters import add_adapter
+
+        adapted = add_adapter(model, adapter_cfg, model_cfg)
+    elif trainable is not None:
+        from autolaunch.models.adapters import train_only
+
+        train_only(model, trainable)
+    module = _around(model, job_config)
+    if adapted is not None:
+        from autolaunch.models.adapters import save_only
+
+        save_only(module, adapted.trained)
+        module.adapted = adapted
+    return module
+
+
+def _around(model: nn.Module, job_config: Mapping[str, Any]) -> LanguageModel | SupervisedModule:
     from autolaunch.models.language_model import LanguageModel, SupervisedModule
 
     model_cfg = job_config["model"]
-    model = build_model(model_cfg)
     rest = job_config["optimizer"], job_config["scheduler"], job_config["trainer"]["max_steps"]
     if "_target_" in model_cfg:
         return SupervisedModule(model, model_cfg.get("loss", "cross_entropy"), *rest)

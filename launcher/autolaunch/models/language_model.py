@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -15,6 +15,9 @@ from autolaunch.instantiate import build
 from autolaunch.models.labels import NOT_TRAINED, ChecksFirstBatch, next_tokens
 from autolaunch.models.optimizer import optimizer_and_schedule
 from autolaunch_strategies.config import ConfigError
+
+if TYPE_CHECKING:
+    from autolaunch.models.adapters import Adapted
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """Under which of these keys a batch that is a dict keeps what the model should say."""
@@ -50,6 +53,7 @@ class LanguageModel(LightningModule):
     ) -> None:
         super().__init__()
         self.model = model
+        self.adapted: Adapted | None = None
         self.optimizer_cfg, self.scheduler_cfg, self.total_steps = optimizer_cfg, scheduler_cfg, total_steps
         self.labels = labels
         parameters = inspect.signature(model.forward).parameters
@@ -130,6 +134,7 @@ class SupervisedModule(LightningModule):
         super().__init__()
         self.model = model
         self.loss = build_loss(loss)
+        self.adapted: Adapted | None = None
         self.optimizer_cfg, self.scheduler_cfg, self.total_steps = optimizer_cfg, scheduler_cfg, total_steps
 
     def _run(self, batch: Any, with_target: bool = True) -> tuple[Any, Any]:

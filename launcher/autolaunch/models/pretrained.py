@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class SafetensorsWeights:
             return self._open(self._files[source]).get_tensor(source)
         return self._slice(source)[index]
 
-    def matching(self, model: nn.Module) -> dict[str, Source]:
+    def matching(self, model: nn.Module, base_names: Mapping[str, str] | None = None) -> dict[str, Source]:
         """What each parameter and persistent buffer of `model` starts from; every value can be given to `read`.
 
         Names are compared as `transformers` does: after the renamings and conversions that the class declares, and with
@@ -83,15 +84,18 @@ class SafetensorsWeights:
 
         Args:
             model: a model on any device, `meta` included.
+            base_names: name in ``model.state_dict()`` -> its name without adapters; the others are not looked for.
 
         Returns:
-            name in ``model.state_dict()`` -> name in the files, or the conversion that makes it. What the class
-            declares as dispensable may be absent.
+            name (without adapters) in ``model.state_dict()`` -> name in the files, or the conversion that makes it.
+            What the class declares as dispensable may be absent.
 
         Raises:
             ConfigError: the files lack a weight, or hold it in another shape.
         """
         wanted = model.state_dict(keep_vars=True)
+        if base_names is not None:
+            wanted = {base: wanted[name] for name, base in base_names.items()}
         matches = sources(model, self._files, wanted)
         self._share_tied(wanted, matches)
         optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()

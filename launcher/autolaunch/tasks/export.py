@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from autolaunch.config.recorded import recorded_adapter
 from autolaunch.data.exported import write_tokenizer
 from autolaunch.instantiate import locate, targets
 from autolaunch.job import ResolvedJob
@@ -25,7 +26,9 @@ from autolaunch.models.hf_export import write_transformers_files
 from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch.report.summary import write_summary
 from autolaunch.report.terminal import Terminal
+from autolaunch.tasks.export_adapter import MergedWeights, write_adapter
 from autolaunch_strategies.checkpoint.files import WRITING, damage_in, files_with_hashes, problem_with, read_manifest
+from autolaunch_strategies.checkpoint.record import record_of
 from autolaunch_strategies.checkpoint.sharded import damaged, readable
 from autolaunch_strategies.checkpoint.storage import Planner, Reader
 from autolaunch_strategies.config import ConfigError
@@ -45,7 +48,12 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     if config is not None and not checkpoint["trust"]:
         _check_targets(source, config)
     exported = export_checkpoint(
-        source, target, config or job.config, trust=checkpoint["trust"], verify=checkpoint["verify"]
+        source,
+        target,
+        config or job.config,
+        trust=checkpoint["trust"],
+        verify=checkpoint["verify"],
+        merged=job.config["export_merged"],
     )
     summary = {
         "task": "export",
@@ -111,20 +119,25 @@ def export_checkpoint(
     *,
     trust: bool = False,
     verify: str = "hash",
+    merged: bool = False,
 ) -> dict[str, int]:
     """Write the model of the checkpoint directory `source` to the directory `target`, beside and renamed.
+
+    Of a run with an adapter that is the adapter, in PEFT's files.
 
     Args:
         config: the job that trained it: decides which model it is, and its config.json.
         shard_bytes: largest file, and the most that is held in memory (unless one tensor is larger).
         trust: run what its pickles name, if that is no plain data.
         verify: compare the content of its files with their hashes (hash), or their sizes only (size).
+        merged: of a run with an adapter, the model with the adapter merged into it.
 
     Returns:
         parameters, bytes and files written.
 
     Raises:
-        ConfigError: `target` exists, or `source` is a single file, or damaged.
+        ConfigError: `target` exists; `source` is a single file, or damaged; `merged` without an adapter, or the frozen
+            weights are not those that it was trained with.
     """
     if target.exists():
         raise ConfigError(f"export_path={target}", "exists already", "a directory that does not exist yet")
@@ -132,49 +145,99 @@ def export_checkpoint(
         raise ConfigError(
             f"ckpt_path={source}", "is a single file of plain lightning", "a checkpoint directory written by autolaunch"
         )
-    with Construction(0).recording():
+    construction = Construction(config["seed"])
+    with construction.recording():
         module = build_module(config)
     # Of attributes, torch's stubs say that they are tensors or modules.
     model: nn.Module = module if config.get("module") else module.model  # type: ignore[assignment]
+    adapted: Any = getattr(module, "adapted", None)
+    if merged:
+        _check_merged(source, config, adapted)
     prefix = "model." if config.get("module") else "model.model."
-    tied = _tied_names(model)
     problem = problem_with(source) or (damage_in(source, files_with_hashes(source)) if verify == "hash" else None)
     if problem:
         raise damaged(source, problem)
-    reader = Reader(source, trust)
-    with readable(source):
-        metadata_of = reader.read_metadata().state_dict_metadata
-    stored = {
-        name.removeprefix(prefix): metadata
-        for name, metadata in metadata_of.items()
-        if isinstance(metadata, TensorStorageMetadata)
-        and name.startswith(prefix)
-        and name.removeprefix(prefix) not in tied
-    }
+    stored = _Stored(source, prefix, trust)
     beside = target.with_name(target.name + WRITING)
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    shards = list(_shards(stored, shard_bytes))
-    weight_map, total = {}, 0
-    for number, names in enumerate(shards, start=1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        room = {prefix + name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
-        with warnings.catch_warnings(), readable(source):
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be: no_dist
-            dcp.load(room, storage_reader=reader, planner=Planner(trust), no_dist=True)
-        save_file({name.removeprefix(prefix): tensor for name, tensor in room.items()}, beside / file, {"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
-        total += sum(tensor.nbytes for tensor in room.values())
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (beside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    dtypes = {str(metadata.properties.dtype).removeprefix("torch.") for metadata in stored.values()}
-    write_transformers_files(beside, config["model"], model, dtypes.pop() if len(dtypes) == 1 else "float32")
+    if adapted is not None and not merged:
+        values = stored.read(adapted.trained)
+        total, files = write_adapter(beside, adapted, values), 1
+        parameters = sum(value.numel() for value in values.values())
+    else:
+        tied, read = _tied_names(model), stored.read
+        metas = {name: meta for name, meta in stored.metas.items() if name not in tied}
+        if adapted is not None:
+            weights = MergedWeights(config, module, construction, stored.read(stored.metas))
+            metas, read = weights.metas(), lambda names: {name: weights.read(name) for name in names}
+        total, files, dtypes = _write_shards(beside, metas, read, shard_bytes)
+        write_transformers_files(beside, config["model"], model, dtypes.pop() if len(dtypes) == 1 else "float32")
+        own = model.parameters() if adapted is None else [metas[name] for name in metas]
+        parameters = sum(parameter.numel() for parameter in own)
     origin = None if config.get("module") else config["model"].get("path")
     write_tokenizer(beside, config.get("data") or {}, origin if isinstance(origin, str) else None)
     beside.rename(target)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"parameters": parameters, "bytes": total, "files": len(shards)}
+    return {"parameters": parameters, "bytes": total, "files": files}
+
+
+class _Stored:
+    """The tensors of a checkpoint whose names begin with `prefix`, by the rest of their names."""
+
+    def __init__(self, source: Path, prefix: str, trust: bool) -> None:
+        self._source, self._prefix, self._trust = source, prefix, trust
+        self._reader = Reader(source, trust)
+        with readable(source):
+            metadata_of = self._reader.read_metadata().state_dict_metadata
+        self.metas = {
+            name.removeprefix(prefix): torch.empty(metadata.size, dtype=metadata.properties.dtype, device="meta")
+            for name, metadata in metadata_of.items()
+            if isinstance(metadata, TensorStorageMetadata) and name.startswith(prefix)
+        }
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Some of them, in memory."""
+        room = {self._prefix + name: torch.empty_like(self.metas[name], device="cpu") for name in names}
+        with warnings.catch_warnings(), readable(self._source):
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be: no_dist
+            dcp.load(room, storage_reader=self._reader, planner=Planner(self._trust), no_dist=True)
+        return {name.removeprefix(self._prefix): tensor for name, tensor in room.items()}
+
+
+def _check_merged(source: Path, config: Mapping[str, Any], adapted: Any) -> None:
+    """Raise ConfigError if there is no adapter to merge, or it was trained beside other weights than are there now."""
+    if adapted is None:
+        raise ConfigError("export_merged=true", f"{source} is of a run without an adapter", write="export_merged=false")
+    there, here = record_of(source).get("base"), recorded_adapter(config)["base"]
+    if there is not None and there != here:
+        raise ConfigError(
+            f"ckpt_path={source}",
+            f"its adapter was trained beside other weights than those that are in {config['model'].get('path')} now",
+            "the model that the run began from; or the adapter alone",
+            "export_merged=false",
+        )
+
+
+def _write_shards(
+    directory: Path,
+    metas: Mapping[str, torch.Tensor],
+    read: Callable[[list[str]], dict[str, torch.Tensor]],
+    shard_bytes: int,
+) -> tuple[int, int, set[str]]:
+    """Write weights to model.safetensors, or to several files and an index; returns (bytes, files, types)."""
+    shards = list(_shards(metas, shard_bytes))
+    weight_map, total, dtypes = {}, 0, set()
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: tensor.contiguous() for name, tensor in read(names).items()}
+        save_file(tensors, directory / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(names, file))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        dtypes |= {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return total, len(shards), dtypes
 
 
 def _tied_names(model: nn.Module) -> set[str]:
@@ -183,11 +246,11 @@ def _tied_names(model: nn.Module) -> set[str]:
     return {name for name, tensor in model.state_dict(keep_vars=True).items() if first[id(tensor)] != name}
 
 
-def _shards(stored: Mapping[str, TensorStorageMetadata], shard_bytes: int) -> Iterator[list[str]]:
+def _shards(metas: Mapping[str, torch.Tensor], shard_bytes: int) -> Iterator[list[str]]:
     names: list[str] = []
     filled = 0
-    for name, metadata in stored.items():
-        size = metadata.size.numel() * metadata.properties.dtype.itemsize
+    for name, meta in metas.items():
+        size = meta.numel() * meta.dtype.itemsize
         if names and filled + size > shard_bytes:
             yield names
             names, filled = [], 0

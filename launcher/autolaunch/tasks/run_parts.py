@@ -21,6 +21,7 @@ from autolaunch.tasks.checkpoints import Checkpoints
 from autolaunch.tasks.not_finite import EndsWhenNotFinite
 from autolaunch.tasks.optimizer_as_typed import OptimizerAsTyped
 from autolaunch.tasks.progress_notes import Moves
+from autolaunch.tasks.weight_files import weight_files
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.strategy import MeshStrategy
 from autolaunch_strategies.model.construction import Construction
@@ -133,28 +134,8 @@ def construct_module(
         )
         return module
     strategy.construction = construction
-    model = config["model"]
-    if not config["module"] and model.get("name") == "hf" and model.get("path") and model.get("pretrained"):
-        strategy.files = _PretrainedFiles(model["path"], module)
+    strategy.files = weight_files(config, module, construction)
     return module
-
-
-class _PretrainedFiles:
-    """The files of a pretrained model under the names of the LightningModule around it."""
-
-    def __init__(self, directory: str, module: pl.LightningModule) -> None:
-        from autolaunch.models.pretrained import SafetensorsWeights
-
-        self._weights = SafetensorsWeights(directory)
-        # Of attributes, torch's stubs say that they are tensors or modules.
-        matching = self._weights.matching(module.model)  # type: ignore[arg-type]
-        self._sources = {f"model.{name}": source for name, source in matching.items()}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._sources
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
-        return self._weights.read(self._sources[name], index)
 
 
 @contextmanager

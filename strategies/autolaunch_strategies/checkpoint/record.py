@@ -22,6 +22,8 @@ COMPARED = {
     "seq_len": "tokens per sequence",
     "data": "what is trained on",
     "model": "what is trained",
+    "adapter": "which parameters are added to the model",
+    "base": "the frozen weights, which are not in the checkpoint",
 }
 """Names in a record that have to be the same, and what they are."""
 

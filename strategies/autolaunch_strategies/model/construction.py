@@ -9,7 +9,7 @@ rank makes, nor in which order. Deferred initialisation of this kind is known fr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +63,7 @@ class Construction:
         self._writers: dict[int, list[int]] = {}
         self._alive: dict[int, torch.UntypedStorage] = {}  # keeps the keys of recorded memory unique
         self.named: dict[str, torch.Tensor] = {}
+        self._given: dict[int, Callable[[], torch.Tensor]] = {}
         self.replaying = False
 
     def remember(self, module: nn.Module) -> None:
@@ -74,6 +75,16 @@ class Construction:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if self.knows(tensor):
                 self.named.setdefault(name, tensor.detach())
+
+    def give(self, tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
+        """Let `read` say what a recorded tensor holds, instead of the constructor: for what is computed from it, too.
+
+        Args:
+            tensor: recorded, and all of its memory.
+            read: returns values of its shape, in any type.
+        """
+        assert self.knows(tensor) and _covers_its_memory(tensor), "the tensor is a part of another one"
+        self._given[storage_key(tensor)] = lambda: read().to(tensor.dtype)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -158,7 +169,7 @@ class Construction:
         todo = [(wanted, len(self._operations))]
         while todo:
             storage, before = todo.pop()
-            if looked_at.get(storage, -1) >= before:
+            if storage in self._given or looked_at.get(storage, -1) >= before:
                 continue
             looked_at[storage] = before
             for index in reversed(self._writers.get(storage, [])):
@@ -175,7 +186,9 @@ class Construction:
         memory: dict[int, torch.Tensor] = {}
 
         def window(view: _View) -> torch.Tensor:
-            if view.storage not in memory:  # written only by operations that were pruned: any value will do
+            if view.storage not in memory and view.storage in self._given:
+                memory[view.storage] = self._given[view.storage]().to(device).contiguous().view(-1)
+            elif view.storage not in memory:  # written only by operations that were pruned: any value will do
                 numbers = self._alive[view.storage].nbytes() // view.dtype.itemsize
                 memory[view.storage] = torch.empty(numbers, dtype=view.dtype, device=device)
             base = memory[view.storage]
@@ -201,7 +214,7 @@ class Construction:
                 else:
                     output = operation.operator(*args, **kwargs)
                 for view, tensor in zip(operation.outputs, tree_flatten(output)[0], strict=True):
-                    if view is not None and view.storage not in memory:
+                    if view is not None and view.storage not in memory and view.storage not in self._given:
                         memory[view.storage] = _flat(tensor, view)
             return window(wanted)
 

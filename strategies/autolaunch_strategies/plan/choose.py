@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from autolaunch_strategies.config import ModelParallel
+from autolaunch_strategies.plan.adapters import carried_over, without_adapters
 from autolaunch_strategies.plan.derive import derive_plan
 from autolaunch_strategies.plan.rules import Rule, merge_plans, read_plan
 from autolaunch_strategies.plan.transformers_plans import transformers_plan
@@ -34,15 +35,18 @@ def plan_for(
         ConfigError: a wrong rule, or no base can be found for this model.
     """
     base: list[Rule] = []
-    if mp.base == "model":
-        if own_plan:
-            base = read_plan(own_plan, "the model's plan")
-        else:
-            shipped = transformers_plan(model, mp.sequence_parallel, ranks, example, steps)
-            base = shipped if shipped is not None else derive_plan(model, mp.sequence_parallel, ranks, example, steps)
-    elif mp.base == "derive":
-        base = derive_plan(model, mp.sequence_parallel, ranks, example, steps)
-    return merge_plans(base, mp.plan)
+    with without_adapters(model):
+        if mp.base == "model":
+            if own_plan:
+                base = read_plan(own_plan, "the model's plan")
+            else:
+                shipped = transformers_plan(model, mp.sequence_parallel, ranks, example, steps)
+                base = (
+                    shipped if shipped is not None else derive_plan(model, mp.sequence_parallel, ranks, example, steps)
+                )
+        elif mp.base == "derive":
+            base = derive_plan(model, mp.sequence_parallel, ranks, example, steps)
+    return carried_over(merge_plans(base, mp.plan), model)
 
 
 def planned_part(root: nn.Module) -> tuple[nn.Module, str]:

@@ -1,0 +1,173 @@
+"""Adapters in a model: names, initial values, what is trained and saved; and freezing by patterns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autolaunch.config.schema import Adapter, Job
+from autolaunch.models import build_module
+from autolaunch.tasks.run_parts import construct_module
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.model.construction import Construction
+from tests.support.messages import assert_told
+
+LLAMA = {
+    **{"name": "llama", "num_layers": 2, "hidden_size": 16, "intermediate_size": 32, "vocab_size": 32},
+    **{"num_heads": 2, "num_kv_heads": 1},
+}
+
+
+def job(model: dict[str, Any] | None = None, **adapter: Any) -> dict[str, Any]:
+    base = dataclasses.asdict(Job())
+    keys = {**dataclasses.asdict(Adapter()), **adapter} if adapter else None
+    return {**base, "model": LLAMA if model is None else model, "adapter": keys}
+
+
+def built(config: dict[str, Any]) -> tuple[Any, Construction]:
+    construction = Construction(config["seed"])
+    with construction.recording():
+        module = build_module(config)
+    return module, construction
+
+
+def test_every_linear_layer_but_the_head_gets_an_adapter_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    module, _ = built(job(name="lora", r=2, modules_to_save=["model.norm"]))
+    model = module.model
+    adapted = {name for name, part in model.named_modules() if isinstance(part, peft.tuners.lora.LoraLayer)}
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    assert adapted == {
+        *(f"model.layers.{block}.self_attn.{name}" for block in range(2) for name in attention),
+        *(f"model.layers.{block}.mlp.{name}" for block in range(2) for name in mlp),
+    }
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == module.adapted.trained
+    assert {name.split(".")[-4] for name in trained if "lora" in name} == {*attention, *mlp}
+    assert {name for name in trained if "lora" not in name} == {"model.norm.modules_to_save.default.weight"}
+    # A checkpoint holds what is trained, and nothing else.
+    assert set(module.state_dict()) == {f"model.{name}" for name in trained}
+    # The file of an adapter has the names that PEFT gives it around the same model.
+    with torch.device("meta"):
+        plain = build_module(job()).model
+        config = peft.LoraConfig(r=2, target_modules=[*attention, *mlp], modules_to_save=["model.norm"])
+        wrapped = peft.get_peft_model(plain, config)
+        names = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    assert set(module.adapted.published) == set(names)
+    assert set(module.adapted.published.values()) == trained
+    assert set(module.adapted.base_names.values()) == set(build_module(job()).model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("keys", "where", "write"),
+    [
+        ({"target_modules": ["q_prj", "v_proj"]}, "adapter.target_modules=q_prj", "adapter.target_modules=[q_proj]"),
+        ({"target_modules": "layers.0.q"}, "adapter.target_modules=layers.0.q", None),
+        ({"modules_to_save": ["lm_haed"]}, "adapter.modules_to_save=lm_haed", "adapter.modules_to_save=[lm_head]"),
+        ({"exclude": ["q_proj", "p_proj"]}, "adapter.exclude=p_proj", None),
+        ({"target_parameters": ["experts.up"]}, "adapter.target_parameters=experts.up", None),
+    ],
+)
+def test_a_name_that_is_nothing_is_refused(keys: dict[str, Any], where: str, write: str | None) -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(ConfigError) as error:
+        built(job(name="lora", **keys))
+    assert_told(error.value, where, "Llama", write=write)
+
+
+def test_a_layer_that_peft_cannot_adapt_is_refused() -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(ConfigError) as error:
+        built(job(name="lora", target_modules=["norm"]))
+    assert_told(error.value, "adapter=lora", "RMSNorm")
+
+
+def test_what_an_adapter_begins_from_is_computed_from_the_files(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    fields = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    shape = {**fields, "num_attention_heads": 2, "num_key_value_heads": 1}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    base.save_pretrained(tmp_path)
+    model = {"name": "hf", "path": str(tmp_path), "pretrained": True, "mp_plans": {}}
+    config = job(model, name="dora", r=2, modules_to_save=["lm_head"])
+
+    class Strategy:
+        construction: Any = None
+        files: Any = None
+
+    from lightning.pytorch.plugins.precision import Precision
+
+    from autolaunch_strategies.model.materialise import materialise
+
+    strategy: Any = Strategy()
+    module: Any = construct_module(config, strategy, Precision(), torch.device("cpu"))
+    strategy.construction.remember(module)
+    materialise(module, torch.device("cpu"), strategy.construction, strategy.files)
+    layer = module.model.model.layers[0].self_attn.q_proj
+    weight = base.model.layers[0].self_attn.q_proj.weight
+    torch.testing.assert_close(layer.base_layer.weight, weight)
+    torch.testing.assert_close(layer.lora_magnitude_vector.default.weight, weight.norm(dim=1))
+    torch.testing.assert_close(module.model.lm_head.modules_to_save.default.weight, base.lm_head.weight)
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(module(ids), base(ids).logits)
+
+
+# --- published adapters ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "keys", "where", "write"),
+    [
+        ({"use_dora": True}, {}, "adapter.path={}", "adapter=dora"),
+        ({"peft_type": "IA3"}, {}, "adapter.path={}", ""),
+        ({"r": "x"}, {}, "adapter.path={}", ""),
+        ({}, {"r": 4}, "adapter.r=4 with adapter.path={}", "adapter.r=null"),
+        ({}, {"target_modules": ["v_proj"]}, "adapter.target_modules=[v_proj] with adapter.path={}", None),
+    ],
+)
+def test_another_adapter_than_the_keys_say(
+    fields: dict[str, Any], keys: dict[str, Any], where: str, write: str | None, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    from autolaunch.models.adapter_config import adapter_settings
+
+    published = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], **fields}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(published))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError) as error:
+        adapter_settings({**dataclasses.asdict(Adapter()), "path": str(tmp_path), **keys})
+    assert_told(error.value, where.format(tmp_path), write=write)
+
+
+# --- freezing by patterns ----------------------------------------------------------------------------------------
+
+
+def test_only_what_is_named_is_trained() -> None:
+    module, _ = built(job({**LLAMA, "trainable": ["lm_head", "model.layers.1", ".*layernorm"]}))
+    trained = {name for name, parameter in module.model.named_parameters() if parameter.requires_grad}
+    assert trained == {
+        name
+        for name, _ in module.model.named_parameters()
+        if name.startswith(("lm_head.", "model.layers.1.")) or "layernorm" in name
+    }
+    assert len(module.state_dict()) == len(list(module.model.parameters()))  # all of it is in checkpoints
+
+
+def test_tied_weights_are_trained_under_each_of_their_names() -> None:
+    module, _ = built(job({**LLAMA, "tie_embeddings": True, "trainable": ["lm_head"]}))
+    assert [name for name, part in module.model.named_parameters() if part.requires_grad] == [
+        "model.embed_tokens.weight"
+    ]
+
+
+@pytest.mark.parametrize(("pattern", "write"), [("lm_haed", "model.trainable=[lm_head]"), ("layers.(1", None)])
+def test_patterns_of_nothing_are_refused(pattern: str, write: str | None) -> None:
+    with pytest.raises(ConfigError) as error:
+        built(job({**LLAMA, "trainable": [pattern]}))
+    assert_told(error.value, f"model.trainable: {pattern}", write=write)
