@@ -646,7 +646,8 @@ def unused_on_one_rank() -> Any:
             return nn.functional.mse_loss(self.sometimes(out) if RANK == 1 and batch_idx != 2 else out, x)
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.without |= {f"{name} {self.global_step}" for name, item in self.named_parameters() if item.grad is None}
+            without = [name for name, item in self.named_parameters() if item.grad is None]
+            self.without |= {f"{name} {self.global_step}" for name in without}
 
     found = {}
     for level in range(4):

@@ -136,6 +136,7 @@ class Structures:
         stage_of = self._stages_of(recording)
         carries = [tuple(recording.needed_behind(_last(stage_of, stage))) for stage in range(len(self.cutting.stages))]
         self._refuse_hidden(recording)
+        self._refuse_absent(recording, stage_of)
         _refuse_shared_draws(recording, stage_of)
         dims = _join_dims(carries[-1], recording, first, second, trial) if several else {}
         return Structure(recording, stage_of, tuple(carries), batched, first is None or first.may_draw, dims)
@@ -188,6 +189,24 @@ class Structures:
                 "calls that run all parts",
             )
         return tuple(stages)
+
+    def _refuse_absent(self, recording: Recording, stage_of: tuple[int, ...]) -> None:
+        """Refuse a call whose glue computes with parameters that a stage on which it runs does not hold.
+
+        Such as one with an image, where the first was without.
+        """
+        for name, before in recording.glue_uses.items():
+            holders = self.cutting.holders.get(self.cutting.name + name)
+            for stage in range(len(self.cutting.stages)):
+                if holders is not None and before <= _last(stage_of, stage) + 1 and stage not in holders:
+                    raise ConfigError(
+                        "pp",
+                        f"this call of the model uses {self.cutting.name}{name} on stage {stage}, and the one that was "
+                        f"recorded for the cut ({self.cutting.recording.origin}) does not, so stage "
+                        f"{', '.join(map(str, holders))} holds it alone",
+                        "`example_input_array` as an attribute of the model: inputs with which its forward runs as in "
+                        "training",
+                    )
 
     def _refuse_hidden(self, recording: Recording) -> None:
         for unit, reader in recording.hidden_reads().items():
