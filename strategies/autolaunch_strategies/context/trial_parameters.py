@@ -29,8 +29,9 @@ def no_small_parameters(module: nn.Module) -> Iterator[None]:
     """Within it, small parameters of `module` and its parts are others, once they are used.
 
     Numbers from 0.05 to 0.15 in size stand for those of parameters near zero; weights, of two dims or more, are as
-    large as in a layer that returns numbers of the size that it is given. The same on every rank that holds the same part of a parameter. They are replaced when the module that has them is
-    called, since `fully_shard` has gathered them then, and no parameter is written into.
+    large as in a layer that returns numbers of the size that it is given. They are the same on every rank that holds
+    the same part of a parameter. They are replaced when the module that has them is called, since `fully_shard` has
+    gathered them then, and no parameter is written into.
     """
     generator = torch.Generator().manual_seed(0)
     replaced: list[tuple[nn.Module, str, Any, nn.Parameter]] = []

@@ -332,6 +332,13 @@ class Pipeline:
         wanted = fitting_microbatches("gpipe", self.group.size(), 1, self._most_microbatches(), batch_size(leaves))
         try:
             structure, kind = self.structures.of(args, kwargs, training, wanted > 1)
+            if wanted > 1 and self.config.microbatches is None and not structure.is_recorded:
+                raise ConfigError(
+                    "pp.microbatches",
+                    "this call of the model can't be recorded, so it is not known what becomes of its microbatches",
+                    "one microbatch",
+                    "pp.microbatches=1",
+                )
             count = min(max(wanted, 1), structure.samples(leaves))
             if count > 1 and not self._samples_checked:
                 self._samples_checked = True

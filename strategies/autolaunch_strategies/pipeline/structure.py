@@ -41,6 +41,8 @@ class Structure:
     """Whether anything in the model may draw random numbers in such a call."""
     join_dims: Mapping[Leaf, int]
     """Along which dim leaves of microbatches are joined; those that do not depend on the batch are not in it."""
+    is_recorded: bool = True
+    """Whether this call was recorded; if not, it is taken to run as the first one."""
 
     def samples(self, leaves: list[Any]) -> int:
         """How many samples flattened arguments hold."""
@@ -139,7 +141,8 @@ class Structures:
         self._refuse_absent(recording, stage_of)
         _refuse_shared_draws(recording, stage_of)
         dims = _join_dims(carries[-1], recording, first, second, trial) if several else {}
-        return Structure(recording, stage_of, tuple(carries), batched, first is None or first.may_draw, dims)
+        may_draw = first is None or first.may_draw
+        return Structure(recording, stage_of, tuple(carries), batched, may_draw, dims, first is not None)
 
     def _first_way_that_runs(
         self, leaves: list[Any], spec: Any, ways: list[tuple[bool, ...]], size: int, training: bool
