@@ -406,7 +406,8 @@ class Pipeline:
             ConfigError: it does not, or the model does something else in evaluation, which stages can't; on every rank.
         """
         try:
-            structure, _ = self.structures.of(*tree_unflatten(leaves, spec), training=False, several=True)
+            args, kwargs = tree_unflatten(leaves, spec)
+            structure, _ = self.structures.of(args, kwargs, training=False, several=True)
         except ConfigError as error:
             raise ConfigError(
                 "pp.microbatches",
