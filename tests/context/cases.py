@@ -379,7 +379,8 @@ training(
 training(
     "mixes-compiled", lambda: Tokens(modules.Mixing("closed")), PADDED, on("cp2", compile=True, timeout=250), **CLIP
 )
-training("mixes-faint", lambda: Tokens(modules.Mixing("faint")), PADDED, on("cp2"), **CLIP)
+for _kind in ("faint", "gated"):
+    training(f"mixes-{_kind}", lambda kind=_kind: Tokens(modules.Mixing(kind)), PADDED, on("cp2"), **CLIP)  # type: ignore[misc]
 training(
     "written-out", lambda: Tokens(modules.WrittenOut()), _TEXTS_13,
     on("cp2", "ring"), on("cp2", "ulysses"), on("cp4", "gather"),

@@ -733,6 +733,9 @@ class Mixing(nn.Module):
             self.batch_norm = nn.BatchNorm1d(WIDTH) if kind == "batch-norm" else None
             if kind in ("closed", "faint"):
                 self.gate = nn.Parameter(torch.full((WIDTH,), 0.0 if kind == "closed" else 1e-5))
+            if kind == "gated":
+                nn.init.normal_(self.mixer.weight, std=0.02)
+                nn.init.normal_(self.mixer.bias, std=0.02)
             self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool).tril(), persistent=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -756,6 +759,8 @@ class Mixing(nn.Module):
                 return x + F.pad(self.mixer(x), (0, 0, 9, 0))[:, :-9]
             if self.kind in ("closed", "faint"):  # nothing of it is seen in what a block returns at first
                 return x + self.gate * self.mixer(x).cumsum(1)
+            if self.kind == "gated":  # products of small numbers, as in gated convolutions
+                return x + self.mixer(F.pad(self.mixer(x).pow(3), (0, 0, 1, 0))[:, :-1])
             if self.kind == "cumsum":
                 return x + 0.1 * self.mixer(x).cumsum(1)
             if self.kind == "own-attention":

@@ -632,22 +632,32 @@ def step_without_a_last_backward() -> Any:
 
 @case("ranks")
 def unused_on_one_rank() -> Any:
-    """Level 0: a parameter that only rank 1 uses still gets the same average everywhere."""
+    """By level: weights with a parameter that only rank 1 uses, and which gradients no rank has."""
 
     class Branches(AutoEncoder):
         def __init__(self) -> None:
             super().__init__()
-            self.sometimes = nn.Linear(16, 16)
+            self.sometimes, self.never = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.without: set[str] = set()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x, _ = batch
             out = self.decoder(self.encoder(x))
-            return nn.functional.mse_loss(self.sometimes(out) if RANK == 1 else out, x)
+            return nn.functional.mse_loss(self.sometimes(out) if RANK == 1 and batch_idx != 2 else out, x)
 
-    pl.seed_everything(1, verbose=False)
-    module = Branches()
-    make_trainer(mesh_strategy(0), max_steps=2).fit(module, loader())
-    return weights(module)
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            without = [name for name, item in self.named_parameters() if item.grad is None]
+            self.without |= {f"{name} {self.global_step}" for name in without}
+
+    found = {}
+    for level in range(4):
+        for every in (1, 2):
+            pl.seed_everything(1, verbose=False)
+            module = Branches()
+            make_trainer(mesh_strategy(level), max_steps=3, accumulate_grad_batches=every).fit(module, loader())
+            whole = [item.full_tensor() if isinstance(item, DTensor) else item for item in module.parameters()]
+            found[f"{level} {every}"] = [item.detach().flatten().tolist() for item in whole], sorted(module.without)
+    return found
 
 
 @case("ranks")

@@ -214,7 +214,15 @@ def test_what_stays_gathered_is_not_used_after_a_step(ranks: Group) -> None:
 
 
 def test_parameter_unused_on_one_rank_stays_the_same_on_both(ranks: Group) -> None:
-    assert ranks.read("unused_on_one_rank", 0) == ranks.read("unused_on_one_rank", 1)
+    found = ranks.read("unused_on_one_rank", 0)
+    assert found == ranks.read("unused_on_one_rank", 1)
+    never = [f"never.{name} {step}" for name in ("bias", "weight") for step in range(3)]
+    # batch 2, where no rank uses the other one, is a step of its own only where nothing accumulates
+    assert found["0 1"][1] == sorted([*never, "sometimes.bias 2", "sometimes.weight 2"])
+    assert found["0 2"][1] == never
+    for level in "123":
+        for every in "12":
+            assert differences(found[f"0 {every}"], found[f"{level} {every}"], 1e-6) == []
 
 
 def test_collectives_are_over_the_ranks_whose_data_differ(ranks: Group) -> None:

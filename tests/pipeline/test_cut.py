@@ -14,9 +14,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, PipelineParallel
+from autolaunch_strategies.model.blocks import find_blocks
+from autolaunch_strategies.pipeline.build import plan_cut
 from autolaunch_strategies.pipeline.cut import whole_model
 from autolaunch_strategies.pipeline.structure import Structure
+from autolaunch_strategies.tracing.inputs import Steps
+from autolaunch_strategies.tracing.step import Step
 from tests.pipeline.chain import Chain, flat, weighted_sum
 from tests.support.messages import Told, assert_only_told, assert_told
 from tests.support.tiers import in_turn, tiered
@@ -1069,6 +1073,39 @@ class Masking(Stack):
         for layer in self.layers:
             x = layer(x)
         return self.head(x + first) * kept.unsqueeze(-1) if self.later else self.head(x)
+
+
+class Pictured(Stack):
+    """May be given a picture, which a parameter of the model's own changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frame = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, ids: torch.Tensor, picture: torch.Tensor | None = None) -> Any:
+        x = self.embed(ids)
+        if picture is not None:
+            x = x + picture[:, None] * self.frame
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def test_a_call_with_parameters_that_its_stage_lacks_is_refused() -> None:
+    chain = Chain(built(Pictured), 2)
+    with pytest.raises(ConfigError) as error:
+        chain.step((ids(), torch.ones(len(ids()), WIDTH)))
+    told = Told("pp", "frame", "stage 0", "token ids for embed", allowed=("`example_input_array`", "as in training"))
+    assert_only_told(error.value, told)
+
+
+def test_the_first_batch_counts_more_than_inputs_that_leave_parameters_out() -> None:
+    model = built(Pictured)
+    batch = ids(), torch.ones(len(ids()), WIDTH)
+    step = Step("the first batch", model, lambda *args: model(*args), lambda: (batch, {}))
+    cutting = plan_cut(model, find_blocks(model), PipelineParallel(), 2, False, steps=lambda _: Steps(training=step))
+    assert cutting.recording.origin == "the first batch"
+    assert cutting.holders["frame"] == (0, 1)  # glue before the first part runs on both stages
 
 
 def test_random_numbers_that_several_stages_need_are_refused() -> None:

@@ -38,6 +38,7 @@ from autolaunch_strategies.torch_private.fsdp import (
     initialise_fsdp,
     keep_through_nested_forwards,
 )
+from autolaunch_strategies.torch_private.unused_parameters import UnusedParameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -61,6 +62,7 @@ class DataParallelModule:
         """Start exchanging gradients. Called once, when every parameter has its values."""
         if isinstance(self.root, FSDPModule):
             initialise_fsdp(self.root)
+            UnusedParameters(self.root)
         parameters = dict(self.root.named_parameters())
         averaged = {parameters[name]: group for name, group in self.averaged.items() if group.averages}
         if averaged:

@@ -23,6 +23,7 @@ class ExampleInputs:
     origin: str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    is_guess: bool = True
 
 
 def example_inputs(model: nn.Module, example: Any = None) -> Iterator[ExampleInputs]:
@@ -45,8 +46,8 @@ def as_given(example: Any) -> ExampleInputs:
     """Inputs that the user names: a mapping by name, a tuple or a list by position, or the only one."""
     origin = "example_input_array"
     if isinstance(example, Mapping):
-        return ExampleInputs(origin, (), dict(example))
-    return ExampleInputs(origin, tuple(example) if isinstance(example, tuple | list) else (example,))
+        return ExampleInputs(origin, (), dict(example), False)
+    return ExampleInputs(origin, tuple(example) if isinstance(example, tuple | list) else (example,), {}, False)
 
 
 def _of_transformers(model: Any) -> Iterator[ExampleInputs]:

@@ -256,7 +256,11 @@ def _global_modules(spec: Any, modules: Sequence[str], prefix: str) -> list[str]
 
 
 def _recorded(model: nn.Module, part: str, units: Sequence[str], steps: Steps) -> Recording:
-    """The recorded forward pass of `model` on the first inputs on which it runs."""
+    """The recorded forward pass of `model` on the first inputs on which it runs.
+
+    Guessed ones that leave out some of its parameters (a text without its image) are second to the first batch.
+    """
+    partial: list[Recording] = []
 
     def attempt(inputs: ExampleInputs) -> Recording:
         recording = record(model, units, inputs.args, inputs.kwargs, inputs.origin)
@@ -265,6 +269,11 @@ def _recorded(model: nn.Module, part: str, units: Sequence[str], steps: Steps) -
         for name, reason in recording.untraceable.items():
             if any(unit.startswith(f"{name}.") for unit in units):
                 raise LookupError(f"{name} does not run on them: {reason}")
+        used = recording.uses.keys() | recording.glue_uses.keys()
+        unused = [name for name, _ in model.named_parameters() if name not in used]
+        if inputs.is_guess and unused and steps.training is not None:
+            partial.append(recording)
+            raise LookupError(f"{unused[0]} is not used")
         return recording
 
     def attempt_step(step: Step) -> Recording:
@@ -274,20 +283,25 @@ def _recorded(model: nn.Module, part: str, units: Sequence[str], steps: Steps) -
             if step is steps.training and error.parts:
                 raise _parts_by_themselves(model, part, step.origin, error.parts) from None
             raise
-        return attempt(ExampleInputs(step.origin, args, kwargs))
+        return attempt(ExampleInputs(step.origin, args, kwargs, False))
 
-    return with_inputs_that_run(
-        model,
-        steps.example,
-        attempt,
-        lambda problem: ConfigError(
-            "pp",
-            f"the order in which the parts of {type(model).__name__} run is not known: {problem}",
-            f"`example_input_array` as an attribute of {type(model).__name__}: inputs with which its forward runs",
-        ),
-        steps,
-        attempt_step,
-    )
+    try:
+        return with_inputs_that_run(
+            model,
+            steps.example,
+            attempt,
+            lambda problem: ConfigError(
+                "pp",
+                f"the order in which the parts of {type(model).__name__} run is not known: {problem}",
+                f"`example_input_array` as an attribute of {type(model).__name__}: inputs with which its forward runs",
+            ),
+            steps,
+            attempt_step,
+        )
+    except ConfigError:
+        if not partial:
+            raise
+        return partial[0]
 
 
 def _parts_by_themselves(model: nn.Module, part: str, origin: str, called: Sequence[str]) -> ConfigError:

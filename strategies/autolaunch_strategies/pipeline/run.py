@@ -332,13 +332,20 @@ class Pipeline:
         wanted = fitting_microbatches("gpipe", self.group.size(), 1, self._most_microbatches(), batch_size(leaves))
         try:
             structure, kind = self.structures.of(args, kwargs, training, wanted > 1)
+            if wanted > 1 and self.config.microbatches is None and not structure.is_recorded:
+                raise ConfigError(
+                    "pp.microbatches",
+                    "this call of the model can't be recorded, so it is not known what becomes of its microbatches",
+                    "one microbatch",
+                    "pp.microbatches=1",
+                )
             count = min(max(wanted, 1), structure.samples(leaves))
             if count > 1 and not self._samples_checked:
                 self._samples_checked = True
                 self._check_samples(structure, leaves, spec)
         except ConfigError as error:
-            if wanted <= 1 or self.config.microbatches is not None:
-                raise
+            if wanted <= 1 or self.config.microbatches is not None or isinstance(error, ReadOfAbsent):
+                raise  # what a stage reads may be there on the others, which go on
             self._is_cut = False
             log.warning("pp: %s; so each batch is one microbatch, and stages wait for each other", error.problem)
             structure, kind = self.structures.of(args, kwargs, training, False)
@@ -396,8 +403,19 @@ class Pipeline:
         Two of them run together and one by one, with dropout off. What the output of the model is made of must agree.
 
         Raises:
-            ConfigError: it does not; on every rank.
+            ConfigError: it does not, or the model does something else in evaluation, which stages can't; on every rank.
         """
+        try:
+            args, kwargs = tree_unflatten(leaves, spec)
+            structure, _ = self.structures.of(args, kwargs, training=False, several=True)
+        except ConfigError as error:
+            raise ConfigError(
+                "pp.microbatches",
+                f"whether samples change each other can't be tried out in evaluation mode ({error.problem}), so "
+                "microbatches might change the result",
+                "a model that runs alike in training and in evaluation, or one microbatch",
+                "pp.microbatches=1",
+            ) from error
         two = [leaf[:2] if is_batched else leaf for leaf, is_batched in zip(leaves, structure.batched, strict=True)]
         modes = {module: module.training for module in self.model.modules()}
         together, apart = Filled(structure, 1), Filled(structure, 2)

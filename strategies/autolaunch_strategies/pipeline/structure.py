@@ -41,6 +41,8 @@ class Structure:
     """Whether anything in the model may draw random numbers in such a call."""
     join_dims: Mapping[Leaf, int]
     """Along which dim leaves of microbatches are joined; those that do not depend on the batch are not in it."""
+    is_recorded: bool = True
+    """Whether this call was recorded; if not, it is taken to run as the first one."""
 
     def samples(self, leaves: list[Any]) -> int:
         """How many samples flattened arguments hold."""
@@ -136,9 +138,11 @@ class Structures:
         stage_of = self._stages_of(recording)
         carries = [tuple(recording.needed_behind(_last(stage_of, stage))) for stage in range(len(self.cutting.stages))]
         self._refuse_hidden(recording)
+        self._refuse_absent(recording, stage_of)
         _refuse_shared_draws(recording, stage_of)
         dims = _join_dims(carries[-1], recording, first, second, trial) if several else {}
-        return Structure(recording, stage_of, tuple(carries), batched, first is None or first.may_draw, dims)
+        may_draw = first is None or first.may_draw
+        return Structure(recording, stage_of, tuple(carries), batched, may_draw, dims, first is not None)
 
     def _first_way_that_runs(
         self, leaves: list[Any], spec: Any, ways: list[tuple[bool, ...]], size: int, training: bool
@@ -188,6 +192,24 @@ class Structures:
                 "calls that run all parts",
             )
         return tuple(stages)
+
+    def _refuse_absent(self, recording: Recording, stage_of: tuple[int, ...]) -> None:
+        """Refuse a call whose glue computes with parameters that a stage on which it runs does not hold.
+
+        Such as one with an image, where the first was without.
+        """
+        for name, before in recording.glue_uses.items():
+            holders = self.cutting.holders.get(self.cutting.name + name)
+            for stage in range(len(self.cutting.stages)):
+                if holders is not None and before <= _last(stage_of, stage) + 1 and stage not in holders:
+                    raise ConfigError(
+                        "pp",
+                        f"this call of the model uses {self.cutting.name}{name} on stage {stage}, and the one that was "
+                        f"recorded for the cut ({self.cutting.recording.origin}) does not, so stage "
+                        f"{', '.join(map(str, holders))} holds it alone",
+                        "`example_input_array` as an attribute of the model: inputs with which its forward runs as in "
+                        "training",
+                    )
 
     def _refuse_hidden(self, recording: Recording) -> None:
         for unit, reader in recording.hidden_reads().items():

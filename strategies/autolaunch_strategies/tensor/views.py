@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from autolaunch_strategies.model.random_streams import RANDOM_FUNCTIONS, own_stream, run_random
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
-from autolaunch_strategies.tensor import more_operators as more_operators
 from autolaunch_strategies.tensor.sharding_errors import raise_explained
 from autolaunch_strategies.tensor.vocabulary_loss import vocabulary_cross_entropy
 from autolaunch_strategies.torch_private.backward import run_backward, version_of
 from autolaunch_strategies.torch_private.modes import changes_first
 from autolaunch_strategies.torch_private.sharding_rules import register_missing_rules
 
+register_missing_rules()
 log = logging.getLogger(__name__)
 
 
@@ -94,7 +94,6 @@ class MixedTensors(TorchFunctionMode):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        register_missing_rules()
         self.replicate = Replicator(mesh)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -43,7 +43,7 @@ def gathered_once(module: nn.Module) -> Iterator[None]:
         group
         for part in module.modules()
         if isinstance(part, FSDPModule)
-        for group in _parameter_groups(part._get_fsdp_state())
+        for group in parameter_groups(part._get_fsdp_state())
     ]
     frees = [group.post_forward_mesh_info for group in groups]
     orders = {id(group.comm_ctx): group.comm_ctx.post_forward_order for group in groups}
@@ -76,7 +76,7 @@ def keep_through_nested_forwards(root: nn.Module) -> None:
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         if nested.pop():
-            for item in (state, *_parameter_groups(state)):
+            for item in (state, *parameter_groups(state)):
                 item._training_state = TrainingState.FORWARD
 
     root.register_forward_pre_hook(begin, prepend=True)
@@ -116,7 +116,7 @@ def end_several_backwards(root: nn.Module, exchange: bool, all_reduce: bool) -> 
         root.set_requires_all_reduce(all_reduce)
     state = root._get_fsdp_state()
     for item in state._state_ctx.all_states:
-        for group in _parameter_groups(item):
+        for group in parameter_groups(item):
             group.post_backward()
     state._root_post_backward_final_callback()
 
@@ -131,7 +131,7 @@ def abandon_several_backwards(root: nn.Module, exchange: bool) -> None:
     end_several_backwards(root, exchange=False, all_reduce=False)
     root.set_requires_gradient_sync(exchange)
     for state in root._get_fsdp_state()._state_ctx.all_states:
-        for group in _parameter_groups(state):
+        for group in parameter_groups(state):
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):  # not before it has been gathered once
@@ -141,7 +141,7 @@ def abandon_several_backwards(root: nn.Module, exchange: bool) -> None:
 def follow_requires_grad(module: nn.Module) -> None:
     """Let gathered parameters of `module` need gradients as its sharded ones do, which is what people switch."""
     assert isinstance(module, FSDPModule)
-    for group in _parameter_groups(module._get_fsdp_state()):
+    for group in parameter_groups(module._get_fsdp_state()):
         for parameter in group.fsdp_params if group.is_unsharded else ():
             parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
 
@@ -190,12 +190,12 @@ def sharded_parameters(root: nn.Module) -> Iterator[UseOutside]:
     """All parameters that `root` and modules in it have sharded."""
     assert isinstance(root, FSDPModule)
     for state in root._get_fsdp_state()._state_ctx.all_states:
-        for group in _parameter_groups(state):
+        for group in parameter_groups(state):
             for parameter in group.fsdp_params:
                 yield UseOutside(state, group, parameter)
 
 
-def _parameter_groups(state: Any) -> list[Any]:
+def parameter_groups(state: Any) -> list[Any]:
     """What a sharded module gathers together: one group, or none, before torch 2.13 allowed for several."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups

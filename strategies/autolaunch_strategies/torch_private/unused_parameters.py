@@ -1,0 +1,106 @@
+"""Sharded parameters that only some ranks use in a step, as experts that a router picks by the data.
+
+`fully_shard` exchanges the gradients that a rank has: ranks that have different ones would wait for tensors of other
+sizes than are sent.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from autolaunch_strategies.torch_private.fsdp import parameter_groups
+
+
+class UnusedParameters:
+    """Lets ranks exchange gradients of parameters that not all of them have used.
+
+    A parameter without a gradient on this rank counts as zero if another rank has one, and keeps none otherwise, as at
+    level 0 (`GradientAverage`). Ranks say at the end of a backward pass what they have used; only those that have left
+    something out wait for what the others said.
+
+    Args:
+        root: the outermost sharded module, initialised.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        assert isinstance(root, FSDPModule)
+        states = root._get_fsdp_state()._state_ctx.all_states
+        groups = [group for state in states for group in parameter_groups(state)]
+        self._groups = [group for group in groups if group.mesh_info.mesh.size() > 1]
+        self._used: set[Any] = set()
+        self._left_out: set[Any] = set()
+        """Parameters without a gradient, neither of this pass nor of one before it."""
+        self._took_part: set[Any] = set()
+        """Groups that a backward pass went through which exchanged nothing."""
+        for group in self._groups:
+            group.post_backward = self._behind_filling(group, group.post_backward)
+        for state in states if self._groups else ():
+            state._root_post_backward_final_callback = self._and_agreed(state._root_post_backward_final_callback)
+
+    def _behind_filling(self, group: Any, exchange: Callable[..., None]) -> Callable[..., None]:
+        def post_backward(*unused: Any) -> None:
+            if group._training_state == TrainingState.PRE_BACKWARD:
+                self._took_part.add(group)
+            if group.reduce_grads:
+                self._fill(group)
+            exchange(*unused)
+
+        return post_backward
+
+    def _fill(self, group: Any) -> None:
+        """Give parameters that the pass has left out a gradient of zeros."""
+        parameters = [item for item in group.fsdp_params if hasattr(item, "_unsharded_param")]
+        filled = {item for item in parameters if _has_gradient(item)}
+        self._used |= filled
+        if not filled and group not in self._took_part:  # nor on any other rank: no block is called by some alone
+            return
+        self._took_part.discard(group)
+        for item in parameters:
+            if item in filled or not item.sharded_param.requires_grad:
+                continue
+            if item.sharded_param.grad is None:
+                self._left_out.add(item)
+            item.unsharded_param.grad = torch.zeros_like(item.unsharded_param)
+        if any(item.unsharded_accumulated_grad is not None for item in parameters):
+            for item in parameters:  # all of one dtype
+                item.accumulate_unsharded_grad_if_needed()
+                item.to_accumulated_grad_if_needed()
+
+    def _and_agreed(self, complete: Callable[[], None]) -> Callable[[], None]:
+        def final_callback() -> None:
+            complete()
+            if all(group.reduce_grads and group.all_reduce_grads for group in self._groups):
+                self._agree()
+
+        return final_callback
+
+    def _agree(self) -> None:
+        """Take the gradients away that are zero because no rank has any. Collective."""
+        by_mesh: dict[DeviceMesh, list[Any]] = defaultdict(list)
+        for group in self._groups:
+            by_mesh[group.mesh_info.mesh] += group.fsdp_params
+        device, left_out = self._groups[0].device, self._left_out - self._used
+        for mesh, parameters in by_mesh.items():
+            used = torch.tensor([float(item in self._used) for item in parameters], device=device)
+            for dim in range(mesh.ndim):
+                dist.all_reduce(used, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+            mine = [index for index, item in enumerate(parameters) if item in left_out]
+            for index, by_any in zip(mine, used[mine].tolist(), strict=True) if mine else ():
+                if not by_any:
+                    parameters[index].sharded_param.grad = None
+        self._used.clear()
+        self._left_out.clear()
+        self._took_part.clear()
+
+
+def _has_gradient(parameter: Any) -> bool:
+    return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None
