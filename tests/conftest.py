@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -111,6 +112,16 @@ def two(group_of: GroupOf, request: pytest.FixtureRequest) -> Group:
 @pytest.fixture(scope="module")
 def four(group_of: GroupOf, request: pytest.FixtureRequest) -> Group:
     return group_of(request.module.SCRIPT, "four", 4)
+
+
+@pytest.fixture(autouse=True)
+def no_handlers_left() -> Iterator[None]:
+    """Hydra's handlers, made in a test, would write to a stream that is closed in the next."""
+    level = logging.root.level
+    yield
+    for handler in [handler for handler in logging.root.handlers if type(handler) is logging.StreamHandler]:
+        logging.root.removeHandler(handler)
+    logging.root.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import subprocess
 import sys
 import textwrap
@@ -117,12 +116,6 @@ REFUSED = [
         ("interval", ["-m", "optimizer.lr=interval(0.001,0.1)"], None, ["interval", "hydra/sweeper=optuna"]),
     )
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Handlers that Hydra has made in another test write to streams that are closed by now."""
-    monkeypatch.setattr(logging.root, "handlers", [])
 
 
 @pytest.mark.parametrize(("arguments", "prepare", "says"), REFUSED)

@@ -90,7 +90,10 @@ class UnusedParameters:
             by_mesh[group.mesh_info.mesh] += group.fsdp_params
         device, left_out = self._groups[0].device, self._left_out - self._used
         for mesh, parameters in by_mesh.items():
-            used = torch.tensor([float(item in self._used) for item in parameters], device=device)
+            used = torch.tensor([float(item in self._used) for item in parameters])
+            if device.type == "cuda":  # copied from other memory, the host would wait for the backward pass
+                used = used.pin_memory()
+            used = used.to(device, non_blocking=True)
             for dim in range(mesh.ndim):
                 dist.all_reduce(used, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
             mine = [index for index, item in enumerate(parameters) if item in left_out]
