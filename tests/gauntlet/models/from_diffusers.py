@@ -96,6 +96,4 @@ ROWS = [
          down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2),
     _row("VQModel", {"sample": floats(3, 16, 16)}, False, **_CODER, num_vq_embeddings=16,
          down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2),
-    _row("AutoencoderTiny", {"sample": floats(3, 16, 16)}, False, encoder_block_out_channels=(8, 8),
-         decoder_block_out_channels=(8, 8), num_encoder_blocks=(1, 2), num_decoder_blocks=(2, 1)),
 ]  # fmt: skip
