@@ -183,10 +183,10 @@ def _adapter(command: Commands, of: Run, directory: Path) -> dict[str, torch.Ten
         pytest.param(("model=hf", "model.trainable=[lm_head,.*norm]"), id="trainable"),
     ],
 )  # fmt: skip
-def test_other_models_are_trained_in_part_alike(model: tuple[str, ...], command: Commands) -> None:
+def test_other_models_are_trained_in_part_alike(model: tuple[str, ...], command: Commands, tmp_path: Path) -> None:
     small = ("model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=4", "model.num_kv_heads=2")
     keys = (*model, *(small if model[0] == "model=llama" else ()))
-    plain = Commands(command.directory, *command.always[2:], timeout=400)
+    plain = Commands(tmp_path, *command.always[2:], timeout=400)
     if model[1].startswith("model.trainable"):
         plain = command
     expected = plain("mesh=1", *keys, "trainer.max_steps=3")
