@@ -136,7 +136,11 @@ class HFModel:
     """model=hf: any causal language model of `transformers` (install autolaunch[hf])."""
 
     name: str = option("Which model this is; set by the group.", "hf")
-    path: str | None = option("Local directory with config.json and safetensors to start from.", None)
+    path: str | None = option(
+        "Directory with config.json and safetensors to start from, or OWNER/NAME of a model of the Hugging Face hub.",
+        None,
+    )
+    revision: str | None = option("Branch, tag or commit of a model of the hub (null: its main branch).", None)
     config: dict[str, Any] = option(
         "A `transformers` config: model_type and its fields (random weights), or overrides of the one in model.path.",
         {},

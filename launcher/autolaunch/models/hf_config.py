@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autolaunch_strategies.config import ConfigError
 
-WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
+INDEX_FILE, SINGLE_FILE = WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
 """What a pretrained directory holds: the index of several files, or one file."""
+
+_SNAPSHOT = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
+
+
+def name_and_commit(directory: Path) -> tuple[str, str] | None:
+    """Which model of the hub at which commit a directory of the hub's cache holds; None for any other directory."""
+    match = _SNAPSHOT.search(directory.as_posix())
+    return None if match is None else (match["name"].replace("--", "/"), match["commit"])
 
 
 def read_hf_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,7 +31,7 @@ def read_hf_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: `transformers` is not installed, neither a directory nor a model_type is given, or the directory
-            lacks config.json or (with `pretrained`) the weights.
+            lacks config.json or (with `pretrained`) the weights. Those of the hub are fetched later.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("model=hf", "transformers is not installed", write="pip install 'autolaunch[hf]'")
@@ -52,7 +61,7 @@ def merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def _read_json(directory: Path, where: str) -> dict[str, Any]:
-    allowed = "a directory on this machine with config.json and safetensors (nothing is downloaded)"
+    allowed = "a directory with config.json and safetensors, or OWNER/NAME of a model of the hub"
     if not directory.is_dir():
         raise ConfigError(where, "there is no such directory", allowed)
     if not (directory / "config.json").is_file():
@@ -67,7 +76,7 @@ def _read_json(directory: Path, where: str) -> dict[str, Any]:
 
 
 def _check_weights(directory: Path, where: str) -> None:
-    if not any((directory / name).is_file() for name in WEIGHT_FILES):
+    if name_and_commit(directory) is None and not any((directory / name).is_file() for name in WEIGHT_FILES):
         raise ConfigError(
             where,
             "there are no weights in it",
