@@ -51,7 +51,8 @@ def data_command(words: Sequence[str]) -> int:
     if "_target_" in data or data["name"] not in ("documents", "chat"):
         raise ConfigError(
             f"autolaunch data show data={data.get('name')}",
-            "there is nothing to see: every token is trained on",
+            "there is nothing to see: "
+            + ("a text has one label" if data.get("name") == "classification" else "every token is trained on"),
             "data=documents, data=chat",
             USAGE,
         )

@@ -75,7 +75,9 @@ class SafetensorsWeights:
             return self._open(self._files[source]).get_tensor(source)
         return self._slice(source)[index]
 
-    def matching(self, model: nn.Module, base_names: Mapping[str, str] | None = None) -> dict[str, Source]:
+    def matching(
+        self, model: nn.Module, base_names: Mapping[str, str] | None = None, new_head: bool = False
+    ) -> dict[str, Source]:
         """What each parameter and persistent buffer of `model` starts from; every value can be given to `read`.
 
         Names are compared as `transformers` does: after the renamings and conversions that the class declares, and with
@@ -85,6 +87,7 @@ class SafetensorsWeights:
         Args:
             model: a model on any device, `meta` included.
             base_names: name in ``model.state_dict()`` -> its name without adapters; the others are not looked for.
+            new_head: what stands outside of the base model (and its pooler) may be absent.
 
         Returns:
             name (without adapters) in ``model.state_dict()`` -> name in the files, or the conversion that makes it.
@@ -100,6 +103,9 @@ class SafetensorsWeights:
         self._share_tied(wanted, matches)
         optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
         missing = [name for name in wanted if name not in matches and not any(re.search(p, name) for p in optional)]
+        if new_head:
+            base = f"{getattr(model, 'base_model_prefix', '')}."
+            missing = [name for name in missing if name.startswith(base) and f"{base}pooler." not in name]
         self._refuse(missing, f"{{}} of the {len(wanted)} weights of {type(model).__name__} are not in its files")
         self._refuse(
             [
