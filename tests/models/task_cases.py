@@ -20,9 +20,10 @@ LLAMA = {"model_type": "llama", **USUAL, "pad_token_id": 0}
 BERT = {"model_type": "bert", **USUAL, **NO_DROPOUT, "pad_token_id": 0}
 T5 = {
     "model_type": "t5", "vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2,
-    "dropout_rate": 0.0,
+    "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
-VIT = {"model_type": "vit", **USUAL, **NO_DROPOUT, "image_size": 8, "patch_size": 4}
+VIT = {"model_type": "vit", **NO_DROPOUT, "image_size": 8, "patch_size": 4, **USUAL}
+del VIT["vocab_size"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "last-token": ("sequence_classification", LLAMA),
     "first-token": ("sequence_classification", BERT),

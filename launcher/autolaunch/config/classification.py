@@ -37,10 +37,11 @@ def task_errors(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError
         return
     if not is_labelled and task != "causal_lm" and "_target_" not in data:
         others = "data=classification, or " if task == _CLASSES else ""
+        targets = ", ".join(MODEL_TASKS[task].targets)
         yield ConfigError(
             f"model.task={task} with data={data['name']}",
             "these data are trained on for the next token",
-            f"{others}a data module of your own whose batches have {', '.join(MODEL_TASKS[task].targets)} (data=custom)",
+            f"{others}a data module of your own whose batches have {targets} (data=custom)",
             "data=classification" if task == _CLASSES else "data=custom data._target_=...",
         )
     if model["num_labels"] is not None and not MODEL_TASKS[task].has_classes:

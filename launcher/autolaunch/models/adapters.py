@@ -165,6 +165,8 @@ def _targets(model: nn.Module, settings: AdapterSettings) -> str | list[str]:
     if settings.target_modules != ALL_LINEAR:
         return settings.target_modules if isinstance(settings.target_modules, str) else list(settings.target_modules)
     linear = _linear_layers(model)
+    whole = _ending(settings.modules_to_save, linear)
+    linear = [name for name in linear if name not in whole]
     if not linear:
         raise ConfigError(
             "adapter.target_modules=all-linear",

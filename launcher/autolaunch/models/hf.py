@@ -12,8 +12,8 @@ from autolaunch.models.hf_config import read_hf_config
 from autolaunch.models.hf_tasks import MODEL_TASKS, ModelTask
 from autolaunch_strategies.config import ConfigError, nearest
 
-# Fields of older config files that transformers 5 still reads but no longer keeps under these names.
-_OLD_FIELDS = {"model_type", "rope_theta", "rope_scaling", "torch_dtype"}
+# Fields of config files that transformers 5 reads but does not declare, or no longer keeps under these names.
+_OTHER_FIELDS = {"model_type", "rope_theta", "rope_scaling", "torch_dtype", "decoder_start_token_id"}
 
 # Where a model class says which attention it can do.
 _SUPPORTS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
@@ -97,7 +97,7 @@ def _check_fields(config_class: Any, overrides: Mapping[str, Any]) -> None:
     defaults = config_class()
     known = sorted({*defaults.to_dict(), *config_class.attribute_map})
     for key in overrides:
-        if key not in _OLD_FIELDS and key not in known and not hasattr(defaults, key):
+        if key not in _OTHER_FIELDS and key not in known and not hasattr(defaults, key):
             close = nearest(key, known)
             raise ConfigError(
                 f"model.config.{key}",

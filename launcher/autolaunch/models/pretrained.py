@@ -59,8 +59,9 @@ class SafetensorsWeights:
     def read(self, source: Source, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """One tensor on the CPU in the type of the file, or its part at `index` (one slice per leading dim, step 1).
 
-        Only the pages of the file that hold this part are read; a converted weight is computed in full first. The
-        result may share memory with the file: copy it.
+        Only the pages of the file that hold this part are read. Of a converted weight that is stacked, as experts are,
+        one row at a time is computed, and only those of the part; any other in full. The result may share memory with
+        the file: copy it.
 
         Args:
             source: a name, or what `matching` returned.
@@ -69,6 +70,8 @@ class SafetensorsWeights:
             ConfigError: its file is corrupt or does not hold it, or the parts of a converted weight do not fit.
         """
         if isinstance(source, Converted):
+            if source.is_stacked:
+                return self._stack(source, index or ())
             whole = self._convert(source)
             return whole if index is None else whole[index].clone()
         if index is None or not self.shape(source):
@@ -116,6 +119,18 @@ class SafetensorsWeights:
             f"{{}} of the weights of {type(model).__name__} have another shape in its files",
         )
         return {name: matches[name] for name in wanted if name in matches}
+
+    def _stack(self, source: Converted, index: tuple[slice, ...]) -> torch.Tensor:
+        first, end, _ = (index[0] if index else slice(None)).indices(source.shape[0])
+        rows = range(first, max(first, end))
+        # The first row that is not wanted, where none is, says shape and type.
+        row = self._convert(source.row(min(first, source.shape[0] - 1)))[(slice(None), *index[1:])]
+        stacked = row.new_empty((len(rows), *row.shape[1:]))
+        for place, number in enumerate(rows):
+            if place:
+                row = self._convert(source.row(number))[(slice(None), *index[1:])]
+            stacked[place] = row[0]
+        return stacked
 
     def _convert(self, source: Converted) -> torch.Tensor:
         tensors = {name: self.read(name) for _, name in source.parts}

@@ -42,6 +42,9 @@ class TaskModule(MeanLossModule):
         model: of the class for this task.
         task: its name.
         optimizer_cfg, scheduler_cfg, total_steps: see `LanguageModel`.
+
+    Raises:
+        ConfigError: a decoder of which it is not known what it begins with.
     """
 
     def __init__(
@@ -55,6 +58,13 @@ class TaskModule(MeanLossModule):
         super().__init__(model, optimizer_cfg, scheduler_cfg, total_steps)
         self.task, self.targets = task, MODEL_TASKS[task].targets
         self.inputs = tuple(inspect.signature(model.forward).parameters)
+        if task == "seq2seq_lm" and getattr(model.config, "decoder_start_token_id", None) is None:
+            raise ConfigError(
+                f"model.task={task}",
+                f"the config of {type(model).__name__} does not say what its decoder begins with",
+                "the id of a token",
+                "model.config.decoder_start_token_id=0",
+            )
 
     def configure_callbacks(self) -> list[Callback]:
         return [ChecksFirstBatch(self.check)]
@@ -129,10 +139,8 @@ class TaskModule(MeanLossModule):
         prepare: Any = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
         if prepare is not None:  # some families end what is given with another token
             return prepare(labels=labels)
-        start = config.decoder_start_token_id
-        start = start if start is not None else config.bos_token_id
         known = labels.masked_fill(labels == NOT_TRAINED, config.pad_token_id or 0)
-        return torch.cat([torch.full_like(known[:, :1], start), known[:, :-1]], dim=1)
+        return torch.cat([torch.full_like(known[:, :1], config.decoder_start_token_id), known[:, :-1]], dim=1)
 
     def num_items_in_batch(self, batch: Mapping[str, Any]) -> Tensor:
         """Over how many targets the loss of `batch` is the mean: a 0-dim tensor."""

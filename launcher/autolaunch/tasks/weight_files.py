@@ -42,17 +42,18 @@ class WeightFiles:
 
 
 def weight_files(
-    config: Mapping[str, Any], module: pl.LightningModule, construction: Construction
+    config: Mapping[str, Any], module: pl.LightningModule, construction: Construction | None
 ) -> WeightFiles | None:
     """The files that `model.path` and `adapter.path` name; None if there are none.
 
     What an adapter is computed from, such as the length of the rows of its layer, comes from the files as well.
 
     Args:
-        module: built from the config within `construction`.
+        module: built from the config within `construction`, or in memory (None).
 
     Raises:
-        ConfigError: files that are not those of this model or this adapter.
+        ConfigError: files that are not those of this model or this adapter; an adapter in a model that is in memory,
+            where what is computed from the files would be computed from random weights.
     """
     if config["module"]:
         return None
@@ -66,7 +67,7 @@ def weight_files(
 
 
 def _pretrained(
-    module: pl.LightningModule, model_cfg: Mapping[str, Any], construction: Construction
+    module: pl.LightningModule, model_cfg: Mapping[str, Any], construction: Construction | None
 ) -> dict[str, Callable[[Index], torch.Tensor]]:
     from autolaunch.models.pretrained import SafetensorsWeights
 
@@ -79,6 +80,14 @@ def _pretrained(
         sources = weights.matching(model, new_head=new_head)
         _say_what_is_new(module, {name for name, _ in model.named_parameters()} - sources.keys())
         return {f"model.{name}": partial(weights.read, source) for name, source in sources.items()}
+    if construction is None:
+        raise ConfigError(
+            "adapter",
+            f"the constructor of {type(model).__name__} can't run without memory, which adapters beside the weights of "
+            "model.path need",
+            "adapter=none",
+            "adapter=none",
+        )
     sources = weights.matching(model, adapted.base_names, new_head)
     _check_new_head(adapted, {base for base in adapted.base_names.values() if base not in sources})
     state = model.state_dict(keep_vars=True)
