@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -29,19 +31,25 @@ def saved(name: str) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter))
     directory = OUT / f"{name}.{RANK}"
-    model.save_pretrained(directory, max_shard_size="20KB")
+    with patch("torch.distributed.is_initialized", return_value=False):  # else the first rank alone writes
+        model.save_pretrained(directory, max_shard_size="20KB")
     return directory, AutoModelForCausalLM.from_pretrained(directory).state_dict()
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    """Of a resolved job, what its model and its module are made of."""
+    model = {"name": "hf", "path": str(directory), "revision": None, "task": "causal_lm", "num_labels": None}
+    model |= {"config": {}, "pretrained": True, "attn_implementation": "eager", "trainable": None}
+    return {
+        "seed": 7, "module": None, "model": model, "adapter": None, "optimizer": {**SGD, "lr": 0.0},
+        "scheduler": CONSTANT, "trainer": {"max_steps": 1}, "data": {"name": "synthetic"},
+    }  # fmt: skip
 
 
 def load(name: str, strategy: dict[str, Any], in_memory: bool = False) -> list[str]:
     """Names of weights that are not bit by bit what `transformers` reads."""
     directory, expected = saved(name)
-    model = {"name": "hf", "path": str(directory), "revision": None, "task": "causal_lm", "num_labels": None}
-    model |= {"config": {}, "pretrained": True, "attn_implementation": "eager", "trainable": None}
-    config = {
-        "seed": 7, "module": None, "model": model, "adapter": None, "optimizer": {**SGD, "lr": 0.0},
-        "scheduler": CONSTANT, "trainer": {"max_steps": 1}, "data": {"name": "synthetic"},
-    }  # fmt: skip
+    config = config_of(directory)
     mesh = MeshStrategy(timeout=60, **strategy)
     build = hf_models.build_hf
     if in_memory:

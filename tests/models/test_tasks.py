@@ -23,10 +23,25 @@ def test_the_loss_is_that_of_transformers(one: Group, name: str) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5) and rest[1] == pytest.approx(rest[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("mesh", ["dp2-level3", "mp2", "pp2-1f1b", "pp2-exact", "cp2"])
-@pytest.mark.parametrize("name", MODELS)
-def test_two_ranks(one: Group, two: Group, name: str, mesh: str) -> None:
-    compare(one.read(f"{name}@1"), two, f"{name}@{mesh}")
+TWO_RANKS = [
+    *(f"last-token@{mesh}" for mesh in ("dp2-level3", "mp2", "pp2-1f1b", "pp2-exact", "cp2")),
+    *("first-token@cp2", "regression@pp2-1f1b", "multi-label@dp2-level3", "tokens@mp2", "tokens@cp2"),
+    *(
+        "masked@dp2-level3",
+        "masked@pp2-1f1b",
+        "seq2seq@mp2",
+        "seq2seq@pp2-exact",
+        "questions@cp2",
+        "questions@pp2-1f1b",
+    ),
+    *("images@dp2-level3", "images@mp2"),
+]
+"""Of the product, each task and each mesh some times; T5 has a learned bias, which a ring refuses."""
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_two_ranks(one: Group, two: Group, case: str) -> None:
+    compare(one.read(f"{case.split('@')[0]}@1"), two, case)
 
 
 @pytest.mark.parametrize("name", ["last-token", "seq2seq"])
