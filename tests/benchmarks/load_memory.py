@@ -60,9 +60,7 @@ def measured(ranks: int, directory: str) -> float:
     paths = [str(root / "launcher"), str(root / "strategies"), str(root), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
-    done = subprocess.run(
-        [*command, "--model", directory], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    done = subprocess.run([*command, "--model", directory], env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
     return max(json.loads(line)["peak"] for line in done.stdout.splitlines() if line.startswith('{"peak"'))
@@ -90,7 +88,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
     steps.materialise = watched
     module = construct_module(config_of(arguments.model), strategy, Precision(), torch.device("cpu"))
-    items = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(4)]
+    items = [{"input_ids": torch.arange(8), "labels": torch.arange(1, 9)} for _ in range(4)]
     make_trainer(strategy, max_steps=1).validate(module, DataLoader(items, batch_size=4), verbose=False)
     print(json.dumps({"peak": max(peaks)}), flush=True)
 
