@@ -286,7 +286,13 @@ def test_directories_that_hold_no_model(tmp_path: Path, files: dict[str, str] | 
         ),
         pytest.param(
             {"name": "hf", "config": {"model_type": "vit"}},
-            Told("model.config.model_type=vit", "vit", "causal language model", allowed=("model_type", "ForCausalLM")),
+            Told(
+                "model.config.model_type=vit",
+                "vit",
+                "causal language model",
+                allowed=("model_type", "ForCausalLM"),
+                write="model.task=image_classification",
+            ),
             id="not-causal",
         ),
         pytest.param(

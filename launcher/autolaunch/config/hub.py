@@ -75,7 +75,13 @@ def fetch_weights(config: Mapping[str, Any]) -> None:
         return
     name, commit = from_hub
     if not (directory / "config.json").is_file():  # another machine than the one on which the name was looked up
-        _small_files(name, commit)
+        here = _small_files(name, commit)
+        if here != directory:
+            raise ConfigError(
+                f"model.path={name}",
+                f"the cache of the hub on this machine, {here}, is elsewhere than on the first, {directory}",
+                "one HF_HOME on all machines",
+            )
     files = _weight_files(directory)
     if all((directory / file).is_file() for file in files):
         return

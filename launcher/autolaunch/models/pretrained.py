@@ -106,8 +106,8 @@ class SafetensorsWeights:
         self._share_tied(wanted, matches)
         optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
         missing = [name for name in wanted if name not in matches and not any(re.search(p, name) for p in optional)]
-        if new_head:
-            base = f"{getattr(model, 'base_model_prefix', '')}."
+        if new_head and (prefix := getattr(model, "base_model_prefix", "")):
+            base = f"{prefix}."
             missing = [name for name in missing if name.startswith(base) and f"{base}pooler." not in name]
         self._refuse(missing, f"{{}} of the {len(wanted)} weights of {type(model).__name__} are not in its files")
         self._refuse(
