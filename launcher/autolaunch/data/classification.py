@@ -117,6 +117,7 @@ def _rows(config: dict[str, Any], key: str) -> tuple[list[Labelled], list[str]]:
         raise_all(bad)
     if not good:
         raise ConfigError(f"data.{key}={config[key]}", "there are no rows in it" if not bad else "all rows are bad")
-    return good, [
-        f"data.{key}: {len(bad)} bad row{'' if len(bad) == 1 else 's'} left out; the first: {bad[0].where}"
-    ] if bad else []
+    if not bad:
+        return good, []
+    rows = f"{len(bad)} bad row{'' if len(bad) == 1 else 's'}"
+    return good, [f"data.{key}: {rows} left out; the first: {bad[0].where}"]
