@@ -24,7 +24,7 @@ from autolaunch.data.loader import PositionedLoader
 from autolaunch.data.order import BatchOrder
 from autolaunch.data.present import check_data
 from autolaunch.data.rows import BadRow
-from autolaunch.data.rows_of_files import open_sequences, open_source
+from autolaunch.data.rows_of_files import open_sequences, open_rows
 from autolaunch.data.tokenizers import load_tokenizer
 from autolaunch_strategies.config import ConfigError, ConfigErrors
 from tests.support.chats import (
@@ -232,7 +232,7 @@ def test_bad_rows_are_named_by_file_and_line(row: Any, facts: list[str]) -> None
     assert_told(caught.value, "chats.jsonl:3", *facts, write=None)
     assert "data.on_bad=skip" in str(caught.value)
 
-    source = open_source({**config, "on_bad": "skip"}, "path")
+    source = open_rows({**config, "on_bad": "skip"}, "path")
     assert (source.counts.examples, source.counts.bad) == (2, 1)
     assert source.prepared.first_bad[0].startswith("chats.jsonl:3: ")
     assert [source.prepared.place(number) for number in range(2)] == ["chats.jsonl:1", "chats.jsonl:4"]
@@ -414,15 +414,15 @@ def test_long_documents_are_split_and_every_token_is_predicted_once() -> None:
 def test_too_long_chats() -> None:
     write_lines("chats.jsonl", [*chats(3), {"messages": [{"role": "user", "content": "x" * 99}, TWO_ANSWERS[1]]}])
     longest = int(all_of(chat_config(seq_len=512))["attention_mask"].sum(1)[2])
-    cut = open_source(chat_config(seq_len=longest - 1), "path")
-    assert (cut.counts.truncated, cut.counts.untrained, len(cut.spans)) == (2, 1, 3)
-    left_out = open_source(chat_config(seq_len=longest, too_long="skip"), "path")
-    assert (left_out.counts.skipped, len(left_out.spans)) == (1, 3)
+    cut = open_rows(chat_config(seq_len=longest - 1), "path")
+    assert (cut.counts.truncated, cut.counts.untrained, len(cut.spans[0])) == (2, 1, 3)
+    left_out = open_rows(chat_config(seq_len=longest, too_long="skip"), "path")
+    assert (left_out.counts.skipped, len(left_out.spans[0])) == (1, 3)
     with pytest.raises(ConfigError) as caught:
-        open_source(chat_config(seq_len=longest - 1, too_long="refuse"), "path")
+        open_rows(chat_config(seq_len=longest - 1, too_long="refuse"), "path")
     assert_told(caught.value, "chats.jsonl:3", f"{longest} tokens", "2 of 4", write=None)
     with pytest.raises(ConfigError, match="none is left"):
-        open_source(chat_config(seq_len=8), "path")
+        open_rows(chat_config(seq_len=8), "path")
 
 
 def test_packed_documents_are_kept_apart() -> None:

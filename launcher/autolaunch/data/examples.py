@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,11 @@ class Spans:
     def __getitem__(self, which: Any) -> Spans:
         return Spans(self.first[which], self.end[which], self.example[which])
 
+    @classmethod
+    def joined(cls, parts: Sequence[Spans]) -> Spans:
+        """All of them, one behind the other."""
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("first", "end", "example")))
+
     @property
     def lengths(self) -> np.ndarray:
         return self.end - self.first
@@ -48,19 +53,27 @@ class Counts:
     """Left out because nothing that is trained on was left of them."""
     split: int = 0
 
+    @classmethod
+    def total(cls, parts: Iterable[Counts]) -> Counts:
+        """Of all parts together."""
+        return cls(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
+
 
 class ExampleSequences:
     """Sequences of `seq_len` tokens, numbered; a batch of them is made when it is asked for.
 
     Args:
-        spans: what they consist of.
-        packs: int64 [sequences + 1], where the spans of each sequence begin; None for one span each.
+        spans: what they consist of, in one part or several, which are numbered through.
+        packs: of each part int64 [sequences + 1], where the spans of each sequence begin; empty for one span each.
     """
 
-    def __init__(self, prepared: Prepared, spans: Spans, packs: np.ndarray | None, seq_len: int) -> None:
-        self.prepared, self.spans, self.seq_len = prepared, spans, seq_len
-        self.packs = packs
-        self.notes: Sequence[str] = ()
+    def __init__(self, prepared: Prepared, spans: Sequence[Spans], packs: Sequence[np.ndarray], seq_len: int) -> None:
+        self.prepared, self.spans, self.seq_len = prepared, Spans.joined(spans), seq_len
+        firsts = np.cumsum([0, *map(len, spans)])
+        begins = [begin[:-1] + first for begin, first in zip(packs, firsts, strict=False)]
+        self.packs = np.concatenate([*begins, firsts[-1:]]) if packs else None
+        self.sizes = [len(begin) - 1 for begin in packs] if packs else [len(part) for part in spans]
+        """Sequences of each part."""
 
     def __len__(self) -> int:
         return len(self.spans) if self.packs is None else len(self.packs) - 1
@@ -162,8 +175,8 @@ def packed(spans: Spans, seq_len: int, window: int = PACKING_WINDOW) -> tuple[Sp
     Returns:
         the spans in the order of the sequences, and where those of each sequence begin (int64 [sequences + 1]).
     """
-    order: list[np.ndarray] = []
-    sizes: list[np.ndarray] = []
+    order: list[np.ndarray] = [np.zeros(0, np.int64)]
+    sizes: list[np.ndarray] = [np.zeros(0, np.int64)]
     lengths = spans.lengths
     for start in range(0, len(spans), window):
         part = lengths[start : start + window]

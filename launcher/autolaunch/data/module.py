@@ -50,9 +50,8 @@ class TokenDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         # One process of a machine fills the cache of tokenised text, the others then find it.
         self._sequences = self.open_sequences()
-        if isinstance(self._sequences.training, Batches):
-            for note in self._sequences.training.notes:
-                print(note, file=sys.stderr)
+        for note in self._sequences.notes:
+            print(note, file=sys.stderr)
 
     def setup(self, stage: str) -> None:
         self._sequences = self._sequences or self.open_sequences()
@@ -61,7 +60,14 @@ class TokenDataModule(LightningDataModule):
     def train_dataloader(self) -> PositionedLoader:
         sequences = self._opened.training
         order = BatchOrder(
-            len(sequences), self.batch_size, self.microbatches, self.seed, self.shuffle, self._dp_rank, self._dp_size
+            len(sequences),
+            self.batch_size,
+            self.microbatches,
+            self.seed,
+            self.shuffle,
+            self._dp_rank,
+            self._dp_size,
+            tuple(self._opened.weights),
         )
         # Set by one of lightning's connectors, so its class does not declare it.
         overfit = self.trainer.overfit_batches if self.trainer else 0  # type: ignore[attr-defined]
