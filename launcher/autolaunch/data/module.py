@@ -78,7 +78,16 @@ class TokenDataModule(LightningDataModule):
         return self._train_loader
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        return self._in_order(self._opened.validation)
+        loader = self._in_order(self._opened.validation)
+        task = self.trainer.state.fn if self.trainer else None
+        if not loader and task in ("validate", "predict"):
+            raise ConfigError(
+                f"autolaunch {task.value}",
+                "there are fewer validation sequences than a batch has, or none",
+                "data.validation_path, a larger data.validation_fraction, or a smaller data.batch_size",
+                "data.validation_fraction=0.5",
+            )
+        return loader
 
     predict_dataloader = val_dataloader
 
