@@ -128,6 +128,8 @@ def _data(data: Mapping[str, Any]) -> dict[str, Any]:
         if data["tokenizer"] not in (None, "bytes"):
             kept["tokenizer"] = xxhash.xxh3_128_hexdigest(expanded(data["tokenizer"]).read_bytes())
     elif data["name"] in ("documents", "chat"):
+        if not data["streaming"]:
+            kept = {key: value for key, value in kept.items() if key not in ("streaming", "shuffle_buffer")}
         sources = find_sources(data, "path")
         rows = [rows for source in sources for rows in source.rows]
         heads = (part.head(_HEAD_BYTES) for part in rows[:_MOST_HEADS])

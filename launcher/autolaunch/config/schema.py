@@ -265,6 +265,11 @@ _ROWS_PATH = (
 )
 _SUBSET = "With names of the hub in data.path: which of several datasets under a name (null: the only one)."
 _SPLIT = "With names of the hub or saved datasets in data.path, e.g. train or train[:5%] (null: train)."
+_STREAMING = (
+    "Tokenise rows while they are read, every time, instead of once before the first step: for data that are too large "
+    "to wait for, or to download."
+)
+_SHUFFLE_BUFFER = "With data.streaming, rows that are shuffled, and packed, together (null: 1,024)."
 _VALIDATION_PATH = "The same for validation (null: the last part of data.path)."
 _LABELS = "What label t is: `same`, the token at t, as transformers has it."
 _ON_BAD = "Rows that cannot be trained on: refuse them by file and line, or skip and count them."
@@ -293,6 +298,8 @@ class DocumentData:
         choices=("split", "truncate", "skip", "refuse"),
     )
     packing: str = option(_PACKING, "none", choices=("none", "documents"))
+    streaming: bool = option(_STREAMING, False)
+    shuffle_buffer: int | None = option(_SHUFFLE_BUFFER, None, ge=1)
     on_bad: str = option(_ON_BAD, "refuse", choices=("refuse", "skip"))
     labels: str = option(_LABELS, "same", choices=("same",))
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
@@ -336,6 +343,8 @@ class ChatData:
         choices=("truncate", "skip", "refuse"),
     )
     packing: str = option(_PACKING, "none", choices=("none", "documents"))
+    streaming: bool = option(_STREAMING, False)
+    shuffle_buffer: int | None = option(_SHUFFLE_BUFFER, None, ge=1)
     on_bad: str = option(_ON_BAD, "refuse", choices=("refuse", "skip"))
     labels: str = option(_LABELS, "same", choices=("same",))
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)

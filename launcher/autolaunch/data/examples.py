@@ -110,19 +110,18 @@ class ExampleSequences:
         return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
 
 
-def fitted(prepared: Prepared, seq_len: int, too_long: str, key: str) -> tuple[Spans, Counts]:
+def fitted(prepared: Prepared, seq_len: int, too_long: str) -> tuple[Spans, Counts]:
     """The examples as spans of at most `seq_len` tokens, and what that took.
 
     Args:
         too_long: `truncate` the end, `skip` the example, `split` it into several (which share one token, so that every
             token is predicted once), or `refuse`.
-        key: how messages call the data, as ``data.path``.
 
     Raises:
-        ConfigError: an example is too long and `refuse` was asked for, or nothing is left.
+        ConfigError: an example is too long and `refuse` was asked for.
     """
     ends = prepared.ends
-    spans = Spans(np.concatenate([[0], ends[:-1]]).astype(np.int64), ends.copy(), np.arange(len(ends), dtype=np.int64))
+    spans = Spans(np.concatenate([[0], ends])[:-1].astype(np.int64), ends.copy(), np.arange(len(ends), dtype=np.int64))
     counts = Counts(len(ends), prepared.bad)
     long = spans.lengths > seq_len
     if long.any():
@@ -150,14 +149,18 @@ def fitted(prepared: Prepared, seq_len: int, too_long: str, key: str) -> tuple[S
         kept[number] = bool(prepared.trained[int(spans.first[number]) + 1 : int(spans.end[number])].any())
     counts.untrained = int((~kept).sum())
     spans = spans[kept]
-    if not len(spans):
-        raise ConfigError(
-            key,
-            f"of {len(ends)} examples none is left with something to train on in {seq_len} tokens",
-            "a larger data.seq_len, or another data.too_long",
-            f"data.seq_len={int((ends - np.concatenate([[0], ends[:-1]])).max())}",
-        )
     return spans, counts
+
+
+def nothing_left(prepared: Prepared, seq_len: int, where: str) -> ConfigError:
+    """The error for examples of which `fitted` leaves none; `where` is how messages call the data."""
+    longest = int(np.diff(prepared.ends, prepend=0).max())
+    return ConfigError(
+        where,
+        f"of {len(prepared.ends)} examples none is left with something to train on in {seq_len} tokens",
+        "a larger data.seq_len, or another data.too_long",
+        f"data.seq_len={longest}",
+    )
 
 
 def _split(spans: Spans, seq_len: int) -> Spans:

@@ -59,6 +59,58 @@ class HubRows:
         return self.content().encode()
 
 
+@dataclass(frozen=True)
+class HubShard:
+    """The rows of a part of a dataset, which are read over the network.
+
+    Args:
+        title: how messages call it.
+        dataset: a `datasets.IterableDataset`.
+        index: of the part.
+    """
+
+    title: str
+    dataset: Any
+    index: int
+
+    @property
+    def name(self) -> str:
+        return self.title
+
+    def read(self, mark: Any = None) -> Iterator[tuple[int, Mapping[str, Any], list[Any]]]:
+        shard = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.index)
+        number = 0
+        if mark is not None:
+            number, state = mark
+            shard.load_state_dict(state)
+        for number, row in enumerate(shard, start=number + 1):  # noqa: B020
+            yield number, without_empty(row), [number, shard.state_dict()]
+
+    def place(self, number: int) -> str:
+        return f"{self.title}, row {number}"
+
+    def content(self) -> str:
+        raise NotImplementedError("what is streamed is not read as a whole")
+
+    def size(self) -> int:
+        return self.dataset.num_shards
+
+    def head(self, count: int) -> bytes:
+        return self.title.encode()
+
+
+def hub_shards(name: str, subset: str | None, split: str | None, where: str) -> list[HubShard]:
+    """The parts in which a split of a dataset is stored, to be read over the network.
+
+    Args, Raises: see `hub_rows`.
+    """
+    split = chosen_split(split, _splits(name, subset, where), where)
+    dataset = _loaded(name, subset, split, where, streaming=True)
+    count = dataset.num_shards
+    parts = [""] if count == 1 else [f", part {index + 1} of {count}" for index in range(count)]
+    return [HubShard(f"{name} ({split}{part})", dataset, index) for index, part in enumerate(parts)]
+
+
 def hub_rows(name: str, subset: str | None, split: str | None, where: str) -> HubRows:
     """The rows of a split of a dataset, downloaded unless that was done before.
 
@@ -116,9 +168,9 @@ def _splits(name: str, subset: str | None, where: str) -> list[str]:
 
 
 @cache
-def _loaded(name: str, subset: str | None, split: str, where: str) -> Any:
+def _loaded(name: str, subset: str | None, split: str, where: str, streaming: bool = False) -> Any:
     with _Explained(name, where):
-        return _library(where).load_dataset(name, subset, split=split)
+        return _library(where).load_dataset(name, subset, split=split, streaming=streaming)
 
 
 class _Explained:

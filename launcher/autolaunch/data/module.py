@@ -9,8 +9,9 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from autolaunch.data.loader import Batch, PositionedLoader, evaluation_loader
+from autolaunch.data.loader import Batch, PositionedLoader, StreamLoader, evaluation_loader
 from autolaunch.data.order import BatchOrder
+from autolaunch.data.streams import Streams
 from autolaunch.data.windows import Batches, Parts, Sequences
 from autolaunch_strategies.config import ConfigError, ParallelConfig
 
@@ -44,8 +45,8 @@ class TokenDataModule(LightningDataModule):
         self.batch_size, self.microbatches = batch_size, microbatches
         self.seed, self.num_workers, self.shuffle = seed, num_workers, shuffle
         self._sequences: Parts | None = None
-        self._train_loader: PositionedLoader | None = None
-        self._resume_from: dict[str, int] | None = None
+        self._train_loader: PositionedLoader | StreamLoader | None = None
+        self._resume_from: dict[str, Any] | None = None
 
     def prepare_data(self) -> None:
         # One process of a machine fills the cache of tokenised text, the others then find it.
@@ -57,8 +58,10 @@ class TokenDataModule(LightningDataModule):
         self._sequences = self._sequences or self.open_sequences()
         self._train_loader = self._resume_from = None
 
-    def train_dataloader(self) -> PositionedLoader:
+    def train_dataloader(self) -> PositionedLoader | StreamLoader:
         sequences = self._opened.training
+        if isinstance(sequences, Streams):
+            return self._resumed(self._streamed(sequences))
         order = BatchOrder(
             len(sequences),
             self.batch_size,
@@ -72,10 +75,27 @@ class TokenDataModule(LightningDataModule):
         # Set by one of lightning's connectors, so its class does not declare it.
         overfit = self.trainer.overfit_batches if self.trainer else 0  # type: ignore[attr-defined]
         repeat = overfit if isinstance(overfit, int) else int(overfit * len(order))
-        self._train_loader = PositionedLoader(sequences, order, self.num_workers, repeat or None, self._pin_memory)
+        return self._resumed(PositionedLoader(sequences, order, self.num_workers, repeat or None, self._pin_memory))
+
+    def _streamed(self, streams: Streams) -> StreamLoader:
+        trainer: Any = self.trainer
+        if trainer is not None and trainer.overfit_batches:
+            raise ConfigError(
+                f"trainer.overfit_batches={trainer.overfit_batches}",
+                "streamed data are not read again and again",
+                "data.streaming=false",
+                "data.streaming=false",
+            )
+        of_batch = self.batch_size, self.batch_size, self.microbatches
+        order = BatchOrder(*of_batch, self.seed, self.shuffle, self._dp_rank, self._dp_size)
+        tell = trainer is None or trainer.is_global_zero
+        return StreamLoader(streams, order, self.num_workers, self._pin_memory, tell)
+
+    def _resumed(self, loader: PositionedLoader | StreamLoader) -> PositionedLoader | StreamLoader:
+        self._train_loader = loader
         if self._resume_from is not None:
-            self._train_loader.load_state_dict(self._resume_from)
-        return self._train_loader
+            loader.load_state_dict(self._resume_from)
+        return loader
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         loader = self._in_order(self._opened.validation)
@@ -95,10 +115,10 @@ class TokenDataModule(LightningDataModule):
         test = self._opened.test
         return [] if test is None else self._in_order(test)
 
-    def _in_order(self, sequences: Sequences | Batches) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+    def _in_order(self, sequences: Sequences | Batches | None) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         per_batch = self.batch_size // self.microbatches
-        whole = len(sequences) // per_batch * per_batch
-        if not whole:
+        whole = 0 if sequences is None else len(sequences) // per_batch * per_batch
+        if sequences is None or not whole:
             return []  # how lightning is told that there is nothing to run
         order = BatchOrder(whole, per_batch, 1, self.seed, False, self._dp_rank, self._dp_size)
         return evaluation_loader(sequences, order, self.num_workers, self._pin_memory)
@@ -126,7 +146,7 @@ class TokenDataModule(LightningDataModule):
                 "the number of microbatches that the checkpoint was written with",
                 f"data.microbatches={before}",
             )
-        self._resume_from = {"microbatches": state_dict["microbatches"]}
+        self._resume_from = {key: value for key, value in state_dict.items() if key != "microbatches_per_step"}
         if self._train_loader is not None:  # made early by `trainer.estimated_stepping_batches`
             self._train_loader.load_state_dict(self._resume_from)
 

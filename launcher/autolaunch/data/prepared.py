@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from autolaunch.data.encoders import Encoder
+from autolaunch.data.encoders import Encoder, Example
 from autolaunch.data.progress import moved
 from autolaunch.data.rows import BadRow, Rows
 from autolaunch.data.windows import TokenFile
@@ -30,7 +30,7 @@ _FORMAT = 1
 _ROWS = 512
 """Rows that are tokenised at once: the library works on them in parallel."""
 
-_TOLD = 5
+MOST_TOLD = 5
 """Bad rows that are named before the rest is not looked at."""
 
 _LIBRARIES = ("transformers", "tokenizers")
@@ -121,7 +121,7 @@ def prepare(
     identity: Mapping[str, Any],
     encoder: Callable[[], Encoder],
     on_bad: str,
-    skip_after: int = _TOLD,
+    skip_after: int = MOST_TOLD,
 ) -> Prepared:
     """The examples of `rows`, tokenised unless that was done before, by any run on this machine.
 
@@ -183,9 +183,7 @@ def _write(directory: Path, rows: Sequence[Rows], key: str, encoder: Encoder, on
                 bad += 1
                 place = rows[part].place(number)
                 if on_bad == "refuse":
-                    skip = "data.on_bad=skip, to leave such rows out"
-                    write = f"{outcome.write}; or {skip}" if outcome.write else skip
-                    errors.append(ConfigError(place, str(outcome), outcome.allowed, write))
+                    errors.append(bad_row_error(place, outcome))
                     if len(errors) == most_told:
                         break
                 elif len(first_bad) < most_told:
@@ -210,6 +208,31 @@ def _write(directory: Path, rows: Sequence[Rows], key: str, encoder: Encoder, on
         f"{key}: tokenised {examples:,} examples, {tokens:,} tokens, in {time.monotonic() - started:.1f} s; "
         "kept for the next run",
         file=sys.stderr,
+    )
+
+
+def bad_row_error(place: str, bad: BadRow) -> ConfigError:
+    """The error for a bad row that is not to be skipped."""
+    skip = "data.on_bad=skip, to leave such rows out"
+    return ConfigError(place, str(bad), bad.allowed, f"{bad.write}; or {skip}" if bad.write else skip)
+
+
+def in_memory(rows: Sequence[Rows], examples: Sequence[tuple[int, int, Example]], pad: int) -> Prepared:
+    """Examples that are not kept.
+
+    Args:
+        examples: (number of the source of rows, number of the row, example) of each.
+    """
+    ids = [ids for _, _, (ids, _) in examples]
+    return Prepared(
+        list(rows),
+        0,
+        [],
+        pad,
+        np.cumsum([len(part) for part in ids], dtype=np.int64),
+        np.asarray([(part, number) for part, number, _ in examples], np.int64).reshape(-1, 2),
+        np.concatenate([*ids, np.zeros(0, np.int64)]),
+        np.concatenate([*(trained for _, _, (_, trained) in examples), np.zeros(0, bool)]),
     )
 
 

@@ -216,6 +216,7 @@ def _tokenizer_errors(tokenizer: str, vocab_size: int | None) -> list[ConfigErro
 def _row_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
     """Of documents and chats: files, the first row of each, the tokenizer and the chat template."""
     errors = check_columns(config["columns"]) if config["name"] == "chat" else []
+    errors += _streaming_errors(config)
     if config["path"] is None:
         errors.append(
             ConfigError(
@@ -234,6 +235,25 @@ def _row_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigEr
         except ConfigError as error:
             errors.append(error)
     return errors + _rows_tokenizer_errors(config, vocab_size)
+
+
+def _streaming_errors(config: dict[str, Any]) -> list[ConfigError]:
+    """Keys that go with `data.streaming`, and keys that do not."""
+    errors = []
+    if not config["streaming"]:
+        if config["shuffle_buffer"] is not None:
+            reason = "it has no effect: without data.streaming all rows are shuffled together"
+            where = f"data.shuffle_buffer={config['shuffle_buffer']}"
+            errors.append(ConfigError(where, reason, "null, or data.streaming=true", "data.shuffle_buffer=null"))
+        return errors
+    if config["validation_fraction"] and config["validation_path"] is None:
+        where = f"data.validation_fraction={config['validation_fraction']}"
+        reason = "with data.streaming the end of the data is not known beforehand"
+        errors.append(ConfigError(where, reason, "data.validation_path", "data.validation_path=validation.jsonl"))
+    if config["num_workers"] > 1:
+        reason = "with data.streaming each of several loader processes would read and tokenise all rows"
+        errors.append(ConfigError(f"data.num_workers={config['num_workers']}", reason, "0, 1", "data.num_workers=1"))
+    return errors
 
 
 def _first_row_error(rows: Rows, config: dict[str, Any]) -> ConfigError | None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from autolaunch.data.counts import VALIDATION_FRACTION, no_validation, split_counts
 from autolaunch.data.encoders import ChatEncoder, DocumentEncoder, Encoder
-from autolaunch.data.examples import Counts, ExampleSequences, Spans, fitted, packed
+from autolaunch.data.examples import Counts, ExampleSequences, Spans, fitted, nothing_left, packed
 from autolaunch.data.prepared import Prepared, prepare
 from autolaunch.data.present import amount_errors, too_few_for_test
+from autolaunch.data.rows import Rows
 from autolaunch.data.sources import find_sources
+from autolaunch.data.streams import BLOCK_ROWS, Position, RowStream, Streams
 from autolaunch.data.tokenizers import known_by, load_tokenizer, no_tokenizer, template_text
 from autolaunch.data.windows import Parts
 from autolaunch_strategies.config import raise_all
@@ -36,6 +39,8 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
         ConfigError, ConfigErrors: files or a tokenizer that are absent or unreadable; rows that are bad or too long;
             fewer sequences than a batch.
     """
+    if config["streaming"]:
+        return _streamed(config, seed)
     opened = open_rows(config, "path")
     training, validation, notes = _training_and_validation(config, opened)
     wanted = bool(config["validation_fraction"])
@@ -44,12 +49,54 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
     where = f"data.path={config['path']}"
     raise_all(amount_errors(config, where, len(training), len(validation) if wanted else None))
     notes = [*(f"data.path: {text}" for text in left_out(opened.counts, config["seq_len"])), *notes]
-    test = None
-    if config["test_path"] is not None:
-        test = _whole(config, "test_path")
-        raise_all(too_few_for_test(config, "data.test_path", len(test)))
+    test = _test(config)
     weights = list(zip(training.sizes, opened.weights, strict=True)) if opened.weights else []
     return Parts(training, validation, test, notes, weights)
+
+
+def _streamed(config: dict[str, Any], seed: int) -> Parts:
+    """Training sequences are streamed; those of other tasks are not."""
+    sources = find_sources(config, "path")
+    weights = [source.weight for source in sources if source.weight is not None]
+    validation: ExampleSequences | None = None
+    if config["validation_path"] is not None:
+        validation = _whole(config, "validation_path")
+        raise_all(amount_errors(config, "data.validation_path", config["batch_size"], len(validation)))
+    training = Streams(partial(open_streams, config, seed, [source.rows for source in sources]), weights)
+    return Parts(training, validation, _test(config))
+
+
+def open_streams(
+    config: dict[str, Any], seed: int, sources: Sequence[Sequence[Rows]], tell: bool = False
+) -> list[RowStream]:
+    """A stream of each source of `data.path`, which is read when it is asked for."""
+    encoder = make_encoder(config)
+
+    def sequences(prepared: Prepared) -> ExampleSequences:
+        return _sequences(config, prepared, [fitted(prepared, config["seq_len"], config["too_long"])[0]])
+
+    block_rows = config["shuffle_buffer"] or BLOCK_ROWS
+    return [
+        RowStream(rows, number, seed, config["shuffle"], block_rows, encoder, sequences, config["on_bad"], tell)
+        for number, rows in enumerate(sources)
+    ]
+
+
+def start_of_stream(config: dict[str, Any], seed: int) -> tuple[ExampleSequences, Counts]:
+    """The first block of the first source of `data.path`, and what became of its rows."""
+    source = find_sources(config, "path")[0]
+    (stream,) = open_streams(config, seed, [source.rows])
+    drawn, _ = next(stream.read(Position(), endless=False))
+    prepared = drawn.block.prepared
+    return drawn.block, fitted(prepared, config["seq_len"], config["too_long"])[1]
+
+
+def _test(config: dict[str, Any]) -> ExampleSequences | None:
+    if config["test_path"] is None:
+        return None
+    test = _whole(config, "test_path")
+    raise_all(too_few_for_test(config, "data.test_path", len(test)))
+    return test
 
 
 def open_rows(config: dict[str, Any], key: str) -> Opened:
@@ -62,7 +109,10 @@ def open_rows(config: dict[str, Any], key: str) -> Opened:
     sources = find_sources(config, key)
     identity, encoder = _encoder(config)
     parts = [prepare(source.rows, where, identity, encoder, config["on_bad"]) for source in sources]
-    fits = [fitted(part, config["seq_len"], config["too_long"], f"{where}={config[key]}") for part in parts]
+    fits = [fitted(part, config["seq_len"], config["too_long"]) for part in parts]
+    for part, (spans, _) in zip(parts, fits, strict=True):
+        if not len(spans):
+            raise nothing_left(part, config["seq_len"], f"{where}={config[key]}")
     first_tokens, first_examples = (np.cumsum([0, *sizes]) for sizes in zip(*map(_sizes, parts), strict=True))
     spans = [
         Spans(part.first + token, part.end + token, part.example + example)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autolaunch.data.documents import expanded
-from autolaunch.data.hub import chosen_split, hub_rows, is_hub_name
+from autolaunch.data.hub import chosen_split, hub_rows, hub_shards, is_hub_name
 from autolaunch.data.rows import FileRows, Rows, find_row_files
 from autolaunch_strategies.config import ConfigError, nearest
 
@@ -44,7 +44,8 @@ def find_sources(config: Mapping[str, Any], key: str) -> list[Source]:
         named = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
         _check(named, where, key)
         options = {**common, **{name: value for name, value in named.items() if value is not None}}
-        rows, usable = _rows(options, where, with_text=config["name"] == "documents")
+        streaming = key == "path" and config["streaming"]
+        rows, usable = _rows(options, where, config["name"] == "documents", streaming)
         for name in ("subset", "split"):
             if name in usable:
                 used.add(name)
@@ -95,7 +96,7 @@ def _together(sources: list[Source], where: str) -> list[Source]:
     return sources if weighted else [Source([rows for source in sources for rows in source.rows])]
 
 
-def _rows(options: Mapping[str, Any], where: str, with_text: bool) -> tuple[list[Rows], set[str]]:
+def _rows(options: Mapping[str, Any], where: str, with_text: bool, streaming: bool) -> tuple[list[Rows], set[str]]:
     """(rows of an entry, which of `subset` and `split` say something about it)."""
     path = options["path"]
     if isinstance(path, str) and path:
@@ -104,8 +105,8 @@ def _rows(options: Mapping[str, Any], where: str, with_text: bool) -> tuple[list
             directory = _saved_split(place, options.get("split"), f"{where}={path}")
             return [FileRows(file) for file in find_row_files(str(directory), where, with_text)], {"split"}
         if not place.exists() and is_hub_name(path):
-            rows = hub_rows(path, options.get("subset"), options.get("split"), f"{where}={path}")
-            return [rows], {"subset", "split"}
+            named = path, options.get("subset"), options.get("split"), f"{where}={path}"
+            return [*(hub_shards(*named) if streaming else [hub_rows(*named)])], {"subset", "split"}
     return [FileRows(file) for file in find_row_files(path, where, with_text)], set()
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from autolaunch.data.counts import no_validation, split_counts, token_file_length, window_count
+
+if TYPE_CHECKING:
+    from autolaunch.data.streams import Streams
 
 
 class Sequences(Protocol):
@@ -95,8 +98,8 @@ class Span:
 class Parts(NamedTuple):
     """What a data group has for which task."""
 
-    training: Sequences | Batches
-    validation: Sequences | Batches
+    training: Sequences | Batches | Streams
+    validation: Sequences | Batches | None
     test: Sequences | Batches | None = None
     notes: Sequence[str] = ()
     """What the person should know of them, a line each."""
