@@ -24,7 +24,7 @@ from autolaunch.data.loader import PositionedLoader
 from autolaunch.data.order import BatchOrder
 from autolaunch.data.present import check_data
 from autolaunch.data.rows import BadRow
-from autolaunch.data.rows_of_files import open_sequences, open_rows
+from autolaunch.data.rows_of_files import open_rows, open_sequences
 from autolaunch.data.tokenizers import load_tokenizer
 from autolaunch_strategies.config import ConfigError, ConfigErrors
 from tests.support.chats import (

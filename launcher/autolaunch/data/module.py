@@ -46,7 +46,7 @@ class TokenDataModule(LightningDataModule):
         self.seed, self.num_workers, self.shuffle = seed, num_workers, shuffle
         self._sequences: Parts | None = None
         self._train_loader: PositionedLoader | StreamLoader | None = None
-        self._resume_from: dict[str, Any] | None = None
+        self._resume_from: dict[str, int] | None = None
 
     def prepare_data(self) -> None:
         # One process of a machine fills the cache of tokenised text, the others then find it.
@@ -61,7 +61,8 @@ class TokenDataModule(LightningDataModule):
     def train_dataloader(self) -> PositionedLoader | StreamLoader:
         sequences = self._opened.training
         if isinstance(sequences, Streams):
-            return self._resumed(self._streamed(sequences))
+            self._train_loader = self._streamed(sequences)
+            return self._train_loader
         order = BatchOrder(
             len(sequences),
             self.batch_size,
@@ -75,7 +76,10 @@ class TokenDataModule(LightningDataModule):
         # Set by one of lightning's connectors, so its class does not declare it.
         overfit = self.trainer.overfit_batches if self.trainer else 0  # type: ignore[attr-defined]
         repeat = overfit if isinstance(overfit, int) else int(overfit * len(order))
-        return self._resumed(PositionedLoader(sequences, order, self.num_workers, repeat or None, self._pin_memory))
+        self._train_loader = PositionedLoader(sequences, order, self.num_workers, repeat or None, self._pin_memory)
+        if self._resume_from is not None:
+            self._train_loader.load_state_dict(self._resume_from)
+        return self._train_loader
 
     def _streamed(self, streams: Streams) -> StreamLoader:
         trainer: Any = self.trainer
@@ -90,12 +94,6 @@ class TokenDataModule(LightningDataModule):
         order = BatchOrder(*of_batch, self.seed, self.shuffle, self._dp_rank, self._dp_size)
         tell = trainer is None or trainer.is_global_zero
         return StreamLoader(streams, order, self.num_workers, self._pin_memory, tell)
-
-    def _resumed(self, loader: PositionedLoader | StreamLoader) -> PositionedLoader | StreamLoader:
-        self._train_loader = loader
-        if self._resume_from is not None:
-            loader.load_state_dict(self._resume_from)
-        return loader
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         loader = self._in_order(self._opened.validation)
@@ -124,10 +122,14 @@ class TokenDataModule(LightningDataModule):
         return evaluation_loader(sequences, order, self.num_workers, self._pin_memory)
 
     def state_dict(self) -> dict[str, Any]:
-        """The training position. Lightning stores the loader's own state too, but drops it at the end of an epoch."""
+        """The training position. Lightning stores the loader's own state too, but drops it at the end of an epoch.
+
+        That of a stream is with the loops: only there it is known which batches were read ahead of training.
+        """
         if self._train_loader is None:
             return {}
-        return {**self._train_loader.state_dict(), "microbatches_per_step": self.microbatches}
+        position = {} if isinstance(self._train_loader, StreamLoader) else self._train_loader.state_dict()
+        return {**position, "microbatches_per_step": self.microbatches}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on at the position of a checkpoint.
@@ -146,8 +148,10 @@ class TokenDataModule(LightningDataModule):
                 "the number of microbatches that the checkpoint was written with",
                 f"data.microbatches={before}",
             )
-        self._resume_from = {key: value for key, value in state_dict.items() if key != "microbatches_per_step"}
-        if self._train_loader is not None:  # made early by `trainer.estimated_stepping_batches`
+        if "microbatches" not in state_dict:
+            return
+        self._resume_from = {"microbatches": state_dict["microbatches"]}
+        if isinstance(self._train_loader, PositionedLoader):  # made early by `trainer.estimated_stepping_batches`
             self._train_loader.load_state_dict(self._resume_from)
 
     @property
