@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-datasets = pytest.importorskip("datasets")
-huggingface_hub = pytest.importorskip("huggingface_hub")
+pytest.importorskip("datasets")
+
+import datasets
+import huggingface_hub
 
 from autolaunch.config.schema import DATA
 from autolaunch.data import hub
@@ -22,6 +24,8 @@ from autolaunch.data.present import check_data
 from autolaunch.data.rows_of_files import open_rows, open_sequences
 from autolaunch_strategies.config import ConfigErrors
 from tests.support.messages import Told, assert_only_told
+
+pytestmark = pytest.mark.full  # importing `datasets` takes seconds
 
 TEXTS = [chr(number) * 2 for number in range(40, 60)]
 
@@ -45,6 +49,7 @@ def reaches(monkeypatch: pytest.MonkeyPatch, endpoint: str | None) -> None:
     if endpoint is not None:
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 120)
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -131,11 +136,10 @@ def test_what_cannot_be_had(server: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_saved_datasets() -> None:
-    train, test = (datasets.Dataset.from_list([{"text": text} for text in part]) for part in (TEXTS[:12], TEXTS[12:]))
-    train.save_to_disk("one")
-    datasets.DatasetDict({"train": train, "test": test}).save_to_disk("both")
+    in_the_cache()
+    both = datasets.DatasetDict({name: datasets.load_dataset("owner/texts", split=name) for name in ("train", "test")})
+    both["train"].save_to_disk("one")
+    both.save_to_disk("both")
     codes = [ord(text[0]) for text in TEXTS]
-    assert first_tokens(config(path="one")) == first_tokens(config(path="both")) == codes[:12]
-    assert first_tokens(config(path="both", split="test")) == codes[12:]
-    mixed = config(path=["one", {"path": "both", "split": "test"}])
-    assert first_tokens(mixed) == codes
+    assert first_tokens(config(path="one")) == first_tokens(config(path="both")) == codes
+    assert first_tokens(config(path=["one", {"path": "both", "split": "test"}])) == codes * 2
