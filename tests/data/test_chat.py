@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from autolaunch.cli import run
 from autolaunch.config.schema import DATA
 from autolaunch.config.tokenizer import with_tokenizer
-from autolaunch.data import prepared
+from autolaunch.data import prepared, progress
 from autolaunch.data.encoders import ChatEncoder
 from autolaunch.data.exported import write_tokenizer
 from autolaunch.data.loader import PositionedLoader
@@ -473,6 +473,15 @@ def test_the_second_start_does_not_tokenise(monkeypatch: pytest.MonkeyPatch, cap
     for changes in changed:
         all_of(chat_config(**changes))
     assert calls == [4, *[5] * len(changed)]
+
+
+def test_preparing_says_that_it_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[None] = []
+    monkeypatch.setattr(progress, "_listeners", [])
+    progress.listen(lambda: moves.append(None))
+    write_lines("texts.jsonl", [{"text": "a"}] * 2000)
+    open_sequences(document_config(), 0)
+    assert len(moves) >= 5  # its hash, and four times 512 rows
 
 
 def test_a_damaged_cache_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,13 +83,6 @@ class TokenDataModule(LightningDataModule):
 
     def _streamed(self, streams: Streams) -> StreamLoader:
         trainer: Any = self.trainer
-        if trainer is not None and trainer.overfit_batches:
-            raise ConfigError(
-                f"trainer.overfit_batches={trainer.overfit_batches}",
-                "streamed data are not read again and again",
-                "data.streaming=false",
-                "data.streaming=false",
-            )
         of_batch = self.batch_size, self.batch_size, self.microbatches
         order = BatchOrder(*of_batch, self.seed, self.shuffle, self._dp_rank, self._dp_size)
         tell = trainer is None or trainer.is_global_zero

@@ -63,7 +63,9 @@ def _streamed(config: dict[str, Any], seed: int) -> Parts:
         validation = _whole(config, "validation_path")
         raise_all(amount_errors(config, "data.validation_path", config["batch_size"], len(validation)))
     training = Streams(partial(open_streams, config, seed, [source.rows for source in sources]), weights)
-    return Parts(training, validation, _test(config))
+    silent = config["validation_fraction"] is None and validation is None
+    notes = ["no validation: with data.streaming it is data.validation_path that says of what"] if silent else []
+    return Parts(training, validation, _test(config), notes)
 
 
 def open_streams(
