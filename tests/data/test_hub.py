@@ -48,7 +48,6 @@ def reaches(monkeypatch: pytest.MonkeyPatch, endpoint: str | None) -> None:
         monkeypatch.setattr(settings, "HF_HUB_OFFLINE", endpoint is None)
     if endpoint is not None:
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 120)
 
 

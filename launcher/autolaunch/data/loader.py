@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from autolaunch.data.order import BatchOrder, random_keys
-from autolaunch.data.streams import Drawn, Streams, next_epoch
-from autolaunch.data.windows import Batches, Sequences
+from autolaunch.data.streams import Drawn, next_epoch
+from autolaunch.data.windows import Batches, Sequences, Unnumbered
 from autolaunch_strategies.config import ConfigError
 
 Batch = dict[str, torch.Tensor]
@@ -100,7 +100,7 @@ class StreamLoader(DataLoader[Any]):
     """
 
     def __init__(
-        self, streams: Streams, order: BatchOrder, num_workers: int = 0, pin_memory: bool = False, tell: bool = False
+        self, streams: Unnumbered, order: BatchOrder, num_workers: int = 0, pin_memory: bool = False, tell: bool = False
     ) -> None:
         assert num_workers <= 1, "several workers would each read the whole stream"
         options = _worker_options(num_workers, order.seed, order.dp_rank, pin_memory)
@@ -130,7 +130,7 @@ class StreamLoader(DataLoader[Any]):
 class _StreamedBatches(IterableDataset[Any]):
     """(state behind it, batch) of each microbatch of an epoch."""
 
-    def __init__(self, streams: Streams, order: BatchOrder, tell: bool) -> None:
+    def __init__(self, streams: Unnumbered, order: BatchOrder, tell: bool) -> None:
         self.streams, self.order, self.tell = streams, order, tell
         self.state: dict[str, Any] = {"streams": None, "microbatch": 0}
 

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from autolaunch.data.loader import Batch, PositionedLoader, StreamLoader, evaluation_loader
 from autolaunch.data.order import BatchOrder
-from autolaunch.data.streams import Streams
-from autolaunch.data.windows import Batches, Parts, Sequences
+from autolaunch.data.windows import Batches, Parts, Sequences, Unnumbered
 from autolaunch_strategies.config import ConfigError, ParallelConfig
 
 
@@ -60,7 +59,7 @@ class TokenDataModule(LightningDataModule):
 
     def train_dataloader(self) -> PositionedLoader | StreamLoader:
         sequences = self._opened.training
-        if isinstance(sequences, Streams):
+        if isinstance(sequences, Unnumbered):
             self._train_loader = self._streamed(sequences)
             return self._train_loader
         order = BatchOrder(
@@ -81,7 +80,7 @@ class TokenDataModule(LightningDataModule):
             self._train_loader.load_state_dict(self._resume_from)
         return self._train_loader
 
-    def _streamed(self, streams: Streams) -> StreamLoader:
+    def _streamed(self, streams: Unnumbered) -> StreamLoader:
         trainer: Any = self.trainer
         of_batch = self.batch_size, self.batch_size, self.microbatches
         order = BatchOrder(*of_batch, self.seed, self.shuffle, self._dp_rank, self._dp_size)

@@ -112,13 +112,13 @@ def open_rows(config: dict[str, Any], key: str) -> Opened:
     identity, encoder = _encoder(config)
     parts = [prepare(source.rows, where, identity, encoder, config["on_bad"]) for source in sources]
     fits = [fitted(part, config["seq_len"], config["too_long"]) for part in parts]
-    for part, (spans, _) in zip(parts, fits, strict=True):
-        if not len(spans):
+    for part, (fit, _) in zip(parts, fits, strict=True):
+        if not len(fit):
             raise nothing_left(part, config["seq_len"], f"{where}={config[key]}")
     first_tokens, first_examples = (np.cumsum([0, *sizes]) for sizes in zip(*map(_sizes, parts), strict=True))
     spans = [
-        Spans(part.first + token, part.end + token, part.example + example)
-        for (part, _), token, example in zip(fits, first_tokens, first_examples, strict=False)
+        Spans(fit.first + token, fit.end + token, fit.example + example)
+        for (fit, _), token, example in zip(fits, first_tokens, first_examples, strict=False)
     ]
     weights = [source.weight for source in sources if source.weight is not None]
     return Opened(Prepared.joined(parts), spans, weights, Counts.total(counts for _, counts in fits))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from autolaunch.data.counts import no_validation, split_counts, token_file_length, window_count
-
-if TYPE_CHECKING:
-    from autolaunch.data.streams import Streams
 
 
 class Sequences(Protocol):
@@ -33,6 +30,17 @@ class Batches(Protocol):
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The sequences `indices` (int64 [b]) as a batch of int64 [b, seq_len] arrays."""
+        ...
+
+
+@runtime_checkable
+class Unnumbered(Protocol):
+    """Sequences that come one after the other, from a state on: `autolaunch.data.streams`."""
+
+    def steps(
+        self, state: Sequence[Any] | None, batch_size: int, tell: bool
+    ) -> Iterator[tuple[list[Any], list[Any], list[Any]]]:
+        """(sequences, state before, state behind) of each optimizer step of an epoch."""
         ...
 
 
@@ -98,7 +106,7 @@ class Span:
 class Parts(NamedTuple):
     """What a data group has for which task."""
 
-    training: Sequences | Batches | Streams
+    training: Sequences | Batches | Unnumbered
     validation: Sequences | Batches | None
     test: Sequences | Batches | None = None
     notes: Sequence[str] = ()

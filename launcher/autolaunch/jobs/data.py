@@ -74,7 +74,8 @@ def show(config: dict[str, Any], seed: int, console: Terminal) -> None:
         training_sequences,
     )
 
-    encoder, weights, streamed = make_encoder(config), (), []
+    encoder, streamed = make_encoder(config), []
+    weights: tuple[tuple[int, float], ...] = ()
     if config["streaming"]:
         sequences, counts = start_of_stream(config, seed)
         streamed = [("streamed", f"these are the first {counts.examples:,} examples")]
