@@ -180,8 +180,9 @@ def test_what_goes_wrong_in_a_stream() -> None:
     write("texts.jsonl", 40, 20)
     with Path("texts.jsonl").open("a") as file:
         file.write("{oops}\n")
-    with pytest.raises(ConfigError, match=r"texts.jsonl:21: not JSON"):
-        first_tokens(streamed(), 16)
+    for workers in (0, 1):
+        with pytest.raises(ConfigError, match=r"^texts.jsonl:21: not JSON"):
+            first_tokens(streamed(num_workers=workers), 16)
     assert len(first_tokens(streamed(on_bad="skip"), 5)) == 10
     with pytest.raises(ConfigError, match="fewer than 64 sequences"):
         first_tokens(streamed(on_bad="skip", batch_size=64), 1)

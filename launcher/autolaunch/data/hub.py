@@ -79,18 +79,18 @@ class HubShard:
 
     def read(self, mark: Any = None) -> Iterator[tuple[int, Mapping[str, Any], list[Any]]]:
         shard = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.index)
-        number = 0
+        before = 0
         if mark is not None:
-            number, state = mark
+            before, state = mark
             shard.load_state_dict(state)
-        for number, row in enumerate(shard, start=number + 1):  # noqa: B020
+        for number, row in enumerate(shard, start=before + 1):
             yield number, without_empty(row), [number, shard.state_dict()]
 
     def place(self, number: int) -> str:
         return f"{self.title}, row {number}"
 
     def content(self) -> str:
-        raise NotImplementedError("what is streamed is not read as a whole")
+        return self.title  # more is not known before it is read
 
     def size(self) -> int:
         return self.dataset.num_shards

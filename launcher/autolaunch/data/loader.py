@@ -113,6 +113,8 @@ class StreamLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         # A generator starts at its first next(): a position that is loaded after iter() still counts.
         for state, batch in super().__iter__():
+            if isinstance(state, ConfigError):
+                raise state
             self.load_state_dict(state)
             yield batch
 
@@ -134,7 +136,13 @@ class _StreamedBatches(IterableDataset[Any]):
         self.streams, self.order, self.tell = streams, order, tell
         self.state: dict[str, Any] = {"streams": None, "microbatch": 0}
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], Batch]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, Any] | ConfigError, Batch]]:
+        try:
+            yield from self._batches()
+        except ConfigError as error:  # torch would put the traceback of a worker into its message
+            yield error, {}
+
+    def _batches(self) -> Iterator[tuple[dict[str, Any], Batch]]:
         order, done = self.order, self.state["microbatch"]
         steps = self.streams.steps(self.state["streams"], order.batch_size, self.tell)
         step = next(steps, None)

@@ -80,13 +80,12 @@ class RowStream:
         while True:
             is_empty = at == Position(at.epoch)
             for start, behind, block in _ahead(self._blocks(at)):
-                for place in range(at.taken, len(block)):
+                order = np.arange(len(block))
+                if self.shuffle and len(block):
+                    order = permuted(order, len(block), self.seed, start.epoch, self.number, start.block)
+                for taken, index in enumerate(order.tolist()[at.taken :], start=at.taken + 1):
                     is_empty = False
-                    index = place
-                    if self.shuffle:
-                        index = int(permuted(place, len(block), self.seed, start.epoch, self.number, start.block))
-                    more = place + 1 < len(block)
-                    yield Drawn(block, index), replace(start, taken=place + 1) if more else behind
+                    yield Drawn(block, index), replace(start, taken=taken) if taken < len(block) else behind
                 at = behind
             if is_empty:
                 raise ConfigError(
