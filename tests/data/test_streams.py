@@ -146,6 +146,8 @@ WRONG = [
     pytest.param({"path": [{**A, "wieght": 1}]}, Told("data.path: wieght", "weight"), id="unknown key"),
     pytest.param({"path": [{"weight": 1}]}, Told("data.path={'weight': 1}", "without a path"), id="no path"),
     pytest.param({"validation_path": [A]}, Told("data.validation_path: weight=1", "no effect"), id="of validation"),
+    pytest.param({"path": "saved/texts"}, Told("data.path=saved/texts", "no such file"), id="no such directory"),
+    pytest.param({"path": "owner/a.jsonl"}, Told("data.path=owner/a.jsonl", "no such file"), id="no such file"),
     pytest.param({"split": "train"}, Told("data.split=train", "no effect"), id="split of a file"),
     pytest.param({"subset": "en"}, Told("data.subset=en", "no effect"), id="subset of a file"),
     pytest.param(

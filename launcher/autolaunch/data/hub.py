@@ -9,11 +9,13 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from autolaunch.data.rows import without_empty
+from autolaunch.data.documents import TEXT_SUFFIXES
+from autolaunch.data.rows import ROW_SUFFIXES, without_empty
 from autolaunch_strategies.config import ConfigError, nearest
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -21,8 +23,9 @@ _INSTALL = "pip install 'autolaunch[data]'"
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether `path`, at which there is no file, may name a dataset: ``owner/name``."""
-    return bool(_NAME.fullmatch(path))
+    """Whether `path`, at which there is nothing, may name a dataset: ``owner/name``, which is like no file here."""
+    is_like_a_file = Path(path).suffix.lower() in (*ROW_SUFFIXES, *TEXT_SUFFIXES) or Path(path).parent.is_dir()
+    return bool(_NAME.fullmatch(path)) and not is_like_a_file
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class HubRows:
         return self.title
 
     def read(self, mark: Any = None) -> Iterator[tuple[int, Mapping[str, Any], int]]:
-        for number in range(mark or 0, len(self.dataset)):
-            yield number + 1, without_empty(self.dataset[number]), number + 1
+        for number, row in enumerate(self.dataset.skip(mark or 0), start=(mark or 0) + 1):
+            yield number, without_empty(row), number
 
     def place(self, number: int) -> str:
         return f"{self.title}, row {number}"
@@ -164,7 +167,6 @@ def _splits(name: str, subset: str | None, where: str) -> list[str]:
             if len(subsets) > 1 and "default" not in subsets:
                 raise ConfigError(where, "it has several subsets", ", ".join(subsets), f"data.subset={subsets[0]}")
         return datasets.get_dataset_split_names(name, subset)
-    raise AssertionError("what goes wrong is raised")
 
 
 @cache
