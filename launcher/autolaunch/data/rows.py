@@ -70,7 +70,7 @@ class Rows(Protocol):
 
     @property
     def name(self) -> str:
-        """What a progress bar calls them."""
+        """What messages and the progress bar call them."""
         ...
 
     def read(self, mark: Any = None) -> Iterator[tuple[int, Mapping[str, Any] | BadRow, Any]]:
@@ -112,7 +112,7 @@ class FileRows:
 
     @property
     def name(self) -> str:
-        return self.file.name
+        return str(self.file)
 
     def read(self, mark: Any = None) -> Iterator[tuple[int, Mapping[str, Any] | BadRow, Any]]:
         suffix = self.file.suffix.lower()
