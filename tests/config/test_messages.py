@@ -24,6 +24,7 @@ FILES = {
     "mine/experiment/unknown_option.yaml": "# @package _global_\ndefaults:\n  - override /dp: zero9\n",
     "mine/experiment/bad_mesh.yaml": "# @package _global_\ndefaults:\n  - override /mesh: 2x0\n",
     "mine/hydra/launcher/fake.yaml": "_target_: nowhere.Launcher\n",
+    "texts.jsonl": '{"text": "a"}\n',
     "mine/model/nameless.yaml": "hidden_size: 64\n",
     "mine/model/unknown.yaml": "name: lama\nhidden_size: 64\n",
     "mine/model/short.yaml": "name: llama\nhidden_size: 64\nnum_heads: 4\n",
@@ -43,6 +44,23 @@ STYLES = (
 )
 
 WRONG = [
+    pytest.param(
+        [
+            "data=documents",
+            "data.streaming=true",
+            "data.path=[{path: texts.jsonl, weight: 1}]",
+            "trainer.max_epochs=2",
+            "trainer.val_check_interval=0.5",
+            "trainer.overfit_batches=3",
+            "scheduler=constant",
+        ],
+        [
+            Told("trainer.val_check_interval=0.5", "not known", write="trainer.val_check_interval=1000"),
+            Told("trainer.overfit_batches=3", "again and again", write="data.streaming=false"),
+            Told("trainer.max_epochs=2", "never ends", write="trainer.max_steps=1000"),
+        ],
+        id="epochs-of-streams",
+    ),
     pytest.param(
         ["checkpoint.keep_last=0"],
         Told("checkpoint.keep_last=0", write="checkpoint.keep_last=1", allowed=("enabled=false",)),

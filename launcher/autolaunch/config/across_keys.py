@@ -15,7 +15,7 @@ from typing import Any
 from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
-from autolaunch.config.schema import IN_ONE_PROCESS
+from autolaunch.config.schema import IN_ONE_PROCESS, last_step
 from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
@@ -80,6 +80,7 @@ def check(
     errors += _accumulation(config, mesh, where)
     errors += _labels(config, where)
     errors += task_errors(config, where)
+    errors += _streaming(config, where)
     if config["task"] == "test" and (error := test_data_error(config["data"])):
         errors.append(error)
     with _collected(errors):
@@ -333,6 +334,30 @@ def _accumulation(config: Mapping[str, Any], mesh: MeshShape | None, where: Wher
             "your own",
             f"data.microbatches={asked}"
             + (" pp.microbatches=" + str(config["pp"]["microbatches"] or mesh.pp) if pipelined else ""),
+        )
+
+
+def _streaming(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """Parts of an epoch whose length nobody knows, and a training that ends with one that never does."""
+    data, trainer = config["data"], config["trainer"]
+    if "_target_" in data or not data.get("streaming"):
+        return
+    for key in ("val_check_interval", "limit_train_batches"):
+        if isinstance(trainer[key], float) and trainer[key] != 1.0:
+            reason = "with data.streaming the length of an epoch is not known"
+            yield ConfigError(where(f"trainer.{key}", trainer[key]), reason, "batches", f"trainer.{key}=1000")
+    if trainer["overfit_batches"]:
+        reason = "with data.streaming the data are not read again and again"
+        write = "data.streaming=false"
+        yield ConfigError(where("trainer.overfit_batches", trainer["overfit_batches"]), reason, write, write)
+    entries = data["path"] if isinstance(data["path"], list | tuple) else [data["path"]]
+    is_endless = any(isinstance(entry, Mapping) and entry.get("weight") is not None for entry in entries)
+    if is_endless and last_step(trainer) == -1 and trainer["max_time"] is None:
+        yield ConfigError(
+            where("trainer.max_epochs", trainer["max_epochs"]),
+            "with data.streaming and weights an epoch never ends: each source begins anew by itself",
+            "trainer.max_steps, trainer.max_time",
+            "trainer.max_steps=1000",
         )
 
 

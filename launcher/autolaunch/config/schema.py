@@ -209,6 +209,11 @@ _MICROBATCHES = (
 )
 
 
+_VALIDATION_FRACTION = (
+    "Share of {}, at {} end, that is kept for validation (null: 0.05, or none where that is less than a batch)."
+)
+
+
 @dataclass
 class TextData:
     """data=text: text files cut into sequences of tokens."""
@@ -226,7 +231,7 @@ class TextData:
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
-    validation_fraction: float = option("Share of the text, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("the text", "its"), None, ge=0, lt=1)
     test_path: Any = option("What `autolaunch test` reads, given as data.path is.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
@@ -246,9 +251,7 @@ class TokenData:
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
-    validation_fraction: float = option(
-        "Share of the tokens, at their end, that is kept for validation.", 0.05, ge=0, lt=1
-    )
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("the tokens", "their"), None, ge=0, lt=1)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
 
@@ -269,7 +272,17 @@ class SyntheticData:
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
 
 
-_ROWS_PATH = "jsonl, json, parquet or arrow files{}: a file, a directory, a glob, or a list of them."
+_ROWS_PATH = (
+    "jsonl, json, parquet or arrow files{}, a directory of save_to_disk, or owner/name of a dataset of the hub; a list "
+    "of these, or of {{path: ..., subset: ..., split: ..., weight: ...}} for shares of the sequences."
+)
+_SUBSET = "With names of the hub in data.path: which of several datasets under a name (null: the only one)."
+_SPLIT = "With names of the hub or saved datasets in data.path, e.g. train or train[:5%] (null: train)."
+_STREAMING = (
+    "Tokenise rows while they are read, every time, instead of once before the first step: for data that are too large "
+    "to wait for, or to download."
+)
+_SHUFFLE_BUFFER = "With data.streaming, rows that are shuffled, and packed, together (null: 1,024)."
 _VALIDATION_PATH = "The same for validation (null: the last part of data.path)."
 _LABELS = "What label t is: `same`, the token at t, as transformers has it."
 _ON_BAD = "Rows that cannot be trained on: refuse them by file and line, or skip and count them."
@@ -285,6 +298,8 @@ class DocumentData:
 
     name: str = option("Which data this is; set by the group.", "documents")
     path: Any = option(_ROWS_PATH.format(", text files"), None)
+    subset: str | None = option(_SUBSET, None)
+    split: str | None = option(_SPLIT, None)
     text_key: str = option("The column with the text.", "text")
     tokenizer: str | None = option(
         "A directory with a tokenizer, a tokenizer.json, or `bytes` (null: that of model.path, else bytes).", None
@@ -296,12 +311,14 @@ class DocumentData:
         choices=("split", "truncate", "skip", "refuse"),
     )
     packing: str = option(_PACKING, "none", choices=("none", "documents"))
+    streaming: bool = option(_STREAMING, False)
+    shuffle_buffer: int | None = option(_SHUFFLE_BUFFER, None, ge=1)
     on_bad: str = option(_ON_BAD, "refuse", choices=("refuse", "skip"))
     labels: str = option(_LABELS, "same", choices=("same",))
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_path: Any = option(_VALIDATION_PATH, None)
-    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("each source", "its"), None, ge=0, lt=1)
     test_path: Any = option("The same for `autolaunch test`.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
@@ -313,6 +330,8 @@ class ChatData:
 
     name: str = option("Which data this is; set by the group.", "chat")
     path: Any = option(_ROWS_PATH.format(""), None)
+    subset: str | None = option(_SUBSET, None)
+    split: str | None = option(_SPLIT, None)
     columns: dict[str, str] = option(
         "Part of a conversation -> column: messages; or prompt, completion, and input, system, tools ({}: messages, "
         "conversations, prompt and completion, or instruction and output, whichever there is).",
@@ -337,12 +356,14 @@ class ChatData:
         choices=("truncate", "skip", "refuse"),
     )
     packing: str = option(_PACKING, "none", choices=("none", "documents"))
+    streaming: bool = option(_STREAMING, False)
+    shuffle_buffer: int | None = option(_SHUFFLE_BUFFER, None, ge=1)
     on_bad: str = option(_ON_BAD, "refuse", choices=("refuse", "skip"))
     labels: str = option(_LABELS, "same", choices=("same",))
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_path: Any = option(_VALIDATION_PATH, None)
-    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("each source", "its"), None, ge=0, lt=1)
     test_path: Any = option("The same for `autolaunch test`.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
@@ -353,7 +374,13 @@ class ClassificationData:
     """data=classification: texts with a label each, for model.task=sequence_classification."""
 
     name: str = option("Which data this is; set by the group.", "classification")
-    path: Any = option(_ROWS_PATH.format(""), None)
+    path: Any = option(
+        "jsonl, json, parquet or arrow files, a directory of save_to_disk, or owner/name of a dataset of the hub; or a "
+        "list of these.",
+        None,
+    )
+    subset: str | None = option(_SUBSET, None)
+    split: str | None = option(_SPLIT, None)
     text_key: str = option("The column with the text.", "text")
     pair_key: str | None = option("The column with a second text that belongs to the first (null: none).", None)
     label_key: str = option(
@@ -370,7 +397,7 @@ class ClassificationData:
     batch_size: int = option("Texts per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_path: Any = option(_VALIDATION_PATH, None)
-    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("the texts", "their"), None, ge=0, lt=1)
     test_path: Any = option("The same for `autolaunch test`.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training texts in random order (a function of seed and step only).", True)

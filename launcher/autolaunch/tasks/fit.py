@@ -16,10 +16,12 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from autolaunch.config.hub import fetch_weights
 from autolaunch.data import build_data
+from autolaunch.data.progress import listen
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.end import RunEnd
 from autolaunch.launch.failure import RunFailed, describe, show, write_failure
 from autolaunch.launch.forked import tell_parent
+from autolaunch.launch.heartbeat import PULSE, Activity
 from autolaunch.launch.place import Place
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.metrics_csv import MetricsCsv
@@ -63,6 +65,7 @@ def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     loggers = [MetricsCsv(job.output_dir)] if task == "fit" else []
     trainer = build_trainer(job, strategy, steps, callbacks, loggers)
     module = construct_module(config, strategy, trainer.precision_plugin, strategy.root_device)
+    listen(partial(PULSE.moved, Activity.STARTING, 0))  # preparing data is no part of the first step
     data = build_data(config["data"], config["seed"])
     ckpt_path = config["ckpt_path"]
     metrics: dict[str, Any] | None = None
