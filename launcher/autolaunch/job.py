@@ -35,6 +35,9 @@ class ResolvedJob:
     recorded: dict[str, Any] = field(default_factory=dict)
     """What checkpoints say about it, to compare runs that go on from them; only of a training."""
 
+    taken_from: str | None = None
+    """The checkpoint from whose job model, adapter and data were taken, as far as they were not typed."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_dir", Path(self.output_dir))
         assert self.output_dir.is_absolute(), f"the output directory must be absolute: {self.output_dir}"

@@ -157,7 +157,8 @@ def test_a_pretrained_model_is_adapted_alike_on_every_mesh(
 def _adapter(command: Commands, of: Run, directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    from autolaunch.tasks.export import export_checkpoint, trained_config
+    from autolaunch.config.trained import trained_config
+    from autolaunch.tasks.export import export_checkpoint
 
     config = trained_config(of.checkpoint)
     assert config is not None

@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from autolaunch import __version__
 from autolaunch.config.across_keys import check
@@ -39,6 +40,7 @@ from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.search import is_trial
 from autolaunch.config.sequence_parts import with_sequence_parts
 from autolaunch.config.tokenizer import with_tokenizer
+from autolaunch.config.trained import TAKING_TASKS, check_model, takes_from_job, with_trained_job
 from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
@@ -73,7 +75,7 @@ def run_jobs(line: CommandLine) -> int:
     if here.kind != "alone":
         return _run_as_rank(line, here)
     line, chooses = _for_a_cluster(line, here)
-    composed = compose(line)
+    line, composed = composed_with_trained_job(line)
     if composed.multirun:
         raise_all(composed.errors)
         raise_all(unresolvable(composed.config, composed.origin))
@@ -86,6 +88,20 @@ def run_jobs(line: CommandLine) -> int:
         ends: list[JobEnd] = []
         code = run_once(line, composed.config, directory, lambda config: run_job(config, choice, ends))
     return ends[0].exit_code if ends else code
+
+
+def composed_with_trained_job(line: CommandLine) -> tuple[CommandLine, Composed]:
+    """What a line composes to, and the line with what it takes from the job of its checkpoint.
+
+    Raises:
+        ConfigError, ConfigErrors: as `compose` and `with_trained_job`.
+    """
+    composed = compose(line)
+    try:
+        directory = _output_dir(composed.config, composed.config.hydra.run)
+    except (ConfigError, OmegaConfBaseException):
+        return line, composed  # which is told with everything else that is wrong
+    return with_trained_job(line, composed, directory)
 
 
 def _refuse_cluster_of_sweep(config: DictConfig) -> None:
@@ -211,7 +227,7 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
 
     def make_job() -> ResolvedJob:
         chosen_for, chooses = _for_a_cluster(line, here)
-        composed = compose(chosen_for)
+        chosen_for, composed = composed_with_trained_job(chosen_for)
         if composed.multirun:
             raise ConfigError(
                 "-m",
@@ -427,6 +443,8 @@ def resolve_job(
     if checkpoint is not None:
         adapter = recorded_adapter(values) if values["task"] != "export" else {}
         check_adapter(values, Path(checkpoint), adapter)
+        if values["task"] in TAKING_TASKS:
+            check_model(values, Path(checkpoint), typed_overrides(hydra))
     if checkpoint is not None and record:
         check_that_it_goes_on(values, Path(checkpoint), output_dir, record)
     values["ckpt_path"] = checkpoint
@@ -448,6 +466,7 @@ def resolve_job(
         choices,
         resumes_last=resumes_last,
         recorded=record,
+        taken_from=checkpoint if takes_from_job(typed_overrides(hydra)) else None,
     )
 
 

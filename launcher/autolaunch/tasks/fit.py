@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,23 @@ from autolaunch.report.screen import show_end, show_start
 from autolaunch.report.summary import collect_summary, write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, quiet_lightning
+from autolaunch.tasks.trusted import check_targets
 
 
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     """Run the task of `job` on this rank; collective over all ranks. Returns what summary.json holds."""
     with quiet_lightning():
+        if job.config["task"] != "fit":  # there the weights alone are loaded
+            warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
         return _run(job, place)
 
 
 def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     config, task = job.config, job.config["task"]
     started = time.time()
+    if job.taken_from is not None and not config["checkpoint"]["trust"]:
+        typed = [override.lstrip("+~").partition("=")[0] for override in job.overrides]
+        check_targets(Path(job.taken_from), config, ("model", "module", "data"), typed)
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     torch.use_deterministic_algorithms(bool(config["trainer"]["deterministic"]))
     strategy = build_strategy(config, job.recorded)
