@@ -38,6 +38,9 @@ class ResolvedJob:
     taken_from: str | None = None
     """The checkpoint from whose job model, adapter and data were taken, as far as they were not typed."""
 
+    from_environment: list[str] = field(default_factory=list)
+    """Dotted keys whose values come from variables of the environment: loggers are not given them."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_dir", Path(self.output_dir))
         assert self.output_dir.is_absolute(), f"the output directory must be absolute: {self.output_dir}"

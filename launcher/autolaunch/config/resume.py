@@ -28,8 +28,9 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
     """The absolute path of the checkpoint that `ckpt_path` means; None to start from scratch.
 
     The directory of a run means the newest whole checkpoint in it. `last` is that of `output_dir`; for a run in
-    `outputs/<name>/<date>_<time>` or else that of the earlier runs of its name. Which is the newest, the checkpoints say. Where there has never been one,
-    `fit` starts from scratch, so that one command serves the first start of a job and every restart of it.
+    `outputs/<name>/<date>_<time>` or else that of the earlier runs of its name. Which is the newest, the checkpoints
+    say. Where there has never been one, `fit` starts from scratch, so that one command serves the first start of a job
+    and every restart of it.
 
     Raises:
         ConfigError: it does not exist, or is damaged or half-written; the previous whole one is offered.

@@ -556,8 +556,8 @@ class Job:
         choices=RANDOM_NUMBERS,
     )
     ckpt_path: str | None = option(
-        "Checkpoint to go on from: its path, that of a run (its newest), or `last`, the newest of output_dir or else of "
-        "the runs of this name. validate, test and predict take model, adapter and data from its job.",
+        "Checkpoint to go on from: its path, that of a run (its newest), or `last`, the newest of output_dir or else "
+        "of the runs of this name. validate, test and predict take model, adapter and data from its job.",
         None,
     )
     export_path: str | None = option("Where `autolaunch export` writes (null: <output_dir>/export).", None)

@@ -25,7 +25,7 @@ from autolaunch import __version__
 from autolaunch.config.across_keys import check
 from autolaunch.config.against_schema import validate
 from autolaunch.config.command_line import CommandLine, quoted_mesh, unquoted
-from autolaunch.config.compose import Composed, compose, resolved, run_once, run_sweep, unresolvable
+from autolaunch.config.compose import Composed, compose, from_environment, resolved, run_once, run_sweep, unresolvable
 from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.config.origin import Origin
 from autolaunch.config.recorded import recorded, recorded_adapter
@@ -45,7 +45,8 @@ from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
 from autolaunch.jobs.directory import check_what_is_there
-from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends, read_summary
+from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends
+from autolaunch.jobs.objective import objective_of, value_for_sweeper
 from autolaunch.launch.containment import contained
 from autolaunch.launch.end import correct_summary
 from autolaunch.launch.lock import LOCK_FILE, locked
@@ -293,6 +294,11 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
     directory = _claim(directory, config, config.hydra.sweep)
     with _locked(directory, config):
         forget_ends(directory)
+        if not _is_told_every_job(config) and not is_trial(config):
+            keys = [*swept, *(config.hydra.sweeper.get("params") or {})]
+            objective = objective_of(config.get("search"), dict.fromkeys(keys))
+            objective.write(directory)
+            print(f"search: {objective}", file=sys.stderr)
         try:
             code = run_sweep(line, directory, run_job)
         finally:
@@ -304,9 +310,14 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
     return code or (FAILED if any(end.exit_code for end in ends) else 0)
 
 
+def _is_told_every_job(config: DictConfig) -> bool:
+    """Whether the sweeper is Hydra's own, which runs every combination and compares nothing."""
+    return str(config.hydra.sweeper.get("_target_")).endswith("BasicSweeper")
+
+
 def _refuse_intervals(line: CommandLine, config: DictConfig) -> None:
     """Hydra's own sweeper runs every combination, of which an interval has no end."""
-    if not str(config.hydra.sweeper.get("_target_")).endswith("BasicSweeper"):
+    if not _is_told_every_job(config):
         return
     for item in OverridesParser.create().parse_overrides(line.overrides):
         if item.is_sweep_override() and not item.is_discrete_sweep():
@@ -315,7 +326,7 @@ def _refuse_intervals(line: CommandLine, config: DictConfig) -> None:
                 unquoted(str(item.input_line)),
                 "this sweep runs every combination, and between two numbers are too many",
                 f"values: {key}=0.1,0.2, {key}=range(1,10,3); or a sweeper that draws from intervals",
-                _as_sweep(["hydra/sweeper=optuna", *line.overrides]),
+                _as_sweep(["search=optuna", *line.overrides]),
             )
 
 
@@ -327,8 +338,7 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         ended: is given how it ended, also where nothing can be written any more.
 
     Returns:
-        For sweepers that look for the least: `search.objective` of the summary, without a search the step time;
-        infinite if the job has none.
+        Of a job in a sweep what its sweeper compares, see `autolaunch.jobs.objective`.
     """
     let_imports_see_the_working_directory()
     hydra = hydra_node()
@@ -372,14 +382,13 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         raise KeyboardInterrupt
     if status == "interrupted":
         sys.exit(code)
-    return _objective(config, directory) if code == 0 else math.inf
-
-
-def _objective(config: DictConfig, directory: Path) -> float:
-    """The number of the summary that a sweep is about; one that is not there would end the sweep, so infinity."""
-    name = (config.get("search") or {}).get("objective", "step_time_s")
-    value = read_summary(directory).get(name)
-    return float(value) if isinstance(value, int | float) else math.inf
+    if not sweep:
+        return math.inf if code else 0.0
+    try:
+        return value_for_sweeper(Path(hydra.sweep.dir), directory, code)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(MISCONFIGURED)
 
 
 def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) -> None:
@@ -467,6 +476,7 @@ def resolve_job(
         resumes_last=resumes_last,
         recorded=record,
         taken_from=checkpoint if takes_from_job(typed_overrides(hydra)) else None,
+        from_environment=from_environment(config),
     )
 
 

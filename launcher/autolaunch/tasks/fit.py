@@ -21,6 +21,7 @@ from autolaunch.launch.end import RunEnd
 from autolaunch.launch.failure import RunFailed, describe, show, write_failure
 from autolaunch.launch.forked import tell_parent
 from autolaunch.launch.place import Place
+from autolaunch.report.logged_config import log_config
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.metrics_csv import MetricsCsv
 from autolaunch.report.pipeline import foreseen_timeline, pipeline_summary, with_expectation
@@ -142,6 +143,7 @@ class _Screen(pl.Callback):
             if self.job.choice is not None:
                 account = {"choice": self.job.choice, **account}
             write_plan(self.job.output_dir, self.job.config, account, self.job.choices)
+            log_config(trainer.loggers, self.job.config, self.job.from_environment)
             show_start(account, self.job.config, Terminal(), strategy.parameter_count)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
