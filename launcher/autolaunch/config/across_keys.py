@@ -14,7 +14,7 @@ from typing import Any
 
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
-from autolaunch.config.schema import IN_ONE_PROCESS
+from autolaunch.config.schema import IN_ONE_PROCESS, LrFind, defaults_of
 from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
@@ -87,6 +87,7 @@ def check(
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
     errors += _search(config, where)
+    errors += _lr_find(config, where)
     errors += check_slurm(config, output_dir, where, started_ranks)
     if config["module"] is None:
         facts: ModelFacts | None = None
@@ -446,6 +447,32 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
             "there is no choice to ask about",
             "`plan` with a cluster",
             "autolaunch plan cluster=local --why ...",
+        )
+
+
+def _lr_find(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """Keys of lr_find for other tasks; keys that lr_find sets itself."""
+    keys = config["lr_find"]
+    if config["task"] != "lr_find":
+        for key, default in defaults_of(LrFind).items():
+            if keys[key] != default:
+                yield ConfigError(
+                    where(f"lr_find.{key}", keys[key]),
+                    f"has no effect: {config['task']} looks for no learning rate",
+                    "autolaunch lr_find",
+                    f"lr_find.{key}={written(default)}",
+                )
+        return
+    if keys["min"] >= keys["max"]:
+        yield ConfigError(
+            where("lr_find.max", keys["max"]), f"the rates grow from lr_find.min={keys['min']:g}", "a larger rate"
+        )
+    if config["ckpt_path"] is not None:
+        yield ConfigError(
+            where("ckpt_path", config["ckpt_path"]),
+            "the rates are tried on the weights with which a training begins",
+            "model.path for weights that were exported",
+            "ckpt_path=null",
         )
 
 

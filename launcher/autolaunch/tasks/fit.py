@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,24 @@ from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_
 from autolaunch.tasks.trusted import check_targets
 
 
-def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
-    """Run the task of `job` on this rank; collective over all ranks. Returns what summary.json holds."""
+def run(
+    job: ResolvedJob, place: Place, steps: StepMetrics | None = None, further: Sequence[pl.Callback] = ()
+) -> dict[str, Any]:
+    """Run the task of `job` on this rank; collective over all ranks. Returns what summary.json holds.
+
+    Args:
+        job: what is run.
+        place: of this rank.
+        steps: what measures every step; a new one by default.
+        further: callbacks beside those of the job.
+    """
     with quiet_lightning():
         if job.config["task"] != "fit":  # there the weights alone are loaded
             warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
-        return _run(job, place)
+        return _run(job, place, steps or StepMetrics(), further)
 
 
-def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
+def _run(job: ResolvedJob, place: Place, steps: StepMetrics, further: Sequence[pl.Callback]) -> dict[str, Any]:
     config, task = job.config, job.config["task"]
     started = time.time()
     if job.taken_from is not None and not config["checkpoint"]["trust"]:
@@ -59,9 +69,8 @@ def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
             strategy.stop_signals += (signal.SIGHUP,)  # there it is how the parent ends a rank at once
         strategy.stop_seconds = config["checkpoint"]["emergency_seconds"]
         strategy.stopped_too_late = partial(_end_now, job, place)
-    steps = StepMetrics()
     screen = _Screen(job)
-    callbacks: list[pl.Callback] = [screen]
+    callbacks: list[pl.Callback] = [screen, *further]
     if config["trainer"]["enable_progress_bar"]:
         callbacks.append(ProgressLine(steps))
     if task == "predict":

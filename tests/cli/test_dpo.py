@@ -1,0 +1,59 @@
+"""examples/dpo: the same training on every mesh, with a reference that was written before or an adapter that is off."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import pytest
+import torch
+
+from tests import ROOT
+from tests.support.commands import Commands, assert_same_curve
+from tests.support.ranks import start
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    directory = tmp_path_factory.mktemp("dpo")
+    shutil.copytree(ROOT / "examples" / "dpo", directory, dirs_exist_ok=True)
+    commands = Commands(
+        directory,
+        *("--config-dir", "conf", "experiment=dpo", "trainer.accelerator=cpu", "trainer.max_steps=4"),
+        timeout=400,
+    )
+    made = start([sys.executable, "dpo.py", "tiny"], 120, cwd=directory, env=commands.environment)
+    assert made.returncode == 0, made.stdout
+    return commands
+
+
+def test_a_reference_that_was_written_before(command: Commands) -> None:
+    predicted = command("predict", "mesh=1x1x2", "data.batch_size=8").directory / "predictions"
+    parts = [torch.load(file, weights_only=True) for file in sorted(predicted.iterdir())]
+    assert torch.cat([part["pair"] for part in parts]).tolist() == list(range(72))
+    reference = f"data.reference={predicted}"
+    alone = command("mesh=1", reference)
+    # The policy is the reference before its first step; then it prefers what was chosen.
+    assert alone.rows[0]["loss"] == pytest.approx(torch.log(torch.tensor(2.0)).item(), rel=1e-5)
+    assert alone.rows[-1]["loss"] < alone.rows[1]["loss"] < alone.rows[0]["loss"]
+    for mesh in (
+        ("mesh=2", "data.batch_size=2"),
+        ("mesh=1x2",),
+        ("mesh=1x1x2", "pp=1f1b", "pp.microbatches=2"),
+        ("mesh=cp2",),
+    ):
+        assert_same_curve(command(*mesh, reference), alone)
+    without = command("mesh=1", "module.lr=1e-4", code=1)
+    assert "there is no reference" in without.screen
+
+
+def test_a_reference_without_the_adapter(command: Commands) -> None:
+    pytest.importorskip("peft")
+    adapter = ("module.adapter=true", "module.lr=1e-2")
+    alone = command("mesh=1", *adapter)
+    assert alone.rows[0]["loss"] == pytest.approx(torch.log(torch.tensor(2.0)).item(), rel=1e-5)
+    assert alone.rows[-1]["loss"] < alone.rows[0]["loss"]
+    for mesh in (("mesh=2", "data.batch_size=2"), ("mesh=1x2",)):
+        assert_same_curve(command(*mesh, *adapter), alone)
