@@ -21,16 +21,16 @@ class WandbLogger(Lightnings):
     Args:
         log_model: True: the newest checkpoint, and the best if a value is monitored, when training has ended;
             `all`: each when it has been written.
-        arguments: of Lightning's.
+        arguments: those of Lightning's, by their names.
 
     Raises:
         ConfigError: another `log_model`.
     """
 
-    def __init__(self, *args: Any, log_model: bool | str = False, **arguments: Any) -> None:
+    def __init__(self, *, log_model: bool | str = False, **arguments: Any) -> None:
         if log_model not in (True, False, "all"):
             raise ConfigError(f"logger.wandb.log_model={log_model}", "no such choice", "true, false, all")
-        super().__init__(*args, log_model=False, **arguments)
+        super().__init__(log_model=False, **arguments)
         self._checkpoints_as_artifacts = log_model
         self._callback: ModelCheckpoint | None = None
         self._written: set[str] = set()
