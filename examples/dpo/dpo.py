@@ -128,7 +128,7 @@ class Pairs(L.LightningDataModule):
         path: the file.
         tokenizer: a directory with a tokenizer.
         seq_len: longest prompt and answer; longer ones lose the end of the answer.
-        batch_size: pairs on each rank.
+        batch_size: pairs of all ranks along dp.
         reference: the directory that `autolaunch predict` wrote to: <output_dir>/predictions.
         validation: how many rows at the end are kept for validation.
     """
@@ -176,13 +176,13 @@ class Pairs(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         rows = self.rows[: len(self.rows) - self.validation]
-        return DataLoader(_Rows(rows), self.batch_size, drop_last=True)
+        return DataLoader(_Rows(rows), batch_size=self.batch_size, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(_Rows(self.rows[len(self.rows) - self.validation :]), self.batch_size)
+        return DataLoader(_Rows(self.rows[len(self.rows) - self.validation :]), batch_size=self.batch_size)
 
     def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(_Rows(self.rows), self.batch_size)
+        return DataLoader(_Rows(self.rows), batch_size=self.batch_size)
 
 
 def make_tiny(directory: Path) -> None:

@@ -48,8 +48,13 @@ class ResolvedJob:
 
     @property
     def path(self) -> Path:
-        """Where `write` puts it."""
-        return self.output_dir / ".hydra" / "job.json"
+        """Where `write` puts it: `<output_dir>/.hydra/job.json`, or beside it in a file of its task.
+
+        What evaluates or exports a run in its own directory leaves the job that trained it alone: the checkpoints there
+        are explained by it.
+        """
+        task = self.config.get("task", "fit")
+        return self.output_dir / ".hydra" / f"{'job' if task == 'fit' or not task.isidentifier() else task}.json"
 
     @property
     def logs(self) -> Path:
@@ -67,7 +72,7 @@ class ResolvedJob:
         return cls(**json.loads(text))
 
     def write(self) -> Path:
-        """Write it to `<output_dir>/.hydra/job.json`, complete or not at all, and return that path."""
+        """Write it to `path`, complete or not at all, and return that."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_beside(self.path, self.to_json())
         return self.path

@@ -272,7 +272,8 @@ def test_a_run_is_evaluated_by_what_its_job_says(
 
 
 def test_export_is_what_transformers_loads(command: Commands, alone: Run, tmp_path: Path) -> None:
-    command("export", f"ckpt_path={alone.checkpoint}", f"export_path={tmp_path / 'exported'}")
+    # In the directory of the run: its job stays the one that says what its checkpoints are.
+    command("export", "ckpt_path=last", f"export_path={tmp_path / 'exported'}", into=alone.directory)
     native = command("validate", *TINY, "mesh=1", f"ckpt_path={alone.checkpoint}").summary
     loaded = command("validate", "model=hf", f"model.path={tmp_path / 'exported'}", "mesh=2").summary
     assert loaded["metrics"]["val_loss"] == pytest.approx(native["metrics"]["val_loss"], rel=1e-5)

@@ -30,7 +30,7 @@ def test_keys_that_have_no_effect_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert run([*always, "lr_find.steps=5"]) == 2
     assert_only_told(capsys.readouterr().err, Told("lr_find.steps=5", "fit", write="lr_find.steps=100"))
     assert run(["lr_find", *always, "lr_find.max=1e-9"]) == 2
-    assert_only_told(capsys.readouterr().err, Told("lr_find.max=1e-9", "lr_find.min=1e-06", allowed="larger"))
+    assert_only_told(capsys.readouterr().err, Told("lr_find.max=1e-9", "lr_find.min=1e-06", allowed="a larger rate"))
 
 
 def _curve(run: Run) -> list[dict[str, float]]:
