@@ -84,4 +84,4 @@ def test_a_logger_that_would_leave_out_our_checkpoints_is_refused(
         Told("logger.w.log_model=true", "directories", write="logger.w.log_model=false"),
         Told("logger.w._target_=lightning.pytorch.loggers.MLFlowLogger", "mlflow", write="pip install"),
     ]
-    assert_only_told(capsys.readouterr().err, *told)
+    assert_only_told(capsys.readouterr().err, told)

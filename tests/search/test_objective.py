@@ -91,6 +91,8 @@ def test_optuna_looks_for_it(
     capfd.readouterr()
     assert cli.run([*line, grid, "output_dir=c", "search.objective=f1"]) == 2
     _, where, message = capfd.readouterr().err.partition("search.objective=f1")  # behind what Optuna says
-    assert_only_told(where + message, Told("search.objective=f1", "logged", allowed="accuracy, step_time_s"))
+    assert_only_told(
+        where + message, Told("search.objective=f1", "logged", allowed="step, loss, val_loss, accuracy, step_time_s")
+    )
     assert cli.run(["-m", "search=auto", "search.objective=loss", "output_dir=d"]) == 2
     assert_only_told(capfd.readouterr().err, Told("search.objective=loss", "fastest", write="search.objective=null"))
