@@ -76,7 +76,7 @@ def _search_path(line: CommandLine) -> Iterator[str]:
     """Have Hydra look where this command line says; yields the directory of the primary config."""
     register()
     MeshSearchPath.config_dir = line.config_dir
-    ExperimentFileSource.chosen = dict((item.partition("=")[::2]) for item in line.overrides)
+    ExperimentFileSource.chosen = dict(item.partition("=")[::2] for item in line.overrides)
     try:
         yield str(line.config_path or CONF)
     finally:

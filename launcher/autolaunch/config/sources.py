@@ -178,7 +178,7 @@ class ExperimentFileSource(_GroupSource):
             if key in GROUPS:
                 # Not what was typed then, which may be a file that is not on today's search path.
                 node = config.get(key) or {"name": "none"}
-                option = "custom" if "_target_" in node else node["name"]
+                option = "custom" if "_target_" in node else str(node.get("name"))
                 if self.chosen.get(key, option) != option:
                     continue
                 values["defaults"].append({f"override /{key}": option})

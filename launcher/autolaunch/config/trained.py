@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 
 from autolaunch.config.command_line import CommandLine
 from autolaunch.config.compose import Composed, compose
@@ -92,8 +94,14 @@ def with_trained_job(line: CommandLine, composed: Composed, output_dir: Path) ->
             "the checkpoints of runs that trained the same; a sweep for each",
         )
     text = str(files[0]).replace("\\", "\\\\").replace('"', '\\"')
-    line = replace(line, overrides=[*line.overrides, f'experiment="{text}"'])
-    return line, compose(line)
+    with_job = replace(line, overrides=[*line.overrides, f'experiment="{text}"'])
+    try:
+        taken = compose(with_job)
+    except (ConfigError, ConfigErrors):
+        return line, composed
+    if any(error.where.startswith("experiment=") for error in taken.errors):
+        return line, composed  # a primary config of one's own, without these groups
+    return with_job, taken
 
 
 def takes_from_job(overrides: Sequence[str]) -> bool:
@@ -137,9 +145,10 @@ def _checkpoints(line: CommandLine, composed: Any) -> list[str]:
         composed: the value that was composed.
     """
     typed = [item for item in line.overrides if item.lstrip("+").startswith("ckpt_path=")]
-    for item in OverridesParser.create().parse_overrides(typed):
-        if item.is_sweep_override() and item.is_discrete_sweep():
-            return [str(value).strip("'\"") for value in item.sweep_string_iterator()]
+    with suppress(OverrideParseException):  # which has been told
+        for item in OverridesParser.create().parse_overrides(typed):
+            if item.is_sweep_override() and item.is_discrete_sweep():
+                return [str(value).strip("'\"") for value in item.sweep_string_iterator()]
     return [composed] if isinstance(composed, str) else []
 
 

@@ -56,8 +56,9 @@ def _run(job: ResolvedJob, place: Place, steps: StepMetrics, further: Sequence[p
     config, task = job.config, job.config["task"]
     started = time.time()
     if job.taken_from is not None and not config["checkpoint"]["trust"]:
-        typed = [override.lstrip("+~").partition("=")[0] for override in job.overrides]
-        check_targets(Path(job.taken_from), config, ("model", "module", "data"), typed)
+        typed = dict(override.lstrip("+~").partition("=")[::2] for override in job.overrides)
+        taken = [key for key in ("model", "module", "data") if typed.get(key, "custom") == "custom"]
+        check_targets(Path(job.taken_from), config, taken, typed)
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     torch.use_deterministic_algorithms(bool(config["trainer"]["deterministic"]))
     strategy = build_strategy(config, job.recorded)
