@@ -451,7 +451,7 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
 
 
 def _lr_find(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
-    """Keys of lr_find for other tasks; keys that lr_find sets itself."""
+    """Keys of lr_find for other tasks, rates that do not grow, and weights that are no beginning."""
     keys = config["lr_find"]
     if config["task"] != "lr_find":
         for key, default in defaults_of(LrFind).items():

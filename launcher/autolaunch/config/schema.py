@@ -478,7 +478,7 @@ class LrFind:
 
     min: float = option("The first rate.", 1e-6, gt=0)
     max: float = option("The last rate, unless the loss diverges before.", 1.0, gt=0)
-    steps: int = option("How many optimizer steps, each with its rate.", 100, ge=3)
+    steps: int = option("How many optimizer steps, each with its rate; in place of trainer.max_steps.", 100, ge=3)
 
 
 @dataclass

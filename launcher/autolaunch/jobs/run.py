@@ -294,7 +294,7 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
     directory = _claim(directory, config, config.hydra.sweep)
     with _locked(directory, config):
         forget_ends(directory)
-        if not _is_told_every_job(config) and not is_trial(config):
+        if not _runs_every_combination(config) and not is_trial(config):
             keys = [*swept, *(config.hydra.sweeper.get("params") or {})]
             objective = objective_of(config.get("search"), dict.fromkeys(keys))
             objective.write(directory)
@@ -310,14 +310,14 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
     return code or (FAILED if any(end.exit_code for end in ends) else 0)
 
 
-def _is_told_every_job(config: DictConfig) -> bool:
+def _runs_every_combination(config: DictConfig) -> bool:
     """Whether the sweeper is Hydra's own, which runs every combination and compares nothing."""
     return str(config.hydra.sweeper.get("_target_")).endswith("BasicSweeper")
 
 
 def _refuse_intervals(line: CommandLine, config: DictConfig) -> None:
     """Hydra's own sweeper runs every combination, of which an interval has no end."""
-    if not _is_told_every_job(config):
+    if not _runs_every_combination(config):
         return
     for item in OverridesParser.create().parse_overrides(line.overrides):
         if item.is_sweep_override() and not item.is_discrete_sweep():
