@@ -151,6 +151,14 @@ def test_export_takes_models_of_a_config_beside_a_checkpoint(tmp_path: Path) -> 
     check_targets(tmp_path, {"model": {"_target_": "torch.nn.Linear"}, "module": None})
 
 
+def test_data_of_a_job_beside_a_checkpoint_are_built_by_what_was_typed_or_by_data_modules(tmp_path: Path) -> None:
+    config = {"data": {"_target_": "os.listdir"}}
+    with pytest.raises(ConfigError, match="code of its choice"):
+        check_targets(tmp_path, config, ["data"])
+    check_targets(tmp_path, config, ["data"], ["data._target_"])
+    check_targets(tmp_path, {"data": {"_target_": "lightning.pytorch.LightningDataModule"}}, ["data"])
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"config": {}}', "\x00\x01", '{"config": 3}'])
 def test_export_names_a_damaged_job_beside_a_checkpoint(text: str, outputs: Path) -> None:
     job = outputs / ".hydra" / "job.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -269,6 +270,12 @@ def test_a_run_is_evaluated_by_what_its_job_says(
     assert_only_told(capsys.readouterr().err, told)
     assert cli.run([*taken, f"ckpt_path={tmp_path}"]) == 2
     assert list(tmp_path.iterdir()) == []
+    shutil.copytree(alone.directory, "other")
+    job = Path("other/.hydra/job.json")
+    job.write_text(job.read_text().replace('"seq_len": 32', '"seq_len": 16'))
+    capsys.readouterr()
+    assert cli.run(["-m", *taken[:1], f"ckpt_path={alone.directory},other", *taken[2:]]) == 2
+    assert_only_told(capsys.readouterr().err, Told(f"-m with ckpt_path={alone.directory}", "trained other models"))
 
 
 def test_export_is_what_transformers_loads(command: Commands, alone: Run, tmp_path: Path) -> None:
