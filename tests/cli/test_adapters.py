@@ -157,7 +157,8 @@ def test_a_pretrained_model_is_adapted_alike_on_every_mesh(
 def _adapter(command: Commands, of: Run, directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    from autolaunch.tasks.export import export_checkpoint, trained_config
+    from autolaunch.config.trained import trained_config
+    from autolaunch.tasks.export import export_checkpoint
 
     config = trained_config(of.checkpoint)
     assert config is not None
@@ -204,7 +205,7 @@ def test_resumed_on_another_mesh_exported_and_gone_on_with(command: Commands, al
     assert len([name for name in stored if name.startswith("model.")]) == 2 * 7 * 3 + 1  # what is trained, and no more
     assert not any(".base_layer." in name or ".original_module." in name for name in stored)
     assert_same_curve(command("mesh=2", *ADAPTER, f"ckpt_path={half.checkpoint}"), alone, after=STEPS // 2)
-    command("validate", "mesh=2", *ADAPTER, f"ckpt_path={half.checkpoint}")
+    command("validate", "mesh=2", f"ckpt_path={half.directory}")  # its adapter is that of its job
 
     published, merged = tmp_path / "adapter", tmp_path / "merged"
     command("export", f"ckpt_path={alone.checkpoint}", f"export_path={published}")

@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from autolaunch.config.trained import trained_config
 from autolaunch.data import build_data
-from autolaunch.tasks.export import export_checkpoint, trained_config
+from autolaunch.tasks.export import export_checkpoint
 from tests.support.chats import CHATML, chat_tokenizer, save_tokenizer
 from tests.support.commands import Commands, Run, assert_same_curve
 

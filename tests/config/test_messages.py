@@ -31,7 +31,7 @@ FILES = {
 }
 """What lies in the working directory: the mistakes of a user's own YAML files."""
 
-TASKS = "fit, validate, test, predict, plan, calibrate, export"
+TASKS = "fit, validate, test, predict, lr_find, plan, calibrate, export"
 GROUPS = (
     "adapter, cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, search, "
     "trainer"

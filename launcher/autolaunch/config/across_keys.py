@@ -15,7 +15,7 @@ from typing import Any
 from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
-from autolaunch.config.schema import IN_ONE_PROCESS, last_step
+from autolaunch.config.schema import IN_ONE_PROCESS, LrFind, defaults_of, last_step
 from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
@@ -89,6 +89,8 @@ def check(
     errors += _adapter(config)
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
+    errors += _search(config, where)
+    errors += _lr_find(config, where)
     errors += check_slurm(config, output_dir, where, started_ranks)
     if config["module"] is None:
         facts: ModelFacts | None = None
@@ -475,6 +477,47 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
         )
 
 
+def _lr_find(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """Keys of lr_find for other tasks, rates that do not grow, and weights that are no beginning."""
+    keys = config["lr_find"]
+    if config["task"] != "lr_find":
+        for key, default in defaults_of(LrFind).items():
+            if keys[key] != default:
+                yield ConfigError(
+                    where(f"lr_find.{key}", keys[key]),
+                    f"has no effect: {config['task']} looks for no learning rate",
+                    "autolaunch lr_find",
+                    f"lr_find.{key}={written(default)}",
+                )
+        return
+    if keys["min"] >= keys["max"]:
+        yield ConfigError(
+            where("lr_find.max", keys["max"]), f"the rates grow from lr_find.min={keys['min']:g}", "a larger rate"
+        )
+    if config["ckpt_path"] is not None:
+        yield ConfigError(
+            where("ckpt_path", config["ckpt_path"]),
+            "the rates are tried on the weights with which a training begins",
+            "model.path for weights that were exported",
+            "ckpt_path=null",
+        )
+
+
+def _search(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """What jobs are compared by where they are compared by their speed."""
+    search = config["search"]
+    if search is None or search["name"] != "auto":
+        return
+    for key, default in (("objective", None), ("direction", "minimize")):
+        if search[key] != default:
+            yield ConfigError(
+                where(f"search.{key}", search[key]),
+                "has no effect: search=auto looks for the fastest run",
+                "search=optuna, which compares any number that is logged",
+                f"search.{key}={written(default)}",
+            )
+
+
 def _restarts(
     config: Mapping[str, Any], mesh: MeshShape | None, where: Where, started_ranks: int | None
 ) -> Iterator[ConfigError]:
@@ -536,6 +579,14 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             )
             continue
         yield from _absent_module(key, node)
+        if key.startswith("logger.") and node.get("log_model") and _takes_files_alone(node["_target_"]):
+            wandb = node["_target_"].endswith("WandbLogger")
+            yield ConfigError(
+                f"{key}.log_model={written(node['log_model'])}",
+                f"has no effect: {node['_target_']} takes checkpoints for single files, and these are directories",
+                "logger=wandb, which has a class of its own" if wandb else "log_model=false",
+                f"{key}._target_=autolaunch.report.wandb_logger.WandbLogger" if wandb else f"{key}.log_model=false",
+            )
         if key.startswith("logger.") and (extra := _absent_logger_package(node["_target_"])):
             yield ConfigError(
                 f"{key}._target_={node['_target_']}",
@@ -582,10 +633,14 @@ _LOGGER_PACKAGES = {
 }
 
 
+def _takes_files_alone(target: str) -> bool:
+    return target.startswith(("lightning.", "pytorch_lightning.")) and target.endswith(("WandbLogger", "MLFlowLogger"))
+
+
 def _absent_logger_package(target: str) -> tuple[str, str] | None:
     """(package, extra of ours) that a logger of Lightning needs and that is not installed."""
     module, _, name = target.rpartition(".")
-    if not module.startswith("lightning") or name not in _LOGGER_PACKAGES:
+    if not module.startswith(("lightning", "autolaunch")) or name not in _LOGGER_PACKAGES:
         return None
     packages, extra = _LOGGER_PACKAGES[name]
     return None if any(importlib.util.find_spec(package) for package in packages) else (packages[0], extra)

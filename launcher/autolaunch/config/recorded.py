@@ -56,7 +56,7 @@ def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: files that the config names are gone.
     """
     data, optimizer = config["data"], config["optimizer"]
-    record: dict[str, Any] = {"seed": config["seed"], "data": _data(data), "model": _model(config)}
+    record: dict[str, Any] = {"seed": config["seed"], "data": _data(data), "model": recorded_model(config)}
     if "_target_" not in data:
         record |= {"batch_size": data["batch_size"], "seq_len": data["seq_len"]}
     if config["module"] is None:
@@ -161,7 +161,8 @@ def _known_by(sizes: Iterable[int], heads: Iterable[bytes]) -> dict[str, Any]:
     return {"files": len(sizes), "bytes": sum(sizes), "xxh3": content.hexdigest()}
 
 
-def _model(config: Mapping[str, Any]) -> dict[str, Any]:
+def recorded_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of the record about the model."""
     if config["module"] is not None:
         return dict(config["module"])
     model = config["model"]

@@ -32,6 +32,7 @@ TASKS = {
     "validate": "run the validation data through a trained model",
     "test": "run the test data through a trained model",
     "predict": "write the model's predictions of the validation data to <output_dir>/predictions",
+    "lr_find": "train a few steps with a rate that grows, and suggest optimizer.lr by how the loss falls",
     "plan": "show what a run would do, and write it to plan.yaml, without starting it; with cluster= choose it, too",
     "calibrate": "measure this machine for the planner, and write it as a cluster",
     "export": "write a checkpoint as safetensors that `transformers` loads",
@@ -540,6 +541,15 @@ class Resume:
 
 
 @dataclass
+class LrFind:
+    """lr_find: rates that are tried, one after the other, each larger by the same factor."""
+
+    min: float = option("The first rate.", 1e-6, gt=0)
+    max: float = option("The last rate, unless the loss diverges before.", 1.0, gt=0)
+    steps: int = option("How many optimizer steps, each with its rate; in place of trainer.max_steps.", 100, ge=3)
+
+
+@dataclass
 class Launch:
     """What every way to start the processes of a run has."""
 
@@ -624,7 +634,9 @@ class Job:
         choices=RANDOM_NUMBERS,
     )
     ckpt_path: str | None = option(
-        "Checkpoint to go on from: a path, or `last`, the newest of output_dir or else of the runs of this name.", None
+        "Checkpoint to go on from: its path, that of a run (its newest), or `last`, the newest of output_dir or else "
+        "of the runs of this name. validate, test and predict take model, adapter and data from its job.",
+        None,
     )
     export_path: str | None = option("Where `autolaunch export` writes (null: <output_dir>/export).", None)
     export_merged: bool = option(
@@ -637,6 +649,7 @@ class Job:
     why: str | None = option("With `plan cluster=...`: why not this one, e.g. `mp=4,pp=2` (as --why).", None)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resume: Resume = field(default_factory=Resume)
+    lr_find: LrFind = field(default_factory=LrFind)
     mesh: Mesh = field(default_factory=Mesh)
     model: Any = field(default_factory=LlamaModel)
     adapter: Adapter | None = option("Small parameters to train beside a frozen model.", None)
