@@ -13,10 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from autolaunch.models.adapter_config import ALL_LINEAR, AdapterSettings, adapter_settings, unmatched
+from autolaunch.models.four_bits import linear_layers, quantise_linear_layers
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.plan.patterns import compile_pattern, nearest_names
 
@@ -35,6 +37,8 @@ class Adapted:
     """PEFT's config, with every target named."""
     base_names: dict[str, str]
     """Name of a weight of the model -> its name before the adapter was there."""
+    replaced: dict[str, torch.Tensor]
+    """Name before -> a weight that is there in four bits only, as it was."""
     trained: frozenset[str]
     """Names of the parameters that are trained."""
     published: dict[str, str]
@@ -65,6 +69,7 @@ def add_adapter(model: nn.Module, adapter_cfg: Mapping[str, Any], model_cfg: Map
             modules_to_save=list(settings.modules_to_save) or None,
             exclude_modules=list(settings.exclude) or None,
             use_dora=settings.kind == "dora",
+            use_rslora=settings.rslora,
         )
     else:
         config = LoraConfig.from_pretrained(str(settings.path))
@@ -72,6 +77,9 @@ def add_adapter(model: nn.Module, adapter_cfg: Mapping[str, Any], model_cfg: Map
     if "_target_" not in model_cfg:
         config.task_type = "CAUSAL_LM"
     config.base_model_name_or_path = str(model_cfg.get("path") or "")
+    replaced: dict[str, torch.Tensor] = {}
+    if settings.quant_type is not None:
+        replaced = quantise_linear_layers(model, settings.quant_type, _kept(model, settings))
     before = _by_tensor(model)
     try:
         with warnings.catch_warnings():
@@ -85,6 +93,7 @@ def add_adapter(model: nn.Module, adapter_cfg: Mapping[str, Any], model_cfg: Map
     return Adapted(
         config,
         {name: before[id(tensor)] for name, tensor in state.items() if id(tensor) in before},
+        replaced,
         frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
         {PUBLISHED_PREFIX + name: names[id(tensor)] for name, tensor in published.items()},
     )
@@ -150,20 +159,10 @@ def _by_tensor(model: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in reversed(list(model.state_dict(keep_vars=True).items()))}
 
 
-def _linear_layers(model: nn.Module) -> list[str]:
-    """The names of all linear layers but the one that gives logits."""
-    from transformers.pytorch_utils import Conv1D
-
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    head = getattr(model, "lm_head", None) if head is None else head
-    modules = model.named_modules()
-    return [name for name, module in modules if name and isinstance(module, nn.Linear | Conv1D) and module is not head]
-
-
 def _targets(model: nn.Module, settings: AdapterSettings) -> str | list[str]:
     if settings.target_modules != ALL_LINEAR:
         return settings.target_modules if isinstance(settings.target_modules, str) else list(settings.target_modules)
-    linear = _linear_layers(model)
+    linear = linear_layers(model)
     if not linear:
         raise ConfigError(
             "adapter.target_modules=all-linear",
@@ -175,6 +174,14 @@ def _targets(model: nn.Module, settings: AdapterSettings) -> str | list[str]:
     if set(_ending(ends, [name for name, _ in model.named_modules()])) == set(linear):
         return ends
     return "|".join(map(re.escape, linear))
+
+
+def _kept(model: nn.Module, settings: AdapterSettings) -> set[str]:
+    """The modules that are trained whole, and those whose own parameters get an adapter."""
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    whole = _ending(settings.modules_to_save, modules)
+    return {*whole, *(name.rpartition(".")[0] for name in _ending(settings.target_parameters, parameters))}
 
 
 def _ending(ends: Iterable[str], names: Iterable[str]) -> list[str]:

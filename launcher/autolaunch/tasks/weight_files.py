@@ -74,15 +74,17 @@ def _pretrained(
     adapted: Any = module.adapted
     if adapted is None:
         return {f"model.{name}": partial(weights.read, source) for name, source in weights.matching(model).items()}
-    sources = weights.matching(model, adapted.base_names)
     state = model.state_dict(keep_vars=True)
-    readers: dict[str, Callable[[Index], torch.Tensor]] = {}
-    for name, base_name in adapted.base_names.items():
-        if base_name in sources:
-            readers[f"model.{name}"] = partial(weights.read, sources[base_name])
-            if construction.knows(state[name]):
-                construction.give(state[name], partial(weights.read, sources[base_name]))
-    return readers
+    base = {base_name: state[name] for name, base_name in adapted.base_names.items()} | adapted.replaced
+    sources = weights.matching(model, base)
+    for base_name, source in sources.items():
+        if construction.knows(base[base_name]):
+            construction.give(base[base_name], partial(weights.read, source))
+    return {
+        f"model.{name}": partial(weights.read, sources[base_name])
+        for name, base_name in adapted.base_names.items()
+        if base_name in sources
+    }
 
 
 def _published(module: pl.LightningModule, directory: str) -> dict[str, Callable[[Index], torch.Tensor]]:
