@@ -7,15 +7,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 
 from autolaunch.config.schema import Adapter, Job
 from autolaunch.tasks.run_parts import construct_module
 from autolaunch_strategies import MeshStrategy
 from tests.lightning.cases import make_trainer, whole
-from tests.models.label_cases import CONSTANT, schedule
+from tests.models.label_cases import CONSTANT, LLAMA, schedule
 from tests.support.cases import serve
-from tests.support.zoo import CAUSAL, MORE, VOCABULARY, WIDTH
+from tests.support.zoo import CAUSAL, MORE
 
 LENGTH, STEPS, SAMPLES = 12, 3, 8
 ADAM = {"name": "adamw", "_target_": None, "lr": 0.02, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-4,
@@ -65,7 +66,7 @@ def job(name: str) -> dict[str, Any]:
 
 def samples(count: int = STEPS * SAMPLES) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(3, VOCABULARY, (count, LENGTH), generator=generator)
+    ids = torch.randint(3, 32, (count, LENGTH), generator=generator)
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
@@ -75,9 +76,48 @@ def adapted(name: str, strategy: dict[str, Any]) -> dict[str, Any]:
     return train(job(name), strategy, samples())
 
 
-def train(config: dict[str, Any], strategy: dict[str, Any], data: list[Any], **options: Any) -> dict[str, Any]:
+class Thaws(pl.callbacks.BaseFinetuning):
+    """Lightning's own: everything but the last block and what follows it is frozen in the first epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.model.model.embed_tokens, pl_module.model.model.layers[0]])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.model.layers[0], optimizer)
+
+
+class Switches(pl.Callback):
+    """A user's: the optimizer has all parameters; the first block is trained in the second epoch only."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if pl_module.optimizer_cfg is not ADAM:
+            return
+        make = pl_module.configure_optimizers
+
+        def with_all() -> Any:
+            pl_module.requires_grad_(True)
+            return make()
+
+        pl_module.configure_optimizers = with_all
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.model.model.layers[0].requires_grad_(trainer.current_epoch == 1)
+        pl_module.model.model.embed_tokens.requires_grad_(False)
+
+
+UNFROZEN: dict[str, Callable[[], pl.Callback]] = {"thaws": Thaws, "switches": Switches}
+
+
+def unfrozen(name: str, strategy: dict[str, Any]) -> dict[str, Any]:
+    config = {**job("llama"), "adapter": None, "model": LLAMA}
+    return train(config, strategy, samples(), UNFROZEN[name](), max_epochs=2)
+
+
+def train(
+    config: dict[str, Any], strategy: dict[str, Any], data: list[Any], *callbacks: pl.Callback, **options: Any
+) -> dict[str, Any]:
     """Train as the command does: loss and norm of every step, and what was trained at the end."""
-    import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 
     from autolaunch.report.metrics import StepMetrics
@@ -91,7 +131,7 @@ def train(config: dict[str, Any], strategy: dict[str, Any], data: list[Any], **o
                 norms.append(steps.latest.grad_norm)
 
     trainer = make_trainer(
-        MeshStrategy(timeout=60, **strategy), steps, Norms(), use_distributed_sampler=True, **options
+        MeshStrategy(timeout=60, **strategy), steps, Norms(), *callbacks, use_distributed_sampler=True, **options
     )
     module = construct_module(config, trainer.strategy, trainer.precision_plugin, torch.device("cpu"))
     trainer.fit(module, DataLoader(data, batch_size=SAMPLES))
@@ -139,6 +179,9 @@ GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
     group: {f"{name}@{mesh}": partial(adapted, name, strategy) for mesh, strategy in meshes.items() for name in ADAPTED}
     for group, meshes in MESHES.items()
 }
+for group, meshes in MESHES.items():
+    for mesh, strategy in meshes.items():
+        GROUPS[group] |= {f"{name}@{mesh}": partial(unfrozen, name, strategy) for name in UNFROZEN}
 
 if __name__ == "__main__":
     serve(GROUPS)
