@@ -194,8 +194,8 @@ class Adapter:
     )
     modules_to_save: list[str] = option("Modules that are trained whole, by ends of names.", [])
     exclude: list[str] = option("Layers that get none although they are targets, by ends of names.", [])
-    quant_type: str | None = option(
-        "With adapter=qlora: the four-bit type of linear layers but the head (null: nf4).", None, choices=("nf4", "fp4")
+    quant_type: str = option(
+        "With adapter=qlora: the four-bit type of all linear layers but the head.", "nf4", choices=("nf4", "fp4")
     )
 
 

@@ -44,6 +44,7 @@ from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
 from autolaunch.jobs.directory import check_what_is_there
 from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends, read_summary
+from autolaunch.jobs.named_parts import check_named_parts
 from autolaunch.launch.containment import contained
 from autolaunch.launch.end import correct_summary
 from autolaunch.launch.lock import LOCK_FILE, locked
@@ -420,6 +421,9 @@ def resolve_job(
     values = with_tokenizer(values)
     mesh, wrong = check(values, output_dir, origin, started_ranks)
     raise_all(wrong)
+    ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
+    if ranks > 1 and started_ranks is None:
+        check_named_parts(values)
     values["mesh"] = {**mesh.sizes, "order": list(mesh.order)}
     resumes_last = values["ckpt_path"] == "last"
     record = recorded(values) if values["task"] in COMPARING_TASKS else {}
@@ -434,7 +438,6 @@ def resolve_job(
     if values["pp"] is not None and values["pp"]["schedule"].endswith(".csv"):
         values["pp"] = {**values["pp"], "schedule": str(Path(values["pp"]["schedule"]).absolute())}
     choices = {**chosen_options(hydra), "mesh": mesh.name}
-    ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
     if values["task"] == "calibrate":
         from autolaunch.tasks.calibrate.job import calibration
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ ALL_LINEAR = "all-linear"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 """What the directory of an adapter holds, by PEFT's names."""
 
-_RANK = 8
+_RANK, _QUANT_TYPE = 8, "nf4"
 
 # Key of the group -> field of PEFT's config, of those that say which parameters there are and what they mean.
 _FIELDS = {
@@ -68,7 +68,7 @@ def adapter_settings(adapter_cfg: Mapping[str, Any]) -> AdapterSettings:
         ConfigError: PEFT is not installed, `target_modules` names nothing, or `adapter.path` holds no adapter of this
             kind, or another one than the other keys say.
     """
-    adapter_cfg = {"rslora": None, "quant_type": None, **adapter_cfg}  # a job from before there were these
+    adapter_cfg = {"rslora": None, "quant_type": _QUANT_TYPE, **adapter_cfg}  # a job from before there were these
     kind, quant_type = adapter_cfg["name"], adapter_cfg["quant_type"]
     libraries = {"peft": "peft", "bitsandbytes": "qlora"} if kind == "qlora" else {"peft": "peft"}
     for library, extra in libraries.items():
@@ -76,7 +76,7 @@ def adapter_settings(adapter_cfg: Mapping[str, Any]) -> AdapterSettings:
             raise ConfigError(
                 f"adapter={kind}", f"{library} is not installed", write=f"pip install 'autolaunch[{extra}]'"
             )
-    if quant_type is not None and kind != "qlora":
+    if quant_type != _QUANT_TYPE and kind != "qlora":
         raise ConfigError(
             f"adapter.quant_type={quant_type} with adapter={kind}",
             "has no effect: nothing is quantised",
@@ -106,7 +106,7 @@ def adapter_settings(adapter_cfg: Mapping[str, Any]) -> AdapterSettings:
 
 
 def _quant_type(adapter_cfg: Mapping[str, Any]) -> str | None:
-    return adapter_cfg["quant_type"] or "nf4" if adapter_cfg["name"] == "qlora" else None
+    return adapter_cfg["quant_type"] if adapter_cfg["name"] == "qlora" else None
 
 
 def unquantised(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,7 +114,7 @@ def unquantised(config: Mapping[str, Any]) -> Mapping[str, Any]:
     adapter = config.get("adapter")
     if adapter is None or adapter["name"] != "qlora":
         return config
-    return {**config, "adapter": {**adapter, "name": "lora", "quant_type": None}}
+    return {**config, "adapter": {**adapter, "name": "lora", "quant_type": _QUANT_TYPE}}
 
 
 def _check_targets(targets: Any, has_parameters: bool) -> None:
@@ -185,6 +185,12 @@ def _comparable(value: Any) -> Any:
 def _settings(names: Mapping[str, Any]) -> dict[str, Any]:
     alone = {key: (value,) if isinstance(value, str) else value for key, value in names.items()}
     return {**alone, "target_modules": names["target_modules"], "exclude": names["exclude"]}
+
+
+def ending_with(ends: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The names that PEFT takes for targets: equal to one of `ends`, or with it as their last parts."""
+    ends = tuple(ends)
+    return [name for name in names if any(name == end or name.endswith(f".{end}") for end in ends)]
 
 
 def unmatched(key: str, name: str, of: str, names: Sequence[str]) -> ConfigError:

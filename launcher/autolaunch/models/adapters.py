@@ -11,16 +11,18 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 
-from autolaunch.models.adapter_config import ALL_LINEAR, AdapterSettings, adapter_settings, unmatched
+from autolaunch.models.adapter_config import ALL_LINEAR, AdapterSettings, adapter_settings, ending_with, unmatched
 from autolaunch.models.four_bits import linear_layers, quantise_linear_layers
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.plan.patterns import compile_pattern, nearest_names
+from autolaunch_strategies.plan.patterns import compile_pattern, nearest_names, with_parents
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 ADAPTER = "default"
 """PEFT's name of the one adapter of a model."""
@@ -132,11 +134,9 @@ def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
             compiled = compile_pattern(pattern)
         except ConfigError as error:
             raise ConfigError(where, error.problem, error.allowed) from error
-        matches = {id(parameter) for name, parameter in parameters if any(map(compiled.fullmatch, _with_parents(name)))}
+        matches = {id(parameter) for name, parameter in parameters if any(map(compiled.fullmatch, with_parents(name)))}
         if not matches:
-            close = nearest_names(
-                pattern, dict.fromkeys(part for name, _ in parameters for part in _with_parents(name))
-            )
+            close = nearest_names(pattern, dict.fromkeys(part for name, _ in parameters for part in with_parents(name)))
             meant = f"; near it: {', '.join(close)}" if close else ""
             raise ConfigError(
                 where,
@@ -147,11 +147,6 @@ def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
         trained |= matches
     for _, parameter in parameters:
         parameter.requires_grad_(id(parameter) in trained)
-
-
-def _with_parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _by_tensor(model: nn.Module) -> dict[int, str]:
@@ -171,7 +166,7 @@ def _targets(model: nn.Module, settings: AdapterSettings) -> str | list[str]:
             "adapter.target_modules=[...]",
         )
     ends = sorted({name.rpartition(".")[2] for name in linear})
-    if set(_ending(ends, [name for name, _ in model.named_modules()])) == set(linear):
+    if set(ending_with(ends, [name for name, _ in model.named_modules()])) == set(linear):
         return ends
     return "|".join(map(re.escape, linear))
 
@@ -180,14 +175,8 @@ def _kept(model: nn.Module, settings: AdapterSettings) -> set[str]:
     """The modules that are trained whole, and those whose own parameters get an adapter."""
     modules = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    whole = _ending(settings.modules_to_save, modules)
-    return {*whole, *(name.rpartition(".")[0] for name in _ending(settings.target_parameters, parameters))}
-
-
-def _ending(ends: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The names that PEFT takes for targets: equal to one of `ends`, or with it as their last parts."""
-    ends = tuple(ends)
-    return [name for name in names if any(name == end or name.endswith(f".{end}") for end in ends)]
+    whole = ending_with(settings.modules_to_save, modules)
+    return {*whole, *(name.rpartition(".")[0] for name in ending_with(settings.target_parameters, parameters))}
 
 
 def _check_names(model: nn.Module, settings: AdapterSettings) -> None:
@@ -212,5 +201,5 @@ def _check_names(model: nn.Module, settings: AdapterSettings) -> None:
                 raise unmatched(key, given, of, names)
             continue
         for name in given:
-            if not _ending([name], names):
+            if not ending_with([name], names):
                 raise unmatched(key, name, of, names)
