@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ from autolaunch.tasks.run_parts import construct_module
 from autolaunch_strategies import MeshStrategy
 from tests.lightning.cases import make_trainer, whole
 from tests.models.label_cases import CONSTANT, LLAMA, schedule
-from tests.support.cases import serve
+from tests.support.cases import no_compiler, serve
 from tests.support.zoo import CAUSAL, MORE
 
 LENGTH, STEPS, SAMPLES = 12, 3, 8
@@ -73,7 +74,8 @@ def samples(count: int = STEPS * SAMPLES) -> list[dict[str, torch.Tensor]]:
 def adapted(name: str, strategy: dict[str, Any]) -> dict[str, Any]:
     if job(name)["adapter"]["dropout"]:
         strategy = {**strategy, "random_numbers": "by_position"}
-    return train(job(name), strategy, samples())
+    with no_compiler() if strategy.get("compile") else contextlib.nullcontext():
+        return train(job(name), strategy, samples())
 
 
 class Thaws(pl.callbacks.BaseFinetuning):
@@ -88,22 +90,10 @@ class Thaws(pl.callbacks.BaseFinetuning):
 
 
 class Switches(pl.Callback):
-    """A user's: the optimizer has all parameters; the first block is trained in the second epoch only."""
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if pl_module.optimizer_cfg is not ADAM:
-            return
-        make = pl_module.configure_optimizers
-
-        def with_all() -> Any:
-            pl_module.requires_grad_(True)
-            return make()
-
-        pl_module.configure_optimizers = with_all
+    """A user's: the first block, which the optimizer has from the start, is trained in the second epoch only."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.model.model.layers[0].requires_grad_(trainer.current_epoch == 1)
-        pl_module.model.model.embed_tokens.requires_grad_(False)
 
 
 UNFROZEN: dict[str, Callable[[], pl.Callback]] = {"thaws": Thaws, "switches": Switches}
@@ -159,6 +149,7 @@ MESHES: dict[str, dict[str, dict[str, Any]]] = {
     "two": {
         **{f"dp2-level{level}": {"mesh": "2", "dp": level} for level in (0, 1, 2, 3)},
         "dp2-recompute": {"mesh": "2", "dp": 3, "recompute": "full"},
+        "dp2-compile": {"mesh": "2", "dp": 3, "compile": True},
         "mp2": {"mesh": "1x2", "mp": "tensor_parallel"},
         "sp2": {"mesh": "1x2", "mp": "seq_parallel"},
         "pp2-exact": {"mesh": "1x1x2", "pp": {"loss": "exact", "microbatches": 2}},

@@ -36,6 +36,8 @@ class FourBitLinear(nn.Linear):
         packed, state = quantize_4bit(weight, blocksize=BLOCK, quant_type=quant_type, quant_storage=weight.dtype)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.absmax = nn.Parameter(state.absmax.view(weight.dtype), requires_grad=False)
+        # What these hold are no numbers of the model, see `count_parameters`.
+        self.weight.packs, self.absmax.packs = weight.numel(), 0  # type: ignore[attr-defined]
         self.bias = layer.bias
         self.training = layer.training
 

@@ -135,7 +135,7 @@ class _Screen(pl.Callback):
             if self.job.choice is not None:
                 account = {"choice": self.job.choice, **account}
             write_plan(self.job.output_dir, self.job.config, account, self.job.choices)
-            show_start(account, self.job.config, Terminal(), strategy.parameter_count)
+            show_start(account, self.job.config, Terminal(), strategy.parameter_count, strategy.trained_count)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer)
