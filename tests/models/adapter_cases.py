@@ -1,15 +1,19 @@
-"""Cases for test_adapter_meshes.py: adapters in many families of models, trained on meshes; a case is `family@mesh`."""
+"""Cases for test_adapter_meshes.py: adapters in many families of models, trained on meshes; a case is `family@mesh`.
+
+The whole product is here; the test runs a choice of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.distributed.tensor import DTensor
 
 from autolaunch.config.schema import Adapter, Job
 from autolaunch.tasks.run_parts import construct_module
@@ -127,21 +131,21 @@ def train(
     trainer.fit(module, DataLoader(data, batch_size=SAMPLES))
     trained = {name: item for name, item in module.named_parameters() if item.requires_grad and item.numel()}
     frozen = [item for item in module.parameters() if not item.requires_grad]
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     return {
         "losses": list(steps.losses), "norms": norms,
         "weights": {name: whole(value).flatten().tolist() for name, value in trained.items()},
-        "bytes": held_bytes(module, trainer.optimizers, trained, frozen),
+        "numbers": {
+            "trained": held(trained.values()), "frozen": held(frozen),
+            "gradients_of_frozen": held(item.grad for item in frozen if item.grad is not None),
+            "state": held(value for state in states for value in state.values() if value.dim()),
+        },
     }  # fmt: skip
 
 
-def held_bytes(module: Any, optimizers: list[Any], trained: dict[str, Any], frozen: list[Any]) -> dict[str, int]:
-    local = lambda tensor: getattr(tensor, "_local_tensor", tensor)
-    state = [value for opt in optimizers for item in opt.state.values() for value in item.values()]
-    size = lambda tensors: sum(local(tensor).numel() for tensor in tensors if isinstance(tensor, torch.Tensor))
-    return {
-        "frozen": size(frozen), "gradients": size(item.grad for item in frozen if item.grad is not None),
-        "state": size(value for value in state if value.dim()), "trained": size(trained.values()),
-    }  # fmt: skip
+def held(tensors: Iterable[torch.Tensor]) -> int:
+    """How many numbers of them this rank has."""
+    return sum((item.to_local() if isinstance(item, DTensor) else item).numel() for item in tensors)
 
 
 MESHES: dict[str, dict[str, dict[str, Any]]] = {
@@ -149,7 +153,7 @@ MESHES: dict[str, dict[str, dict[str, Any]]] = {
     "two": {
         **{f"dp2-level{level}": {"mesh": "2", "dp": level} for level in (0, 1, 2, 3)},
         "dp2-recompute": {"mesh": "2", "dp": 3, "recompute": "full"},
-        "dp2-compile": {"mesh": "2", "dp": 3, "compile": True},
+        "dp2-compile": {"mesh": "2", "dp": 3, "compile": True, "recompute": "full"},
         "mp2": {"mesh": "1x2", "mp": "tensor_parallel"},
         "sp2": {"mesh": "1x2", "mp": "seq_parallel"},
         "pp2-exact": {"mesh": "1x1x2", "pp": {"loss": "exact", "microbatches": 2}},

@@ -110,7 +110,14 @@ def save_only(module: LightningModule, names: Iterable[str]) -> None:
     kept = {f"model.{name}" for name in names}
 
     def keep(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        parameters = {f"{prefix}{name}" for name, _ in module.named_parameters(remove_duplicate=False)}
+        parameters = {f"{prefix}{name}": item for name, item in module.named_parameters(remove_duplicate=False)}
+        for name, parameter in parameters.items():
+            if parameter.requires_grad and name.removeprefix(prefix) not in kept:
+                raise ConfigError(
+                    name,
+                    "was frozen beside an adapter and is trained now: checkpoints hold the adapter alone",
+                    "adapter.modules_to_save for modules that are trained whole, or unfreezing without an adapter",
+                )
         for name in [name for name in state if name in parameters and name.removeprefix(prefix) not in kept]:
             del state[name]
 

@@ -16,8 +16,8 @@ from autolaunch_strategies.context.parallel import ContextParallelModule, both
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks, find_blocks
-from autolaunch_strategies.model.counts import Counts, count_parameters
 from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.model.counts import Counts, count_parameters
 from autolaunch_strategies.model.materialise import WeightFiles, share_values
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.tensor.model_parallel import ModelParallelModule
