@@ -71,7 +71,9 @@ def test_what_cannot_be_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("library", "adapter", "extra"), [("peft", "lora", "peft"), ("bitsandbytes", "qlora", "qlora")])
+@pytest.mark.parametrize(
+    ("library", "adapter", "extra"), [("peft", "lora", "peft"), ("bitsandbytes", "qlora", "qlora")]
+)
 def test_without_a_library_the_line_that_installs_it_is_told(
     library: str, adapter: str, extra: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

@@ -95,7 +95,7 @@ def quantise_linear_layers(model: nn.Module, quant_type: str, kept: Collection[s
         if weight.numel() % (2 * weight.dtype.itemsize):
             raise ConfigError(
                 "adapter=qlora",
-                f"the {weight.numel()} weights of {name}, of four bits each, do not fill whole numbers of {weight.dtype}",
+                f"{name} has {weight.numel()} weights, which with four bits each do not fill numbers of {weight.dtype}",
                 "layers whose weights are a multiple of 8",
                 "adapter=lora",
             )
