@@ -104,11 +104,11 @@ def test_where_weights_of_four_bits_would_be_destroyed_nothing_starts(
     [
         (
             ["adapter=lora", "adapter.target_modules=[c_atn]"],
-            Told("adapter.target_modules=c_atn", "GPT2", write="adapter.target_modules=[c_attn]"),
+            Told("adapter.target_modules=c_atn", "GPT2LMHeadModel", write="adapter.target_modules=[c_attn]"),
         ),
         (
             ["adapter=lora", "adapter.modules_to_save=[wtee]"],
-            Told("adapter.modules_to_save=wtee", "GPT2", write="adapter.modules_to_save=[wte]"),
+            Told("adapter.modules_to_save=wtee", "GPT2LMHeadModel", write="adapter.modules_to_save=[wte]"),
         ),
         (["model.trainable=[lm_haed]"], Told("model.trainable: lm_haed", "lm_head", write="model.trainable=[lm_head]")),
     ],
@@ -118,7 +118,8 @@ def test_names_that_only_the_model_knows_are_refused_before_processes_start(
 ) -> None:
     pytest.importorskip("peft")
     monkeypatch.setattr("autolaunch.jobs.restarts.run", lambda *_, **__: pytest.fail("processes would start"))
-    model = "model.config={model_type:gpt2,n_embd:8,n_layer:1,n_head:2,vocab_size:64,n_positions:16}"
+    sizes = "n_embd:8,n_layer:1,n_head:2,vocab_size:64,n_positions:16,bos_token_id:1,eos_token_id:2"
+    model = f"model.config={{model_type:gpt2,{sizes}}}"
     data = ["data=synthetic", "data.vocab_size=64", "data.seq_len=16"]
     common = [f"output_dir={tmp_path / 'run'}", "mesh=2", "trainer.accelerator=cpu", "model=hf", model, *data]
     assert run([*common, *arguments]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,8 +34,13 @@ def check_named_parts(config: Mapping[str, Any]) -> None:
             return
     from autolaunch_strategies.model.construction import Construction
 
-    with Construction(config["seed"]).recording():
-        build_adapted_model(config)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # what transformers has to say about a config, it says again in the run
+    try:
+        with Construction(config["seed"]).recording():
+            build_adapted_model(config)
+    finally:
+        logging.disable(disabled)
 
 
 def _given(config: Mapping[str, Any]) -> Iterator[re.Pattern[str] | str]:

@@ -134,7 +134,7 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
     A group that is added has its rate at once, and follows the schedule from there.
     """
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | torch.Tensor]:
         self.lr_lambdas += self.lr_lambdas[:1] * (len(self.base_lrs) - len(self.lr_lambdas))  # of a checkpoint
         factor = self.lr_lambdas[0]
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
