@@ -79,10 +79,10 @@ def add_adapter(model: nn.Module, adapter_cfg: Mapping[str, Any], model_cfg: Map
     if "_target_" not in model_cfg:
         config.task_type = "CAUSAL_LM"
     config.base_model_name_or_path = str(model_cfg.get("path") or "")
+    before = _by_tensor(model)
     replaced: dict[str, torch.Tensor] = {}
     if settings.quant_type is not None:
         replaced = quantise_linear_layers(model, settings.quant_type, _kept(model, settings))
-    before = _by_tensor(model)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
