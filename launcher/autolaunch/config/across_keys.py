@@ -86,7 +86,7 @@ def check(
     with _collected(errors):
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
-    errors += _adapter(config)
+    errors += _adapter(config, mesh)
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
     errors += _search(config, where)
@@ -416,7 +416,7 @@ def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:
     resolve_ckpt_path(config, output_dir)
 
 
-def _adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+def _adapter(config: Mapping[str, Any], mesh: MeshShape | None) -> Iterator[ConfigError]:
     """An adapter where there is no model to put it into, or none of its names is in it; and what it leaves to train."""
     adapter, model, merged = config["adapter"], config["model"], config["export_merged"]
     if merged and config["task"] != "export":
@@ -461,8 +461,28 @@ def _adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         settings = adapter_settings(adapter)
         if "_target_" not in model and model["name"] == "llama":
             check_llama(settings)
+        if settings.quant_type is not None:
+            yield from _four_bits(config, mesh)
     except ConfigError as error:
         yield error
+
+
+def _four_bits(config: Mapping[str, Any], mesh: MeshShape | None) -> Iterator[ConfigError]:
+    """What weights of four bits, which are packed into numbers of another type, can't be joined with."""
+    if mesh is not None and mesh.mp > 1:
+        yield ConfigError(
+            f"adapter=qlora with mesh={mesh.name}",
+            "packed weights of four bits can't be cut along mp",
+            "dp (level 3 shards them), pp and cp; or adapter=lora",
+            f"mesh={replace(mesh, dp=mesh.dp * mesh.mp, mp=1).name}",
+        )
+    if (dtype := config["dp"] and config["dp"]["param_dtype"]) is not None:
+        yield ConfigError(
+            f"adapter=qlora with dp.param_dtype={dtype}",
+            "a conversion of numbers would change the bits of packed weights",
+            "precision, in which the rest of the model computes",
+            "dp.param_dtype=null precision=bf16-true",
+        )
 
 
 def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:

@@ -179,15 +179,21 @@ class CustomModel:
 
 @dataclass
 class Adapter:
-    """adapter=lora, dora: PEFT's small matrices beside frozen layers are trained (install autolaunch[peft])."""
+    """adapter=lora, dora: PEFT's small matrices beside frozen layers are trained (install autolaunch[peft]).
 
-    name: str = option("Which adapter this is; set by the group.", "lora", choices=("lora", "dora"))
+    adapter=qlora: beside layers whose weights have four bits (install autolaunch[qlora]).
+    """
+
+    name: str = option("Which adapter this is; set by the group.", "lora", choices=("lora", "dora", "qlora"))
     path: str | None = option(
         "Directory of a published adapter (adapter_config.json, adapter_model.safetensors) to go on from.", None
     )
     r: int | None = option("Rank of the added matrices (null: 8, or that of adapter.path).", None, ge=1)
     alpha: float | None = option(
         "Their product is scaled by alpha / r (null: 2 r, or that of adapter.path).", None, gt=0
+    )
+    rslora: bool | None = option(
+        "Scale by alpha / sqrt(r) instead, which suits high ranks (null: false, or that of adapter.path).", None
     )
     dropout: float | None = option(
         "Share of their inputs that is dropped in training (null: 0, or that of adapter.path).", None, ge=0, lt=1
@@ -202,6 +208,9 @@ class Adapter:
     )
     modules_to_save: list[str] = option("Modules that are trained whole, by ends of names.", [])
     exclude: list[str] = option("Layers that get none although they are targets, by ends of names.", [])
+    quant_type: str = option(
+        "With adapter=qlora: the four-bit type of all linear layers but the head.", "nf4", choices=("nf4", "fp4")
+    )
 
 
 _MICROBATCHES = (

@@ -48,6 +48,7 @@ from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
 from autolaunch.jobs.directory import check_what_is_there
 from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends
+from autolaunch.jobs.named_parts import check_named_parts
 from autolaunch.jobs.objective import objective_of, value_for_sweeper
 from autolaunch.launch.containment import contained
 from autolaunch.launch.end import correct_summary
@@ -448,6 +449,9 @@ def resolve_job(
     mesh, wrong = check(values, output_dir, origin, started_ranks)
     raise_all(wrong)
     values = with_labels_of_model(values)
+    ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
+    if ranks > 1 and started_ranks is None:
+        check_named_parts(values)
     fetch_weights(values)  # may be much: once nothing else is wrong
     values["mesh"] = {**mesh.sizes, "order": list(mesh.order)}
     resumes_last = values["ckpt_path"] == "last"
@@ -465,7 +469,6 @@ def resolve_job(
     if values["pp"] is not None and values["pp"]["schedule"].endswith(".csv"):
         values["pp"] = {**values["pp"], "schedule": str(Path(values["pp"]["schedule"]).absolute())}
     choices = {**chosen_options(hydra), "mesh": mesh.name}
-    ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
     if values["task"] == "calibrate":
         from autolaunch.tasks.calibrate.job import calibration
 

@@ -22,6 +22,7 @@ from autolaunch.data.exported import write_tokenizer
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
 from autolaunch.models import build_module
+from autolaunch.models.adapter_config import unquantised
 from autolaunch.models.hf_export import write_transformers_files
 from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch.report.summary import write_summary
@@ -111,6 +112,7 @@ def export_checkpoint(
             f"ckpt_path={source}", "is a single file of plain lightning", "a checkpoint directory written by autolaunch"
         )
     construction = Construction(config["seed"])
+    config = unquantised(config)
     with construction.recording():
         module = build_module(config)
     # Of attributes, torch's stubs say that they are tensors or modules.

@@ -159,7 +159,7 @@ class _Screen(pl.Callback):
                 account = {"choice": self.job.choice, **account}
             write_plan(self.job.output_dir, self.job.config, account, self.job.choices)
             log_config(trainer.loggers, self.job.config, self.job.from_environment)
-            show_start(account, self.job.config, Terminal(), strategy.parameter_count)
+            show_start(account, self.job.config, Terminal(), strategy.parameter_count, strategy.trained_count)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer)
