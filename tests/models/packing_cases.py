@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -65,7 +66,7 @@ def by_hand(name: str) -> dict[str, Any]:
         loss, count = torch.zeros(()), 0
         for item in items:
             starts = [*(item["position_ids"] == 0).nonzero().flatten().tolist(), LENGTH]
-            for start, end in zip(starts, starts[1:], strict=False):
+            for start, end in pairwise(starts):
                 output = model(item["input_ids"][None, start:end])
                 scores = output if isinstance(output, torch.Tensor) else output.logits
                 targets = item["labels"][start + 1 : end]

@@ -111,4 +111,8 @@ def _around(model: nn.Module, job_config: Mapping[str, Any]) -> LanguageModel | 
     rest = job_config["optimizer"], job_config["scheduler"], job_config["trainer"]["max_steps"]
     if "_target_" in model_cfg:
         return SupervisedModule(model, model_cfg.get("loss", "cross_entropy"), *rest)
+    if job_config["data"].get("packing") == "documents":
+        from autolaunch.models.documents import check_keeps_documents_apart
+
+        check_keeps_documents_apart(model)
     return LanguageModel(model, *rest, labels=labels_of(job_config["data"]))

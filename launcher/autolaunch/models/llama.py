@@ -78,7 +78,7 @@ def within_documents(position_ids: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads; `mask` says more closely what is seen (`within_documents`)."""
+    """Causal self-attention with grouped key/value heads; a mask says what is seen instead (`within_documents`)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
