@@ -70,8 +70,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def within_documents(position_ids: Tensor) -> Tensor:
-    """What each token sees, bool [b, 1, s, s]: itself and what is before it in its document, of which position 0 is the
-    first."""
+    """What each token sees, bool [b, 1, s, s]: its document up to itself. A document begins where a position is 0."""
     document = (position_ids == 0).cumsum(-1)
     same = document[:, None, :, None] == document[:, None, None, :]
     return same & torch.ones_like(same).tril()
@@ -96,9 +95,7 @@ class Attention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
-        )  # fmt: skip
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped)
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
 
 

@@ -33,12 +33,11 @@ def items_per_rank(model: nn.Module, count: Any) -> torch.Tensor:
         0-dim, not 0: 1 if there are none at all.
     """
     applied = applied_to(model)
-    group = None if applied is None else applied.mesh.group("dp")
-    if not isinstance(count, torch.Tensor):
-        device = next((parameter.device for parameter in model.parameters()), None)
-        count = torch.tensor(count, device=device)
-    total = count.detach().clone()
-    if group is not None:
-        dist.all_reduce(total, group=group)
-        total = total / group.size()
+    if applied is None:
+        total = torch.as_tensor(count)
+    else:
+        total = torch.as_tensor(count, device=applied.mesh.device_mesh.device_type).detach().clone()
+        if (group := applied.mesh.group("dp")) is not None:
+            dist.all_reduce(total, group=group)
+            total = total / group.size()
     return total.where(total > 0, 1)
