@@ -127,4 +127,8 @@ def _around(model: nn.Module, job_config: Mapping[str, Any]) -> MeanLossModule |
         from autolaunch.models.task_module import TaskModule
 
         return TaskModule(model, str(task), *rest)
+    if job_config["data"].get("packing") == "documents":
+        from autolaunch.models.documents import check_keeps_documents_apart
+
+        check_keeps_documents_apart(model)
     return LanguageModel(model, *rest, labels=labels_of(job_config["data"]))

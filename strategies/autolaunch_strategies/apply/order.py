@@ -32,6 +32,7 @@ class Parallelized:
 
     module: nn.Module
     config: ParallelConfig
+    mesh: RankMesh
     data_parallel: DataParallelModule
     model_parallel: ModelParallelModule
     context_parallel: ContextParallelModule
@@ -87,7 +88,8 @@ def apply_parallelism(
         steps[kind].begin(site)
     dp, mp, cp = site.data_parallel, site.model_parallel, site.context_parallel
     assert dp is not None and mp is not None and cp is not None
-    return Parallelized(module, config, dp, mp, cp, counts, site.blocks, _account(config, blocks, steps), site.pipeline)
+    account = _account(config, blocks, steps)
+    return Parallelized(module, config, mesh, dp, mp, cp, counts, site.blocks, account, site.pipeline)
 
 
 def foresee(
