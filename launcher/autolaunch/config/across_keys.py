@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
+from autolaunch.config.optimizer_groups import check_groups
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.sequence_parts import check_sequence_parts
@@ -83,6 +84,7 @@ def check(
     with _collected(errors):
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
+    errors += check_groups(config, where)
     errors += _adapter(config)
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)

@@ -362,6 +362,11 @@ class Optimizer:
     betas: list[float] = option("Averaging factors of adam and adamw.", [0.9, 0.95])
     eps: float = option("Epsilon of adam and adamw.", 1e-8, gt=0)
     momentum: float = option("Momentum of sgd.", 0.0, ge=0)
+    groups: list[dict[str, Any]] = option(
+        "Options of their own for parameters by name: [{match: [patterns], lr: ..., weight_decay: ...}]; of several that "
+        "match a parameter, the first counts.",
+        [],
+    )
 
 
 @dataclass

@@ -17,8 +17,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from autolaunch.models.adapter_config import ALL_LINEAR, AdapterSettings, adapter_settings, unmatched
+from autolaunch.models.parameter_names import matching
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.plan.patterns import compile_pattern, nearest_names
 
 ADAPTER = "default"
 """PEFT's name of the one adapter of a model."""
@@ -118,31 +118,9 @@ def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
     trained: set[int] = set()
     parameters = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        where = f"model.trainable: {pattern}"
-        try:
-            compiled = compile_pattern(pattern)
-        except ConfigError as error:
-            raise ConfigError(where, error.problem, error.allowed) from error
-        matches = {id(parameter) for name, parameter in parameters if any(map(compiled.fullmatch, _with_parents(name)))}
-        if not matches:
-            close = nearest_names(
-                pattern, dict.fromkeys(part for name, _ in parameters for part in _with_parents(name))
-            )
-            meant = f"; near it: {', '.join(close)}" if close else ""
-            raise ConfigError(
-                where,
-                f"no parameter or module of {type(model).__name__} has this name{meant}",
-                "names, with * for one part, or regular expressions over whole names",
-                f"model.trainable=[{close[0]}]" if close else "",
-            )
-        trained |= matches
+        trained |= matching(pattern, parameters, "model.trainable", type(model).__name__, "model.trainable=[{}]")
     for _, parameter in parameters:
         parameter.requires_grad_(id(parameter) in trained)
-
-
-def _with_parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _by_tensor(model: nn.Module) -> dict[int, str]:

@@ -101,7 +101,13 @@ class LanguageModel(LightningModule):
         return self._logits(batch).argmax(dim=-1)
 
     def configure_optimizers(self) -> Any:
-        return optimizer_and_schedule(self.parameters(), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
+        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
+
+
+def trained_names(module: LightningModule) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a module around `model` by the model's own names, tied ones under each of theirs."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [(name.removeprefix("model."), parameter) for name, parameter in named]
 
 
 class SupervisedModule(LightningModule):
@@ -196,7 +202,7 @@ class SupervisedModule(LightningModule):
         return self._run(batch, with_target=False)[0]
 
     def configure_optimizers(self) -> Any:
-        return optimizer_and_schedule(self.parameters(), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
+        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
 
 
 def _target_key(batch: Mapping[str, Any]) -> str | None:
