@@ -15,10 +15,11 @@ from typing import Any
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.optimizer_groups import check_groups
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
-from autolaunch.config.schema import IN_ONE_PROCESS
+from autolaunch.config.schema import IN_ONE_PROCESS, MISSING, Generate, defaults_of
 from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
+from autolaunch.data.prompts import check_prompts
 from autolaunch.machine.devices import visible_devices
 from autolaunch.machine.this_machine import memory_gib
 from autolaunch.models.adapter_config import adapter_settings, check_llama
@@ -72,7 +73,8 @@ def check(
         errors += config_errors(
             parallel_config(mesh, **parallel, compile=config["compile"], random_numbers=config["random_numbers"])
         )
-        errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
+        if config["task"] != "generate":  # which reads no data
+            errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
     with _collected(errors):
         parse_recompute(config["recompute"], config["recompute_save"])
     errors += _plans(config, mesh)
@@ -85,6 +87,7 @@ def check(
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
     errors += check_groups(config, where)
+    errors += _generation(config, where)
     errors += _adapter(config)
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
@@ -96,7 +99,8 @@ def check(
         if mesh is not None:
             errors += _divisibility(config, mesh, facts, where)
         settled = config if mesh is None else with_batch_parts(config, mesh.pp)
-        errors += check_data(settled["data"], mesh.dp if mesh is not None else 1, facts)
+        if config["task"] != "generate":
+            errors += check_data(settled["data"], mesh.dp if mesh is not None else 1, facts)
     return mesh or MeshShape(), errors
 
 
@@ -438,6 +442,30 @@ def _adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield error
 
 
+def _generation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """Prompts that are none, and keys of `generate` where nothing is generated."""
+    keys = config["generate"]
+    if config["task"] != "generate":
+        for name, value in keys.items():
+            if value != defaults_of(Generate)[name]:
+                yield ConfigError(
+                    where(f"generate.{name}", value),
+                    f"has no effect: {config['task']} generates nothing",
+                    "autolaunch generate; callbacks=samples generates at each validation",
+                )
+        return
+    if config["module"] is not None or "_target_" in config["model"]:
+        yield ConfigError(
+            "autolaunch generate",
+            "nothing is known of how a class of your own goes on with a text",
+            "model=llama, model=hf",
+        )
+    try:
+        check_prompts(keys["prompts"], "generate.prompts")
+    except ConfigError as error:
+        yield error
+
+
 def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
     """Keys of the planner where nothing is planned."""
     cluster, task = config["cluster"], config["task"]
@@ -495,13 +523,13 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Callbacks, loggers, the module, the optimizer: each a mapping that says what it is by `_target_`."""
     for key in ("model", "data", "optimizer"):
         yield from _absent_module(key, config[key])
-    nodes = {f"trainer.callbacks.{name}": node for name, node in config["trainer"]["callbacks"].items()}
+    nodes = {f"callbacks.{name}": node for name, node in (config["callbacks"] or {}).items()}
     nodes |= {f"logger.{name}": node for name, node in (config["logger"] or {}).items()}
     if config["module"] is not None:
         nodes["module"] = config["module"]
     for key, node in nodes.items():
         if node is None:
-            continue  # `trainer.callbacks.x=null` switches one off
+            continue  # `callbacks.x=null` switches one off
         if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
             yield ConfigError(
                 f"{key}={written(node)}",
@@ -511,6 +539,9 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             )
             continue
         yield from _absent_module(key, node)
+        for name, value in node.items():
+            if value == MISSING:
+                yield ConfigError(f"{key}.{name}", "must be given", write=f"{key}.{name}=...")
         if key.startswith("logger.") and (extra := _absent_logger_package(node["_target_"])):
             yield ConfigError(
                 f"{key}._target_={node['_target_']}",

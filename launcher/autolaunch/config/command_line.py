@@ -172,7 +172,7 @@ def quoted_mesh(override: str) -> str:
 
 
 OPEN_GROUPS = (
-    *("model.config.", "model.mp_plans.", "mp.plan.", "cp.plan.", "trainer.callbacks.", "logger.", "module."),
+    *("model.config.", "model.mp_plans.", "mp.plan.", "cp.plan.", "callbacks.", "logger.", "module."),
     "cluster.constants.",
     "data.columns.",
 )
@@ -187,7 +187,7 @@ def into_open_group(override: str) -> str:
 def _is_open(override: str) -> bool:
     key = override.partition("=")[0]
     # `logger=csv` chooses an option; `mp.plan={...}` sets keys below it.
-    return f"{key}.".startswith(OPEN_GROUPS) and key != "logger"
+    return f"{key}.".startswith(OPEN_GROUPS) and key not in ("callbacks", "logger")
 
 
 def unquoted(override: str) -> str:

@@ -31,6 +31,7 @@ TASKS = {
     "validate": "run the validation data through a trained model",
     "test": "run the test data through a trained model",
     "predict": "write the model's predictions of the validation data to <output_dir>/predictions",
+    "generate": "let a model go on with prompts, on any mesh",
     "plan": "show what a run would do, and write it to plan.yaml, without starting it; with cluster= choose it, too",
     "calibrate": "measure this machine for the planner, and write it as a cluster",
     "export": "write a checkpoint as safetensors that `transformers` loads",
@@ -49,6 +50,7 @@ GROUPS = {
     "optimizer": "",
     "scheduler": "the learning rate over the steps",
     "trainer": "arguments of Lightning's Trainer",
+    "callbacks": "what runs beside the training: one, or several as [early_stopping,ema]",
     "logger": "loggers beside metrics.csv",
     "launch": "how processes are started",
     "cluster": "for which machines `plan` chooses: h100x1024 is 1,024 of them; or the path of a YAML file",
@@ -436,7 +438,6 @@ class Trainer:
         None,
         choices=("simple", "advanced", "pytorch", None),
     )
-    callbacks: dict[str, Any] = option("Callbacks of your own: {name: {_target_: ...}}.", {})
 
 
 @dataclass
@@ -474,6 +475,19 @@ class Resume:
     allow: list[str] = option(
         f"What may be another: {', '.join(COMPARED)}. Everything else may change, and is told.", []
     )
+
+
+@dataclass
+class Generate:
+    """What `autolaunch generate` writes: to generated.jsonl and the screen."""
+
+    prompts: list[Any] = option(
+        "Texts; conversations [{role: user, content: ...}], for the tokenizer's chat template; or lists of token ids.",
+        [],
+    )
+    max_new_tokens: int = option("Tokens after each prompt, at most.", 64, ge=1)
+    temperature: float = option("By what logits are divided before a token is drawn (0: the likeliest).", 0.0, ge=0)
+    top_p: float = option("Draw from the likeliest tokens that have this probability together.", 1.0, gt=0, le=1)
 
 
 @dataclass
@@ -574,6 +588,7 @@ class Job:
     why: str | None = option("With `plan cluster=...`: why not this one, e.g. `mp=4,pp=2` (as --why).", None)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resume: Resume = field(default_factory=Resume)
+    generate: Generate = field(default_factory=Generate)
     mesh: Mesh = field(default_factory=Mesh)
     model: Any = field(default_factory=LlamaModel)
     adapter: Adapter | None = option("Small parameters to train beside a frozen model.", None)
@@ -585,6 +600,7 @@ class Job:
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
     trainer: Trainer = field(default_factory=Trainer)
+    callbacks: dict[str, Any] = option("What runs beside the training: {name: {_target_: ...}}.", {})
     logger: dict[str, Any] = option("Loggers beside metrics.csv: {name: {_target_: ...}}.", {})
     launch: Any = field(default_factory=LocalLaunch)
     cluster: Cluster | None = option("Machines that `plan` and `-m search=auto` choose a mesh for.", None)

@@ -100,6 +100,10 @@ class LanguageModel(LightningModule):
         """The likeliest next token at every position, [b, s] int64."""
         return self._logits(batch).argmax(dim=-1)
 
+    def next_logits(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [b, vocab] of the token behind one of `positions` [b] in each row of `input_ids` [b, s]."""
+        return self(input_ids)[torch.arange(len(positions)), positions]
+
     def configure_optimizers(self) -> Any:
         return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
 

@@ -16,14 +16,14 @@ from autolaunch_strategies.config import AXES
 SECTIONS = {
     "What is trained": ("name", "seed", "random_numbers", "precision", "model", "module", "data"),
     "On which devices, and how": ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile"),
-    "How it learns": ("optimizer", "scheduler", "trainer"),
+    "How it learns": ("optimizer", "scheduler", "trainer", "callbacks"),
     "What is written": ("checkpoint", "logger"),
     "How it runs": ("launch",),
 }
 """Comment -> keys below it, in this order; keys that are in none of them come last."""
 
 OF_ONE_RUN = (
-    *("task", "output_dir", "ckpt_path", "resume", "export_path", "hydra", "experiment", "defaults", "reasons"),
+    *("task", "output_dir", "ckpt_path", "resume", "export_path", "generate", "hydra", "experiment", "defaults", "reasons"),
     *("cluster", "search", "why"),
 )
 """Keys that say which run it was and not how to do it again."""
