@@ -15,7 +15,7 @@ from typing import Any
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.optimizer_groups import check_groups
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
-from autolaunch.config.schema import IN_ONE_PROCESS, MISSING, Generate, defaults_of
+from autolaunch.config.schema import IN_ONE_PROCESS, MISSING, Eval, Generate, defaults_of
 from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
@@ -88,6 +88,7 @@ def check(
     errors += _own_objects(config)
     errors += check_groups(config, where)
     errors += _generation(config, where)
+    errors += _evaluation(config, where)
     errors += _adapter(config)
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
@@ -444,16 +445,10 @@ def _adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 def _generation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
     """Prompts that are none, and keys of `generate` where nothing is generated."""
-    keys = config["generate"]
+    yield from _unused(config, "generate", Generate, "callbacks=samples generates at each validation", where)
     if config["task"] != "generate":
-        for name, value in keys.items():
-            if value != defaults_of(Generate)[name]:
-                yield ConfigError(
-                    where(f"generate.{name}", value),
-                    f"has no effect: {config['task']} generates nothing",
-                    "autolaunch generate; callbacks=samples generates at each validation",
-                )
         return
+    keys = config["generate"]
     if config["module"] is not None or "_target_" in config["model"]:
         yield ConfigError(
             "autolaunch generate",
@@ -464,6 +459,39 @@ def _generation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError
         check_prompts(keys["prompts"], "generate.prompts")
     except ConfigError as error:
         yield error
+
+
+def _unused(
+    config: Mapping[str, Any], task: str, schema: type, instead: str, where: Where
+) -> Iterator[ConfigError]:
+    """Keys of a task where another one is run."""
+    if config["task"] == task:
+        return
+    for name, default in defaults_of(schema).items():
+        if (value := config[task][name]) != default:
+            allowed = f"autolaunch {task}" + (f"; {instead}" if instead else "")
+            yield ConfigError(where(f"{task}.{name}", value), f"has no effect with {config['task']}", allowed)
+
+
+def _evaluation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """What lm-evaluation-harness needs: itself, tasks, and one model."""
+    yield from _unused(config, "eval", Eval, "", where)
+    if config["task"] != "eval":
+        return
+    keys = config["eval"]
+    if not keys["tasks"]:
+        yield ConfigError("eval.tasks", "which tasks is not said", "names of tasks", "eval.tasks=[hellaswag]")
+    if (keys["path"] is None) == (config["ckpt_path"] is None):
+        yield ConfigError(
+            "autolaunch eval",
+            "which model is not said" if keys["path"] is None else "eval.path and ckpt_path are two models",
+            "the path of a checkpoint, which is exported first, or eval.path, an exported model",
+            "autolaunch eval ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
+        )
+    elif keys["path"] is not None and not (Path(keys["path"]).expanduser() / "config.json").is_file():
+        yield ConfigError(f"eval.path={keys['path']}", "no model: there is no config.json", "a directory of `export`")
+    if importlib.util.find_spec("lm_eval") is None:
+        yield ConfigError("autolaunch eval", "lm_eval is not installed", write="pip install 'autolaunch[eval]'")
 
 
 def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:

@@ -133,7 +133,7 @@ def _unknown_flag(typed: str, flags: list[str]) -> ConfigError:
     return ConfigError(typed, "no such flag" + (f"; did you mean {close}?" if close else ""), write="autolaunch --help")
 
 
-_OTHER_WORDS = {"train": "fit", "run": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict"}
+_OTHER_WORDS = {"train": "fit", "run": "fit", "evaluate": "validate", "infer": "predict"}
 """What other tools call our tasks."""
 
 

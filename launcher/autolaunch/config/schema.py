@@ -35,6 +35,7 @@ TASKS = {
     "plan": "show what a run would do, and write it to plan.yaml, without starting it; with cluster= choose it, too",
     "calibrate": "measure this machine for the planner, and write it as a cluster",
     "export": "write a checkpoint as safetensors that `transformers` loads",
+    "eval": "run benchmarks of lm-evaluation-harness on a checkpoint or an exported model",
 }
 """The first word of the command line; `fit` if there is none."""
 
@@ -59,7 +60,7 @@ GROUPS = {
 }
 """The config groups of conf/, and what is chosen by each; all other keys are in no group."""
 
-IN_ONE_PROCESS = ("plan", "export", "calibrate")
+IN_ONE_PROCESS = ("plan", "export", "eval", "calibrate")
 """Tasks that one process does for a mesh of any size, without its devices."""
 
 
@@ -361,9 +362,9 @@ class Optimizer:
     _target_: str | None = option("Import path of a torch.optim.Optimizer class (optimizer=custom).", None)
     lr: float = option("Learning rate (after warm-up).", 1e-3, ge=0)
     weight_decay: float = option("Weight decay, on matrices only (norms and biases have none).", 0.1, ge=0)
-    betas: list[float] = option("Averaging factors of adam and adamw.", [0.9, 0.95])
-    eps: float = option("Epsilon of adam and adamw.", 1e-8, gt=0)
-    momentum: float = option("Momentum of sgd.", 0.0, ge=0)
+    betas: list[float] | None = option("Averaging factors of adam and adamw (null: the class's own).", [0.9, 0.95])
+    eps: float | None = option("Epsilon of adam and adamw (null: the class's own).", 1e-8, gt=0)
+    momentum: float | None = option("Momentum of sgd (null: the class's own).", 0.0, ge=0)
     groups: list[dict[str, Any]] = option(
         "Options of their own for parameters by name: [{match: [patterns], lr: ..., weight_decay: ...}]; of several that "
         "match a parameter, the first counts.",
@@ -491,6 +492,19 @@ class Generate:
 
 
 @dataclass
+class Eval:
+    """What `autolaunch eval` asks of lm-evaluation-harness (install autolaunch[eval]); it writes eval.json."""
+
+    tasks: list[str] = option("Names of its tasks, such as hellaswag.", [])
+    path: str | None = option("Directory of an exported model (null: ckpt_path is exported first).", None)
+    include_path: str | None = option("Directory with YAML files of tasks of your own.", None)
+    num_fewshot: int | None = option("Examples before each question (null: as the task says).", None, ge=0)
+    limit: int | float | None = option("Questions of each task to ask (a count or a share; null: all).", None, gt=0)
+    batch_size: int = option("Questions that are answered together.", 8, ge=1)
+    chat_template: bool = option("Put questions into the tokenizer's chat template.", False)
+
+
+@dataclass
 class Launch:
     """What every way to start the processes of a run has."""
 
@@ -589,6 +603,7 @@ class Job:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resume: Resume = field(default_factory=Resume)
     generate: Generate = field(default_factory=Generate)
+    eval: Eval = field(default_factory=Eval)
     mesh: Mesh = field(default_factory=Mesh)
     model: Any = field(default_factory=LlamaModel)
     adapter: Adapter | None = option("Small parameters to train beside a frozen model.", None)

@@ -44,10 +44,11 @@ def build_optimizer(
     if "_target_" in cfg:
         return _build_custom(cfg, groups)
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=cfg["lr"], momentum=cfg["momentum"])
+        return torch.optim.SGD(groups, lr=cfg["lr"], momentum=cfg.get("momentum", 0.0))
     if name in ("adam", "adamw"):
         kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
-        return kind(groups, lr=cfg["lr"], betas=tuple(cfg["betas"]), eps=cfg["eps"])
+        own = {"betas": tuple(cfg["betas"])} if "betas" in cfg else {}
+        return kind(groups, lr=cfg["lr"], **own, **({"eps": cfg["eps"]} if "eps" in cfg else {}))
     if name == "custom":
         raise ConfigError(
             "optimizer=custom",
@@ -115,6 +116,14 @@ def _build_custom(cfg: dict[str, Any], groups: list[dict[str, Any]]) -> torch.op
             )
         for group in groups:
             del group["weight_decay"]
+    if cfg["_target_"] == "torch.optim.Muon" and any(item.ndim != 2 for group in groups for item in group["params"]):
+        raise ConfigError(
+            "optimizer._target_=torch.optim.Muon",
+            "it takes matrices alone, and the model has norms, biases or stacked experts, too",
+            "autolaunch.models.muon.Muon, which gives all else to AdamW; embeddings and heads by optimizer.groups",
+            "optimizer._target_=autolaunch.models.muon.Muon "
+            "'optimizer.groups=[{match: [.*embed_tokens, lm_head], muon: false}]'",
+        )
     refused = tuple(key for key in _OWN_KEYS if key not in takes)
     return build(cfg, "optimizer", refused, params=groups)
 

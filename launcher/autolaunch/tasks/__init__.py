@@ -17,6 +17,7 @@ RUNNERS: dict[str, str] = {
     "predict": "autolaunch.tasks.fit:run",
     "generate": "autolaunch.tasks.generate:run",
     "plan": "autolaunch.tasks.plan:run",
+    "eval": "autolaunch.tasks.evaluate:run",
     "export": "autolaunch.tasks.export:run",
 }
 """Task to the function that runs it on one rank; a task of your own is written `module:function`."""

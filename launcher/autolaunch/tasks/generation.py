@@ -83,12 +83,12 @@ def generate(
     is_open = [True] * len(prompts)
     generator = torch.Generator().manual_seed(sampling.seed)
     place, device = strategy.rank_mesh.coordinate, strategy.root_device
-    chooses = place == {axis: shape.pp - 1 if axis == "pp" else 0 for axis in place}
+    speaks = all(place[axis] == 0 for axis in ("dp", "mp", "cp"))  # one rank for all: others may round otherwise
     for _ in range(sampling.max_new_tokens):
         last = torch.tensor([len(prompt) + len(text) - 1 for prompt, text in zip(prompts, texts, strict=True)])
         logits = strategy.evaluate("next_logits", tokens.to(device), last.to(device))
         chosen = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-        if chooses:  # one rank for all: elsewhere the last digits may be others
+        if speaks and logits is not None:  # of a pipeline, the stage that has them
             chosen.copy_(sampling.choose(logits, generator))
         if dist.is_initialized():
             dist.all_reduce(chosen)
