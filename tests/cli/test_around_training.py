@@ -11,6 +11,7 @@ import torch
 
 from autolaunch.cli import run
 from autolaunch.tasks.export import export_checkpoint, trained_config
+from tests.support.chats import save_tokenizer
 from tests.support.commands import Commands, Run, assert_same_curve
 from tests.support.messages import Told, assert_told
 
@@ -57,10 +58,13 @@ def test_what_cannot_be_is_refused(
 PROMPTS = ["import os", "The", "def f(x):"]
 CALLBACKS = (
     "callbacks=[early_stopping,ema,samples]", "callbacks.early_stopping.min_delta=100",
-    "callbacks.early_stopping.patience=2", "callbacks.ema.decay=0.8", "callbacks.samples.prompts=[import os,The,'def f(x):']",
+    "callbacks.early_stopping.patience=2", "callbacks.ema.decay=0.8",
+    "callbacks.samples.prompts=[import os,The,'def f(x):']",
     "callbacks.samples.max_new_tokens=8",
 )  # fmt: skip
-GROUPS = "optimizer.groups=[{match: [lm_head, .*norm], lr: 0.003, weight_decay: 0.3}, {match: .*k_proj, betas: [0.8, 0.9]}]"
+GROUPS = (
+    "optimizer.groups=[{match: [lm_head, .*norm], lr: 0.003, weight_decay: 0.3}, {match: .*k_proj, betas: [0.8, 0.9]}]"
+)
 STEPS = 6
 """At the third validation there have been two without an improvement by 100."""
 
@@ -140,7 +144,7 @@ def test_resumed_on_another_mesh_and_generated_from(command: Commands, alone: Ru
         "metrics"
     ] == pytest.approx({"val_loss": _validated(alone)[-1]}, rel=1e-5)
 
-    asks = f"generate.prompts=[import os,The,'def f(x):']", f"ckpt_path={alone.checkpoint}", "generate.max_new_tokens=8"
+    asks = "generate.prompts=[import os,The,'def f(x):']", f"ckpt_path={alone.checkpoint}", "generate.max_new_tokens=8"
     written = command("generate", "mesh=1x2", *asks).directory / "generated.jsonl"
     texts = [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()]
     assert texts == [{key: line[key] for key in ("prompt", "text")} for line in _samples(alone)[-3:]]
@@ -149,3 +153,47 @@ def test_resumed_on_another_mesh_and_generated_from(command: Commands, alone: Ru
         for mesh in ("mesh=1", "mesh=1x1x2")
     ]
     assert drawn[0].read_text() == drawn[1].read_text() != written.read_text()
+
+
+@pytest.mark.full
+def test_muon_orthogonalises_whole_matrices_wherever_they_are_sharded(command: Commands) -> None:
+    muon = (
+        "optimizer=custom", "optimizer._target_=autolaunch.models.muon.Muon", "optimizer.momentum=0.9",
+        "optimizer.groups=[{match: [.*embed_tokens, lm_head], muon: false}]", "trainer.max_steps=4",
+    )  # fmt: skip
+    expected = command("mesh=1", *muon)
+    for mesh in ("mesh=2", "mesh=1x2"):
+        # torch's Muon computes in bfloat16, in which rounding errors of gradients are steps of 1 in 256.
+        assert_same_curve(command(mesh, *muon), expected, tolerance=2e-3)
+    alone = [item for item in muon if "groups" not in item]
+    assert (
+        "autolaunch.models.muon.Muon" in command("mesh=2", *alone, "optimizer._target_=torch.optim.Muon", code=2).screen
+    )
+
+
+@pytest.mark.full
+def test_benchmarks_run_on_an_exported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("lm_eval", "pytablewriter"):
+        pytest.importorskip(library, exc_type=ImportError)
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sizes = {"vocab_size": 310, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=128)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    rows = [{"question": f"what {number}", "choices": ["two", "four"], "answer": number % 2} for number in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "own_questions", "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
+        "doc_to_target": "answer",
+        "doc_to_choice": "choices", "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "own.yaml").write_text(json.dumps(task))
+    keys = ["eval.tasks=[own_questions]", f"eval.include_path={tmp_path / 'tasks'}", "trainer.accelerator=cpu"]
+    assert run(["eval", f"eval.path={tmp_path / 'model'}", *keys, f"output_dir={tmp_path / 'out'}"]) == 0
+    shares = json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]
+    assert shares["own_questions/acc"] in [number / 6 for number in range(7)]
+    assert json.loads((tmp_path / "out" / "eval.json").read_text())["own_questions"]

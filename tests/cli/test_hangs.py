@@ -112,9 +112,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Commands:
 
 
 def hung(command: Commands, how: str, rank: int, *more: str) -> Run:
-    run = command(
-        "mesh=2", f"callbacks.hangs={{_target_: hangs.Hangs, rank: {rank}, how: {how}}}", *more, code=1
-    )
+    run = command("mesh=2", f"callbacks.hangs={{_target_: hangs.Hangs, rank: {rank}, how: {how}}}", *more, code=1)
     assert "Traceback" not in run.screen
     assert run.summary["status"] == "failed"
     return run

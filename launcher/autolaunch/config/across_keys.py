@@ -461,9 +461,7 @@ def _generation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError
         yield error
 
 
-def _unused(
-    config: Mapping[str, Any], task: str, schema: type, instead: str, where: Where
-) -> Iterator[ConfigError]:
+def _unused(config: Mapping[str, Any], task: str, schema: type, instead: str, where: Where) -> Iterator[ConfigError]:
     """Keys of a task where another one is run."""
     if config["task"] == task:
         return

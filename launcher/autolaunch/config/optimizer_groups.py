@@ -37,7 +37,9 @@ def check_groups(config: Mapping[str, Any], where: Where) -> Iterator[ConfigErro
 
 def _check_group(key: str, group: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Iterator[ConfigError]:
     patterns = group.get("match")
-    if not patterns or not all(isinstance(item, str) for item in ([patterns] if isinstance(patterns, str) else patterns)):
+    if not patterns or not all(
+        isinstance(item, str) for item in ([patterns] if isinstance(patterns, str) else patterns)
+    ):
         yield ConfigError(
             key,
             "does not say of which parameters",
@@ -55,7 +57,9 @@ def _check_group(key: str, group: Mapping[str, Any], optimizer: Mapping[str, Any
             close = alike(name, known)
             meant = f"; did you mean {close}?" if close else ""
             yield ConfigError(
-                f"{path}={written(value)}", f"{optimizer['name']} has no such option{meant}", f"match, {', '.join(known)}"
+                f"{path}={written(value)}",
+                f"{optimizer['name']} has no such option{meant}",
+                f"match, {', '.join(known)}",
             )
         elif name in fields:
             _, error = checked_value(value, fields[name], field_types(Optimizer)[name], path)

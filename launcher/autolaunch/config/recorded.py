@@ -53,7 +53,9 @@ def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
     if "_target_" not in data:
         record |= {"batch_size": data["batch_size"], "seq_len": data["seq_len"]}
     if config["module"] is None:
-        options = OPTIONS.get(optimizer["name"], [key for key in optimizer if key not in ("name", "_target_", "groups")])
+        options = OPTIONS.get(
+            optimizer["name"], [key for key in optimizer if key not in ("name", "_target_", "groups")]
+        )
         record |= {f"optimizer.{key}": optimizer[key] for key in (*options, "groups")}
         record |= {f"scheduler.{key}": value for key, value in config["scheduler"].items()}
         if kind := _OPTIMIZERS.get(optimizer["name"]) or _torchs_own(optimizer["_target_"]):

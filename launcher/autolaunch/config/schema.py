@@ -366,8 +366,8 @@ class Optimizer:
     eps: float | None = option("Epsilon of adam and adamw (null: the class's own).", 1e-8, gt=0)
     momentum: float | None = option("Momentum of sgd (null: the class's own).", 0.0, ge=0)
     groups: list[dict[str, Any]] = option(
-        "Options of their own for parameters by name: [{match: [patterns], lr: ..., weight_decay: ...}]; of several that "
-        "match a parameter, the first counts.",
+        "Options of their own for parameters by name: [{match: [patterns], lr: ..., weight_decay: ...}]; of several "
+        "that match a parameter, the first counts.",
         [],
     )
 

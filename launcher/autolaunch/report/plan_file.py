@@ -23,7 +23,19 @@ SECTIONS = {
 """Comment -> keys below it, in this order; keys that are in none of them come last."""
 
 OF_ONE_RUN = (
-    *("task", "output_dir", "ckpt_path", "resume", "export_path", "generate", "eval", "hydra", "experiment", "defaults", "reasons"),
+    *(
+        "task",
+        "output_dir",
+        "ckpt_path",
+        "resume",
+        "export_path",
+        "generate",
+        "eval",
+        "hydra",
+        "experiment",
+        "defaults",
+        "reasons",
+    ),
     *("cluster", "search", "why"),
 )
 """Keys that say which run it was and not how to do it again."""

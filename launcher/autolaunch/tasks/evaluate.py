@@ -38,10 +38,6 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
                 f"eval: {directory}", "has no tokenizer, so no question can be asked", "a model with tokenizer.json"
             )
         results = _results(keys, directory, visible_devices(job.config["trainer"]["accelerator"])[0])
-    console = Terminal()
-    from lm_eval.utils import make_table
-
-    console.print(make_table(results), markup=False, highlight=False)
     write_beside(job.output_dir / FILE, json.dumps(results["results"], indent=2, default=str) + "\n")
     numbers = {
         f"{task}/{name.removesuffix(',none')}": value
@@ -49,6 +45,9 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         for name, value in values.items()
         if isinstance(value, int | float)
     }
+    console = Terminal()
+    for name, value in numbers.items():
+        console.print(f"{name}  {value:.4g}", markup=False, highlight=False)
     summary = {
         "task": "eval",
         "status": "finished",

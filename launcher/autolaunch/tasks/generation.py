@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autolaunch.data.prompts import PromptEncoder
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.strategy import MeshStrategy
-from autolaunch_strategies.mesh.rank_mesh import rank_at
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from autolaunch_strategies.config import ConfigError
 
 TRAINED = "trained_weight"
-"""Under which name the state of an optimizer in a checkpoint has the weight itself, where the average is in its place."""
+"""The name of a weight in the state of its optimizer, in checkpoints that have the average in its place."""
 
 
 class EMA(pl.Callback):
