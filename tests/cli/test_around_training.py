@@ -173,8 +173,7 @@ def test_muon_orthogonalises_whole_matrices_wherever_they_are_sharded(command: C
 
 @pytest.mark.full
 def test_benchmarks_run_on_an_exported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for library in ("lm_eval", "pytablewriter"):
-        pytest.importorskip(library, exc_type=ImportError)
+    pytest.importorskip("lm_eval")
     transformers = pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     sizes = {"vocab_size": 310, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

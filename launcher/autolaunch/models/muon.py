@@ -44,7 +44,7 @@ class Muon(torch.optim.Optimizer):
         matrices = torch.optim.Muon(
             nothing, lr, weight_decay, momentum, nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn
         )
-        rest = torch.optim.AdamW(nothing, lr, tuple(betas), eps, weight_decay)
+        rest = torch.optim.AdamW(nothing, lr, (betas[0], betas[1]), eps, weight_decay)
         self._parts = {True: matrices, False: rest}
         groups: list[dict[str, Any]] = []
         for item in params:
@@ -61,7 +61,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch overloads it
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of both."""
         loss = None
         if closure is not None:

@@ -47,8 +47,8 @@ def build_optimizer(
         return torch.optim.SGD(groups, lr=cfg["lr"], momentum=cfg.get("momentum", 0.0))
     if name in ("adam", "adamw"):
         kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
-        own = {"betas": tuple(cfg["betas"])} if "betas" in cfg else {}
-        return kind(groups, lr=cfg["lr"], **own, **({"eps": cfg["eps"]} if "eps" in cfg else {}))
+        own: dict[str, Any] = {key: cfg[key] for key in ("betas", "eps") if key in cfg}
+        return kind(groups, lr=cfg["lr"], **own | ({"betas": tuple(own["betas"])} if "betas" in own else {}))
     if name == "custom":
         raise ConfigError(
             "optimizer=custom",
