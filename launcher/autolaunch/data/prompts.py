@@ -56,8 +56,8 @@ class PromptEncoder:
         self.tokenizer = None if name in (None, "bytes") else load_tokenizer(str(name))
         template = data_cfg.get("chat_template")
         self.chat_template = None if template is None else template_text(template)
-        ends = {BYTES_END} if self.in_bytes else {end_of_text(self.tokenizer)} if self.tokenizer is not None else set()
-        self.ends = frozenset(ends - {None})
+        end = BYTES_END if self.in_bytes else None if self.tokenizer is None else end_of_text(self.tokenizer)
+        self.ends = frozenset[int]() if end is None else frozenset({end})
         """Tokens behind which nothing is generated."""
 
     def encode(self, prompt: Any, key: str) -> list[int]:

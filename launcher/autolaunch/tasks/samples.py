@@ -99,7 +99,7 @@ class Samples(pl.Callback):
         with (directory / FILE).open("a", encoding="utf-8") as file:
             for prompt, text in zip(self.prompts, texts, strict=True):
                 file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
-        bar: Any = trainer.progress_bar_callback  # type: ignore[attr-defined]  # set by a connector, not by the class
+        bar: Any = trainer.progress_bar_callback
         for line in self._writer.lines(texts):
             (print if bar is None else bar.print)(f"sample at step {step}: {line}")
         for logger in trainer.loggers:
