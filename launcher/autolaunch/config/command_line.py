@@ -142,6 +142,10 @@ def _overrides(words: list[str]) -> list[str]:
     for position, word in enumerate(words):
         if word.removeprefix("+").startswith("plan="):
             overrides.append(f"experiment={word.partition('=')[2]}")
+        elif word.lstrip("+").startswith("trainer.callbacks"):
+            raise ConfigError(
+                word, "callbacks stand by themselves", "callbacks", word.lstrip("+").removeprefix("trainer.")
+            )
         elif "=" in word or word.startswith("~"):
             overrides.append(into_open_group(quoted_mesh(word)))
         elif position == 0 and word in TASKS:
