@@ -72,7 +72,7 @@ def whole(command: Commands) -> Run:
 
 def dies(step: int, rank: int, times: int, world_size: int) -> str:
     node = f"{{_target_: faults.Dies, step: {step}, rank: {rank}, times: {times}, world_size: {world_size}}}"
-    return f"trainer.callbacks.dies={node}"
+    return f"callbacks.dies={node}"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_rank_that_is_killed(mesh: str, rank: int, every: str, source: str, co
 
 
 def test_a_bug_is_not_healed(command: Commands) -> None:
-    raises = "trainer.callbacks.raises={_target_: faults.Raises, step: 4}"
+    raises = "callbacks.raises={_target_: faults.Raises, step: 4}"
     arguments = ("mesh=2", "checkpoint.every_n_steps=2", "launch.max_restarts=5", "launch.min_devices=1")
     run = command(*arguments, raises, code=1)
     assert "not started again: the second failure in a row after step 3 is a bug" in run.screen

@@ -141,7 +141,7 @@ def whole(command: Commands) -> Run:
 
 def stop(step: int, signum: signal.Signals, rank: int) -> str:
     node = f"{{_target_: stopping.Stop, step: {step}, signum: {int(signum)}, rank: {rank}}}"
-    return f"trainer.callbacks.stop={node}"
+    return f"callbacks.stop={node}"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_signal_saves_and_the_run_goes_on(
     assert "Traceback" not in stopped.screen
     assert stopped.summary["status"] == "interrupted"
     assert steps_kept(directory) == [3]
-    resumed = command(f"mesh={mesh}", "ckpt_path=last", "trainer.callbacks.stop=null", into=directory)
+    resumed = command(f"mesh={mesh}", "ckpt_path=last", "callbacks.stop=null", into=directory)
     assert_same_curve(resumed, whole)
 
 
@@ -210,14 +210,14 @@ def test_keep_last_holds_over_restarts(command: Commands) -> None:
 @pytest.mark.full
 def test_the_best_by_a_logged_value_and_the_last_are_kept(command: Commands) -> None:
     directory = command.directory / "monitored"
-    says = "trainer.callbacks.says={_target_: stopping.Says}"
+    says = "callbacks.says={_target_: stopping.Says}"
     arguments = ("checkpoint.every_n_steps=1", "checkpoint.monitor=valley", "checkpoint.keep_last=1")
     command("mesh=1", says, *arguments, into=directory)
     assert steps_kept(directory) == [3, STEPS]
 
 
 def test_a_value_that_is_never_logged_is_said(command: Commands) -> None:
-    says = "trainer.callbacks.says={_target_: stopping.Says}"
+    says = "callbacks.says={_target_: stopping.Says}"
     run = command("mesh=1", says, "checkpoint.monitor=vally", code=2)
     assert_told(run.screen, "checkpoint.monitor=vally", "logged", write="checkpoint.monitor=valley")
     assert steps_kept(run.directory) == [STEPS]
@@ -235,7 +235,7 @@ def test_minutes(command: Commands) -> None:
 def test_losses_that_are_not_finite_end_the_run(command: Commands) -> None:
     """What is kept is what was saved while they were."""
     directory = command.directory / "broken"
-    breaks = "trainer.callbacks.breaks={_target_: stopping.Breaks, step: 2}"
+    breaks = "callbacks.breaks={_target_: stopping.Breaks, step: 2}"
     run = command(
         "mesh=2", breaks, "checkpoint.every_n_steps=1", "trainer.nonfinite_patience=3", into=directory, code=1
     )
@@ -253,10 +253,10 @@ def test_a_training_without_a_step_has_failed(command: Commands) -> None:
 
 def fails(step: int, rank: int | str = "null", within: str = "training_step") -> str:
     node = f"{{_target_: stopping.Fails, step: {step}, rank: {rank}, within: {within}}}"
-    return f"trainer.callbacks.stop={node}"
+    return f"callbacks.stop={node}"
 
 
-NOISE = ("trainer.callbacks.noise={_target_: stopping.Noise}",)
+NOISE = ("callbacks.noise={_target_: stopping.Noise}",)
 
 
 @pytest.mark.full
@@ -278,7 +278,7 @@ def test_what_was_done_before_a_step_that_fails_on_all_ranks_is_saved(
     assert "ValueError: a bad sample" in run.screen
     assert re.search(r"saved after step 3 in \S+step_0000003.ckpt", run.screen) is not None, run.screen
     assert steps_kept(directory) == [3]
-    resumed = command(f"mesh={mesh}", "ckpt_path=last", "trainer.callbacks.stop=null", *more, into=directory)
+    resumed = command(f"mesh={mesh}", "ckpt_path=last", "callbacks.stop=null", *more, into=directory)
     assert_same_curve(resumed, command("mesh=1", *more) if more else whole)
 
 
@@ -303,13 +303,13 @@ def test_a_validation_is_not_waited_for_and_made_again(mesh: str, how: str, comm
         "trainer.check_val_every_n_epoch=null",
         "trainer.limit_val_batches=5",
     )
-    stops = "trainer.callbacks.stop={_target_: stopping.StopInValidation, step: 4, rank: 0}"
+    stops = "callbacks.stop={_target_: stopping.StopInValidation, step: 4, rank: 0}"
     if how == "failure":
         stops = fails(5, within="validation_step")
     run = command(f"mesh={mesh}", stops, *more, into=directory, code=75 if how == "signal" else 1)
     assert "after step 4" in run.screen
     assert steps_kept(directory) == [4]
-    resumed = command(f"mesh={mesh}", "ckpt_path=last", "trainer.callbacks.stop=null", *more, into=directory)
+    resumed = command(f"mesh={mesh}", "ckpt_path=last", "callbacks.stop=null", *more, into=directory)
     expected = command("mesh=1", *more)
     assert_same_curve(resumed, expected)
 
@@ -318,7 +318,7 @@ def test_a_validation_is_not_waited_for_and_made_again(mesh: str, how: str, comm
 @pytest.mark.parametrize("torchrun", [0, 2])
 def test_a_step_that_does_not_end_is_not_waited_for_any_longer(torchrun: int, command: Commands) -> None:
     began = time.monotonic()
-    hangs = "trainer.callbacks.stop={_target_: stopping.Hangs}"
+    hangs = "callbacks.stop={_target_: stopping.Hangs}"
     mesh = f"mesh={torchrun or 1}"
     run = command(mesh, hangs, "checkpoint.emergency_seconds=3", torchrun=torchrun, code=1 if torchrun else 143)
     assert "no checkpoint was written within 3 s (checkpoint.emergency_seconds)" in run.screen
@@ -330,8 +330,8 @@ def test_an_elapsed_time_saves(command: Commands) -> None:
     """Also in the middle of a step of several batches, which the resumed run makes as a whole."""
     directory = command.directory / "elapsed"
     more = ("data.microbatches=2",)
-    says = "trainer.callbacks.stop={_target_: stopping.Elapses, batch: 5}"
+    says = "callbacks.stop={_target_: stopping.Elapses, batch: 5}"
     command("mesh=1", says, *more, "trainer.max_time=00:01:00:00", into=directory)
     assert steps_kept(directory) == [2]
-    resumed = command("mesh=1", "ckpt_path=last", "trainer.callbacks.stop=null", *more, into=directory)
+    resumed = command("mesh=1", "ckpt_path=last", "callbacks.stop=null", *more, into=directory)
     assert_same_curve(resumed, command("mesh=1", *more))

@@ -289,12 +289,12 @@ WRONG = [
         id="group-of-package",
     ),
     pytest.param(
-        ["trainer.callbacks.lr.logging=step"],
+        ["callbacks.lr.logging=step"],
         Told(
-            "trainer.callbacks.lr={logging:step}",
+            "callbacks.lr={logging:step}",
             "what it is",
             allowed=("_target_",),
-            write="trainer.callbacks.lr._target_=package.Class",
+            write="callbacks.lr._target_=package.Class",
         ),
         id="key-of-open-node",
     ),
@@ -543,8 +543,8 @@ WRONG = [
         id="wrong-item-in-list",
     ),
     pytest.param(
-        ["trainer.callbacks=early_stopping"],
-        Told("trainer.callbacks=early_stopping", "mapping"),
+        ["callbacks=early_stopping"],
+        Told("callbacks=early_stopping", "mapping"),
         id="text-for-mapping",
     ),
     pytest.param(
@@ -969,12 +969,12 @@ WRONG = [
         id="target-that-is-no-path",
     ),
     pytest.param(
-        ["+trainer.callbacks.early.patience=3"],
+        ["+callbacks.early.patience=3"],
         Told(
-            "trainer.callbacks.early={patience:3}",
+            "callbacks.early={patience:3}",
             "what it is",
             allowed=("_target_",),
-            write="trainer.callbacks.early._target_=package.Class",
+            write="callbacks.early._target_=package.Class",
         ),
         id="callback-without-target",
     ),

@@ -32,7 +32,7 @@ class OptimizerAsTyped(pl.Callback):
             options.add("initial_lr")
         for optimizer, groups in zip(trainer.optimizers, self._typed, strict=True):
             for group, typed in zip(optimizer.param_groups, groups, strict=True):
-                group.update({key: typed[key] for key in options if key in typed})
+                group.update(typed if "groups" in options else {key: typed[key] for key in options if key in typed})
         if changed:  # the schedule may have another length, or begin from another rate
             for schedule in trainer.lr_scheduler_configs:
                 _follow(schedule.scheduler)
