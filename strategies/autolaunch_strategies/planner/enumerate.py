@@ -394,10 +394,10 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         refused_axis("cp"),
         Rule(
             "compiled",
-            "mp with compile",
-            ("mp",),
-            lambda c: (c.mp > 1) & recipe.compiled,
-            lambda c: "torch.compile does not follow tensors that are sharded along mp: compile=false, or mp=1",
+            "mp and cp with compile",
+            ("mp", "cp"),
+            lambda c: (c.mp > 1) & (c.cp > 1) & recipe.compiled,
+            lambda c: "blocks that are sharded along mp and cp are not compiled: compile=false, or mp=1 or cp=1",
         ),
         Rule(
             "mp_sizes",
