@@ -32,8 +32,8 @@ def traced_jointly(
         Exception: at the first call: whatever `function` raises on tensors without values.
     """
 
-    def compiled(graph: torch.fx.GraphModule, examples: Any) -> Any:
-        return make_boxed_func(compile_graph(graph))
+    def compiled(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        return make_boxed_func(compile_graph(gm))
 
     def partitioned(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         if saved is not None:

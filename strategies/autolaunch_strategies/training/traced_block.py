@@ -26,11 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from autolaunch_strategies.config.errors import first_line
 from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.torch_private.joint_graph import each_operator_is_seen, traced_jointly
 from autolaunch_strategies.torch_private.modes import outside_of_modes
-from autolaunch_strategies.tracing.unreadable import attributes_kept
+from autolaunch_strategies.torch_private.tracing import errors_not_logged
+from autolaunch_strategies.tracing.unreadable import attributes_kept, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ class TracedForward:
         traced.run = traced_jointly(on_parts, compiled, self.saved)
         try:
             self._refuse_hooks()
-            with attributes_kept(self.module):
+            with attributes_kept(self.module), errors_not_logged():
                 return traced.run(*tensors)
         except (torch.OutOfMemoryError, dist.DistError):
             raise
@@ -227,7 +227,7 @@ class TracedForward:
                 raise  # it ran, or its compiler failed
             if not voted:
                 self._all_could(False)
-            raise _CanNotBeTraced(str(error) if isinstance(error, _CanNotBeTraced) else first_line(error)) from error
+            raise _CanNotBeTraced(str(error) if isinstance(error, _CanNotBeTraced) else reason_of(error)) from error
 
     def _all_could(self, this_one: bool) -> bool:
         """Whether every rank of mp could trace the block. Collective over them."""
