@@ -698,15 +698,15 @@ WRONG = [
         id="mesh-without-axis",
     ),
     pytest.param(
-        ["mesh=2x2", "compile=true"],
+        ["mesh=mp2xcp2", "compile=true", "mp=auto", "cp=ring"],
         Told(
-            "compile=true with mesh=2x2",
-            "torch.compile",
-            "mp",
-            allowed=("compile=false", "mp of size 1"),
+            "compile=true with mesh=mp2xcp2",
+            "a graph of what each rank computes",
+            "along cp",
+            allowed=("compile=false", "mp or cp of size 1"),
             write="compile=false",
         ),
-        id="compile-with-mp",
+        id="compile-with-mp-and-cp",
     ),
     pytest.param(
         ["compile=true", "random_numbers=by_position"],
