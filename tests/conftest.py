@@ -57,15 +57,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A plain `pytest` leaves out what is marked `full`; `-m full` means all tests."""
-    expression = config.getoption("markexpr").strip()
-    if expression == "full":
-        for item in items:
-            item.add_marker(pytest.mark.full)
-    elif not expression:
-        chosen = [item for item in items if item.get_closest_marker("full") is None]
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full") is not None])
-        items[:] = chosen
+    """Tests that are not marked `full` are marked `daily`. A plain `pytest` means these, `-m full` means all tests."""
+    for item in items:
+        if item.get_closest_marker("full") is None:
+            item.add_marker(pytest.mark.daily)
+    meant = {"": "daily", "full": ""}  # pytest selects after this
+    config.option.markexpr = meant.get(config.option.markexpr.strip(), config.option.markexpr)
     items.sort(key=_starts_late)
 
 
