@@ -148,7 +148,6 @@ def stop(step: int, signum: signal.Signals, rank: int) -> str:
     ("mesh", "signum", "rank", "code"),
     [
         pytest.param("2", signal.SIGTERM, 1, 75, id="one-rank-of-two"),
-        pytest.param("1", signal.SIGUSR1, 0, 75, id="usr1-alone", marks=pytest.mark.full),
         pytest.param("1", signal.SIGINT, 0, 130, id="ctrl-c-alone", marks=pytest.mark.full),
         pytest.param("1x1x2", signal.SIGUSR1, 0, 75, id="stages", marks=pytest.mark.full),
         pytest.param("1x2", signal.SIGTERM, 1, 75, id="mp", marks=pytest.mark.full),
@@ -293,8 +292,7 @@ def test_a_step_that_fails_on_one_rank_ends_the_run_soon_and_says_that_nothing_w
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", ["1", "2"])
-@pytest.mark.parametrize("how", ["signal", "failure"])
+@pytest.mark.parametrize(("mesh", "how"), [("1", "failure"), ("2", "signal")])
 def test_a_validation_is_not_waited_for_and_made_again(mesh: str, how: str, command: Commands) -> None:
     directory = command.directory / f"validation-{mesh}-{how}"
     more = (
