@@ -30,12 +30,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 SLOW = [
-    "pipeline/test_lightning.py", "context/test_lightning.py", "pipeline/test_meshes.py", "context/test_meshes.py",
-    "tensor/test_zoo.py", "pipeline/test_zoo.py", "context/test_zoo.py", "paddle/test_to_distributed.py",
-    "cli/test_first_run.py", "loop/test_parallelize.py", "lightning/test_parity.py", "checkpoint/test_meshes.py",
-    "launch/test_local.py", "search/test_sweeper.py", "pipeline/test_cut.py", "cli/test_readme.py",
+    "context/test_lightning.py", "pipeline/test_meshes.py", "context/test_meshes.py", "lightning/test_features.py",
+    "launch/test_slurm_jobs.py", "pipeline/test_lightning.py", "lightning/test_parity.py", "cli/test_readme.py",
+    "tensor/test_zoo.py", "pipeline/test_zoo.py", "context/test_zoo.py", "loop/test_parallelize_pp.py",
+    "paddle/test_to_distributed.py", "lightning/test_outside.py", "lightning/test_random_numbers.py",
+    "cli/test_first_run.py", "search/test_sweeper.py", "cli/test_hangs.py", "models/test_label_means.py",
+    "loop/test_parallelize.py", "checkpoint/test_meshes.py", "lightning/test_start.py", "cli/test_restarts.py",
+    "launch/test_local.py", "cli/test_adapters.py", "search/test_runs.py", "cli/test_stopping.py",
+    "data_parallel/test_resume.py", "models/test_training.py", "pipeline/test_cut.py",
 ]  # fmt: skip
-"""Files that take longest, longest first."""
+"""Files that take longest in either tier, longest first."""
 
 _SERVER = pytest.StashKey[object]()
 
