@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
-import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
-from tests.support.commands import Commands, Run, assert_same_curve, begin
+from tests.support.commands import Commands, Run, assert_same_curve, terminated
 from tests.support.ranks import environment, real_torchrun, start
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
@@ -124,22 +121,8 @@ def test_a_signal_after_a_restart(command: Commands) -> None:
     directory = command.directory / "signal"
     words = ["-m", "autolaunch", *TINY, "mesh=2", "trainer.max_steps=100000", f"output_dir={directory}"]
     words += [dies(3, 1, 1, 2), "launch.max_restarts=2", "checkpoint.every_n_steps=2"]
-    process = begin(
-        [sys.executable, *words], cold=True, cwd=command.directory, env=environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
-        patience = time.monotonic() + 120
-        metrics = directory / "metrics.csv"
-        while not metrics.exists() or metrics.read_text().count("\n") < 5:
-            assert time.monotonic() < patience and process.poll() is None, process.communicate()[0]
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        screen, _ = process.communicate(timeout=100)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 75, screen
+    code, screen = terminated([sys.executable, *words], directory, 5, cwd=command.directory, env=environment())
+    assert code == 75, screen
     assert "restart 1 of 2" in screen
     assert re.search(r"stopped by SIGTERM after step \d+; saved in", screen)
 

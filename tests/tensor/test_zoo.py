@@ -23,20 +23,17 @@ NO_SEQUENCE_PARALLEL = {
 
 pytestmark = pytest.mark.timeout(300)
 
-EVERYDAY = {
-    pair for pair in in_turn(NAMES, ("tp", "tp", "tp", "sp", "sp", "sp")) if pair[0] in of_the_day(NAMES, "mp")
-}  # fmt: skip
-"""On two ranks."""
+ON_TWO = in_turn(NAMES, ("tp", "tp", "tp", "sp", "sp", "sp"))
+EVERYDAY = {(name, way) for name, way in ON_TWO if name in of_the_day(NAMES, "mp")}
 
 CASES = [
     pytest.param(mesh, name, way, marks=() if mesh == "1x2" and (name, way) in EVERYDAY else pytest.mark.full)
-    for mesh, pairs in (
-        ("1x2", [(name, way) for name in NAMES for way in ("tp", "sp")]),
-        ("2x2", sorted(in_turn(NAMES, ("tp", "sp")))),
-    )
-    for name, way in pairs
+    for mesh in ("1x2", "2x2")
+    for name in NAMES
+    for way in ("tp", "sp")
+    if ((name, way) in ON_TWO) == (mesh == "1x2")
 ]
-"""(mesh, model, whether its sequences are sharded, too): with dp each model meets one of both."""
+"""(mesh, model, whether its sequences are sharded, too): each model meets both, one of them beside dp."""
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ class OptimizerAsTyped(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put back what has changed."""
-        changed: dict[str, str] = trainer.strategy.checkpoints.changed  # type: ignore[attr-defined]
+        changed: dict[str, str] = trainer.strategy.checkpoints.changed  # type: ignore[attr-defined]  # a MeshStrategy
         options = {name.partition(".")[2] for name in changed if name.startswith("optimizer.")}
         if "lr" in options:
             options.add("initial_lr")
