@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from autolaunch.data.prompts import PromptEncoder, check_prompts
 from autolaunch.launch.heartbeat import PULSE, Activity
 from autolaunch.models.facts import model_facts
+from autolaunch.models.hf_tasks import task_of
 from autolaunch.tasks.generation import Sampling, generate
 from autolaunch_strategies.config import ConfigError
 
@@ -40,6 +41,8 @@ class Writer:
                 "nothing is known of how a class of your own goes on with a text",
                 "model=llama, model=hf",
             )
+        if (task := task_of(config["model"])) not in (None, "causal_lm"):
+            raise ConfigError(f"{key} with model.task={task}", "such a model does not go on with a text")
         check_prompts(prompts, key)
         self.prompts, self.sampling = list(prompts), sampling
         self._encoder = PromptEncoder(config["data"])
