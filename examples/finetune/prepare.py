@@ -2,8 +2,8 @@
 
     python examples/finetune/prepare.py DIRECTORY
 
-writes `model/` (config, weights and tokenizer, as a downloaded model has them), `documents.jsonl` and `chats.jsonl`. The
-weights are random: the model is pretrained on the documents first. Needs `transformers`.
+writes `model/` (config, weights and tokenizer, as a downloaded model has them), `documents.jsonl` and `chats.jsonl`.
+The weights are random: the model is pretrained on the documents first. Needs `transformers`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 CAPITALS = {
     "France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Kenya": "Nairobi", "Norway": "Oslo", "Egypt": "Cairo",
-    "Cuba": "Havana", "Italy": "Rome",
 }  # fmt: skip
 
 CHAT_TEMPLATE = (
@@ -28,11 +28,15 @@ CHAT_TEMPLATE = (
 )
 
 
+ROWS = 360
+"""Of each file."""
+
+
 def documents() -> list[str]:
     """Texts from which the model learns the words, and what is so: all facts, each time in another order."""
-    facts = [f"The capital of {country} is {city}." for country, city in CAPITALS.items()]
+    facts = [f"Question: What is the capital of {country}? Answer: {city}." for country, city in CAPITALS.items()]
     orders = random.Random(0)
-    return [" ".join(orders.sample(facts, len(facts))) for _ in range(240)]
+    return [" ".join(orders.sample(facts, len(facts))) for _ in range(ROWS)]
 
 
 def chats() -> list[list[dict[str, str]]]:
@@ -40,7 +44,7 @@ def chats() -> list[list[dict[str, str]]]:
     pairs = [(f"What is the capital of {country}?", f"{city}.") for country, city in CAPITALS.items()]
     return [
         [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        for question, answer in pairs * 30
+        for question, answer in pairs * (ROWS // len(pairs))
     ]
 
 
@@ -51,9 +55,10 @@ def tokenizer_of(texts: list[str]) -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=384, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=384, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
+    bpe.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -63,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make a tiny model, documents and chats.")
     parser.add_argument("directory", type=Path)
     directory: Path = parser.parse_args().directory
+    logging.disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
     rows = {"documents": [{"text": text} for text in documents()], "chats": [{"messages": chat} for chat in chats()]}
     for name, lines in rows.items():
