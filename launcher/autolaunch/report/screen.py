@@ -39,6 +39,7 @@ def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Con
     """
     rows = [
         ("model", _model(job, parameters)),
+        ("trained", _trained_part(job)),
         ("mesh", _mesh(job)),
         ("chosen", _choice(describe)),
         ("mp", _plan(job, describe)),
@@ -177,6 +178,19 @@ def _model(job: Mapping[str, Any], parameters: int) -> str:
         model = job["model"]
         name = f"{model['name']} {model['size']}" if "size" in model else str(model.get("path") or model["name"])
     return joined(name, f"{readable_count(parameters)} parameters" if parameters else "")
+
+
+def _trained_part(job: Mapping[str, Any]) -> str:
+    """What of the model is trained; empty if all of it is."""
+    if not (adapter := job.get("adapter")):
+        return ", ".join((job.get("model") or {}).get("trainable") or [])
+    whole = ", ".join(adapter["modules_to_save"] or [])
+    return joined(
+        str(adapter["name"]),
+        f"rank {adapter['r']}" if adapter["r"] else "",
+        f"from {_shown(adapter['path'])}" if adapter["path"] else "",
+        f"{whole} whole" if whole else "",
+    )
 
 
 def _mesh(job: Mapping[str, Any]) -> str:
