@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -26,6 +26,12 @@ from autolaunch_strategies.context.parallel import (
     shard_sequences,
 )
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule, apply_data_parallel, sharding_reasons
+from autolaunch_strategies.experts.parallel import (
+    ExpertParallelModule,
+    account_of_experts,
+    apply_experts,
+    mixtures_for,
+)
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
 from autolaunch_strategies.model.construction import Construction
@@ -89,6 +95,7 @@ class Site:
     pipeline: Pipeline | None = None
     model_parallel: ModelParallelModule | None = None
     context_parallel: ContextParallelModule | None = None
+    expert_parallel: ExpertParallelModule = field(default_factory=ExpertParallelModule)
     data_parallel: DataParallelModule | None = None
 
     def is_elsewhere(self, module: nn.Module) -> bool:
@@ -212,6 +219,27 @@ class Styles(Step):
         shard_sequences(site.context_parallel, site.module, site.blocks, self.marked, site.is_elsewhere)
 
 
+class SharesExperts(Step):
+    """Give each rank some of the experts of every mixture, and let tokens travel to them."""
+
+    name = "experts (ep)"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        self.mixtures = mixtures_for(look.module, look.config.ep) if look.config.ep > 1 else []
+
+    def account(self) -> dict[str, Any]:
+        if not self.mixtures:
+            return {}
+        return {"ep": account_of_experts(self.mixtures, self.config.ep, self.config.expert_ranks)}
+
+    def apply(self, site: Site) -> None:
+        if self.mixtures:
+            site.expert_parallel = apply_experts(
+                site.module, self.mixtures, site.mesh, self.config, site.is_elsewhere
+            )
+
+
 class Recomputes(Step):
     """Let blocks compute their activations again in the backward pass."""
 
@@ -283,7 +311,9 @@ class Shards(Step):
         }
 
     def apply(self, site: Site) -> None:
-        site.data_parallel = apply_data_parallel(site.module, site.blocks, site.mesh, self.config.dp)
+        site.data_parallel = apply_data_parallel(
+            site.module, site.blocks, site.mesh, self.config.dp, site.expert_parallel.groups
+        )
 
     def begin(self, site: Site) -> None:
         assert site.data_parallel is not None
@@ -299,7 +329,9 @@ class Materialises(Step):
         materialise(site.module, site.device, site.construction, site.files)
 
 
-STEPS: tuple[type[Step], ...] = (CutStages, SharesStatistics, Styles, Recomputes, Compiles, Shards, Materialises)
+STEPS: tuple[type[Step], ...] = (
+    CutStages, SharesStatistics, Styles, SharesExperts, Recomputes, Compiles, Shards, Materialises,
+)  # fmt: skip
 """In the order in which they are applied."""
 
 BEGIN: tuple[type[Step], ...] = (Styles, Shards, CutStages)

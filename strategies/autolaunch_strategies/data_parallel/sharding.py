@@ -176,7 +176,7 @@ def apply_data_parallel(
     """
     pipelined = mesh.shape.pp > 1
     if mesh.group(*SHARDING_AXES) is None and not dp.acts_on_one_rank:
-        return DataParallelModule(root, 0)
+        return DataParallelModule(root, 0, dict(other_groups))
     usual = GradientGroup.of_mesh(mesh, sharded=dp.sharding_level > 0)
     groups = {name: other_groups.get(name, usual) for name, _ in root.named_parameters()}
     if dp.sharding_level == 0:

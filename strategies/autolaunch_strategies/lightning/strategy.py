@@ -91,6 +91,7 @@ class MeshStrategy(ParallelStrategy):
         random_numbers: what dropout drops while training: what a generator on each rank says (by_rank; on one rank the
             numbers of plain Lightning), or what belongs to the place of an element in the run (by_position; the same on
             every mesh, and other ones than by_rank).
+        ep: over how many ranks of dp x cp x mp the experts of a mixture are shared out.
         process_group_backend: torch.distributed's backend; by default gloo for CPU, nccl (and gloo) for GPU.
         timeout: seconds after which a collective that a rank never joins is an error, once the first training step is
             done; at least ten times as long as that step.
@@ -132,6 +133,7 @@ class MeshStrategy(ParallelStrategy):
         recompute_save: Iterable[str] = ("mm", "attention"),
         compile: bool | str = False,
         random_numbers: str = "by_rank",
+        ep: int = 1,
         process_group_backend: str | None = None,
         timeout: float = 600.0,
         first_step_timeout: float = 1800.0,
@@ -149,7 +151,7 @@ class MeshStrategy(ParallelStrategy):
     ) -> None:
         if mesh == "auto":
             mesh = parse_mesh("-1")
-        self.parallel = parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers)
+        self.parallel = parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers, ep)
         self.place = Place(self.parallel, process_group_backend, timeout, first_step_timeout)
         self.collectives = Collectives(self.place)
         self.batches = Batches(batch_size)
