@@ -26,6 +26,7 @@ from autolaunch_strategies.context.parallel import (
     shard_sequences,
 )
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule, apply_data_parallel, sharding_reasons
+from autolaunch_strategies.experts.find import Mixture
 from autolaunch_strategies.experts.parallel import (
     ExpertParallelModule,
     account_of_experts,
@@ -69,6 +70,11 @@ class Look:
     """The mp plan that comes with the model."""
     training: TracedStep | None = None
     """What the module does with a batch, if it is known."""
+
+    @property
+    def mixtures(self) -> list[Mixture]:
+        """The mixtures whose experts are shared out."""
+        return mixtures_for(self.module, self.config.ep) if self.config.ep > 1 else []
 
     def steps(self, model: nn.Module) -> Steps:
         """What the module shows of how `model`, a part of it, is called."""
@@ -181,6 +187,9 @@ class Styles(Step):
         self.model, prefix = planned_part(look.module)
         self.rules, whole = _rules(look, self.model)
         self.matches, warnings = matched(self.model, self.rules, prefix)
+        modules = dict(self.model.named_modules())
+        experts = {part for mixture in look.mixtures for part in mixture.module.modules()}
+        self.matches = [match for match in self.matches if modules[match.module] not in experts]
         self.warnings = [*whole, *(line for line in warnings if not line.startswith(f"{CONTEXT_PLAN}: "))]
         self.context_warnings = [line for line in warnings if line.startswith(f"{CONTEXT_PLAN}: ")]
         self.share = ""
@@ -226,7 +235,7 @@ class SharesExperts(Step):
 
     def __init__(self, look: Look) -> None:
         super().__init__(look)
-        self.mixtures = mixtures_for(look.module, look.config.ep) if look.config.ep > 1 else []
+        self.mixtures = look.mixtures
 
     def account(self) -> dict[str, Any]:
         if not self.mixtures:
