@@ -44,6 +44,7 @@ def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Con
         ("mp", _plan(job, describe)),
         ("pipeline", _pipeline(describe)),
         ("cp", _sequences(job, describe)),
+        ("experts", _experts(describe)),
         ("data", _data(job)),
         ("training", _training(job) if job["task"] == "fit" else ""),
         ("precision", _precision(job)),
@@ -104,6 +105,8 @@ def _steps(account: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]:
         yield "cp", f"{names}: {kind}"
     for warning in cp.get("warnings", ()):
         yield "cp", Text(warning, style="yellow")
+    for names, reason in _alike(account.get("ep", {}).get("reasons", {})):
+        yield "ep", f"{names}: ExpertParallel ({reason})"
     for step in ("recompute", "compile"):
         if blocks := account[step].get("blocks"):
             yield step, f"{len(blocks)} of {len(account['blocks']['found'])} blocks: {account[step]['mode']}"
@@ -230,6 +233,18 @@ def _sequences(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
         padded = -(-length // (2 * ranks)) * 2 * ranks
         tokens = f"{length:,} → {padded // ranks:,} tokens per rank" + (", padded" if padded > length else "")
     return joined(cp["backend"], f"{ranks} ranks{places}", tokens)
+
+
+def _experts(describe: Mapping[str, Any]) -> str:
+    ep = describe.get("ep", {})
+    if not ep:
+        return ""
+    counts = sorted(set(ep["experts_per_rank"].values()))
+    return joined(
+        f"ep {ep['degree']} × efsdp {ep['efsdp']}",
+        f"{' or '.join(map(str, counts))} experts of a layer per rank",
+        counted(len(ep["plan"]), "mixture"),
+    )
 
 
 def _sharded_sequences(cp: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

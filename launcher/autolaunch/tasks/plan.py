@@ -76,7 +76,7 @@ def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], int, Timeline 
     from autolaunch_strategies.config import parallel_config
     from autolaunch_strategies.model.construction import Construction
 
-    keys = ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile", "random_numbers")
+    keys = ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile", "random_numbers", "ep")
     parallel = parallel_config(**{key: config[key] for key in keys})
     with Construction(config["seed"]).recording():
         module = build_module(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import nn
 
@@ -19,14 +20,9 @@ class Mixture:
     module: nn.Module
     experts: int
     """How many there are."""
-    is_listed: bool
-    """Whether each is a module of its own, in a list, or all are parameters of one module, [experts, ...]."""
-
     @property
     def why(self) -> str:
         """By what it was found."""
-        if self.is_listed:
-            return f"a list of {self.experts} modules of one kind beside a router of {self.experts} rows"
         return f"parameters [{self.experts}, ...] of one module called with (hidden, index, weights)"
 
 
@@ -41,7 +37,8 @@ def find_mixtures(model: nn.Module) -> list[Mixture]:
     for name, module in model.named_modules():
         if module in within:
             continue
-        mixture = _stacked(name, module) or _listed(name, module)
+        mixture = _stacked(name, module)
+        _refuse_listed(name, module)
         if mixture is not None:
             mixtures.append(mixture)
             within.update(mixture.module.modules())
@@ -55,29 +52,28 @@ def _stacked(name: str, module: nn.Module) -> Mixture | None:
     if not isinstance(experts, int) or not any(parameter.dim() == 3 for parameter in own.values()):
         return None
     if any(parameter.shape[0] != experts for parameter in own.values()):
-        return _refused(name, module, "not all of its parameters are one of each expert")
+        _refused(name, module, "not all of its parameters are one of each expert")
     if sum(1 for _ in module.parameters()) > len(own):
-        return _refused(name, module, "its experts share parameters of another module")
+        _refused(name, module, "its experts share parameters of another module")
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(arguments) != 3:
-        return _refused(
+        _refused(
             name, module, f"it is called with ({', '.join(arguments)}), and not with (hidden, index, weights) of tokens"
         )
-    return Mixture(name, module, experts, is_listed=False)
+    return Mixture(name, module, experts)
 
 
-def _listed(name: str, module: nn.Module) -> Mixture | None:
-    """A list of modules of one kind, and beside it a matrix with as many rows: the router."""
+def _refuse_listed(name: str, module: nn.Module) -> None:
+    """A list of modules of one kind, and beside it a matrix with as many rows, the router, is a mixture, too."""
     for key, child in module.named_children():
         if not isinstance(child, nn.ModuleList) or len(child) < 2:
             continue
         kinds = {_kind(expert) for expert in child}
-        if len(kinds) > 1 or not next(iter(kinds))[1]:
-            continue
         others = (other for other in module.children() if other is not child)
-        if any(_is_router(other, len(child)) for other in others):
-            return Mixture(f"{name}.{key}".lstrip("."), child, len(child), is_listed=True)
-    return None
+        if len(kinds) == 1 and next(iter(kinds))[1] and any(_is_router(other, len(child)) for other in others):
+            _refused(
+                f"{name}.{key}".lstrip("."), child, "each is a module of its own, which the model's own loop calls"
+            )
 
 
 def _kind(expert: nn.Module) -> tuple[type, tuple[tuple[str, tuple[int, ...]], ...]]:
@@ -89,10 +85,10 @@ def _is_router(module: nn.Module, experts: int) -> bool:
     return weight is not None and weight.dim() == 2 and weight.shape[0] == experts
 
 
-def _refused(name: str, module: nn.Module, why: str) -> Mixture:
+def _refused(name: str, module: nn.Module, why: str) -> NoReturn:
     raise ConfigError(
         f"ep with {name} ({type(module).__name__})",
         f"its experts can't be shared out over ranks: {why}",
-        "ep=1: whole experts on every rank",
+        "ep=1, or one module with parameters [experts, ...] called with (hidden, index, weights), as in transformers",
         "ep=1",
     )

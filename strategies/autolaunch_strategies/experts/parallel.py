@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from autolaunch_strategies.config import SHARDING_AXES, ConfigError, ParallelConfig
+from autolaunch_strategies.config import SHARDING_AXES, ParallelConfig
+from autolaunch_strategies.config.experts import check_experts
 from autolaunch_strategies.data_parallel.groups import GradientGroup
 from autolaunch_strategies.experts.dispatch import Dispatch
 from autolaunch_strategies.experts.find import Mixture, find_mixtures
@@ -36,27 +37,10 @@ def mixtures_for(model: nn.Module, ep: int) -> list[Mixture]:
     """
     mixtures = find_mixtures(model)
     if not mixtures:
-        raise ConfigError(
-            f"ep={ep} with {type(model).__name__}",
-            "it has no mixture of experts",
-            "ep=1, or a model with experts",
-            "ep=1",
-        )
+        check_experts(ep, 0, type(model).__name__)
     for mixture in mixtures:
-        check_divides(ep, mixture.experts, f"{mixture.name} ({type(mixture.module).__name__})")
+        check_experts(ep, mixture.experts, f"{mixture.name} ({type(mixture.module).__name__})")
     return mixtures
-
-
-def check_divides(ep: int, experts: int, whose: str) -> None:
-    """Raise ConfigError unless `ep` ranks can have equal numbers of experts."""
-    if experts % ep:
-        fitting = [size for size in range(1, experts + 1) if experts % size == 0]
-        raise ConfigError(
-            f"ep={ep} with {whose}",
-            f"{experts} experts can't be shared out evenly over {ep} ranks",
-            f"a divisor of {experts}: {', '.join(map(str, fitting))}",
-            f"ep={max(size for size in fitting if size <= ep)}",
-        )
 
 
 def account_of_experts(mixtures: Iterable[Mixture], ep: int, ranks: int) -> dict[str, Any]:
