@@ -187,12 +187,12 @@ def case(name: str, mesh: str, changes: dict[str, Any], settings: dict[str, Any]
 
 
 def parsed(text: str) -> Any:
-    """`name:mesh:key=value,key=value` as a case; keys in capitals are of the model."""
+    """`name:mesh:setting=value,...`; with `aux=1` routers have a loss of their own."""
     name, mesh, *rest = text.split(":")
     pairs = dict(item.split("=") for item in rest[0].split(",")) if rest else {}
-    values: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in pairs.items()}
-    changes = {key.lower(): value for key, value in values.items() if key.isupper()}
-    return functools.partial(case, name, mesh, changes, {k: v for k, v in values.items() if not k.isupper()})
+    settings: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in pairs.items()}
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if settings.pop("aux", 0) else {}
+    return functools.partial(case, name, mesh, changes, settings)
 
 
 class _Any(dict):

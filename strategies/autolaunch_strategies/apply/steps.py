@@ -26,6 +26,7 @@ from autolaunch_strategies.context.parallel import (
     shard_sequences,
 )
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule, apply_data_parallel, sharding_reasons
+from autolaunch_strategies.experts.auxiliary import balance_whole_batch, balanced_models
 from autolaunch_strategies.experts.find import Mixture
 from autolaunch_strategies.experts.parallel import (
     ExpertParallelModule,
@@ -249,6 +250,30 @@ class SharesExperts(Step):
             )
 
 
+class BalancesRouters(Step):
+    """Let the auxiliary loss of routers see the whole batch: the tokens of all ranks along dp."""
+
+    name = "router losses (dp)"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        self.models, others = balanced_models(look.module) if look.config.mesh.dp > 1 else ({}, {})
+        self.warnings = [
+            f"{name} ({type(module).__name__}): its auxiliary loss is computed of each rank's share of the batch"
+            for name, module in others.items()
+        ]
+
+    def account(self) -> dict[str, Any]:
+        names = list(self.models)
+        return if_any("router_losses", if_any("whole_batch", names) | if_any("warnings", self.warnings))
+
+    def apply(self, site: Site) -> None:
+        for warning in self.warnings:
+            log.warning(warning)
+        if (group := site.mesh.group("dp")) is not None:
+            balance_whole_batch(self.models.values(), group)
+
+
 class Recomputes(Step):
     """Let blocks compute their activations again in the backward pass."""
 
@@ -339,7 +364,7 @@ class Materialises(Step):
 
 
 STEPS: tuple[type[Step], ...] = (
-    CutStages, SharesStatistics, Styles, SharesExperts, Recomputes, Compiles, Shards, Materialises,
+    CutStages, SharesStatistics, Styles, SharesExperts, BalancesRouters, Recomputes, Compiles, Shards, Materialises,
 )  # fmt: skip
 """In the order in which they are applied."""
 
