@@ -11,10 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from autolaunch_strategies import MeshStrategy
-from tests.support.cases import serve
+from tests.support.cases import OUT, serve
 from tests.support.zoo import VOCABULARY, WIDTH, gradients, whole
 
 EXPERTS, STEPS, BATCH, LENGTH, CLIP = 8, 3, 8, 6, 0.5
@@ -141,6 +142,7 @@ class Module(pl.LightningModule):
         self.model = model
         self.losses: list[torch.Tensor] = []
         self.norms: list[torch.Tensor] = []
+        self.seen = 0
         self.first: dict[str, torch.Tensor] = {}
 
     def training_step(self, ids: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -157,26 +159,48 @@ class Module(pl.LightningModule):
 
 class Watch(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        if trainer.global_step > len(module.norms):
+        if trainer.global_step > module.seen:
+            module.seen = trainer.global_step
             module.losses.append(trainer.callback_metrics["loss"].clone())
             module.norms.append(trainer.strategy._grad_norm.clone())
 
 
-def on_mesh(name: str, changes: dict[str, Any], mesh: str, **settings: Any) -> dict[str, Any]:
+def trained(module: Module, mesh: str, steps: int, ckpt_path: str | None = None, **settings: Any) -> pl.Trainer:
     accumulate = settings.pop("accumulate", 1)
-    module = Module(made(name, changes))
     trainer = pl.Trainer(
-        strategy=MeshStrategy(mesh=mesh, timeout=60, **settings), accelerator="cpu", max_steps=STEPS, logger=False,
+        strategy=MeshStrategy(mesh=mesh, timeout=60, **settings), accelerator="cpu", max_steps=steps, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Watch()],
         gradient_clip_val=CLIP, accumulate_grad_batches=accumulate,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(list(data()), batch_size=BATCH // accumulate))
-    mine = {name: tensor for name, tensor in weights(module.model).items() if not tensor.is_meta}
+    trainer.fit(module, DataLoader(list(data()), batch_size=BATCH // accumulate), ckpt_path=ckpt_path)
+    return trainer
+
+
+def on_mesh(name: str, changes: dict[str, Any], mesh: str, **settings: Any) -> dict[str, Any]:
+    module = Module(made(name, changes))
+    trained(module, mesh, STEPS, **settings)
+    return found_in(module)
+
+
+def resumed(first: tuple[str, int], then: tuple[str, int]) -> dict[str, Any]:
+    """A step on one mesh, the others on another: (mesh, ep)."""
+    path = str(OUT / f"{first}{then}.ckpt")
+    trained(Module(made("gpt_oss", {})), first[0], 1, ep=first[1]).save_checkpoint(path)
+    module = Module(made("gpt_oss", {}))
+    trained(module, then[0], STEPS, path, ep=then[1])
+    expected = alone("gpt_oss", {})
+    for key in ("losses", "norms"):
+        expected[key] = expected[key][1:]
+    return {"expected": expected | {"gradients": {}}, "found": found_in(module) | {"gradients": {}}}
+
+
+def found_in(module: Module) -> dict[str, Any]:
     held = sum(
-        (item.to_local() if hasattr(item, "to_local") else item).numel()
+        (item.to_local() if isinstance(item, DTensor) else item).numel()
         for key, item in module.model.named_parameters()
         if ".experts." in key and not item.is_meta
     )
+    mine = {name: tensor for name, tensor in weights(module.model).items() if not tensor.is_meta}
     return {
         "losses": module.losses, "norms": module.norms, "gradients": module.first, "weights": mine, "held": held,
     }  # fmt: skip
@@ -189,6 +213,9 @@ def case(name: str, mesh: str, changes: dict[str, Any], settings: dict[str, Any]
 def parsed(text: str) -> Any:
     """`name:mesh:setting=value,...`; with `aux=1` routers have a loss of their own."""
     name, mesh, *rest = text.split(":")
+    if name == "resume":
+        (one, first), (other, then) = (part.split("ep") for part in (mesh, rest[0]))
+        return functools.partial(resumed, (one, int(first)), (other, int(then)))
     pairs = dict(item.split("=") for item in rest[0].split(",")) if rest else {}
     settings: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in pairs.items()}
     changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if settings.pop("aux", 0) else {}
