@@ -137,6 +137,7 @@ def show_end(summary: Mapping[str, Any], console: Console, losses: Sequence[floa
         ("steps", f"{steps:,} in {seconds}") if fit else ("time", seconds),
         ("speed", _speed(summary)),
         ("pipeline", _idle(summary.get("pipeline") or {})),
+        ("experts", _load(summary.get("experts") or {})),
         ("memory", _peak(summary)),
         *((name, f"{value:.6g}") for name, value in (summary.get("metrics") or {}).items()),
         ("restarts", str(summary.get("restarts") or "")),
@@ -357,6 +358,12 @@ def _idle(pipeline: Mapping[str, Any]) -> str:
     if measured is None:
         return ""
     return f"idle {measured:.1%} of the time" + (f" ({expected:.1%} expected)" if expected is not None else "")
+
+
+def _load(experts: Mapping[str, Any]) -> str:
+    if not experts:
+        return ""
+    return f"busiest {experts['imbalance']:.2f} × the mean, in {experts['worst_layer']}"
 
 
 def _peak(summary: Mapping[str, Any]) -> str:

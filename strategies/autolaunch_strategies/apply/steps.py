@@ -245,9 +245,7 @@ class SharesExperts(Step):
 
     def apply(self, site: Site) -> None:
         if self.mixtures:
-            site.expert_parallel = apply_experts(
-                site.module, self.mixtures, site.mesh, self.config, site.is_elsewhere
-            )
+            site.expert_parallel = apply_experts(site.module, self.mixtures, site.mesh, self.config, site.is_elsewhere)
 
 
 class BalancesRouters(Step):

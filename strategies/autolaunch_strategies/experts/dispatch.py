@@ -72,7 +72,8 @@ class Dispatch:
 
     def _counts(self, index: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
         """(rows to each rank, rows from each rank, rows from each rank for each expert of this one)."""
-        counts = torch.bincount(index.flatten(), minlength=self.experts).view(-1, self.local)
+        chosen = index.flatten()
+        counts = chosen.new_zeros(self.experts).scatter_add_(0, chosen, torch.ones_like(chosen)).view(-1, self.local)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
         sent, received = torch.stack([counts.sum(dim=1), arriving.sum(dim=1)]).tolist()  # the host waits once

@@ -41,6 +41,7 @@ from autolaunch_strategies.data_parallel.gradients import (
     scale_gradients,
 )
 from autolaunch_strategies.data_parallel.position import ordered
+from autolaunch_strategies.experts.load import ExpertLoad
 from autolaunch_strategies.lightning.batches import Batches
 from autolaunch_strategies.lightning.checkpoints import Checkpoints
 from autolaunch_strategies.lightning.collectives import Collectives
@@ -186,6 +187,7 @@ class MeshStrategy(ParallelStrategy):
         self._steps: StagedSteps | None = None
         self._numbers: PositionedNumbers | None = None
         self._items: ItemCounts | None = None
+        self._load: ExpertLoad | None = None
         self._samples_before = 0
         self._first_step_began: float | None = None
         self._is_warm = False
@@ -421,6 +423,8 @@ class MeshStrategy(ParallelStrategy):
             self.construction.remember(module)
         with _constants_kept(module, self.precision_plugin):
             self.precision_plugin.convert_module(module)
+        if fitting and not self.parallel.compile:  # what counts would break the graph of a block
+            self._load = ExpertLoad(module)
         self._applied = apply_parallelism(
             module,
             self.parallel,
@@ -466,6 +470,13 @@ class MeshStrategy(ParallelStrategy):
     def describe(self) -> dict[str, Any]:
         """What was applied to the module, in order and with reasons, as plain data."""
         return self._applied.account
+
+    def worst_expert_load(self) -> tuple[str, float] | None:
+        """(the layer of experts with the least even load, tokens of its busiest expert over those of the mean one).
+
+        Over all ranks, of everything trained since the last call; None without a mixture of experts. Collective.
+        """
+        return None if self._load is None else self._load.worst(self.rank_mesh, self.root_device)
 
     def measured_idle_share(self) -> float | None:
         """The share of a training step, from 0 to 1, in which the ranks of a pipeline computed nothing.
