@@ -121,6 +121,7 @@ def alone(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     model = made(name, changes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses, norms, first = [], [], {}
+    load = counted(model)
     for ids in data().split(BATCH):
         loss = loss_of(model, ids)
         loss.backward()
@@ -129,7 +130,25 @@ def alone(name: str, changes: dict[str, Any]) -> dict[str, Any]:
         losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "gradients": first, "weights": weights(model)}
+    return {"losses": losses, "norms": norms, "gradients": first, "weights": weights(model), "load": worst(load)}
+
+
+def counted(model: nn.Module) -> dict[str, torch.Tensor]:
+    """How many tokens each expert of each layer gets from now on."""
+    counts: dict[str, torch.Tensor] = {}
+
+    def count(name: str, module: nn.Module, args: Any) -> None:
+        counts[name] = counts.get(name, 0) + torch.bincount(args[1].flatten(), minlength=EXPERTS)
+
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(functools.partial(count, f"model.{name}"))
+    return counts
+
+
+def worst(counts: dict[str, torch.Tensor]) -> tuple[str, float]:
+    ratios = {name: float(count.max() / count.float().mean()) for name, count in counts.items()}
+    return max(ratios.items(), key=lambda item: item[1])
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -178,8 +197,10 @@ def trained(module: Module, mesh: str, steps: int, ckpt_path: str | None = None,
 
 def on_mesh(name: str, changes: dict[str, Any], mesh: str, **settings: Any) -> dict[str, Any]:
     module = Module(made(name, changes))
-    trained(module, mesh, STEPS, **settings)
-    return found_in(module)
+    if replicas := settings.pop("replicate", 0):
+        settings["dp"] = {"sharding_level": 3, "replicate": replicas}
+    trainer = trained(module, mesh, STEPS, **settings)
+    return found_in(module) | {"load": trainer.strategy.worst_expert_load()}
 
 
 def resumed(first: tuple[str, int], then: tuple[str, int]) -> dict[str, Any]:
@@ -222,10 +243,17 @@ def parsed(text: str) -> Any:
     return functools.partial(case, name, mesh, changes, settings)
 
 
-class _Any(dict):
-    def __missing__(self, key: str) -> Any:
-        return parsed(key)
-
+GROUPS: dict[str, list[str]] = {
+    "2": ["mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring", "own:2:ep=2"],
+    "4": [
+        "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2", "olmoe:4:ep=2,dp=0",
+        "glm4_moe:4:ep=2,replicate=2", "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1", "mixtral:1x4:ep=2,recompute=selective",
+        "granitemoe:2x1x2:ep=2,pp=1f1b", "mixtral:2x1x2:ep=2,aux=1", "mixtral:2x1x1x2:ep=4,cp=ulysses,aux=1",
+        "resume:4ep2:2x2ep4", "resume:2x2ep2:4ep1",
+    ],
+    "8": ["qwen3_moe:2x2x2:ep=4,aux=1"],
+}  # fmt: skip
+"""Ranks -> cases."""
 
 if __name__ == "__main__":
-    serve({"2": _Any(), "4": _Any(), "8": _Any()}, tensors=True)
+    serve({ranks: {case: parsed(case) for case in cases} for ranks, cases in GROUPS.items()}, tensors=True)

@@ -86,6 +86,15 @@ def _check_experts(config: ParallelConfig) -> list[ConfigError]:
                 f"ep={max(int(size) for size in fitting if int(size) <= config.ep)}",
             )
         ]
+    if config.dp.reduce_dtype == "fp16":
+        errors.append(
+            ConfigError(
+                f"dp.reduce_dtype=fp16 with ep={config.ep}",
+                "torch divides gradients in fp16 twice where experts are not sharded any further",
+                "dp.reduce_dtype=bf16, fp32 or null",
+                "dp.reduce_dtype=fp32",
+            )
+        )
     if config.compile:
         errors.append(
             ConfigError(

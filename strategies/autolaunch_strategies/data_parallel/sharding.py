@@ -240,7 +240,8 @@ def _shard(module: nn.Module, group: GradientGroup, **options: Any) -> None:
     sharded = fully_shard(module, mesh=group.mesh, **options)
     if group.divisor != group.mesh.size():
         sharded.set_gradient_divide_factor(group.divisor)
-        sharded.set_force_sum_reduction_for_comms(group.mesh.size() > 1)  # gloo has no other
+        # gloo has no other; where nothing is scattered torch would divide by the factor twice
+        sharded.set_force_sum_reduction_for_comms(group.mesh.size(group.mesh.ndim - 1) > 1)
 
 
 def sharding_reasons(
