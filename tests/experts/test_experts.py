@@ -57,7 +57,9 @@ def joined(results: list[Any], key: str) -> dict[str, torch.Tensor]:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()), msg=lambda text: f"{what}: {text}")  # noqa: E501
+    torch.testing.assert_close(
+        found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()), msg=lambda text: f"{what}: {text}"
+    )  # noqa: E501
 
 
 def degree(case: str) -> int:
@@ -97,7 +99,10 @@ def test_a_degree_that_does_not_fit_is_refused(config: dict[str, Any], problem: 
 
 @pytest.mark.parametrize(
     ("name", "ep", "problem"),
-    [("mixtral", 16, "8 experts can't be shared out evenly over 16 ranks"), ("llama4", 2, "called with (hidden_states)")],
+    [
+        ("mixtral", 16, "8 experts can't be shared out evenly over 16 ranks"),
+        ("llama4", 2, "called with (hidden_states)"),
+    ],
 )
 def test_a_model_that_a_degree_does_not_fit_is_refused(name: str, ep: int, problem: str) -> None:
     with torch.device("meta"), pytest.raises(ConfigError, match=r"write: +ep=") as raised:

@@ -56,11 +56,12 @@ def model_facts(model_cfg: Mapping[str, Any]) -> ModelFacts:
         return ModelFacts(name)
     if name == "llama":
         config = llama_config(model_cfg)
-        return ModelFacts(name, **{size: getattr(config, size, 0) for size in _SPELLINGS})
+        sizes: dict[str, int] = {size: getattr(config, size, 0) for size in _SPELLINGS}  # it has no experts
+        return ModelFacts(name, **sizes)
     fields = read_hf_config(model_cfg)
     # Models of text and images keep the sizes of their decoder one level down.
     fields = {**fields, **fields.get("text_config", {})}
-    sizes: dict[str, int] = {}
+    sizes = {}
     for size, spellings in _SPELLINGS.items():
         values = (fields.get(spelling) for spelling in spellings)
         number = next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)

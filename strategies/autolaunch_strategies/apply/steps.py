@@ -190,12 +190,13 @@ class Styles(Step):
         self.matches, warnings = matched(self.model, self.rules, prefix)
         modules = dict(self.model.named_modules())
         experts = {part for mixture in look.mixtures for part in mixture.module.modules()}
+        parts = {parameter: look.config.ep for module in experts for parameter in module.parameters()}
         self.matches = [match for match in self.matches if modules[match.module] not in experts]
         self.warnings = [*whole, *(line for line in warnings if not line.startswith(f"{CONTEXT_PLAN}: "))]
         self.context_warnings = [line for line in warnings if line.startswith(f"{CONTEXT_PLAN}: ")]
         self.share = ""
         if look.config.mesh.mp > 1 and next(self.model.parameters(), None) is not None:
-            self.share = share_in_words(*share_per_rank(self.model, self.matches, look.config.mesh.mp))
+            self.share = share_in_words(*share_per_rank(self.model, self.matches, look.config.mesh.mp, parts))
         self.marked, self.context = Marked(), dict[str, Any]()
         if look.config.mesh.cp > 1:
             assert look.config.cp is not None
