@@ -45,7 +45,7 @@ def test_a_mixture_trains_as_on_one_process(groups: dict[str, Group], ranks: str
     for result in (item["found"] for item in results):
         for key in ("norms",) if "accumulate" in case else ("norms", "losses"):  # the loss of a part is logged
             assert_close(torch.stack(result[key]), torch.stack(expected[key]), key)
-        if "load" in result:
+        if "load" in result and "cp=" not in case:  # there the padding of sequences counts, too
             assert result["load"][0] == expected["load"][0]
             assert result["load"][1] == pytest.approx(expected["load"][1])
         assert result["held"] * degree(case) * stages(case) <= expected_numbers(expected)
@@ -57,9 +57,8 @@ def joined(results: list[Any], key: str) -> dict[str, torch.Tensor]:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    torch.testing.assert_close(
-        found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()), msg=lambda text: f"{what}: {text}"
-    )  # noqa: E501
+    nearly = 1e-4 * float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=nearly, msg=lambda text: f"{what}: {text}")
 
 
 def degree(case: str) -> int:

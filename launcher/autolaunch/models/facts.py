@@ -56,7 +56,7 @@ def model_facts(model_cfg: Mapping[str, Any]) -> ModelFacts:
         return ModelFacts(name)
     if name == "llama":
         config = llama_config(model_cfg)
-        sizes: dict[str, int] = {size: getattr(config, size, 0) for size in _SPELLINGS}  # it has no experts
+        sizes: dict[str, Any] = {size: getattr(config, size, 0) for size in _SPELLINGS}  # it has no experts
         return ModelFacts(name, **sizes)
     fields = read_hf_config(model_cfg)
     # Models of text and images keep the sizes of their decoder one level down.

@@ -97,7 +97,7 @@ def _own_parameters(module: nn.Module, experts: int) -> Iterator[None]:
         for name, parameter in sharded.items():
             if isinstance(parameter, DTensor):
                 module._parameters[name] = parameter.to_local()  # type: ignore[assignment]  # of the time of one call
-        module.num_experts = experts  # type: ignore[assignment]  # a number, as any attribute
+        module.num_experts = experts
         yield
     finally:
         module._parameters.update(sharded)
