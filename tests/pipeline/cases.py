@@ -685,6 +685,7 @@ REFUSED: dict[str, Case] = {
 ENDS: dict[str, Case] = {
     "calls-forward": lambda: fit(Setting("1x1x2"), modules.CallsForward, VECTORS),
     "never-calls": lambda: fit(Setting("1x1x2"), modules.NeverCalls, VECTORS),
+    "another-structure": lambda: fit(Setting("1x1x2"), lambda: modules.Classifier(modules.ReadingMlp()), VECTORS),
 }
 """What one rank refuses at the first step, while others may wait for it: the end of the run."""
 

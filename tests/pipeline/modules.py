@@ -217,6 +217,27 @@ class Mlp(nn.Module):
         return self.head(x)
 
 
+class ReadingBlock(Block):
+    """Looks at values, so that only running shows that it returns more than one tensor."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return super().forward(x), float(x.mean())
+
+
+class ReadingMlp(Mlp):
+    """Its blocks are stepped over, and then `[0]` is the first of a dimension: there are enough of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadingBlock() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).view(-1, *[1] * BLOCKS, WIDTH)
+        for block in self.blocks:
+            x = block(x)[0]
+        return self.head(x).flatten(0, -2)
+
+
 class TupleBlock(nn.Module):
     """Takes a mask and positions by keyword, gives back its state, a penalty and a dict of statistics."""
 

@@ -109,6 +109,7 @@ MESSAGES = {
     "in-batch-contrastive": OTHER_LOSS.format("1.14298"),
     "calls-forward": "can't run here; call the whole model",
     "never-calls": "pp: the step never calls self.model(...)",
+    "another-structure": "pp: blocks.0 returns something else than was concluded from shapes",
 }
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.pipeline.cut import Cutting
 from autolaunch_strategies.pipeline.record import Leaf, Shown
 from autolaunch_strategies.pipeline.structure import Structure
@@ -146,6 +147,15 @@ class StagedModel:
     def _keep(self, todo: Pass, number: int, output: Any, shown: dict[tuple[str, int], Any]) -> Any:
         recorded = todo.structure.recording.calls[number]
         leaves, spec = tree_flatten(output)
+        stepped_over = todo.structure.recording.untraceable
+        if stepped_over and spec != recorded.spec:
+            part, reason = next(iter(stepped_over.items()))
+            raise ConfigError(
+                "pp",
+                f"{recorded.unit} returns something else than was concluded from shapes, on which {part} can't run "
+                f"({reason}), so other stages can't go on with it",
+                "a model whose parts run on shapes alone, or a mesh with pp of size 1",
+            )
         leaves = [closed(leaf) for leaf in leaves]
         handed_on = list(leaves)
         for item in recorded.shown:
