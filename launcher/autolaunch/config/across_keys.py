@@ -218,9 +218,10 @@ def _divisibility(
         )
     yield from _layers(config["pp"], mesh, facts)
     if config["ep"] > 1 and facts.num_experts is not None:
-        with _collected(errors := []):
+        try:
             check_experts(config["ep"], facts.num_experts, f"model={facts.name}")
-        yield from errors
+        except ConfigError as error:
+            yield error
 
 
 def _layers(pp: Mapping[str, Any] | None, mesh: MeshShape, facts: ModelFacts) -> Iterator[ConfigError]:

@@ -56,7 +56,8 @@ class Dispatch:
         mixed = self._mixed(hidden, index, weights)
         if self.same_tokens is not None:
             mixed = all_shares(mixed, total, self.same_tokens)
-        return mixed.reshape(shape)
+        # No view: `fully_shard` loses sight of what is changed in place, as models do with what they add.
+        return mixed if mixed.shape == shape else mixed.reshape(shape).clone()
 
     def _mixed(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, chosen = index.shape
@@ -92,13 +93,13 @@ class Dispatch:
 @contextmanager
 def _own_parameters(module: nn.Module, experts: int) -> Iterator[None]:
     """Within it a module sees its part of each parameter as a plain tensor, and that it has so many experts."""
-    sharded, count = dict(module._parameters), module.num_experts
+    sharded, count = dict(module._parameters), module.__dict__["num_experts"]
     try:
         for name, parameter in sharded.items():
             if isinstance(parameter, DTensor):
-                module._parameters[name] = parameter.to_local()  # type: ignore[assignment]  # of the time of one call
-        module.num_experts = experts
+                module._parameters[name] = parameter.to_local()
+        module.__dict__["num_experts"] = experts
         yield
     finally:
         module._parameters.update(sharded)
-        module.num_experts = count
+        module.__dict__["num_experts"] = count

@@ -55,7 +55,7 @@ def _all(model: nn.Module) -> Iterator[Mixture | ConfigError]:
 def _stacked(name: str, module: nn.Module) -> Mixture | ConfigError | None:
     """Parameters of all experts in one module, as in `transformers` from 5.0 on: `num_experts` says how many."""
     own = dict(module.named_parameters(recurse=False))
-    experts = getattr(module, "num_experts", None)
+    experts = module.__dict__.get("num_experts")
     if not isinstance(experts, int) or not any(parameter.dim() == 3 for parameter in own.values()):
         return None
     if any(parameter.dim() == 0 or parameter.shape[0] != experts for parameter in own.values()):
