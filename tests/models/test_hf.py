@@ -46,6 +46,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+class Largest(TorchDispatchMode):
+    """Notes how many bytes the largest new tensor has; views of others are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and not func.is_view:
+            self.bytes = max(self.bytes, output.nbytes)
+        return output
+
+
 def hf(model_type: str = "llama", **keys: Any) -> dict[str, Any]:
     return {"name": "hf", "path": None, "config": {"model_type": model_type, **FAMILIES[model_type]}, **keys}
 
@@ -166,6 +180,22 @@ def test_slices_of_a_merged_weight(tmp_path: Path) -> None:
     assert torch.equal(part, model.state_dict()[name][9:11, 60:70])
 
 
+def test_no_more_of_a_merged_weight_is_in_memory_than_its_part_and_an_expert(tmp_path: Path) -> None:
+    model = build_model(hf("mixtral"))
+    model.save_pretrained(tmp_path)
+    weights = SafetensorsWeights(tmp_path)
+    for name in ("gate_up_proj", "down_proj"):
+        source = weights.matching(model)[f"model.layers.0.mlp.experts.{name}"]
+        expected = model.state_dict()[f"model.layers.0.mlp.experts.{name}"]
+        with Largest() as largest:
+            part = weights.read(source, (slice(3, 6),))
+        assert torch.equal(part, expected[3:6]) and largest.bytes == part.nbytes
+        with Largest() as largest:
+            part = weights.read(source, (slice(None), slice(8, 24)))
+        assert torch.equal(part, expected[:, 8:24]) and largest.bytes == part.nbytes
+        assert weights.read(source, (slice(11, 11),)).shape == (0, *expected.shape[1:])
+
+
 def test_a_base_models_files_serve_the_model_with_a_head_and_the_reverse(tmp_path: Path) -> None:
     gpt = build_model(hf("gpt2"))
     gpt.transformer.save_pretrained(tmp_path / "base")
@@ -256,7 +286,13 @@ def test_directories_that_hold_no_model(tmp_path: Path, files: dict[str, str] | 
         ),
         pytest.param(
             {"name": "hf", "config": {"model_type": "vit"}},
-            Told("model.config.model_type=vit", "vit", "causal language model", allowed=("model_type", "ForCausalLM")),
+            Told(
+                "model.config.model_type=vit",
+                "vit",
+                "causal language model",
+                allowed=("model_type", "ForCausalLM"),
+                write="model.task=image_classification",
+            ),
             id="not-causal",
         ),
         pytest.param(

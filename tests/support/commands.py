@@ -72,20 +72,23 @@ class Commands:
         self.environment = environment(**{"COLUMNS": "100", **extra})
         self._ended: dict[tuple[Any, ...], Run] = {}
 
-    def __call__(self, *arguments: str | Path, code: int = 0, into: Path | None = None, torchrun: int = 0) -> Run:
+    def __call__(
+        self, *arguments: str | Path, code: int = 0, into: Path | None = None, torchrun: int = 0, cold: bool = False
+    ) -> Run:
         """The ended command.
 
         Args:
             code: with which it has to end.
             into: the output directory.
             torchrun: how many ranks torchrun starts: the real one, in new processes.
+            cold: in new processes, whose libraries read the variables of the environment anew.
         """
         key = (arguments, into, torchrun)
         if key not in self._ended:
             directory = into or self.directory / f"run_{len(self._ended)}"
             words = [*self._words([str(argument) for argument in arguments]), f"output_dir={directory}"]
             words = real_torchrun(torchrun, *words) if torchrun else [sys.executable, *words]
-            done = start(words, self.timeout, cold=torchrun > 0, cwd=self.directory, env=self.environment)
+            done = start(words, self.timeout, cold=cold or torchrun > 0, cwd=self.directory, env=self.environment)
             self._ended[key] = Run(done.returncode, done.stdout, directory)
         run = self._ended[key]
         assert run.code == code, f"ended with {run.code}, not {code}:\n{run.screen[-6000:]}"

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
 from autolaunch.config.schema import IN_ONE_PROCESS
@@ -78,6 +79,7 @@ def check(
     errors += _schedule(config, where)
     errors += _accumulation(config, mesh, where)
     errors += _labels(config, where)
+    errors += task_errors(config, where)
     if config["task"] == "test" and (error := test_data_error(config["data"])):
         errors.append(error)
     with _collected(errors):

@@ -124,7 +124,7 @@ def _data(data: Mapping[str, Any]) -> dict[str, Any]:
         kept["tokenizer"] = "bytes"
         if data["tokenizer"] not in (None, "bytes"):
             kept["tokenizer"] = xxhash.xxh3_128_hexdigest(expanded(data["tokenizer"]).read_bytes())
-    elif data["name"] in ("documents", "chat"):
+    elif data["name"] in ("documents", "chat", "classification"):
         kept["path"] = _files(find_row_files(data["path"], "data.path", with_text=data["name"] == "documents"))
         kept["tokenizer"] = known_by(data["tokenizer"] or "bytes")
         if data.get("chat_template") is not None:

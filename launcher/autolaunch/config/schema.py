@@ -13,6 +13,7 @@ from typing import Any
 
 from autolaunch.config.cluster import Cluster
 from autolaunch.config.search import Search
+from autolaunch.models.hf_tasks import MODEL_TASKS
 from autolaunch.models.label_positions import LABELS
 from autolaunch_strategies.checkpoint.record import COMPARED
 from autolaunch_strategies.config import (
@@ -133,13 +134,25 @@ class LlamaModel:
 
 @dataclass
 class HFModel:
-    """model=hf: any causal language model of `transformers` (install autolaunch[hf])."""
+    """model=hf: models of `transformers` (install autolaunch[hf])."""
 
     name: str = option("Which model this is; set by the group.", "hf")
-    path: str | None = option("Local directory with config.json and safetensors to start from.", None)
+    path: str | None = option(
+        "Directory with config.json and safetensors to start from, or OWNER/NAME of a model of the Hugging Face hub.",
+        None,
+    )
+    revision: str | None = option("Branch, tag or commit of a model of the hub (null: its main branch).", None)
     config: dict[str, Any] = option(
         "A `transformers` config: model_type and its fields (random weights), or overrides of the one in model.path.",
         {},
+    )
+    task: str = option(
+        "What it is trained for, and with it which class of `transformers` it is.",
+        "causal_lm",
+        choices=tuple(MODEL_TASKS),
+    )
+    num_labels: int | None = option(
+        "Classes of a classification, or numbers of a regression (null: those of its config).", None, ge=1
     )
     pretrained: bool = option("With model.path: read its weights (false: only its config, random weights).", True)
     attn_implementation: str = option(
@@ -333,6 +346,34 @@ class ChatData:
     test_path: Any = option("The same for `autolaunch test`.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
+
+
+@dataclass
+class ClassificationData:
+    """data=classification: texts with a label each, for model.task=sequence_classification."""
+
+    name: str = option("Which data this is; set by the group.", "classification")
+    path: Any = option(_ROWS_PATH.format(""), None)
+    text_key: str = option("The column with the text.", "text")
+    pair_key: str | None = option("The column with a second text that belongs to the first (null: none).", None)
+    label_key: str = option(
+        "The column with the label: the number or name of a class, a number to predict, or a list of these.", "label"
+    )
+    classes: list[str] | None = option(
+        "Names of the classes, in the order of their numbers (null: labels are numbers).", None
+    )
+    tokenizer: str | None = option(
+        "A directory with a tokenizer, a tokenizer.json, or `bytes` (null: that of model.path, else bytes).", None
+    )
+    seq_len: int = option("Tokens that a text is cut off or padded to.", 256, ge=1)
+    on_bad: str = option(_ON_BAD, "refuse", choices=("refuse", "skip"))
+    batch_size: int = option("Texts per optimizer step, over all ranks.", 16, ge=1)
+    microbatches: int = option(_MICROBATCHES, 1, ge=1)
+    validation_path: Any = option(_VALIDATION_PATH, None)
+    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    test_path: Any = option("The same for `autolaunch test`.", None)
+    num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
+    shuffle: bool = option("Visit the training texts in random order (a function of seed and step only).", True)
 
 
 @dataclass(kw_only=True)
@@ -594,6 +635,7 @@ DATA: dict[str, type] = {
     "synthetic": SyntheticData,
     "documents": DocumentData,
     "chat": ChatData,
+    "classification": ClassificationData,
     "custom": CustomData,
 }
 

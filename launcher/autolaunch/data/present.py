@@ -39,7 +39,7 @@ def check_data(data_cfg: dict[str, Any], dp: int, facts: Any) -> list[ConfigErro
         return []
     errors = _batch_errors(data_cfg, dp) + _length_errors(data_cfg, getattr(facts, "max_seq_len", None))
     vocab_size = getattr(facts, "vocab_size", None)
-    if data_cfg["name"] in ("documents", "chat"):
+    if data_cfg["name"] in ("documents", "chat", "classification"):
         return errors + _row_errors(data_cfg, vocab_size)
     check = {"text": _text_errors, "tokens": _token_errors, "synthetic": _synthetic_errors}[data_cfg["name"]]
     return errors + check(data_cfg, vocab_size)
@@ -135,6 +135,7 @@ def test_data_error(data_cfg: dict[str, Any]) -> ConfigError | None:
     if count := data_cfg.get("num_test_sequences"):
         return next(iter(too_few_for_test(data_cfg, "data.num_test_sequences", count)), None)
     files = {"text": "test.txt", "tokens": "test.bin", "documents": "test.jsonl", "chat": "test.jsonl"}
+    files["classification"] = "test.jsonl"
     file = files.get(data_cfg["name"])
     key, value = ("test_path", file) if file else ("num_test_sequences", "256")
     return ConfigError(
@@ -208,7 +209,7 @@ def _tokenizer_errors(tokenizer: str, vocab_size: int | None) -> list[ConfigErro
 
 
 def _row_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
-    """Of documents and chats: files, the first row of each, the tokenizer and the chat template."""
+    """Of documents, chats and labelled texts: files, the first row of each, the tokenizer and the chat template."""
     errors = check_columns(config["columns"]) if config["name"] == "chat" else []
     if config["path"] is None:
         errors.append(
@@ -246,8 +247,9 @@ def _first_row_error(file: Path, config: dict[str, Any]) -> ConfigError | None:
             conversation(row, config["columns"])
     except BadRow as error:
         bad = error
-    if not isinstance(row, BadRow) and config["name"] == "documents" and config["text_key"] not in row:
-        bad = BadRow(f"no column {config['text_key']}; there are {', '.join(map(str, row)) or '(none)'}")
+    keys = [config[key] for key in ("text_key", "pair_key", "label_key") if config.get(key) is not None]
+    if not isinstance(row, BadRow) and (absent := [key for key in keys if key not in row]):
+        bad = BadRow(f"no column {absent[0]}; there are {', '.join(map(str, row)) or '(none)'}")
     return None if bad is None else ConfigError(place_of(file, number), str(bad), bad.allowed, bad.write)
 
 

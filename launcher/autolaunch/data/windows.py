@@ -32,7 +32,7 @@ class Batches(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The sequences `indices` (int64 [b]) as a batch of int64 [b, seq_len] arrays."""
+        """The sequences `indices` (int64 [b]) as a batch: tokens are int64 [b, seq_len], a label may be one per row."""
         ...
 
 

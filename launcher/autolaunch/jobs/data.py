@@ -12,6 +12,7 @@ from rich.text import Text
 from autolaunch.config.against_schema import validate
 from autolaunch.config.command_line import parse
 from autolaunch.config.compose import compose, resolved, unresolvable
+from autolaunch.config.hub import with_hub_directory
 from autolaunch.config.tokenizer import with_tokenizer
 from autolaunch.data.order import BatchOrder
 from autolaunch.data.present import check_data
@@ -45,12 +46,13 @@ def data_command(words: Sequence[str]) -> int:
     raise_all([*composed.errors, *unresolvable(composed.config, composed.origin)])
     values, wrong = validate(resolved(composed.config), composed.origin)
     raise_all(wrong)
-    config = with_tokenizer(values)
+    config = with_tokenizer(with_hub_directory(values))
     data = config["data"]
     if "_target_" in data or data["name"] not in ("documents", "chat"):
         raise ConfigError(
             f"autolaunch data show data={data.get('name')}",
-            "there is nothing to see: every token is trained on",
+            "there is nothing to see: "
+            + ("a text has one label" if data.get("name") == "classification" else "every token is trained on"),
             "data=documents, data=chat",
             USAGE,
         )

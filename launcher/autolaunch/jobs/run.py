@@ -23,8 +23,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from autolaunch import __version__
 from autolaunch.config.across_keys import check
 from autolaunch.config.against_schema import validate
+from autolaunch.config.classification import with_labels_of_model
 from autolaunch.config.command_line import CommandLine, quoted_mesh, unquoted
 from autolaunch.config.compose import Composed, compose, resolved, run_once, run_sweep, unresolvable
+from autolaunch.config.hub import fetch_weights, with_hub_directory
 from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.config.origin import Origin
 from autolaunch.config.recorded import recorded, recorded_adapter
@@ -417,9 +419,11 @@ def resolve_job(
     values = resolved(config)
     values, wrong = validate(values, origin)
     raise_all([*errors, *wrong])
-    values = with_tokenizer(values)
+    values = with_tokenizer(with_hub_directory(values))
     mesh, wrong = check(values, output_dir, origin, started_ranks)
     raise_all(wrong)
+    values = with_labels_of_model(values)
+    fetch_weights(values)  # may be much: once nothing else is wrong
     values["mesh"] = {**mesh.sizes, "order": list(mesh.order)}
     resumes_last = values["ckpt_path"] == "last"
     record = recorded(values) if values["task"] in COMPARING_TASKS else {}

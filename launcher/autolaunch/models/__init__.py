@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from autolaunch.models.hf_tasks import task_of
 from autolaunch.models.label_positions import labels_of
 from autolaunch_strategies.config import ConfigError
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from torch import nn
 
-    from autolaunch.models.language_model import LanguageModel, SupervisedModule
+    from autolaunch.models.language_model import MeanLossModule, SupervisedModule
 
 
 def build_model(model_cfg: Mapping[str, Any]) -> nn.Module:
@@ -104,11 +105,16 @@ def build_module(job_config: Mapping[str, Any]) -> LightningModule:
     return module
 
 
-def _around(model: nn.Module, job_config: Mapping[str, Any]) -> LanguageModel | SupervisedModule:
+def _around(model: nn.Module, job_config: Mapping[str, Any]) -> MeanLossModule | SupervisedModule:
     from autolaunch.models.language_model import LanguageModel, SupervisedModule
 
     model_cfg = job_config["model"]
     rest = job_config["optimizer"], job_config["scheduler"], job_config["trainer"]["max_steps"]
     if "_target_" in model_cfg:
         return SupervisedModule(model, model_cfg.get("loss", "cross_entropy"), *rest)
+    task = task_of(model_cfg)
+    if task not in (None, "causal_lm"):
+        from autolaunch.models.task_module import TaskModule
+
+        return TaskModule(model, str(task), *rest)
     return LanguageModel(model, *rest, labels=labels_of(job_config["data"]))

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from autolaunch.models.adapter_config import ALL_LINEAR, AdapterSettings, adapter_settings, unmatched
+from autolaunch.models.hf_tasks import MODEL_TASKS, task_of
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.plan.patterns import compile_pattern, nearest_names
 
@@ -70,7 +71,7 @@ def add_adapter(model: nn.Module, adapter_cfg: Mapping[str, Any], model_cfg: Map
         config = LoraConfig.from_pretrained(str(settings.path))
     config.lora_dropout, config.inference_mode = settings.dropout, False
     if "_target_" not in model_cfg:
-        config.task_type = "CAUSAL_LM"
+        config.task_type = MODEL_TASKS[task_of(model_cfg) or "causal_lm"].adapter_type
     config.base_model_name_or_path = str(model_cfg.get("path") or "")
     before = _by_tensor(model)
     try:
@@ -164,6 +165,8 @@ def _targets(model: nn.Module, settings: AdapterSettings) -> str | list[str]:
     if settings.target_modules != ALL_LINEAR:
         return settings.target_modules if isinstance(settings.target_modules, str) else list(settings.target_modules)
     linear = _linear_layers(model)
+    whole = _ending(settings.modules_to_save, linear)
+    linear = [name for name in linear if name not in whole]
     if not linear:
         raise ConfigError(
             "adapter.target_modules=all-linear",

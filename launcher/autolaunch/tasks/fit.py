@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from autolaunch.config.hub import fetch_weights
 from autolaunch.data import build_data
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.end import RunEnd
@@ -40,6 +41,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
 def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     config, task = job.config, job.config["task"]
     started = time.time()
+    fetch_weights(config)  # on another machine than that of the first process
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     torch.use_deterministic_algorithms(bool(config["trainer"]["deterministic"]))
     strategy = build_strategy(config, job.recorded)

@@ -96,7 +96,8 @@ def _training_step(module: Any, config: Mapping[str, Any]) -> Any:
     from autolaunch_strategies.data_parallel.first_batch import FirstBatches
     from autolaunch_strategies.lightning.first_step import first_of, first_step, without_values
 
-    if not isinstance(module, pl.LightningModule) or config["data"].get("name") in ("text", "documents", "chat"):
+    tokenised = ("text", "documents", "chat", "classification")
+    if not isinstance(module, pl.LightningModule) or config["data"].get("name") in tokenised:
         return None
 
     def read() -> Any:

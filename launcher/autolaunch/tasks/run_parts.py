@@ -133,6 +133,7 @@ def construct_module(
             f"the model was built whole in memory on every rank, because its constructor can't run without: {reason}",
             stacklevel=2,
         )
+        strategy.files = weight_files(config, module, None)
         return module
     strategy.construction = construction
     strategy.files = weight_files(config, module, construction)
