@@ -221,7 +221,7 @@ def _divisibility(
     yield from _layers(config["pp"], mesh, facts)
     if config["ep"] > 1 and facts.num_experts is not None:
         try:
-            check_experts(config["ep"], facts.num_experts, f"model={facts.name}")
+            check_experts(config["ep"], facts.num_experts, f"model={facts.name}", mesh.dp * mesh.cp * mesh.mp)
         except ConfigError as error:
             yield error
 

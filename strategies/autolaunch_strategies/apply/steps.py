@@ -75,7 +75,7 @@ class Look:
     @property
     def mixtures(self) -> list[Mixture]:
         """The mixtures whose experts are shared out."""
-        return mixtures_for(self.module, self.config.ep) if self.config.ep > 1 else []
+        return mixtures_for(self.module, self.config)
 
     def steps(self, model: nn.Module) -> Steps:
         """What the module shows of how `model`, a part of it, is called."""

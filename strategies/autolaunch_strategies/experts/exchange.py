@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autolaunch_strategies.torch_private.collectives import all_gather_single
+
 
 def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Send `sent[rank]` rows of [sum(sent), ...] to each rank: [sum(received), ...], in the order of ranks.
@@ -61,12 +63,11 @@ class _Shares(torch.autograd.Function):
         context.group = group
         ranks = group.size()
         sizes = [total // ranks + (rank < total % ranks) for rank in range(ranks)]  # as `tensor_split` has them
-        parts = [share.new_empty((size, *share.shape[1:])) for size in sizes]
-        # Not all_gather, which wants parts of one size on some backends.
-        whole = torch.cat(parts)
-        sent = [len(share)] * ranks
-        dist.all_to_all_single(whole, torch.cat([share] * ranks), sizes, sent, group=group)
-        return whole
+        sent = share.new_zeros((max(sizes), *share.shape[1:]))
+        sent[: len(share)] = share
+        parts = share.new_empty((ranks * max(sizes), *share.shape[1:]))
+        all_gather_single(parts, sent, group)
+        return torch.cat([part[:size] for part, size in zip(parts.chunk(ranks), sizes, strict=True)])
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:

@@ -62,6 +62,8 @@ def _stacked(name: str, module: nn.Module) -> Mixture | ConfigError | None:
         return _refusal(name, module, "not all of its parameters are one of each expert")
     if sum(1 for _ in module.parameters()) > len(own):
         return _refusal(name, module, "its experts share parameters of another module")
+    if name.rpartition(".")[2] == "base_layer":
+        return _refusal(name, module, "an adapter of its parameters is around it")
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(arguments) != 3:
         called = ", ".join(arguments)

@@ -29,17 +29,20 @@ class ExpertParallelModule:
     """Names of parameters of experts -> their gradient group."""
 
 
-def mixtures_for(model: nn.Module, ep: int) -> list[Mixture]:
-    """The mixtures of `model`, each of which `ep` ranks can share.
+def mixtures_for(model: nn.Module, config: ParallelConfig) -> list[Mixture]:
+    """The mixtures of `model`, each of which the ranks of a degree can share; none where it is 1.
 
     Raises:
-        ConfigError: it has none, or `ep` does not divide the experts of one.
+        ConfigError: it has none, or the degree does not divide the experts of one.
     """
+    if config.ep == 1:
+        return []
     mixtures = find_mixtures(model)
     if not mixtures:
-        check_experts(ep, 0, type(model).__name__)
+        check_experts(config.ep, 0, type(model).__name__, config.expert_ranks)
     for mixture in mixtures:
-        check_experts(ep, mixture.experts, f"{mixture.name} ({type(mixture.module).__name__})")
+        whose = f"{mixture.name} ({type(mixture.module).__name__})"
+        check_experts(config.ep, mixture.experts, whose, config.expert_ranks)
     return mixtures
 
 
