@@ -81,6 +81,8 @@ def run(command: str, clone: Clone) -> subprocess.CompletedProcess[str]:
         option, count, *words = words
         assert option == "--nproc-per-node"
         return start(torchrun(int(count), *words), timeout=300, cwd=where, env=clone[1])
+    if program == "python":
+        return start([sys.executable, *words], timeout=300, cwd=where, env=clone[1])
     assert program == "autolaunch" and not {"&&", "||", "|", ";", ">"} & set(words), command
     return start([sys.executable, "-m", program, *words], timeout=300, cwd=where, env=clone[1])
 

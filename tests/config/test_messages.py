@@ -24,13 +24,14 @@ FILES = {
     "mine/experiment/unknown_option.yaml": "# @package _global_\ndefaults:\n  - override /dp: zero9\n",
     "mine/experiment/bad_mesh.yaml": "# @package _global_\ndefaults:\n  - override /mesh: 2x0\n",
     "mine/hydra/launcher/fake.yaml": "_target_: nowhere.Launcher\n",
+    "texts.jsonl": '{"text": "a"}\n',
     "mine/model/nameless.yaml": "hidden_size: 64\n",
     "mine/model/unknown.yaml": "name: lama\nhidden_size: 64\n",
     "mine/model/short.yaml": "name: llama\nhidden_size: 64\nnum_heads: 4\n",
 }
 """What lies in the working directory: the mistakes of a user's own YAML files."""
 
-TASKS = "fit, validate, test, predict, plan, calibrate, export"
+TASKS = "fit, validate, test, predict, lr_find, plan, calibrate, export"
 GROUPS = (
     "adapter, cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, search, "
     "trainer"
@@ -52,6 +53,23 @@ WRONG = [
         ["model=hf", "model.config.model_type=mixtral", "+model.config.num_local_experts=6", "mesh=4", "ep=4"],
         Told("ep=4 with model=hf", "6 experts can't be shared out evenly", allowed=("1, 2",), write="ep=2"),
         id="more-ranks-than-experts-divide-by",
+    ),
+    pytest.param(
+        [
+            "data=documents",
+            "data.streaming=true",
+            "data.path=[{path: texts.jsonl, weight: 1}]",
+            "trainer.max_epochs=2",
+            "trainer.val_check_interval=0.5",
+            "trainer.overfit_batches=3",
+            "scheduler=constant",
+        ],
+        [
+            Told("trainer.val_check_interval=0.5", "not known", write="trainer.val_check_interval=1000"),
+            Told("trainer.overfit_batches=3", "again and again", write="data.streaming=false"),
+            Told("trainer.max_epochs=2", "never ends", write="trainer.max_steps=1000"),
+        ],
+        id="epochs-of-streams",
     ),
     pytest.param(
         ["checkpoint.keep_last=0"],

@@ -77,6 +77,7 @@ def test_on_two_processes(two: Group, case: str) -> None:
             "mp2_pp2_1f1b",
             "mp2_pp2_tied",
             "ranks_laid_out_otherwise",
+            "label_means_everywhere",
         ],
         ["dp2_pp2_level2_1f1b", "ranks_laid_out_otherwise"],
     ),

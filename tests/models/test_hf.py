@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autolaunch.models import build_model
+from autolaunch.models.documents import check_keeps_documents_apart
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
@@ -403,3 +404,38 @@ def test_another_shape_is_refused(saved: tuple[Path, torch.nn.Module]) -> None:
         "lm_head.weight [96, 32] instead of [100, 32]",
         "model.embed_tokens.weight [96, 32] instead of [100, 32]",
     )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "why"),
+    [
+        pytest.param("llama", USUAL, None, id="llama"),
+        pytest.param(
+            "opt",
+            {"vocab_size": 96, "hidden_size": 32, "ffn_dim": 32, "word_embed_proj_dim": 32, "num_attention_heads": 4},
+            "mask",
+            id="opt",
+        ),
+        pytest.param("lfm2", {**USUAL, "layer_types": ["conv", "full_attention"]}, "state", id="conv"),
+        pytest.param(
+            "qwen3_5_text", {**USUAL, "layer_types": ["linear_attention", "full_attention"]}, "state", id="linear"
+        ),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_packing_is_refused_where_documents_would_see_each_other(
+    model_type: str, fields: dict[str, Any], why: str | None, device: str
+) -> None:
+    with torch.device(device):
+        model = build_model({"name": "hf", "config": {"model_type": model_type, **fields, "num_hidden_layers": 2}})
+    if why is None:
+        check_keeps_documents_apart(model)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_keeps_documents_apart(model)
+    assert_only_told(caught.value, Told("data.packing=documents", why, write="data.packing=none"))
+    if device == "cpu":  # and so it is
+        ids, positions = torch.randint(0, 96, (1, 9)), torch.tensor([[*range(4), *range(5)]])
+        with torch.no_grad():
+            packed, alone = model.eval()(ids, position_ids=positions).logits[:, 4:], model(ids[:, 4:]).logits
+        assert not torch.allclose(packed, alone, atol=1e-6)

@@ -15,7 +15,7 @@ from typing import Any
 from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
-from autolaunch.config.schema import IN_ONE_PROCESS
+from autolaunch.config.schema import IN_ONE_PROCESS, LrFind, defaults_of, last_step
 from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
@@ -80,14 +80,17 @@ def check(
     errors += _accumulation(config, mesh, where)
     errors += _labels(config, where)
     errors += task_errors(config, where)
+    errors += _streaming(config, where)
     if config["task"] == "test" and (error := test_data_error(config["data"])):
         errors.append(error)
     with _collected(errors):
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
-    errors += _adapter(config)
+    errors += _adapter(config, mesh)
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
+    errors += _search(config, where)
+    errors += _lr_find(config, where)
     errors += check_slurm(config, output_dir, where, started_ranks)
     if config["module"] is None:
         facts: ModelFacts | None = None
@@ -341,6 +344,30 @@ def _accumulation(config: Mapping[str, Any], mesh: MeshShape | None, where: Wher
         )
 
 
+def _streaming(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """Parts of an epoch whose length nobody knows, and a training that ends with one that never does."""
+    data, trainer = config["data"], config["trainer"]
+    if "_target_" in data or not data.get("streaming"):
+        return
+    for key in ("val_check_interval", "limit_train_batches"):
+        if isinstance(trainer[key], float) and trainer[key] != 1.0:
+            reason = "with data.streaming the length of an epoch is not known"
+            yield ConfigError(where(f"trainer.{key}", trainer[key]), reason, "batches", f"trainer.{key}=1000")
+    if trainer["overfit_batches"]:
+        reason = "with data.streaming the data are not read again and again"
+        write = "data.streaming=false"
+        yield ConfigError(where("trainer.overfit_batches", trainer["overfit_batches"]), reason, write, write)
+    entries = data["path"] if isinstance(data["path"], list | tuple) else [data["path"]]
+    is_endless = any(isinstance(entry, Mapping) and entry.get("weight") is not None for entry in entries)
+    if is_endless and last_step(trainer) == -1 and trainer["max_time"] is None:
+        yield ConfigError(
+            where("trainer.max_epochs", trainer["max_epochs"]),
+            "with data.streaming and weights an epoch never ends: each source begins anew by itself",
+            "trainer.max_steps, trainer.max_time",
+            "trainer.max_steps=1000",
+        )
+
+
 def _labels(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
     """Positions of labels where nobody asks for them: a module or a model of one's own."""
     labels = config["data"].get("labels")
@@ -394,7 +421,7 @@ def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:
     resolve_ckpt_path(config, output_dir)
 
 
-def _adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+def _adapter(config: Mapping[str, Any], mesh: MeshShape | None) -> Iterator[ConfigError]:
     """An adapter where there is no model to put it into, or none of its names is in it; and what it leaves to train."""
     adapter, model, merged = config["adapter"], config["model"], config["export_merged"]
     if merged and config["task"] != "export":
@@ -439,8 +466,28 @@ def _adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         settings = adapter_settings(adapter)
         if "_target_" not in model and model["name"] == "llama":
             check_llama(settings)
+        if settings.quant_type is not None:
+            yield from _four_bits(config, mesh)
     except ConfigError as error:
         yield error
+
+
+def _four_bits(config: Mapping[str, Any], mesh: MeshShape | None) -> Iterator[ConfigError]:
+    """What weights of four bits, which are packed into numbers of another type, can't be joined with."""
+    if mesh is not None and mesh.mp > 1:
+        yield ConfigError(
+            f"adapter=qlora with mesh={mesh.name}",
+            "packed weights of four bits can't be cut along mp",
+            "dp (level 3 shards them), pp and cp; or adapter=lora",
+            f"mesh={replace(mesh, dp=mesh.dp * mesh.mp, mp=1).name}",
+        )
+    if (dtype := config["dp"] and config["dp"]["param_dtype"]) is not None:
+        yield ConfigError(
+            f"adapter=qlora with dp.param_dtype={dtype}",
+            "a conversion of numbers would change the bits of packed weights",
+            "precision, in which the rest of the model computes",
+            "dp.param_dtype=null precision=bf16-true",
+        )
 
 
 def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
@@ -453,6 +500,47 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
             "`plan` with a cluster",
             "autolaunch plan cluster=local --why ...",
         )
+
+
+def _lr_find(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """Keys of lr_find for other tasks, rates that do not grow, and weights that are no beginning."""
+    keys = config["lr_find"]
+    if config["task"] != "lr_find":
+        for key, default in defaults_of(LrFind).items():
+            if keys[key] != default:
+                yield ConfigError(
+                    where(f"lr_find.{key}", keys[key]),
+                    f"has no effect: {config['task']} looks for no learning rate",
+                    "autolaunch lr_find",
+                    f"lr_find.{key}={written(default)}",
+                )
+        return
+    if keys["min"] >= keys["max"]:
+        yield ConfigError(
+            where("lr_find.max", keys["max"]), f"the rates grow from lr_find.min={keys['min']:g}", "a larger rate"
+        )
+    if config["ckpt_path"] is not None:
+        yield ConfigError(
+            where("ckpt_path", config["ckpt_path"]),
+            "the rates are tried on the weights with which a training begins",
+            "model.path for weights that were exported",
+            "ckpt_path=null",
+        )
+
+
+def _search(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """What jobs are compared by where they are compared by their speed."""
+    search = config["search"]
+    if search is None or search["name"] != "auto":
+        return
+    for key, default in (("objective", None), ("direction", "minimize")):
+        if search[key] != default:
+            yield ConfigError(
+                where(f"search.{key}", search[key]),
+                "has no effect: search=auto looks for the fastest run",
+                "search=optuna, which compares any number that is logged",
+                f"search.{key}={written(default)}",
+            )
 
 
 def _restarts(
@@ -516,6 +604,14 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             )
             continue
         yield from _absent_module(key, node)
+        if key.startswith("logger.") and node.get("log_model") and _takes_files_alone(node["_target_"]):
+            wandb = node["_target_"].endswith("WandbLogger")
+            yield ConfigError(
+                f"{key}.log_model={written(node['log_model'])}",
+                f"has no effect: {node['_target_']} takes checkpoints for single files, and these are directories",
+                "logger=wandb, which has a class of its own" if wandb else "log_model=false",
+                f"{key}._target_=autolaunch.report.wandb_logger.WandbLogger" if wandb else f"{key}.log_model=false",
+            )
         if key.startswith("logger.") and (extra := _absent_logger_package(node["_target_"])):
             yield ConfigError(
                 f"{key}._target_={node['_target_']}",
@@ -562,10 +658,14 @@ _LOGGER_PACKAGES = {
 }
 
 
+def _takes_files_alone(target: str) -> bool:
+    return target.startswith(("lightning.", "pytorch_lightning.")) and target.endswith(("WandbLogger", "MLFlowLogger"))
+
+
 def _absent_logger_package(target: str) -> tuple[str, str] | None:
     """(package, extra of ours) that a logger of Lightning needs and that is not installed."""
     module, _, name = target.rpartition(".")
-    if not module.startswith("lightning") or name not in _LOGGER_PACKAGES:
+    if not module.startswith(("lightning", "autolaunch")) or name not in _LOGGER_PACKAGES:
         return None
     packages, extra = _LOGGER_PACKAGES[name]
     return None if any(importlib.util.find_spec(package) for package in packages) else (packages[0], extra)

@@ -7,7 +7,8 @@ from typing import Any
 
 from autolaunch.data.encoders import BYTES_END
 from autolaunch.data.labelled_rows import MULTI, REGRESSION, SINGLE
-from autolaunch.data.rows import BadRow, find_row_files, read_rows
+from autolaunch.data.rows import BadRow
+from autolaunch.data.sources import find_sources
 from autolaunch.data.tokenizers import pad_token_id
 from autolaunch.models.hf_config import read_hf_config
 from autolaunch.models.hf_tasks import MODEL_TASKS, task_of
@@ -119,8 +120,8 @@ def _problem(fields: Mapping[str, Any], count: int, data: Mapping[str, Any]) -> 
         return str(fields["problem_type"])
     if count == 1:
         return REGRESSION
-    for file in find_row_files(data["path"], "data.path", with_text=False):
-        for _, row in read_rows(file):
+    for rows in (rows for source in find_sources(data, "path") for rows in source.rows):
+        for _, row, _ in rows.read():
             if not isinstance(row, BadRow) and data["label_key"] in row:
                 return MULTI if isinstance(row[data["label_key"]], list) else SINGLE
     return SINGLE

@@ -32,6 +32,7 @@ TASKS = {
     "validate": "run the validation data through a trained model",
     "test": "run the test data through a trained model",
     "predict": "write the model's predictions of the validation data to <output_dir>/predictions",
+    "lr_find": "train a few steps with a rate that grows, and suggest optimizer.lr by how the loss falls",
     "plan": "show what a run would do, and write it to plan.yaml, without starting it; with cluster= choose it, too",
     "calibrate": "measure this machine for the planner, and write it as a cluster",
     "export": "write a checkpoint as safetensors that `transformers` loads",
@@ -178,15 +179,21 @@ class CustomModel:
 
 @dataclass
 class Adapter:
-    """adapter=lora, dora: PEFT's small matrices beside frozen layers are trained (install autolaunch[peft])."""
+    """adapter=lora, dora: PEFT's small matrices beside frozen layers are trained (install autolaunch[peft]).
 
-    name: str = option("Which adapter this is; set by the group.", "lora", choices=("lora", "dora"))
+    adapter=qlora: beside layers whose weights have four bits (install autolaunch[qlora]).
+    """
+
+    name: str = option("Which adapter this is; set by the group.", "lora", choices=("lora", "dora", "qlora"))
     path: str | None = option(
         "Directory of a published adapter (adapter_config.json, adapter_model.safetensors) to go on from.", None
     )
     r: int | None = option("Rank of the added matrices (null: 8, or that of adapter.path).", None, ge=1)
     alpha: float | None = option(
         "Their product is scaled by alpha / r (null: 2 r, or that of adapter.path).", None, gt=0
+    )
+    rslora: bool | None = option(
+        "Scale by alpha / sqrt(r) instead, which suits high ranks (null: false, or that of adapter.path).", None
     )
     dropout: float | None = option(
         "Share of their inputs that is dropped in training (null: 0, or that of adapter.path).", None, ge=0, lt=1
@@ -201,11 +208,19 @@ class Adapter:
     )
     modules_to_save: list[str] = option("Modules that are trained whole, by ends of names.", [])
     exclude: list[str] = option("Layers that get none although they are targets, by ends of names.", [])
+    quant_type: str = option(
+        "With adapter=qlora: the four-bit type of all linear layers but the head.", "nf4", choices=("nf4", "fp4")
+    )
 
 
 _MICROBATCHES = (
     "Parts into which a rank's share of the batch is cut: gradient accumulation, or the microbatches of a pipeline "
     "unless pp.microbatches is set."
+)
+
+
+_VALIDATION_FRACTION = (
+    "Share of {}, at {} end, that is kept for validation (null: 0.05, or none where that is less than a batch)."
 )
 
 
@@ -226,7 +241,7 @@ class TextData:
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
-    validation_fraction: float = option("Share of the text, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("the text", "its"), None, ge=0, lt=1)
     test_path: Any = option("What `autolaunch test` reads, given as data.path is.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
@@ -246,9 +261,7 @@ class TokenData:
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
-    validation_fraction: float = option(
-        "Share of the tokens, at their end, that is kept for validation.", 0.05, ge=0, lt=1
-    )
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("the tokens", "their"), None, ge=0, lt=1)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
 
@@ -269,7 +282,17 @@ class SyntheticData:
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
 
 
-_ROWS_PATH = "jsonl, json, parquet or arrow files{}: a file, a directory, a glob, or a list of them."
+_ROWS_PATH = (
+    "jsonl, json, parquet or arrow files{}, a directory of save_to_disk, or owner/name of a dataset of the hub; a list "
+    "of these, or of {{path: ..., subset: ..., split: ..., weight: ...}} for shares of the sequences."
+)
+_SUBSET = "With names of the hub in data.path: which of several datasets under a name (null: the only one)."
+_SPLIT = "With names of the hub or saved datasets in data.path, e.g. train or train[:5%] (null: train)."
+_STREAMING = (
+    "Tokenise rows while they are read, every time, instead of once before the first step: for data that are too large "
+    "to wait for, or to download."
+)
+_SHUFFLE_BUFFER = "With data.streaming, rows that are shuffled, and packed, together (null: 1,024)."
 _VALIDATION_PATH = "The same for validation (null: the last part of data.path)."
 _LABELS = "What label t is: `same`, the token at t, as transformers has it."
 _ON_BAD = "Rows that cannot be trained on: refuse them by file and line, or skip and count them."
@@ -285,6 +308,8 @@ class DocumentData:
 
     name: str = option("Which data this is; set by the group.", "documents")
     path: Any = option(_ROWS_PATH.format(", text files"), None)
+    subset: str | None = option(_SUBSET, None)
+    split: str | None = option(_SPLIT, None)
     text_key: str = option("The column with the text.", "text")
     tokenizer: str | None = option(
         "A directory with a tokenizer, a tokenizer.json, or `bytes` (null: that of model.path, else bytes).", None
@@ -296,12 +321,14 @@ class DocumentData:
         choices=("split", "truncate", "skip", "refuse"),
     )
     packing: str = option(_PACKING, "none", choices=("none", "documents"))
+    streaming: bool = option(_STREAMING, False)
+    shuffle_buffer: int | None = option(_SHUFFLE_BUFFER, None, ge=1)
     on_bad: str = option(_ON_BAD, "refuse", choices=("refuse", "skip"))
     labels: str = option(_LABELS, "same", choices=("same",))
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_path: Any = option(_VALIDATION_PATH, None)
-    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("each source", "its"), None, ge=0, lt=1)
     test_path: Any = option("The same for `autolaunch test`.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
@@ -313,6 +340,8 @@ class ChatData:
 
     name: str = option("Which data this is; set by the group.", "chat")
     path: Any = option(_ROWS_PATH.format(""), None)
+    subset: str | None = option(_SUBSET, None)
+    split: str | None = option(_SPLIT, None)
     columns: dict[str, str] = option(
         "Part of a conversation -> column: messages; or prompt, completion, and input, system, tools ({}: messages, "
         "conversations, prompt and completion, or instruction and output, whichever there is).",
@@ -337,12 +366,14 @@ class ChatData:
         choices=("truncate", "skip", "refuse"),
     )
     packing: str = option(_PACKING, "none", choices=("none", "documents"))
+    streaming: bool = option(_STREAMING, False)
+    shuffle_buffer: int | None = option(_SHUFFLE_BUFFER, None, ge=1)
     on_bad: str = option(_ON_BAD, "refuse", choices=("refuse", "skip"))
     labels: str = option(_LABELS, "same", choices=("same",))
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_path: Any = option(_VALIDATION_PATH, None)
-    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("each source", "its"), None, ge=0, lt=1)
     test_path: Any = option("The same for `autolaunch test`.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
@@ -353,7 +384,13 @@ class ClassificationData:
     """data=classification: texts with a label each, for model.task=sequence_classification."""
 
     name: str = option("Which data this is; set by the group.", "classification")
-    path: Any = option(_ROWS_PATH.format(""), None)
+    path: Any = option(
+        "jsonl, json, parquet or arrow files, a directory of save_to_disk, or owner/name of a dataset of the hub; or a "
+        "list of these.",
+        None,
+    )
+    subset: str | None = option(_SUBSET, None)
+    split: str | None = option(_SPLIT, None)
     text_key: str = option("The column with the text.", "text")
     pair_key: str | None = option("The column with a second text that belongs to the first (null: none).", None)
     label_key: str = option(
@@ -370,7 +407,7 @@ class ClassificationData:
     batch_size: int = option("Texts per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_path: Any = option(_VALIDATION_PATH, None)
-    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("the texts", "their"), None, ge=0, lt=1)
     test_path: Any = option("The same for `autolaunch test`.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training texts in random order (a function of seed and step only).", True)
@@ -513,6 +550,15 @@ class Resume:
 
 
 @dataclass
+class LrFind:
+    """lr_find: rates that are tried, one after the other, each larger by the same factor."""
+
+    min: float = option("The first rate.", 1e-6, gt=0)
+    max: float = option("The last rate, unless the loss diverges before.", 1.0, gt=0)
+    steps: int = option("How many optimizer steps, each with its rate; in place of trainer.max_steps.", 100, ge=3)
+
+
+@dataclass
 class Launch:
     """What every way to start the processes of a run has."""
 
@@ -598,7 +644,9 @@ class Job:
     )
     ep: int = option("Over how many ranks of dp x cp x mp the experts of a mixture are shared out.", 1, ge=1)
     ckpt_path: str | None = option(
-        "Checkpoint to go on from: a path, or `last`, the newest of output_dir or else of the runs of this name.", None
+        "Checkpoint to go on from: its path, that of a run (its newest), or `last`, the newest of output_dir or else "
+        "of the runs of this name. validate, test and predict take model, adapter and data from its job.",
+        None,
     )
     export_path: str | None = option("Where `autolaunch export` writes (null: <output_dir>/export).", None)
     export_merged: bool = option(
@@ -611,6 +659,7 @@ class Job:
     why: str | None = option("With `plan cluster=...`: why not this one, e.g. `mp=4,pp=2` (as --why).", None)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resume: Resume = field(default_factory=Resume)
+    lr_find: LrFind = field(default_factory=LrFind)
     mesh: Mesh = field(default_factory=Mesh)
     model: Any = field(default_factory=LlamaModel)
     adapter: Adapter | None = option("Small parameters to train beside a frozen model.", None)

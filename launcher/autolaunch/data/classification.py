@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from autolaunch.data.counts import split_counts
+from autolaunch.data.counts import no_validation, split_counts
 from autolaunch.data.labelled_rows import SINGLE, Labelled, labelled, labels_of
 from autolaunch.data.present import amount_errors, too_few_for_test
-from autolaunch.data.rows import BadRow, find_row_files, place_of, read_rows
+from autolaunch.data.rows import BadRow
+from autolaunch.data.sources import find_sources
 from autolaunch.data.tokenizers import load_tokenizer
 from autolaunch.data.windows import Parts
 from autolaunch_strategies.config import ConfigError, raise_all
@@ -80,9 +81,11 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
     """
     rows, notes = _rows(config, "path")
     if config["validation_path"] is None:
-        first, _ = split_counts(len(rows), config["validation_fraction"])
+        fraction, per_batch = config["validation_fraction"], config["batch_size"] // config["microbatches"]
+        first, kept = split_counts(len(rows), fraction, per_batch)
+        notes += no_validation(len(rows), fraction, kept)
         parts = LabelledTexts(rows[:first], config), LabelledTexts(rows[first:], config)
-        wanted = config["validation_fraction"] > 0
+        wanted = kept > 0 or bool(fraction)
     else:
         parts = LabelledTexts(rows, config), LabelledTexts(_rows(config, "validation_path")[0], config)
         wanted = True
@@ -101,8 +104,8 @@ def _rows(config: dict[str, Any], key: str) -> tuple[list[Labelled], list[str]]:
     labels = labels_of(config)
     good: list[Labelled] = []
     bad: list[ConfigError] = []
-    for file in find_row_files(config[key], f"data.{key}", with_text=False):
-        for number, row in read_rows(file):
+    for part in (rows for source in find_sources(config, key) for rows in source.rows):
+        for number, row, _ in part.read():
             try:
                 if isinstance(row, BadRow):
                     raise row
@@ -110,7 +113,7 @@ def _rows(config: dict[str, Any], key: str) -> tuple[list[Labelled], list[str]]:
             except BadRow as error:
                 skip = "data.on_bad=skip, to leave such rows out"
                 write = f"{error.write}; or {skip}" if error.write else skip
-                bad.append(ConfigError(place_of(file, number), str(error), error.allowed, write))
+                bad.append(ConfigError(part.place(number), str(error), error.allowed, write))
                 if config["on_bad"] == "refuse" and len(bad) == _TOLD:
                     raise_all(bad)
     if config["on_bad"] == "refuse":

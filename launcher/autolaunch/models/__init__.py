@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from torch import nn
 
+    from autolaunch.models.adapters import Adapted
     from autolaunch.models.language_model import MeanLossModule, SupervisedModule
 
 
@@ -84,18 +85,7 @@ def build_module(job_config: Mapping[str, Any]) -> LightningModule:
                 f"module._target_={node['_target_']}", f"it returns a {type(module).__name__}", "a LightningModule"
             )
         return module
-    model_cfg = job_config["model"]
-    model = build_model(model_cfg)
-    adapter_cfg, trainable = job_config.get("adapter"), model_cfg.get("trainable")
-    adapted = None
-    if adapter_cfg is not None:
-        from autolaunch.models.adapters import add_adapter
-
-        adapted = add_adapter(model, adapter_cfg, model_cfg)
-    elif trainable is not None:
-        from autolaunch.models.adapters import train_only
-
-        train_only(model, trainable)
+    model, adapted = build_adapted_model(job_config)
     module = _around(model, job_config)
     if adapted is not None:
         from autolaunch.models.adapters import save_only
@@ -103,6 +93,26 @@ def build_module(job_config: Mapping[str, Any]) -> LightningModule:
         save_only(module, adapted.trained)
         module.adapted = adapted
     return module
+
+
+def build_adapted_model(job_config: Mapping[str, Any]) -> tuple[nn.Module, Adapted | None]:
+    """The model of a resolved job with its adapter, if it has one; what is not trained is frozen.
+
+    Raises:
+        ConfigError: as `build_model`; a name of the adapter or of `model.trainable` that is that of nothing.
+    """
+    model_cfg = job_config["model"]
+    model = build_model(model_cfg)
+    adapter_cfg, trainable = job_config.get("adapter"), model_cfg.get("trainable")
+    if adapter_cfg is not None:
+        from autolaunch.models.adapters import add_adapter
+
+        return model, add_adapter(model, adapter_cfg, model_cfg)
+    if trainable is not None:
+        from autolaunch.models.adapters import train_only
+
+        train_only(model, trainable)
+    return model, None
 
 
 def _around(model: nn.Module, job_config: Mapping[str, Any]) -> MeanLossModule | SupervisedModule:
@@ -117,4 +127,8 @@ def _around(model: nn.Module, job_config: Mapping[str, Any]) -> MeanLossModule |
         from autolaunch.models.task_module import TaskModule
 
         return TaskModule(model, str(task), *rest)
+    if job_config["data"].get("packing") == "documents":
+        from autolaunch.models.documents import check_keeps_documents_apart
+
+        check_keeps_documents_apart(model)
     return LanguageModel(model, *rest, labels=labels_of(job_config["data"]))

@@ -124,5 +124,20 @@ def optimizer_and_schedule(
         ConfigError: as `build_optimizer` and `learning_rate_factor`.
     """
     optimizer = build_optimizer(parameters, optimizer_cfg)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(scheduler_cfg, total_steps))
+    schedule = Schedule(optimizer, learning_rate_factor(scheduler_cfg, total_steps))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Schedule(torch.optim.lr_scheduler.LambdaLR):
+    """One factor for the rates of all groups, also of those that callbacks add while it trains (`BaseFinetuning`).
+
+    A group that is added has its rate at once, and follows the schedule from there.
+    """
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        self.lr_lambdas += self.lr_lambdas[:1] * (len(self.base_lrs) - len(self.lr_lambdas))  # of a checkpoint
+        factor = self.lr_lambdas[0]
+        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+            self.base_lrs.append(group.setdefault("initial_lr", group["lr"] / (factor(self.last_epoch - 1) or 1.0)))
+            self.lr_lambdas.append(factor)
+        return super().get_lr()

@@ -79,7 +79,7 @@ class SafetensorsWeights:
         return self._slice(source)[index]
 
     def matching(
-        self, model: nn.Module, base_names: Mapping[str, str] | None = None, new_head: bool = False
+        self, model: nn.Module, wanted: Mapping[str, torch.Tensor] | None = None, new_head: bool = False
     ) -> dict[str, Source]:
         """What each parameter and persistent buffer of `model` starts from; every value can be given to `read`.
 
@@ -89,19 +89,17 @@ class SafetensorsWeights:
 
         Args:
             model: a model on any device, `meta` included.
-            base_names: name in ``model.state_dict()`` -> its name without adapters; the others are not looked for.
+            wanted: its weights by name, where something has been put into it since; else those of its state.
             new_head: what stands outside of the base model (and its pooler) may be absent.
 
         Returns:
-            name (without adapters) in ``model.state_dict()`` -> name in the files, or the conversion that makes it.
+            name of a weight -> name in the files, or the conversion that makes it.
             What the class declares as dispensable may be absent.
 
         Raises:
             ConfigError: the files lack a weight, or hold it in another shape.
         """
-        wanted = model.state_dict(keep_vars=True)
-        if base_names is not None:
-            wanted = {base: wanted[name] for name, base in base_names.items()}
+        wanted = model.state_dict(keep_vars=True) if wanted is None else wanted
         matches = sources(model, self._files, wanted)
         self._share_tied(wanted, matches)
         optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
@@ -144,7 +142,7 @@ class SafetensorsWeights:
         return whole
 
     @staticmethod
-    def _share_tied(wanted: dict[str, Any], matches: dict[str, Source]) -> None:
+    def _share_tied(wanted: Mapping[str, Any], matches: dict[str, Source]) -> None:
         by_tensor = {id(wanted[name]): source for name, source in matches.items()}
         for name, tensor in wanted.items():
             if name not in matches and id(tensor) in by_tensor:

@@ -15,6 +15,7 @@ RUNNERS: dict[str, str] = {
     "validate": "autolaunch.tasks.fit:run",
     "test": "autolaunch.tasks.fit:run",
     "predict": "autolaunch.tasks.fit:run",
+    "lr_find": "autolaunch.tasks.lr_find:run",
     "plan": "autolaunch.tasks.plan:run",
     "export": "autolaunch.tasks.export:run",
 }

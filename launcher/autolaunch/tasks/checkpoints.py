@@ -86,12 +86,12 @@ class Checkpoints(ModelCheckpoint):
         Args:
             written: how many are there already.
         """
-        count = trainer.strategy.parameter_count  # type: ignore[attr-defined]
+        strategy: Any = trainer.strategy
+        trained = strategy.trained_count
+        kept = strategy.parameter_count if getattr(pl_module, "adapted", None) is None else trained
         states = max((_states_per_parameter(optimizer) for optimizer in trainer.optimizers), default=0)
         size = next((item.element_size() for item in pl_module.parameters()), 4)
-        trained = sum(item.numel() for item in pl_module.parameters() if item.requires_grad)
-        share = trained / max(1, sum(item.numel() for item in pl_module.parameters()))
-        one = int(count * size * (1 + states * share))
+        one = size * (kept + states * trained)
         self.directory.mkdir(parents=True, exist_ok=True)
         free, needed = shutil.disk_usage(self.directory).free, one * max(1, 2 - written)
         if free >= needed:

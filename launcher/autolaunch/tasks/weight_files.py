@@ -88,16 +88,18 @@ def _pretrained(
             "adapter=none",
             "adapter=none",
         )
-    sources = weights.matching(model, adapted.base_names, new_head)
-    _check_new_head(adapted, {base for base in adapted.base_names.values() if base not in sources})
     state = model.state_dict(keep_vars=True)
-    readers: dict[str, Callable[[Index], torch.Tensor]] = {}
-    for name, base_name in adapted.base_names.items():
-        if base_name in sources:
-            readers[f"model.{name}"] = partial(weights.read, sources[base_name])
-            if construction.knows(state[name]):
-                construction.give(state[name], partial(weights.read, sources[base_name]))
-    return readers
+    base = {base_name: state[name] for name, base_name in adapted.base_names.items()} | adapted.replaced
+    sources = weights.matching(model, base, new_head)
+    _check_new_head(adapted, base.keys() - sources.keys())
+    for base_name, source in sources.items():
+        if construction.knows(base[base_name]):
+            construction.give(base[base_name], partial(weights.read, source))
+    return {
+        f"model.{name}": partial(weights.read, sources[base_name])
+        for name, base_name in adapted.base_names.items()
+        if base_name in sources
+    }
 
 
 def _say_what_is_new(module: pl.LightningModule, names: set[str]) -> None:

@@ -491,7 +491,12 @@ class MeshStrategy(ParallelStrategy):
     @property
     def parameter_count(self) -> int:
         """Number of parameters of the whole model."""
-        return self._applied.parameter_count
+        return self._applied.counts.parameters
+
+    @property
+    def trained_count(self) -> int:
+        """How many of them were not frozen when training was set up."""
+        return self._applied.counts.trained
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

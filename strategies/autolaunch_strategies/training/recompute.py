@@ -45,7 +45,7 @@ def apply_recompute(
     selective = _selective(recompute.save) if recompute.mode == "selective" else None
     context_fn = functools.partial(_contexts, selective, running)
     for block in blocks:
-        _replace_forward(block.module, functools.partial(_checkpointed, context_fn))
+        _replace_forward(block.module, functools.partial(_checkpointed, context_fn, selective))
 
 
 def recomputed_blocks(blocks: Iterable[Block], recompute: Recompute) -> dict[str, str]:
@@ -82,10 +82,15 @@ def _contexts(
     return first, both(both(running(), again), drawing_again())
 
 
-def _checkpointed(context_fn: Callable, forward: Callable) -> Callable:
+def _checkpointed(context_fn: Callable, selective: Callable | None, forward: Callable) -> Callable:
+    # What is compiled is traced once, with what is active then: its passes enter no contexts, and it takes no others.
+    traced: dict[str, Any] = {} if selective is None else {"context_fn": selective}
+
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, **traced, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
     return run
