@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autolaunch_strategies.config import ConfigError, DataParallel, MeshShape, ParallelConfig
+    from autolaunch_strategies.lightning.ema import EMA
     from autolaunch_strategies.lightning.strategy import MeshStrategy
     from autolaunch_strategies.loop.items import items_per_rank
     from autolaunch_strategies.loop.parallelize import clip_grad_norm_, parallelize
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from autolaunch_strategies.tensor.styles.tensor import ColWiseParallel, RowWiseParallel
 
 __all__ = [
+    "EMA",
     "ColWiseParallel",
     "ConfigError",
     "ContextParallel",
@@ -53,6 +55,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "EMA": "lightning.ema",
     "MeshStrategy": "lightning.strategy",
     "SplitPoint": "pipeline.split",
     "to_distributed": "paddle.to_distributed",

@@ -107,8 +107,6 @@ def weights(run: Run, directory: Path) -> dict[str, torch.Tensor]:
             ["256 tokens per step · 2 microbatches", "gradients, optimizer state over dp · 2 blocks", "recompute full"],
             id="zero2-microbatches-recompute",
         ),
-        # Inductor compiles C++ for minutes.
-        pytest.param("mesh=2 compile=true", ["compile on"], id="compile", marks=pytest.mark.full),
     ],
 )
 def test_a_mesh_trains_alike_and_says_what_it_does(
@@ -157,6 +155,7 @@ def test_bf16_mixed_is_close_to_fp32(mixed: Run, alone: Run) -> None:
     assert losses != pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.full
 def test_bf16_true_holds_weights_of_two_bytes(command: Commands, tmp_path: Path) -> None:
     run = command(*TINY, "mesh=2", "precision=bf16-true")
     assert {tensor.dtype for tensor in weights(run, tmp_path / "exported").values()} == {torch.bfloat16}
@@ -217,6 +216,7 @@ def test_what_a_run_leaves(mixed: Run) -> None:
         assert words in mixed.screen
 
 
+@pytest.mark.full
 def test_a_profile_is_written(command: Commands) -> None:
     run = command(*TINY, "mesh=2", "trainer.max_steps=2", "trainer.profiler=simple")
     profiles = sorted(run.directory.glob("fit-profile*"))

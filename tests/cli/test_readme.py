@@ -61,8 +61,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     shutil.copytree(ROOT / "examples", directory / "examples", ignore=shutil.ignore_patterns("outputs", "__pycache__"))
     programs = directory / "bin"
     programs.mkdir()
-    (programs / "autolaunch").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m autolaunch "$@"\n')
-    (programs / "autolaunch").chmod(0o755)
+    for name, words in {"autolaunch": "-m autolaunch ", "python": ""}.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
+        (programs / name).chmod(0o755)
     return directory, environment(PATH=f"{programs}{os.pathsep}{os.environ['PATH']}", COLUMNS="80")
 
 
@@ -81,10 +82,9 @@ def run(command: str, clone: Clone) -> subprocess.CompletedProcess[str]:
         option, count, *words = words
         assert option == "--nproc-per-node"
         return start(torchrun(int(count), *words), timeout=300, cwd=where, env=clone[1])
-    if program == "python":
-        return start([sys.executable, *words], timeout=300, cwd=where, env=clone[1])
-    assert program == "autolaunch" and not {"&&", "||", "|", ";", ">"} & set(words), command
-    return start([sys.executable, "-m", program, *words], timeout=300, cwd=where, env=clone[1])
+    assert program in ("autolaunch", "python") and not {"&&", "||", "|", ";", ">"} & set(words), command
+    module = ["-m", program] if program == "autolaunch" else []
+    return start([sys.executable, *module, *words], timeout=300, cwd=where, env=clone[1])
 
 
 @pytest.mark.parametrize("command", commands())
@@ -113,12 +113,27 @@ def test_example_of_a_lightning_module(ranks: str, clone: Clone) -> None:
     assert accuracy and float(accuracy[1]) > 0.9, ended.stdout
 
 
-@pytest.mark.parametrize("session", blocks("console"))
-def test_message(session: str, clone: Clone) -> None:
-    """As a person sees it: by a shell, in a new process."""
-    command, _, message = session.partition("\n")
+def session(text: str, clone: Clone) -> int:
+    """The exit code of a command that shows what the page says, by a shell, in a new process."""
+    command, _, shown = text.partition("\n")
     ended = in_a_shell(command.removeprefix("$ "), clone)
-    assert (ended.returncode, ended.stdout.strip()) == (2, message.strip())
+    assert ended.stdout.strip() == shown.strip()
+    return ended.returncode
+
+
+SESSIONS = blocks("console")
+SCRIPTS = [text for text in SESSIONS if text.startswith("$ python ")]
+
+
+@pytest.mark.parametrize("text", [text for text in SESSIONS if text not in SCRIPTS])
+def test_message(text: str, clone: Clone) -> None:
+    assert session(text, clone) == 2
+
+
+@pytest.mark.full  # shows what the commands above have trained
+@pytest.mark.parametrize("text", SCRIPTS)
+def test_output_of_a_script(text: str, clone: Clone) -> None:
+    assert session(text, clone) == 0
 
 
 def test_ci_runs_the_two_commands() -> None:

@@ -90,7 +90,7 @@ def test_the_last_of_the_runs_of_a_name(command: Commands) -> None:
     job = ("mesh=1", "checkpoint.every_n_steps=1", "ckpt_path=last")
     first = command(*job, "trainer.max_steps=2", into=runs / "b")
     second = command(*job, "trainer.max_steps=4", into=runs / "a")
-    assert f"ckpt_path=last: going on from step 2, {first.checkpoint}" in second.screen
+    assert f"ckpt_path=last: step 2, {first.checkpoint}" in second.screen
     assert [row["step"] for row in second.rows] == [3, 4]
     third = command(*job, "trainer.max_steps=5", into=runs / "c")
     assert [row["step"] for row in third.rows] == [5]

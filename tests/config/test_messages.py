@@ -299,12 +299,12 @@ WRONG = [
         id="group-of-package",
     ),
     pytest.param(
-        ["trainer.callbacks.lr.logging=step"],
+        ["callbacks.lr.logging=step"],
         Told(
-            "trainer.callbacks.lr={logging:step}",
+            "callbacks.lr={logging:step}",
             "what it is",
             allowed=("_target_",),
-            write="trainer.callbacks.lr._target_=package.Class",
+            write="callbacks.lr._target_=package.Class",
         ),
         id="key-of-open-node",
     ),
@@ -553,8 +553,8 @@ WRONG = [
         id="wrong-item-in-list",
     ),
     pytest.param(
-        ["trainer.callbacks=early_stopping"],
-        Told("trainer.callbacks=early_stopping", "mapping"),
+        ["callbacks=early_stopping"],
+        Told("callbacks=early_stopping", "mapping"),
         id="text-for-mapping",
     ),
     pytest.param(
@@ -708,15 +708,15 @@ WRONG = [
         id="mesh-without-axis",
     ),
     pytest.param(
-        ["mesh=2x2", "compile=true"],
+        ["mesh=mp2xcp2", "compile=true", "mp=auto", "cp=ring"],
         Told(
-            "compile=true with mesh=2x2",
-            "torch.compile",
-            "mp",
-            allowed=("compile=false", "mp of size 1"),
+            "compile=true with mesh=mp2xcp2",
+            "a graph of what each rank computes",
+            "along cp",
+            allowed=("compile=false", "mp or cp of size 1"),
             write="compile=false",
         ),
-        id="compile-with-mp",
+        id="compile-with-mp-and-cp",
     ),
     pytest.param(
         ["compile=true", "random_numbers=by_position"],
@@ -979,12 +979,12 @@ WRONG = [
         id="target-that-is-no-path",
     ),
     pytest.param(
-        ["+trainer.callbacks.early.patience=3"],
+        ["+callbacks.early.patience=3"],
         Told(
-            "trainer.callbacks.early={patience:3}",
+            "callbacks.early={patience:3}",
             "what it is",
             allowed=("_target_",),
-            write="trainer.callbacks.early._target_=package.Class",
+            write="callbacks.early._target_=package.Class",
         ),
         id="callback-without-target",
     ),

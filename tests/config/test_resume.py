@@ -63,7 +63,7 @@ def test_last_of_an_earlier_run_of_the_same_name(tmp_path: Path) -> None:
     newest = checkpoint(runs / "2026-01-02_00-00-00" / "checkpoints", 3, written=1e9 + 60)
     (runs / "2026-01-03_00-00-00").mkdir()
     assert resolve("last", runs / "2026-01-04_00-00-00") == str(newest)
-    assert what_last_is(newest, runs / "2026-01-04_00-00-00") == f"ckpt_path=last: going on from step 3, {newest}"
+    assert what_last_is(newest, runs / "2026-01-04_00-00-00") == f"ckpt_path=last: step 3, {newest}"
     assert what_last_is(newest, newest.parent.parent) is None
 
 

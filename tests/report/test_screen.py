@@ -95,6 +95,21 @@ def test_the_first_panel() -> None:
             id="hybrid",
         ),
         pytest.param({"dp": {"sharding_level": 0}}, "sharded    nothing: every rank of dp holds all of it", id="ddp"),
+        pytest.param(
+            {"adapter": {"name": "lora", "r": 4, "path": None, "modules_to_save": ["lm_head"]}},
+            "trained    lora · rank 4 · lm_head whole",
+            id="adapter",
+        ),
+        pytest.param(
+            {"adapter": {"name": "dora", "r": None, "path": "tuned", "modules_to_save": None}},
+            "trained    dora · from tuned",
+            id="published-adapter",
+        ),
+        pytest.param(
+            {"model": {"name": "hf", "trainable": ["lm_head", "model.norm"]}},
+            "trained    lm_head, model.norm",
+            id="part",
+        ),
         pytest.param({"name": "mine", "task": "validate"}, "╭─ autolaunch validate · mine ─", id="title"),
     ],
 )

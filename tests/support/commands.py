@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,3 +117,23 @@ def begin(words: Sequence[str], *, cold: bool = False, **options: Any) -> Any:
         cold: as a new process, with all its imports.
     """
     return (subprocess.Popen if cold or warm.SERVER not in os.environ else warm.Process)(words, **options)
+
+
+def terminated(words: Sequence[str], directory: Path, lines: int, **options: Any) -> tuple[int, str]:
+    """(exit code, output) of a new process that gets SIGTERM when its metrics.csv has so many lines.
+
+    Args:
+        words: a command line that writes to `directory`.
+    """
+    process = begin(words, cold=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    metrics, patience = directory / "metrics.csv", time.monotonic() + 120
+    try:
+        while not metrics.exists() or metrics.read_text().count("\n") < lines:
+            assert time.monotonic() < patience and process.poll() is None, process.communicate()[0]
+            time.sleep(0.1)
+        process.terminate()
+        screen, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, screen

@@ -14,15 +14,18 @@ from typing import Any
 
 from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
+from autolaunch.config.optimizer_groups import check_groups
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
-from autolaunch.config.schema import IN_ONE_PROCESS, LrFind, defaults_of, last_step
+from autolaunch.config.schema import IN_ONE_PROCESS, MISSING, Eval, Generate, LrFind, defaults_of, last_step
 from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
+from autolaunch.data.prompts import check_prompts
 from autolaunch.machine.devices import visible_devices
 from autolaunch.machine.this_machine import memory_gib
 from autolaunch.models.adapter_config import adapter_settings, check_llama
 from autolaunch.models.facts import ModelFacts, model_facts
+from autolaunch.models.hf_tasks import task_of
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.checkpoint.record import check_allowed
 from autolaunch_strategies.config import (
@@ -72,7 +75,8 @@ def check(
         parallel = {axis: config[axis] for axis in AXES}
         keys = {key: config[key] for key in ("compile", "random_numbers", "ep")}
         errors += config_errors(parallel_config(mesh, **parallel, **keys))
-        errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
+        if config["task"] != "generate":  # which reads no data
+            errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
     with _collected(errors):
         parse_recompute(config["recompute"], config["recompute_save"])
     errors += _plans(config, mesh)
@@ -86,6 +90,9 @@ def check(
     with _collected(errors):
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
+    errors += check_groups(config, where)
+    errors += _generation(config, where)
+    errors += _evaluation(config, where)
     errors += _adapter(config, mesh)
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
@@ -99,7 +106,8 @@ def check(
         if mesh is not None:
             errors += _divisibility(config, mesh, facts, where)
         settled = config if mesh is None else with_batch_parts(config, mesh.pp)
-        errors += check_data(settled["data"], mesh.dp if mesh is not None else 1, facts)
+        if config["task"] != "generate":
+            errors += check_data(settled["data"], mesh.dp if mesh is not None else 1, facts)
     return mesh or MeshShape(), errors
 
 
@@ -490,6 +498,61 @@ def _four_bits(config: Mapping[str, Any], mesh: MeshShape | None) -> Iterator[Co
         )
 
 
+def _generation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """Prompts that are none, and keys of `generate` where nothing is generated."""
+    yield from _unused(config, "generate", Generate, "callbacks=samples generates at each validation", where)
+    if config["task"] != "generate":
+        return
+    keys = config["generate"]
+    if config["module"] is not None or "_target_" in config["model"]:
+        yield ConfigError(
+            "autolaunch generate",
+            "nothing is known of how a class of your own goes on with a text",
+            "model=llama, model=hf",
+        )
+    elif (of := task_of(config["model"])) not in (None, "causal_lm"):
+        yield ConfigError(
+            f"autolaunch generate with model.task={of}",
+            "such a model does not go on with a text",
+            "model.task=causal_lm",
+        )
+    try:
+        check_prompts(keys["prompts"], "generate.prompts")
+    except ConfigError as error:
+        yield error
+
+
+def _unused(config: Mapping[str, Any], task: str, schema: type, instead: str, where: Where) -> Iterator[ConfigError]:
+    """Keys of a task where another one is run."""
+    if config["task"] == task:
+        return
+    for name, default in defaults_of(schema).items():
+        if (value := config[task][name]) != default:
+            allowed = f"autolaunch {task}" + (f"; {instead}" if instead else "")
+            yield ConfigError(where(f"{task}.{name}", value), f"has no effect with {config['task']}", allowed)
+
+
+def _evaluation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """What lm-evaluation-harness needs: itself, tasks, and one model."""
+    yield from _unused(config, "eval", Eval, "", where)
+    if config["task"] != "eval":
+        return
+    keys = config["eval"]
+    if not keys["tasks"]:
+        yield ConfigError("eval.tasks", "which tasks is not said", "names of tasks", "eval.tasks=[hellaswag]")
+    if (keys["path"] is None) == (config["ckpt_path"] is None):
+        yield ConfigError(
+            "autolaunch eval",
+            "which model is not said" if keys["path"] is None else "eval.path and ckpt_path are two models",
+            "the path of a checkpoint, which is exported first, or eval.path, an exported model",
+            "autolaunch eval ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
+        )
+    elif keys["path"] is not None and not (Path(keys["path"]).expanduser() / "config.json").is_file():
+        yield ConfigError(f"eval.path={keys['path']}", "no model: there is no config.json", "a directory of `export`")
+    if importlib.util.find_spec("lm_eval") is None:
+        yield ConfigError("autolaunch eval", "lm_eval is not installed", write="pip install 'autolaunch[eval]'")
+
+
 def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
     """Keys of the planner where nothing is planned."""
     cluster, task = config["cluster"], config["task"]
@@ -588,13 +651,13 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Callbacks, loggers, the module, the optimizer: each a mapping that says what it is by `_target_`."""
     for key in ("model", "data", "optimizer"):
         yield from _absent_module(key, config[key])
-    nodes = {f"trainer.callbacks.{name}": node for name, node in config["trainer"]["callbacks"].items()}
+    nodes = {f"callbacks.{name}": node for name, node in (config["callbacks"] or {}).items()}
     nodes |= {f"logger.{name}": node for name, node in (config["logger"] or {}).items()}
     if config["module"] is not None:
         nodes["module"] = config["module"]
     for key, node in nodes.items():
         if node is None:
-            continue  # `trainer.callbacks.x=null` switches one off
+            continue  # `callbacks.x=null` switches one off
         if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
             yield ConfigError(
                 f"{key}={written(node)}",
@@ -612,6 +675,9 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 "logger=wandb, which has a class of its own" if wandb else "log_model=false",
                 f"{key}._target_=autolaunch.report.wandb_logger.WandbLogger" if wandb else f"{key}.log_model=false",
             )
+        for name, value in node.items():
+            if value == MISSING:
+                yield ConfigError(f"{key}.{name}", "must be given", write=f"{key}.{name}=...")
         if key.startswith("logger.") and (extra := _absent_logger_package(node["_target_"])):
             yield ConfigError(
                 f"{key}._target_={node['_target_']}",

@@ -9,6 +9,7 @@ from typing import Any
 
 import xxhash
 
+from autolaunch.config.optimizer_groups import OPTIONS
 from autolaunch.data.counts import VALIDATION_FRACTION
 from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, expanded, find_files, standard_library_documents
 from autolaunch.data.sources import find_sources
@@ -19,13 +20,6 @@ from autolaunch.models.llama_config import llama_config
 from autolaunch_strategies.checkpoint.record import plain_record
 
 _OPTIMIZERS = {"adamw": "torch.optim.AdamW", "adam": "torch.optim.Adam", "sgd": "torch.optim.SGD"}
-
-_OPTIONS = {
-    "adamw": ("lr", "weight_decay", "betas", "eps"),
-    "adam": ("lr", "weight_decay", "betas", "eps"),
-    "sgd": ("lr", "weight_decay", "momentum"),
-}
-"""Of the group `optimizer`, the keys that an optimizer of ours has a use for."""
 
 _OF_THE_TRAINER = (
     "max_steps", "max_epochs", "max_time", "limit_train_batches", "overfit_batches", "accumulate_grad_batches",
@@ -60,8 +54,10 @@ def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
     if "_target_" not in data:
         record |= {"batch_size": data["batch_size"], "seq_len": data["seq_len"]}
     if config["module"] is None:
-        options = _OPTIONS.get(optimizer["name"], [key for key in optimizer if key not in ("name", "_target_")])
-        record |= {f"optimizer.{key}": optimizer[key] for key in options}
+        options = OPTIONS.get(
+            optimizer["name"], [key for key in optimizer if key not in ("name", "_target_", "groups")]
+        )
+        record |= {f"optimizer.{key}": optimizer[key] for key in (*options, "groups")}
         record |= {f"scheduler.{key}": value for key, value in config["scheduler"].items()}
         if kind := _OPTIMIZERS.get(optimizer["name"]) or _torchs_own(optimizer["_target_"]):
             record["optimizer"] = kind

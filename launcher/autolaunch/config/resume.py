@@ -172,7 +172,7 @@ def what_last_is(checkpoint: Path, output_dir: Path) -> str | None:
     if (damage := damage_passed_over(checkpoint)) is not None:
         return f"ckpt_path=last: {damage}; going on from {checkpoint} instead"
     if not checkpoint.is_relative_to(output_dir):
-        return f"ckpt_path=last: going on from step {read_manifest(checkpoint)['step']}, {checkpoint}"
+        return f"ckpt_path=last: step {read_manifest(checkpoint)['step']}, {checkpoint}"
     return None
 
 

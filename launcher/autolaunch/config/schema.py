@@ -33,9 +33,11 @@ TASKS = {
     "test": "run the test data through a trained model",
     "predict": "write the model's predictions of the validation data to <output_dir>/predictions",
     "lr_find": "train a few steps with a rate that grows, and suggest optimizer.lr by how the loss falls",
+    "generate": "let a model go on with prompts, on any mesh",
     "plan": "show what a run would do, and write it to plan.yaml, without starting it; with cluster= choose it, too",
     "calibrate": "measure this machine for the planner, and write it as a cluster",
     "export": "write a checkpoint as safetensors that `transformers` loads",
+    "eval": "run benchmarks of lm-evaluation-harness on a checkpoint or an exported model",
 }
 """The first word of the command line; `fit` if there is none."""
 
@@ -51,6 +53,7 @@ GROUPS = {
     "optimizer": "",
     "scheduler": "the learning rate over the steps",
     "trainer": "arguments of Lightning's Trainer",
+    "callbacks": "what runs beside the training: one, or several as [early_stopping,ema]",
     "logger": "loggers beside metrics.csv",
     "launch": "how processes are started",
     "cluster": "for which machines `plan` chooses: h100x1024 is 1,024 of them; or the path of a YAML file",
@@ -59,7 +62,7 @@ GROUPS = {
 }
 """The config groups of conf/, and what is chosen by each; all other keys are in no group."""
 
-IN_ONE_PROCESS = ("plan", "export", "calibrate")
+IN_ONE_PROCESS = ("plan", "export", "eval", "calibrate")
 """Tasks that one process does for a mesh of any size, without its devices."""
 
 
@@ -437,9 +440,14 @@ class Optimizer:
     _target_: str | None = option("Import path of a torch.optim.Optimizer class (optimizer=custom).", None)
     lr: float = option("Learning rate (after warm-up).", 1e-3, ge=0)
     weight_decay: float = option("Weight decay, on matrices only (norms and biases have none).", 0.1, ge=0)
-    betas: list[float] = option("Averaging factors of adam and adamw.", [0.9, 0.95])
-    eps: float = option("Epsilon of adam and adamw.", 1e-8, gt=0)
-    momentum: float = option("Momentum of sgd.", 0.0, ge=0)
+    betas: list[float] | None = option("Averaging factors of adam and adamw (null: the class's own).", [0.9, 0.95])
+    eps: float | None = option("Epsilon of adam and adamw (null: the class's own).", 1e-8, gt=0)
+    momentum: float | None = option("Momentum of sgd (null: the class's own).", 0.0, ge=0)
+    groups: list[dict[str, Any]] = option(
+        "Options of their own for parameters by name: [{match: [patterns], lr: ..., weight_decay: ...}]; of several "
+        "that match a parameter, the first counts.",
+        [],
+    )
 
 
 @dataclass
@@ -509,7 +517,6 @@ class Trainer:
         None,
         choices=("simple", "advanced", "pytorch", None),
     )
-    callbacks: dict[str, Any] = option("Callbacks of your own: {name: {_target_: ...}}.", {})
 
 
 @dataclass
@@ -556,6 +563,32 @@ class LrFind:
     min: float = option("The first rate.", 1e-6, gt=0)
     max: float = option("The last rate, unless the loss diverges before.", 1.0, gt=0)
     steps: int = option("How many optimizer steps, each with its rate; in place of trainer.max_steps.", 100, ge=3)
+
+
+@dataclass
+class Generate:
+    """What `autolaunch generate` writes: to generated.jsonl and the screen."""
+
+    prompts: list[Any] = option(
+        "Texts; conversations [{role: user, content: ...}], for the tokenizer's chat template; or lists of token ids.",
+        [],
+    )
+    max_new_tokens: int = option("Tokens after each prompt, at most.", 64, ge=1)
+    temperature: float = option("By what logits are divided before a token is drawn (0: the likeliest).", 0.0, ge=0)
+    top_p: float = option("Draw from the likeliest tokens that have this probability together.", 1.0, gt=0, le=1)
+
+
+@dataclass
+class Eval:
+    """What `autolaunch eval` asks of lm-evaluation-harness (install autolaunch[eval]); it writes eval.json."""
+
+    tasks: list[str] = option("Names of its tasks, such as hellaswag.", [])
+    path: str | None = option("Directory of an exported model (null: ckpt_path is exported first).", None)
+    include_path: str | None = option("Directory with YAML files of tasks of your own.", None)
+    num_fewshot: int | None = option("Examples before each question (null: as the task says).", None, ge=0)
+    limit: int | float | None = option("Questions of each task to ask (a count or a share; null: all).", None, gt=0)
+    batch_size: int = option("Questions that are answered together.", 8, ge=1)
+    chat_template: bool = option("Put questions into the tokenizer's chat template.", False)
 
 
 @dataclass
@@ -660,6 +693,8 @@ class Job:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resume: Resume = field(default_factory=Resume)
     lr_find: LrFind = field(default_factory=LrFind)
+    generate: Generate = field(default_factory=Generate)
+    eval: Eval = field(default_factory=Eval)
     mesh: Mesh = field(default_factory=Mesh)
     model: Any = field(default_factory=LlamaModel)
     adapter: Adapter | None = option("Small parameters to train beside a frozen model.", None)
@@ -671,6 +706,7 @@ class Job:
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
     trainer: Trainer = field(default_factory=Trainer)
+    callbacks: dict[str, Any] = option("What runs beside the training: {name: {_target_: ...}}.", {})
     logger: dict[str, Any] = option("Loggers beside metrics.csv: {name: {_target_: ...}}.", {})
     launch: Any = field(default_factory=LocalLaunch)
     cluster: Cluster | None = option("Machines that `plan` and `-m search=auto` choose a mesh for.", None)

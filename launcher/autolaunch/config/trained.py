@@ -25,7 +25,7 @@ from autolaunch.job import ResolvedJob
 from autolaunch_strategies.checkpoint.record import changes, in_words, plain_record, record_of
 from autolaunch_strategies.config import ConfigError, ConfigErrors
 
-TAKING_TASKS = ("validate", "test", "predict")
+TAKING_TASKS = ("validate", "test", "predict", "generate")
 """Tasks that ask the job of their checkpoint what its weights belong to; `export` reads that job itself."""
 
 

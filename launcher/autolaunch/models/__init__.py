@@ -87,6 +87,11 @@ def build_module(job_config: Mapping[str, Any]) -> LightningModule:
         return module
     model, adapted = build_adapted_model(job_config)
     module = _around(model, job_config)
+    if job_config["optimizer"].get("groups"):
+        from autolaunch.models.language_model import trained_names
+        from autolaunch.models.optimizer import parameter_groups
+
+        parameter_groups(trained_names(module), job_config["optimizer"])  # a wrong name is told before anything else
     if adapted is not None:
         from autolaunch.models.adapters import save_only
 

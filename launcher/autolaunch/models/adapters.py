@@ -19,8 +19,8 @@ from torch import nn
 from autolaunch.models.adapter_config import ALL_LINEAR, AdapterSettings, adapter_settings, ending_with, unmatched
 from autolaunch.models.four_bits import linear_layers, quantise_linear_layers
 from autolaunch.models.hf_tasks import MODEL_TASKS, task_of
+from autolaunch.models.parameter_names import matching
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.plan.patterns import compile_pattern, nearest_names, with_parents
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -137,22 +137,7 @@ def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
     trained: set[int] = set()
     parameters = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        where = f"model.trainable: {pattern}"
-        try:
-            compiled = compile_pattern(pattern)
-        except ConfigError as error:
-            raise ConfigError(where, error.problem, error.allowed) from error
-        matches = {id(parameter) for name, parameter in parameters if any(map(compiled.fullmatch, with_parents(name)))}
-        if not matches:
-            close = nearest_names(pattern, dict.fromkeys(part for name, _ in parameters for part in with_parents(name)))
-            meant = f"; near it: {', '.join(close)}" if close else ""
-            raise ConfigError(
-                where,
-                f"no parameter or module of {type(model).__name__} has this name{meant}",
-                "names, with * for one part, or regular expressions over whole names",
-                f"model.trainable=[{close[0]}]" if close else "",
-            )
-        trained |= matches
+        trained |= matching(pattern, parameters, "model.trainable", type(model).__name__, "model.trainable=[{}]")
     for _, parameter in parameters:
         parameter.requires_grad_(id(parameter) in trained)
 

@@ -74,7 +74,7 @@ class MeanLossModule(LightningModule):
         self.log(name, loss, batch_size=int(self.num_items_in_batch(batch)), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return optimizer_and_schedule(self.parameters(), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
+        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
 
 
 class LanguageModel(MeanLossModule):
@@ -134,6 +134,16 @@ class LanguageModel(MeanLossModule):
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """The likeliest next token at every position, [b, s] int64."""
         return self._logits(batch).argmax(dim=-1)
+
+    def next_logits(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [b, vocab] of the token behind one of `positions` [b] in each row of `input_ids` [b, s]."""
+        return self(input_ids)[torch.arange(len(positions)), positions]
+
+
+def trained_names(module: LightningModule) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a module around `model` by the model's own names, tied ones under each of theirs."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [(name.removeprefix("model."), parameter) for name, parameter in named]
 
 
 class SupervisedModule(LightningModule):
@@ -228,7 +238,7 @@ class SupervisedModule(LightningModule):
         return self._run(batch, with_target=False)[0]
 
     def configure_optimizers(self) -> Any:
-        return optimizer_and_schedule(self.parameters(), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
+        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
 
 
 def _target_key(batch: Mapping[str, Any]) -> str | None:

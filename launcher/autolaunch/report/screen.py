@@ -46,6 +46,7 @@ def show_start(
     """
     rows = [
         ("model", _model(job, parameters, trained)),
+        ("trained", _trained_part(job)),
         ("mesh", _mesh(job)),
         ("chosen", _choice(describe)),
         ("mp", _plan(job, describe)),
@@ -194,7 +195,20 @@ def _model(job: Mapping[str, Any], parameters: int, trained: int | None) -> str:
         count = f"{readable_count(trained)} of {count} trained"
     adapter = job.get("adapter") or {}
     bits = f"{adapter['quant_type']} where frozen and linear" if adapter.get("name") == "qlora" else ""
-    return joined(name, adapter.get("name", ""), count, bits)
+    return joined(name, count, bits)
+
+
+def _trained_part(job: Mapping[str, Any]) -> str:
+    """What of the model is trained; empty if all of it is."""
+    if not (adapter := job.get("adapter")):
+        return ", ".join((job.get("model") or {}).get("trainable") or [])
+    whole = ", ".join(adapter["modules_to_save"] or [])
+    return joined(
+        str(adapter["name"]),
+        f"rank {adapter['r']}" if adapter["r"] else "",
+        f"from {_shown(adapter['path'])}" if adapter["path"] else "",
+        f"{whole} whole" if whole else "",
+    )
 
 
 def _mesh(job: Mapping[str, Any]) -> str:

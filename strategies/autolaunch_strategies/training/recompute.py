@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation of blocks, in place: names of parameters stay what they are."""
+"""Activation checkpointing of blocks, in place: names of parameters stay what they are."""
 
 from __future__ import annotations
 
@@ -60,15 +60,6 @@ def recomputed_blocks(blocks: Iterable[Block], recompute: Recompute) -> dict[str
     return {block.name: how for number, block in enumerate(blocks) if every and number % every == 0}
 
 
-def apply_compile(blocks: Iterable[Block], mode: bool | str) -> None:
-    """Compile the forward of every block by itself (hooks around it stay eager)."""
-    if not mode:
-        return
-    options: dict[str, Any] = {} if mode is True else {"mode": mode}
-    for block in blocks:
-        _replace_forward(block.module, lambda forward: torch.compile(forward, **options))
-
-
 def _replace_forward(module: nn.Module, change: Callable[[Callable], Callable]) -> None:
     forward = module.forward
     module.forward = functools.wraps(forward)(change(forward))
@@ -96,7 +87,12 @@ def _checkpointed(context_fn: Callable, selective: Callable | None, forward: Cal
     return run
 
 
-def _selective(save: Iterable[str]) -> Callable:
+def saved_operators(save: Iterable[str]) -> set[Any]:
+    """The operators that names in `recompute_save` stand for.
+
+    Raises:
+        ConfigError: a name that is neither a group nor an aten operator.
+    """
     kept: set[Any] = set()
     for name in save:
         operators = SAVE_GROUPS.get(name, (name.removeprefix("aten."),))
@@ -110,6 +106,11 @@ def _selective(save: Iterable[str]) -> Callable:
         kept |= packets
         if name == "attention":
             kept.add(CONTEXT_ATTENTION)
+    return kept
+
+
+def _selective(save: Iterable[str]) -> Callable:
+    kept = saved_operators(save)
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         packet = getattr(operator, "overloadpacket", None)
