@@ -167,8 +167,9 @@ class TracedForward:
         elif len(self._graphs) == _MOST_GRAPHS:
             raise _CanNotBeTraced(f"it is called in more than {_MOST_GRAPHS} ways (sizes of tensors, attributes)")
         else:
-            traced = self._graphs[signature] = _Traced()
+            traced = _Traced()
             outputs = self._first_run(traced, tensors, places, kinds, spec)
+            self._graphs[signature] = traced
         assert traced.spec is not None
         return tree_unflatten(_closed(outputs, traced.kinds), traced.spec)
 
