@@ -45,6 +45,16 @@ STYLES = (
 
 WRONG = [
     pytest.param(
+        ["mesh=2", "ep=2"],
+        Told("ep=2 with model=llama", "no mixture of experts", allowed=("ep=1",), write="ep=1"),
+        id="experts-of-a-dense-model",
+    ),
+    pytest.param(
+        ["model=hf", "model.config.model_type=mixtral", "+model.config.num_local_experts=6", "mesh=4", "ep=4"],
+        Told("ep=4 with model=hf", "6 experts can't be shared out evenly", allowed=("1, 2",), write="ep=2"),
+        id="more-ranks-than-experts-divide-by",
+    ),
+    pytest.param(
         [
             "data=documents",
             "data.streaming=true",

@@ -40,6 +40,7 @@ from autolaunch_strategies.config import (
     parse_order,
     parse_recompute,
 )
+from autolaunch_strategies.config.experts import check_experts
 from autolaunch_strategies.config.values import Where, typed, written
 from autolaunch_strategies.plan.context import check_backends, read_context_plan
 from autolaunch_strategies.plan.rules import read_plan
@@ -72,9 +73,8 @@ def check(
         mesh = _mesh(config, started_ranks)
     if mesh is not None:
         parallel = {axis: config[axis] for axis in AXES}
-        errors += config_errors(
-            parallel_config(mesh, **parallel, compile=config["compile"], random_numbers=config["random_numbers"])
-        )
+        keys = {key: config[key] for key in ("compile", "random_numbers", "ep")}
+        errors += config_errors(parallel_config(mesh, **parallel, **keys))
         if config["task"] != "generate":  # which reads no data
             errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
     with _collected(errors):
@@ -230,6 +230,11 @@ def _divisibility(
             f"mp of size {fitting}, or a plan of your own that leaves attention whole, with mp.base=none",
         )
     yield from _layers(config["pp"], mesh, facts)
+    if config["ep"] > 1 and facts.num_experts is not None:
+        try:
+            check_experts(config["ep"], facts.num_experts, f"model={facts.name}", mesh.dp * mesh.cp * mesh.mp)
+        except ConfigError as error:
+            yield error
 
 
 def _layers(pp: Mapping[str, Any] | None, mesh: MeshShape, facts: ModelFacts) -> Iterator[ConfigError]:

@@ -22,6 +22,8 @@ class ModelFacts:
     intermediate_size: int | None = None
     vocab_size: int | None = None
     max_seq_len: int | None = None
+    num_experts: int | None = None
+    """Of a layer with a mixture of them; 0 where there is none."""
     attention_dropout: tuple[str, float] | None = None
     """The key that says how many attention weights are dropped in training, and that share; None if it is none."""
 
@@ -34,6 +36,7 @@ _SPELLINGS = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size"),
     "vocab_size": ("vocab_size",),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
 }
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -53,15 +56,18 @@ def model_facts(model_cfg: Mapping[str, Any]) -> ModelFacts:
         return ModelFacts(name)
     if name == "llama":
         config = llama_config(model_cfg)
-        return ModelFacts(name, **{size: getattr(config, size) for size in _SPELLINGS})
+        sizes: dict[str, Any] = {size: getattr(config, size, 0) for size in _SPELLINGS}  # it has no experts
+        return ModelFacts(name, **sizes)
     fields = read_hf_config(model_cfg)
     # Models of text and images keep the sizes of their decoder one level down.
     fields = {**fields, **fields.get("text_config", {})}
-    sizes: dict[str, int] = {}
+    sizes = {}
     for size, spellings in _SPELLINGS.items():
         values = (fields.get(spelling) for spelling in spellings)
         number = next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
         if number is not None:
             sizes[size] = number
+    if model_cfg.get("path") is not None:  # its config.json says everything; of a model_type it is what was typed
+        sizes.setdefault("num_experts", 0)
     shares = {key: value for key in _DROPOUTS if isinstance(value := fields.get(key), int | float) and value}
     return ModelFacts(name, **sizes, attention_dropout=next(iter(shares.items()), None))

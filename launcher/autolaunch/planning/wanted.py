@@ -39,6 +39,8 @@ def wanted_by(overrides: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
     for axis in AXES:
         if f"mesh.{axis}" in typed and config["mesh"][axis] != -1:
             wanted[axis] = (int(config["mesh"][axis]),)
+    if config["ep"] > 1:
+        _refuse({"ep": ""}, "ep", "the planner doesn't propose ep: it counts whole experts on every rank", "ep=1")
     _refuse(typed, "dp.shard", "the planner counts replicas", "dp.replicate=...")
     _refuse(typed, "pp.split_spec", "the planner says itself where to cut", "pp.split=balanced or pp.split=even")
     if _is_typed("dp", typed):

@@ -33,6 +33,8 @@ class StepMetrics(pl.Callback):
         """The logged step from which on loss or gradient norm have not been finite; None if they are. Equal on all
         ranks."""
         self.seconds, self.steps_timed, self.tokens_timed = array("d"), array("q"), array("q")
+        self.worst_expert_load: tuple[str, float] | None = None
+        """At the latest record, of a mixture: which layer has the least even load, and its busiest over its mean."""
         self._csv: MetricsCsv | None = None
         self._data_parallel = 1
         self._loss_sum: torch.Tensor | None = None
@@ -162,6 +164,10 @@ class StepMetrics(pl.Callback):
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if every and self._step // every > previous // every:
             values = asdict(self._record(trainer, getattr(trainer.strategy, "last_grad_norm", None)))
+            worst = getattr(trainer.strategy, "worst_expert_load", lambda: None)()
+            if worst is not None:
+                self.worst_expert_load = worst
+                values["expert_imbalance"] = worst[1]
             if trainer.is_global_zero:
                 for logger in trainer.loggers:
                     if isinstance(logger, MetricsCsv):

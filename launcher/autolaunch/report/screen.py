@@ -52,6 +52,7 @@ def show_start(
         ("mp", _plan(job, describe)),
         ("pipeline", _pipeline(describe)),
         ("cp", _sequences(job, describe)),
+        ("experts", _experts(describe)),
         ("data", _data(job)),
         ("training", _training(job) if job["task"] == "fit" else ""),
         ("precision", _precision(job)),
@@ -114,6 +115,8 @@ def _steps(account: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]:
         yield "cp", f"{names}: {kind}"
     for warning in cp.get("warnings", ()):
         yield "cp", Text(warning, style="yellow")
+    for names, reason in _alike(account.get("ep", {}).get("reasons", {})):
+        yield "ep", f"{names}: ExpertParallel ({reason})"
     for step in ("recompute", "compile"):
         if blocks := account[step].get("blocks"):
             yield step, f"{len(blocks)} of {len(account['blocks']['found'])} blocks: {account[step]['mode']}"
@@ -144,6 +147,7 @@ def show_end(summary: Mapping[str, Any], console: Console, losses: Sequence[floa
         ("steps", f"{steps:,} in {seconds}") if fit else ("time", seconds),
         ("speed", _speed(summary)),
         ("pipeline", _idle(summary.get("pipeline") or {})),
+        ("experts", _load(summary.get("experts") or {})),
         ("memory", _peak(summary)),
         *((name, f"{value:.6g}") for name, value in (summary.get("metrics") or {}).items()),
         ("restarts", str(summary.get("restarts") or "")),
@@ -260,6 +264,18 @@ def _sequences(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
     return joined(cp["backend"], f"{ranks} ranks{places}", tokens)
 
 
+def _experts(describe: Mapping[str, Any]) -> str:
+    ep = describe.get("ep", {})
+    if not ep:
+        return ""
+    counts = sorted(set(ep["experts_per_rank"].values()))
+    return joined(
+        f"ep {ep['degree']} × efsdp {ep['efsdp']}",
+        f"{' or '.join(map(str, counts))} experts of a layer per rank",
+        counted(len(ep["plan"]), "mixture"),
+    )
+
+
 def _sharded_sequences(cp: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """(what happens there, names of modules) of each kind of layer that sharded sequences go through."""
     if names := [*cp.get("regions", ()), *cp.get("layers", ())]:
@@ -370,6 +386,12 @@ def _idle(pipeline: Mapping[str, Any]) -> str:
     if measured is None:
         return ""
     return f"idle {measured:.1%} of the time" + (f" ({expected:.1%} expected)" if expected is not None else "")
+
+
+def _load(experts: Mapping[str, Any]) -> str:
+    if not experts:
+        return ""
+    return f"busiest {experts['imbalance']:.2f} × the mean, in {experts['worst_layer']}"
 
 
 def _peak(summary: Mapping[str, Any]) -> str:

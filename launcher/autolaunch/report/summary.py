@@ -56,6 +56,9 @@ def collect_summary(
         "checkpoint": _checkpoint(trainer) if task == "fit" else None,
         "seconds": time.time() - started,
     }
+    if training and step_metrics is not None and step_metrics.worst_expert_load is not None:
+        layer, imbalance = step_metrics.worst_expert_load
+        summary["experts"] = {"worst_layer": layer, "imbalance": imbalance, "dropped_tokens": 0}
     if metrics is not None:
         summary["metrics"] = {name: float(value) for name, value in metrics.items()}
     if error is not None:

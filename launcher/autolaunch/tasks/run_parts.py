@@ -47,6 +47,7 @@ def build_strategy(config: Mapping[str, Any], recorded: Mapping[str, Any] | None
         recompute_save=config["recompute_save"],
         compile=config["compile"],
         random_numbers=config["random_numbers"],
+        ep=config["ep"],
         own_plan=own_plan(config),
         timeout=config["launch"]["collective_timeout"],
         first_step_timeout=config["launch"]["first_step_timeout"],

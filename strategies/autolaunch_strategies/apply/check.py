@@ -64,6 +64,47 @@ def config_errors(config: ParallelConfig) -> list[ConfigError]:
         )
     errors += _check_pipeline(config)
     errors += _check_context(config)
+    if not errors:
+        errors += _check_experts(config)
+    return errors
+
+
+def _check_experts(config: ParallelConfig) -> list[ConfigError]:
+    """A degree of experts that does not divide the ranks among which parameters are sharded."""
+    if -1 in config.mesh.sizes.values() or config.ep == 1:
+        return []
+    ranks, mesh = config.expert_ranks, config.mesh
+    fitting = [str(size) for size in range(1, ranks + 1) if ranks % size == 0]
+    if str(config.ep) in fitting:
+        errors = []
+    else:
+        errors = [
+            ConfigError(
+                f"ep={config.ep} with mesh={config.mesh.name}",
+                "experts are shared out over ranks of dp x cp x mp (of dp those of one replica), which are "
+                f"{ranks // (mesh.cp * mesh.mp)} x {mesh.cp} x {mesh.mp} = {ranks} here",
+                f"a divisor of {ranks}: {', '.join(fitting)}",
+                f"ep={max(int(size) for size in fitting if int(size) <= config.ep)}",
+            )
+        ]
+    if config.dp.reduce_dtype == "fp16":
+        errors.append(
+            ConfigError(
+                f"dp.reduce_dtype=fp16 with ep={config.ep}",
+                "torch divides gradients in fp16 twice where experts are not sharded any further",
+                "dp.reduce_dtype=bf16, fp32 or null",
+                "dp.reduce_dtype=fp32",
+            )
+        )
+    if config.compile:
+        errors.append(
+            ConfigError(
+                f"compile={str(config.compile).lower()} with ep={config.ep}",
+                "how many tokens each expert gets is known only while Python runs",
+                "compile=false, or ep=1",
+                "compile=false",
+            )
+        )
     return errors
 
 

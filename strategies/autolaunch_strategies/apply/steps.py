@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -26,6 +26,14 @@ from autolaunch_strategies.context.parallel import (
     shard_sequences,
 )
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule, apply_data_parallel, sharding_reasons
+from autolaunch_strategies.experts.auxiliary import balance_whole_batch, balanced_models
+from autolaunch_strategies.experts.find import Mixture
+from autolaunch_strategies.experts.parallel import (
+    ExpertParallelModule,
+    account_of_experts,
+    apply_experts,
+    mixtures_for,
+)
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
 from autolaunch_strategies.model.construction import Construction
@@ -65,6 +73,11 @@ class Look:
     training: TracedStep | None = None
     """What the module does with a batch, if it is known."""
 
+    @property
+    def mixtures(self) -> list[Mixture]:
+        """The mixtures whose experts are shared out."""
+        return mixtures_for(self.module, self.config)
+
     def steps(self, model: nn.Module) -> Steps:
         """What the module shows of how `model`, a part of it, is called."""
         example = getattr(self.module, "example_input_array", None)
@@ -90,6 +103,7 @@ class Site:
     pipeline: Pipeline | None = None
     model_parallel: ModelParallelModule | None = None
     context_parallel: ContextParallelModule | None = None
+    expert_parallel: ExpertParallelModule = field(default_factory=ExpertParallelModule)
     data_parallel: DataParallelModule | None = None
 
     def is_elsewhere(self, module: nn.Module) -> bool:
@@ -175,11 +189,15 @@ class Styles(Step):
         self.model, prefix = planned_part(look.module)
         self.rules, whole = _rules(look, self.model)
         self.matches, warnings = matched(self.model, self.rules, prefix)
+        modules = dict(self.model.named_modules())
+        experts = {part for mixture in look.mixtures for part in mixture.module.modules()}
+        parts = {parameter: look.config.ep for module in experts for parameter in module.parameters()}
+        self.matches = [match for match in self.matches if modules[match.module] not in experts]
         self.warnings = [*whole, *(line for line in warnings if not line.startswith(f"{CONTEXT_PLAN}: "))]
         self.context_warnings = [line for line in warnings if line.startswith(f"{CONTEXT_PLAN}: ")]
         self.share = ""
         if look.config.mesh.mp > 1 and next(self.model.parameters(), None) is not None:
-            self.share = share_in_words(*share_per_rank(self.model, self.matches, look.config.mesh.mp))
+            self.share = share_in_words(*share_per_rank(self.model, self.matches, look.config.mesh.mp, parts))
         self.marked, self.context = Marked(), dict[str, Any]()
         if look.config.mesh.cp > 1:
             assert look.config.cp is not None
@@ -211,6 +229,49 @@ class Styles(Step):
         assert site.model_parallel is not None and site.context_parallel is not None
         site.model_parallel.begin()
         shard_sequences(site.context_parallel, site.module, site.blocks, self.marked, site.is_elsewhere)
+
+
+class SharesExperts(Step):
+    """Give each rank some of the experts of every mixture, and let tokens travel to them."""
+
+    name = "experts (ep)"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        self.mixtures = look.mixtures
+
+    def account(self) -> dict[str, Any]:
+        if not self.mixtures:
+            return {}
+        return {"ep": account_of_experts(self.mixtures, self.config.ep, self.config.expert_ranks)}
+
+    def apply(self, site: Site) -> None:
+        if self.mixtures:
+            site.expert_parallel = apply_experts(site.module, self.mixtures, site.mesh, self.config, site.is_elsewhere)
+
+
+class BalancesRouters(Step):
+    """Let the auxiliary loss of routers see the whole batch: the tokens of all ranks along dp."""
+
+    name = "router losses (dp)"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        self.models, others = balanced_models(look.module) if look.config.mesh.dp > 1 else ({}, {})
+        self.warnings = [
+            f"{name} ({type(module).__name__}): its auxiliary loss is computed of each rank's share of the batch"
+            for name, module in others.items()
+        ]
+
+    def account(self) -> dict[str, Any]:
+        names = list(self.models)
+        return if_any("router_losses", if_any("whole_batch", names) | if_any("warnings", self.warnings))
+
+    def apply(self, site: Site) -> None:
+        for warning in self.warnings:
+            log.warning(warning)
+        if (group := site.mesh.group("dp")) is not None:
+            balance_whole_batch(self.models.values(), group)
 
 
 class Recomputes(Step):
@@ -296,7 +357,9 @@ class Shards(Step):
         }
 
     def apply(self, site: Site) -> None:
-        site.data_parallel = apply_data_parallel(site.module, site.blocks, site.mesh, self.config.dp)
+        site.data_parallel = apply_data_parallel(
+            site.module, site.blocks, site.mesh, self.config.dp, site.expert_parallel.groups
+        )
 
     def begin(self, site: Site) -> None:
         assert site.data_parallel is not None
@@ -312,7 +375,9 @@ class Materialises(Step):
         materialise(site.module, site.device, site.construction, site.files)
 
 
-STEPS: tuple[type[Step], ...] = (CutStages, SharesStatistics, Styles, Recomputes, Compiles, Shards, Materialises)
+STEPS: tuple[type[Step], ...] = (
+    CutStages, SharesStatistics, Styles, SharesExperts, BalancesRouters, Recomputes, Compiles, Shards, Materialises,
+)  # fmt: skip
 """In the order in which they are applied."""
 
 BEGIN: tuple[type[Step], ...] = (Styles, Shards, CutStages)

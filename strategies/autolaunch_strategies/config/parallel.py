@@ -31,6 +31,18 @@ class ParallelConfig:
     recompute: Recompute = field(default_factory=Recompute)
     compile: bool | str = False
     random_numbers: str = "by_rank"
+    ep: int = 1
+    """Over how many ranks of dp-shard x cp x mp the experts of a mixture are shared out."""
+
+    @property
+    def expert_ranks(self) -> int:
+        """Over how many ranks experts are shared out, or sharded: dp x cp x mp, of one replica where state is sharded.
+
+        Raises:
+            ConfigError: as `DataParallel.split`.
+        """
+        replicas, shards = self.dp.split(self.mesh.dp)
+        return (shards if self.dp.sharding_level else replicas) * self.mesh.cp * self.mesh.mp
 
     @property
     def ulysses(self) -> int:
@@ -48,6 +60,7 @@ def parallel_config(
     recompute_save: Iterable[str] = ("mm", "attention"),
     compile: bool | str = False,
     random_numbers: str = "by_rank",
+    ep: int = 1,
 ) -> ParallelConfig:
     """Build a `ParallelConfig` from what people write in Python or YAML.
 
@@ -58,6 +71,7 @@ def parallel_config(
         pp: a `PipelineParallel`, its fields as a mapping, or none, exact, or the name of a schedule.
         cp: a `ContextParallel`, its fields as a mapping, or none, or the name of a backend.
         random_numbers: one of `RANDOM_NUMBERS`.
+        ep: over how many ranks the experts of a mixture are shared out.
 
     Raises:
         ConfigError: an unknown field, a wrong shape or a wrong value.
@@ -87,6 +101,8 @@ def parallel_config(
             ", ".join(RANDOM_NUMBERS),
             f"random_numbers={close or 'by_position'}",
         )
+    if not isinstance(ep, int) or isinstance(ep, bool) or ep < 1:
+        raise ConfigError(f"ep={ep}", "not a degree", "a whole number of 1 or more", "ep=2")
     return ParallelConfig(
         mesh,
         data_parallel,
@@ -96,4 +112,5 @@ def parallel_config(
         parse_recompute(recompute, recompute_save),
         compile,
         random_numbers,
+        ep,
     )

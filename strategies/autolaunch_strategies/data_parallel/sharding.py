@@ -176,7 +176,7 @@ def apply_data_parallel(
     """
     pipelined = mesh.shape.pp > 1
     if mesh.group(*SHARDING_AXES) is None and not dp.acts_on_one_rank:
-        return DataParallelModule(root, 0)
+        return DataParallelModule(root, 0, dict(other_groups))
     usual = GradientGroup.of_mesh(mesh, sharded=dp.sharding_level > 0)
     groups = {name: other_groups.get(name, usual) for name, _ in root.named_parameters()}
     if dp.sharding_level == 0:
@@ -240,7 +240,8 @@ def _shard(module: nn.Module, group: GradientGroup, **options: Any) -> None:
     sharded = fully_shard(module, mesh=group.mesh, **options)
     if group.divisor != group.mesh.size():
         sharded.set_gradient_divide_factor(group.divisor)
-        sharded.set_force_sum_reduction_for_comms(group.mesh.size() > 1)  # gloo has no other
+        # gloo has no other; where nothing is scattered torch would divide by the factor twice
+        sharded.set_force_sum_reduction_for_comms(group.mesh.size(group.mesh.ndim - 1) > 1)
 
 
 def sharding_reasons(

@@ -41,6 +41,7 @@ from autolaunch_strategies.data_parallel.gradients import (
     scale_gradients,
 )
 from autolaunch_strategies.data_parallel.position import ordered
+from autolaunch_strategies.experts.load import ExpertLoad
 from autolaunch_strategies.lightning.batches import Batches
 from autolaunch_strategies.lightning.checkpoints import Checkpoints
 from autolaunch_strategies.lightning.collectives import Collectives
@@ -92,6 +93,7 @@ class MeshStrategy(ParallelStrategy):
         random_numbers: what dropout drops while training: what a generator on each rank says (by_rank; on one rank the
             numbers of plain Lightning), or what belongs to the place of an element in the run (by_position; the same on
             every mesh, and other ones than by_rank).
+        ep: over how many ranks of dp x cp x mp the experts of a mixture are shared out.
         process_group_backend: torch.distributed's backend; by default gloo for CPU, nccl (and gloo) for GPU.
         timeout: seconds after which a collective that a rank never joins is an error, once the first training step is
             done; at least ten times as long as that step.
@@ -133,6 +135,7 @@ class MeshStrategy(ParallelStrategy):
         recompute_save: Iterable[str] = ("mm", "attention"),
         compile: bool | str = False,
         random_numbers: str = "by_rank",
+        ep: int = 1,
         process_group_backend: str | None = None,
         timeout: float = 600.0,
         first_step_timeout: float = 1800.0,
@@ -150,7 +153,7 @@ class MeshStrategy(ParallelStrategy):
     ) -> None:
         if mesh == "auto":
             mesh = parse_mesh("-1")
-        self.parallel = parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers)
+        self.parallel = parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers, ep)
         self.place = Place(self.parallel, process_group_backend, timeout, first_step_timeout)
         self.collectives = Collectives(self.place)
         self.batches = Batches(batch_size)
@@ -185,6 +188,7 @@ class MeshStrategy(ParallelStrategy):
         self._steps: StagedSteps | None = None
         self._numbers: PositionedNumbers | None = None
         self._items: ItemCounts | None = None
+        self._load: ExpertLoad | None = None
         self._samples_before = 0
         self._first_step_began: float | None = None
         self._is_warm = False
@@ -423,6 +427,8 @@ class MeshStrategy(ParallelStrategy):
             self.construction.remember(module)
         with _constants_kept(module, self.precision_plugin):
             self.precision_plugin.convert_module(module)
+        if fitting and not self.parallel.compile:  # what counts would break the graph of a block
+            self._load = ExpertLoad(module)
         self._applied = apply_parallelism(
             module,
             self.parallel,
@@ -468,6 +474,13 @@ class MeshStrategy(ParallelStrategy):
     def describe(self) -> dict[str, Any]:
         """What was applied to the module, in order and with reasons, as plain data."""
         return self._applied.account
+
+    def worst_expert_load(self) -> tuple[str, float] | None:
+        """(the layer of experts with the least even load, tokens of its busiest expert over those of the mean one).
+
+        Over all ranks, of everything trained since the last call; None without a mixture of experts. Collective.
+        """
+        return None if self._load is None else self._load.worst(self.rank_mesh, self.root_device)
 
     def measured_idle_share(self) -> float | None:
         """The share of a training step, from 0 to 1, in which the ranks of a pipeline computed nothing.

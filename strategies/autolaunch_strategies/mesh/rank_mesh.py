@@ -130,3 +130,24 @@ class RankMesh:
         if "dp_replicate" not in names:
             return flat
         return join_meshes(self.device_mesh["dp_replicate"], flat)
+
+    def expert_mesh(self, ep: int, over_replicas: bool) -> DeviceMesh:
+        """The mesh of the parameters of experts: dims `dp_replicate` (if there are replicas), `efsdp` and `ep`.
+
+        The ranks of dp_shard x cp x mp, neighbours first, are cut into groups of `ep`: within one each rank has other
+        experts, and ranks at the same place of theirs, along efsdp, have the same. Stages have meshes of their own.
+        Collective: every rank of the mesh calls it, and gets another one each time.
+
+        Args:
+            over_replicas: take replicas for ranks of dp_shard, where nothing is sharded over dp.
+        """
+        names = self.device_mesh.mesh_dim_names
+        assert names is not None
+        outer = [name for name in ("pp", *(() if over_replicas else ("dp_replicate",))) if name in names]
+        inner = [name for name in names if name not in outer]
+        sizes = [self.device_mesh.size(names.index(name)) for name in outer]
+        ranks = self.device_mesh.mesh.permute([names.index(name) for name in (*outer, *inner)]).reshape(*sizes, -1)
+        assert ranks.shape[-1] % ep == 0
+        ranks = ranks.sort(dim=-1).values.reshape(*sizes, -1, ep)
+        whole = DeviceMesh(self.device_mesh.device_type, ranks, mesh_dim_names=(*outer, "efsdp", "ep"))
+        return whole[tuple(name for name in whole.mesh_dim_names or () if name != "pp")]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from torch import nn
 
@@ -15,10 +16,15 @@ _NAMED = 3
 """How many of the parameters that stay whole are named."""
 
 
-def share_per_rank(model: nn.Module, matches: Iterable[Match], ranks: int) -> tuple[float, dict[str, float]]:
+def share_per_rank(
+    model: nn.Module, matches: Iterable[Match], ranks: int, parts: Mapping[nn.Parameter, int] = MappingProxyType({})
+) -> tuple[float, dict[str, float]]:
     """(the part of all numbers that a rank holds at most, kind of parameter that stays whole -> its part).
 
     The numbers in the name of a kind are `*`. What torch's styles and those of a user shard counts as whole.
+
+    Args:
+        parts: parameters of which a rank holds one of so many parts whatever the plan is, as of experts.
     """
     sharded = _sharded_dims(model, matches, ranks)
     total = held = 0
@@ -28,6 +34,8 @@ def share_per_rank(model: nn.Module, matches: Iterable[Match], ranks: int) -> tu
         if id(parameter) in sharded and part:
             size = parameter.shape[sharded[id(parameter)]]
             part = part // size * -(-size // ranks)
+        elif parameter in parts:
+            part //= parts[parameter]
         else:
             whole[re.sub(r"\d+", "*", name)] += part
         total, held = total + parameter.numel(), held + part

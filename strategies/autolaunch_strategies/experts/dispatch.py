@@ -1,0 +1,105 @@
+"""Bring tokens to the ranks that hold their experts, and what these make of them back.
+
+The forward of the experts stays their own: it is called with the rows that have arrived here, each for one expert and
+with weight one. What a token's experts return is weighted and summed on the rank that it came from.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autolaunch_strategies.experts.exchange import all_shares, exchange, own_share
+from autolaunch_strategies.tensor.views import plain
+
+
+class Dispatch:
+    """Takes the place of the forward of a module with the parameters of some experts, `experts` in all.
+
+    Args:
+        module: with parameters [experts, ...], DTensors over the ranks of `group`.
+        group: the ranks over which the experts are shared out.
+        same_tokens: ranks that are called with the same tokens, which each does a part of; None if there are none.
+    """
+
+    def __init__(
+        self, module: nn.Module, experts: int, group: dist.ProcessGroup, same_tokens: dist.ProcessGroup | None
+    ) -> None:
+        self.module, self.experts, self.group, self.same_tokens = module, experts, group, same_tokens
+        self._forward: Callable[..., torch.Tensor] = module.forward
+        module.forward = functools.wraps(self._forward)(self)
+
+    @property
+    def local(self) -> int:
+        """How many experts this rank holds."""
+        return self.experts // self.group.size()
+
+    def __call__(self, hidden: Any, index: Any, weights: Any) -> torch.Tensor:
+        """What experts make of tokens.
+
+        Args:
+            hidden: [T, D], index: [T, K] numbers of experts, weights: [T, K].
+        """
+        hidden, index, weights = plain(hidden), plain(index), plain(weights)
+        shape, total = hidden.shape, len(index)
+        hidden = hidden.reshape(total, -1)
+        if self.same_tokens is not None:
+            hidden, weights = own_share(hidden, self.same_tokens), own_share(weights, self.same_tokens)
+            index = own_share(index, self.same_tokens)
+        mixed = self._mixed(hidden, index, weights)
+        if self.same_tokens is not None:
+            mixed = all_shares(mixed, total, self.same_tokens)
+        # No view: `fully_shard` loses sight of what is changed in place, as models do with what they add.
+        return mixed if mixed.shape == shape else mixed.reshape(shape).clone()
+
+    def _mixed(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        tokens, chosen = index.shape
+        order = index.flatten().argsort(stable=True)
+        sent, received, arriving = self._counts(index)
+        rows = exchange(hidden[order // chosen], sent, received, self.group)
+        numbers = torch.arange(self.local, device=index.device).repeat(self.group.size())
+        made = self._of_own(rows, numbers.repeat_interleave(arriving.flatten(), output_size=sum(received)), weights)
+        back = exchange(made, received, sent, self.group)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        mixed = back[place].view(tokens, chosen, -1) * weights.unsqueeze(-1)
+        return mixed.sum(dim=1).to(hidden.dtype)
+
+    def _counts(self, index: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
+        """(rows to each rank, rows from each rank, rows from each rank for each expert of this one)."""
+        chosen = index.flatten()
+        counts = chosen.new_zeros(self.experts).scatter_add_(0, chosen, torch.ones_like(chosen)).view(-1, self.local)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        sent, received = torch.stack([counts.sum(dim=1), arriving.sum(dim=1)]).tolist()  # the host waits once
+        return sent, received, arriving
+
+    def _of_own(self, rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What the experts of this rank make of `rows`, each of the expert that `numbers` says."""
+        is_empty = len(rows) == 0
+        if is_empty:  # its result is dropped, but backward comes through here, to where all ranks meet
+            rows, numbers = rows.new_zeros((1, *rows.shape[1:])) + rows.sum(), numbers.new_zeros(1)
+        with _own_parameters(self.module, self.local):
+            made = self._forward(rows, numbers.unsqueeze(-1), weights.new_ones((len(rows), 1)))
+        return made[:0] if is_empty else made
+
+
+@contextmanager
+def _own_parameters(module: nn.Module, experts: int) -> Iterator[None]:
+    """Within it a module sees its part of each parameter as a plain tensor, and that it has so many experts."""
+    sharded, count = dict(module._parameters), module.__dict__["num_experts"]
+    try:
+        for name, parameter in sharded.items():
+            if isinstance(parameter, DTensor):
+                module._parameters[name] = parameter.to_local()
+        module.__dict__["num_experts"] = experts
+        yield
+    finally:
+        module._parameters.update(sharded)
+        module.__dict__["num_experts"] = count

@@ -1,0 +1,102 @@
+"""Which modules of a model are the experts of a mixture, found by their structure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from autolaunch_strategies.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of one layer."""
+
+    name: str
+    """Of the module that holds them."""
+    module: nn.Module
+    experts: int
+    """How many there are."""
+
+    @property
+    def why(self) -> str:
+        """By what it was found."""
+        return f"parameters [{self.experts}, ...] of one module called with (hidden, index, weights)"
+
+
+def find_mixtures(model: nn.Module) -> list[Mixture]:
+    """The mixtures of experts in `model`, in its order.
+
+    Raises:
+        ConfigError: something is a mixture, but its experts can't be called with the tokens of other ranks.
+    """
+    mixtures = []
+    for mixture in _all(model):
+        if isinstance(mixture, ConfigError):
+            raise mixture
+        mixtures.append(mixture)
+    return mixtures
+
+
+def countable_mixtures(model: nn.Module) -> list[Mixture]:
+    """As `find_mixtures`, without those that it refuses."""
+    return [mixture for mixture in _all(model) if isinstance(mixture, Mixture)]
+
+
+def _all(model: nn.Module) -> Iterator[Mixture | ConfigError]:
+    for name, module in model.named_modules():
+        if (mixture := _stacked(name, module) or _listed(name, module)) is not None:
+            yield mixture
+
+
+def _stacked(name: str, module: nn.Module) -> Mixture | ConfigError | None:
+    """Parameters of all experts in one module, as in `transformers` from 5.0 on: `num_experts` says how many."""
+    own = dict(module.named_parameters(recurse=False))
+    experts = module.__dict__.get("num_experts")
+    if not isinstance(experts, int) or not any(parameter.dim() == 3 for parameter in own.values()):
+        return None
+    if any(parameter.dim() == 0 or parameter.shape[0] != experts for parameter in own.values()):
+        return _refusal(name, module, "not all of its parameters are one of each expert")
+    if sum(1 for _ in module.parameters()) > len(own):
+        return _refusal(name, module, "its experts share parameters of another module")
+    if name.rpartition(".")[2] == "base_layer":
+        return _refusal(name, module, "an adapter of its parameters is around it")
+    arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+    if len(arguments) != 3:
+        called = ", ".join(arguments)
+        return _refusal(name, module, f"it is called with ({called}), and not with (hidden, index, weights) of tokens")
+    return Mixture(name, module, experts)
+
+
+def _listed(name: str, module: nn.Module) -> ConfigError | None:
+    """A list of modules of one kind, and beside it a matrix with as many rows, the router, is a mixture, too."""
+    for key, child in module.named_children():
+        if not isinstance(child, nn.ModuleList) or len(child) < 2:
+            continue
+        kinds = {_kind(expert) for expert in child}
+        others = (other for other in module.children() if other is not child)
+        if len(kinds) == 1 and next(iter(kinds))[1] and any(_is_router(other, len(child)) for other in others):
+            whose = f"{name}.{key}".lstrip(".")
+            return _refusal(whose, child, "each is a module of its own, which the model's own loop calls")
+    return None
+
+
+def _kind(expert: nn.Module) -> tuple[type, tuple[tuple[str, tuple[int, ...]], ...]]:
+    return type(expert), tuple((name, tuple(parameter.shape)) for name, parameter in expert.named_parameters())
+
+
+def _is_router(module: nn.Module, experts: int) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and weight.shape[0] == experts
+
+
+def _refusal(name: str, module: nn.Module, why: str) -> ConfigError:
+    return ConfigError(
+        f"ep with {name} ({type(module).__name__})",
+        f"its experts can't be shared out over ranks: {why}",
+        "ep=1, or one module with parameters [experts, ...] called with (hidden, index, weights), as in transformers",
+        "ep=1",
+    )

@@ -1,0 +1,260 @@
+"""Mixtures whose experts are shared out: three steps on a mesh beside the same steps of one process.
+
+A case is `<model>:<mesh>:<settings>`. Run by `test_experts.py` through `tests.support.ranks.Group`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from autolaunch_strategies import MeshStrategy
+from tests.support.cases import OUT, serve
+from tests.support.zoo import VOCABULARY, WIDTH, gradients, whole
+
+EXPERTS, STEPS, BATCH, LENGTH, CLIP = 8, 3, 8, 6, 0.5
+_SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 32,
+    "num_experts_per_tok": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
+}  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4, "n_routed_experts": EXPERTS, "n_group": 2, "topk_group": 1, "q_lora_rank": 8,
+    "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": EXPERTS},
+    "qwen3_moe": {"num_experts": EXPERTS, "head_dim": 8},
+    "deepseek_v3": _DEEPSEEK,
+    "olmoe": {"num_experts": EXPERTS},
+    "gpt_oss": {"num_local_experts": EXPERTS, "head_dim": 8},
+    "glm4_moe": {"n_routed_experts": EXPERTS, "head_dim": 8, "first_k_dense_replace": 1},
+    "granitemoe": {"num_local_experts": EXPERTS},
+}
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Mixture(nn.Module):
+    """As people write one: a list of experts, and a loop that leaves out those without tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(tokens).softmax(dim=-1).topk(2)
+        mixed = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            if len(rows):
+                mixed.index_add_(0, rows, expert(tokens[rows]) * weights[rows, places, None])
+        return mixed.view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mixture()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def made(name: str, changes: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(3)
+    if name == "own":
+        return Own()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**_SIZES, **MODELS[name], **changes}))
+    for key, value in model.named_parameters():  # biases and sinks begin with zeros, which hides mistakes
+        if key.endswith(("bias", "sinks")):
+            nn.init.normal_(value, std=0.1)
+    return model
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    if isinstance(model, Own):
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    return model(input_ids=ids, labels=ids).loss
+
+
+def data() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    # The same few tokens in half of the rows: some experts get many, some ranks none.
+    ids = torch.randint(3, VOCABULARY, (STEPS * BATCH, LENGTH), generator=generator)
+    ids[::2] = ids[0, 0]
+    return ids
+
+
+def alone(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    model = made(name, changes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    losses, norms, first = [], [], {}
+    load = counted(model)
+    for ids in data().split(BATCH):
+        loss = loss_of(model, ids)
+        loss.backward()
+        first = first or gradients(model)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "gradients": first, "weights": weights(model), "load": worst(load)}
+
+
+def counted(model: nn.Module) -> dict[str, torch.Tensor]:
+    """How many tokens each expert of each layer gets from now on."""
+    counts: dict[str, torch.Tensor] = {}
+
+    def count(name: str, module: nn.Module, args: Any) -> None:
+        counts[name] = counts.get(name, 0) + torch.bincount(args[1].flatten(), minlength=EXPERTS)
+
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(functools.partial(count, f"model.{name}"))
+    return counts
+
+
+def worst(counts: dict[str, torch.Tensor]) -> tuple[str, float]:
+    ratios = {name: float(count.max() / count.float().mean()) for name, count in counts.items()}
+    return max(ratios.items(), key=lambda item: item[1])
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(item) for name, item in model.named_parameters()}
+
+
+class Module(pl.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.losses: list[torch.Tensor] = []
+        self.norms: list[torch.Tensor] = []
+        self.seen = 0
+        self.first: dict[str, torch.Tensor] = {}
+
+    def training_step(self, ids: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = loss_of(self.model, ids)
+        self.log("loss", loss, sync_dist=True, on_step=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.first = self.first or gradients(self.model)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+class Watch(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step > module.seen:
+            module.seen = trainer.global_step
+            module.losses.append(trainer.callback_metrics["loss"].clone())
+            module.norms.append(trainer.strategy._grad_norm.clone())
+
+
+def trained(module: Module, mesh: str, steps: int, ckpt_path: str | None = None, **settings: Any) -> pl.Trainer:
+    accumulate = settings.pop("accumulate", 1)
+    trainer = pl.Trainer(
+        strategy=MeshStrategy(mesh=mesh, timeout=60, **settings), accelerator="cpu", max_steps=steps, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Watch()],
+        gradient_clip_val=CLIP, accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(list(data()), batch_size=BATCH // accumulate), ckpt_path=ckpt_path)
+    return trainer
+
+
+def on_mesh(name: str, changes: dict[str, Any], mesh: str, **settings: Any) -> dict[str, Any]:
+    module = Module(made(name, changes))
+    if replicas := settings.pop("replicate", 0):
+        settings["dp"] = {"sharding_level": 3, "replicate": replicas}
+    trainer = trained(module, mesh, STEPS, **settings)
+    return found_in(module) | {"load": trainer.strategy.worst_expert_load()}
+
+
+def resumed(first: tuple[str, int], then: tuple[str, int]) -> dict[str, Any]:
+    """A step on one mesh, the others on another: (mesh, ep)."""
+    path = str(OUT / f"{first}{then}.ckpt")
+    trained(Module(made("gpt_oss", {})), first[0], 1, ep=first[1]).save_checkpoint(path)
+    module = Module(made("gpt_oss", {}))
+    trained(module, then[0], STEPS, path, ep=then[1])
+    expected = alone("gpt_oss", {})
+    for key in ("losses", "norms"):
+        expected[key] = expected[key][1:]
+    return {"expected": expected | {"gradients": {}}, "found": found_in(module) | {"gradients": {}}}
+
+
+def found_in(module: Module) -> dict[str, Any]:
+    held = sum(
+        (item.to_local() if isinstance(item, DTensor) else item).numel()
+        for key, item in module.model.named_parameters()
+        if ".experts." in key and not item.is_meta
+    )
+    mine = {name: tensor for name, tensor in weights(module.model).items() if not tensor.is_meta}
+    return {
+        "losses": module.losses, "norms": module.norms, "gradients": module.first, "weights": mine, "held": held,
+    }  # fmt: skip
+
+
+def case(name: str, mesh: str, changes: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    return {"expected": alone(name, changes), "found": on_mesh(name, changes, mesh, **settings)}
+
+
+def parsed(text: str) -> Any:
+    """`name:mesh:setting=value,...`; with `aux=1` routers have a loss of their own."""
+    name, mesh, *rest = text.split(":")
+    if name == "resume":
+        (one, first), (other, then) = (part.split("ep") for part in (mesh, rest[0]))
+        return functools.partial(resumed, (one, int(first)), (other, int(then)))
+    pairs = dict(item.split("=") for item in rest[0].split(",")) if rest else {}
+    settings: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in pairs.items()}
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if settings.pop("aux", 0) else {}
+    return functools.partial(case, name, mesh, changes, settings)
+
+
+GROUPS: dict[str, list[str]] = {
+    "2": ["mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring"],
+    "4": [
+        "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2", "olmoe:4:ep=2,dp=0",
+        "glm4_moe:4:ep=2,replicate=2", "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1",
+        "mixtral:1x4:ep=2,recompute=selective,accumulate=8",
+        "granitemoe:2x1x2:ep=2,pp=1f1b", "mixtral:2x1x2:ep=2,aux=1", "mixtral:2x1x1x2:ep=4,cp=ulysses,aux=1",
+        "resume:4ep2:2x2ep4", "resume:2x2ep2:4ep1",
+    ],
+    "8": ["qwen3_moe:2x2x2:ep=4,aux=1"],
+}  # fmt: skip
+"""Ranks -> cases."""
+
+if __name__ == "__main__":
+    serve({ranks: {case: parsed(case) for case in cases} for ranks, cases in GROUPS.items()}, tensors=True)

@@ -1,0 +1,116 @@
+"""Experts shared out over ranks: loss, gradient norm, gradients, weights and load are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autolaunch_strategies.apply.check import config_errors
+from autolaunch_strategies.apply.order import foresee
+from autolaunch_strategies.config import ConfigError, parallel_config
+from tests.experts.cases import EXPERTS, GROUPS, made
+from tests.support.ranks import Group
+
+MESHES = [pytest.param(ranks, case, id=case) for ranks, cases in GROUPS.items() for case in cases]
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Group]]:
+    directory = tmp_path_factory.mktemp("experts")
+    script = Path(__file__).with_name("cases.py")
+    made = {ranks: Group(script, directory / ranks, ranks, int(ranks), timeout=270) for ranks in GROUPS}
+    yield made
+    for group in made.values():
+        group.close()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("ranks", "case"), MESHES)
+def test_a_mixture_trains_as_on_one_process(groups: dict[str, Group], ranks: str, case: str) -> None:
+    results = groups[ranks].read_all(case)
+    expected = results[0]["expected"]
+    for key in ("gradients", "weights"):
+        assert joined(results, key).keys() == expected[key].keys()
+        for name, found in joined(results, key).items():
+            assert_close(found, expected[key][name], f"{key}: {name}")
+    for result in (item["found"] for item in results):
+        for key in ("norms",) if "accumulate" in case else ("norms", "losses"):  # the loss of a part is logged
+            assert_close(torch.stack(result[key]), torch.stack(expected[key]), key)
+        if "load" in result and "cp=" not in case:  # there the padding of sequences counts, too
+            assert result["load"][0] == expected["load"][0]
+            assert result["load"][1] == pytest.approx(expected["load"][1])
+        assert result["held"] * degree(case) * stages(case) <= expected_numbers(expected)
+
+
+def joined(results: list[Any], key: str) -> dict[str, torch.Tensor]:
+    """By name, of all stages."""
+    return {name: tensor for result in results for name, tensor in result["found"][key].items()}
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    nearly = 1e-4 * float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=nearly, msg=lambda text: f"{what}: {text}")
+
+
+def degree(case: str) -> int:
+    return int(case.split("ep=")[1].split(",")[0]) if "ep=" in case else int(case.rpartition("ep")[2])
+
+
+def stages(case: str) -> int:
+    sizes = case.split(":")[1].split("x")
+    return int(sizes[2]) if len(sizes) > 2 else 1
+
+
+def expected_numbers(expected: Any) -> int:
+    return sum(tensor.numel() for name, tensor in expected["weights"].items() if ".experts." in name)
+
+
+def test_what_would_be_done_names_the_experts_and_says_why() -> None:
+    model = made("deepseek_v3", {})
+    account = foresee(model, parallel_config("8", ep=4))["ep"]
+    assert (account["degree"], account["efsdp"]) == (4, 2)
+    assert account["plan"] == {"model.layers.1.mlp.experts": "ExpertParallel"}
+    assert account["experts_per_rank"] == {"model.layers.1.mlp.experts": EXPERTS // 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "problem", "write"),
+    [
+        ({"mesh": "4", "ep": 3}, "4 x 1 x 1 = 4", "ep=2"),
+        ({"mesh": "4", "dp": {"replicate": 2}, "ep": 4}, "2 x 1 x 1 = 2", "ep=2"),
+        ({"mesh": "2x1x2", "ep": 4}, "2 x 1 x 1 = 2", "ep=2"),
+        ({"mesh": "2", "ep": 2, "compile": True}, "known only while Python runs", "compile=false"),
+    ],
+)
+def test_a_degree_that_does_not_fit_is_refused(config: dict[str, Any], problem: str, write: str) -> None:
+    (error,) = config_errors(parallel_config(**{"mp": "auto", "pp": "exact", **config}))
+    assert problem in str(error) and error.write == write
+
+
+@pytest.mark.parametrize(
+    ("name", "ep", "problem"),
+    [
+        ("mixtral", 16, "8 experts can't be shared out evenly over 16 ranks"),
+        ("llama4", 2, "called with (hidden_states)"),
+        ("own", 2, "each is a module of its own"),
+    ],
+)
+def test_a_model_that_a_degree_does_not_fit_is_refused(name: str, ep: int, problem: str) -> None:
+    with torch.device("meta"), pytest.raises(ConfigError, match=r"write: +ep=") as raised:
+        model = made(name, {}) if name != "llama4" else llama4()
+        foresee(model, parallel_config(str(ep), ep=ep))
+    assert problem in str(raised.value)
+
+
+def llama4() -> Any:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "intermediate_size_mlp": 16, "num_attention_heads": 4}
+    return Llama4ForCausalLM(
+        Llama4TextConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, vocab_size=64, num_local_experts=4)
+    )
