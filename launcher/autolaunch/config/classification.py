@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from autolaunch.data.encoders import BYTES_END
 from autolaunch.data.labelled_rows import MULTI, REGRESSION, SINGLE
 from autolaunch.data.rows import BadRow
 from autolaunch.data.sources import find_sources
@@ -91,6 +90,8 @@ def with_labels_of_model(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = read_hf_config(model)
     padding = fields.get("pad_token_id")
     if padding is None and "_target_" not in data:
+        from autolaunch.data.encoders import BYTES_END  # with numpy, which a wrong line does not wait for
+
         padding = BYTES_END if data["tokenizer"] == "bytes" else pad_token_id(data["tokenizer"])
     if padding is None:
         raise ConfigError(
