@@ -113,7 +113,7 @@ REFUSED = [
         ("metrics-are-a-directory", ["output_dir=run"], _directory("run/metrics.csv"),
          ["run/metrics.csv", "is a directory"]),
         ("no-such-checkpoint", ["ckpt_path=~/nowhere.ckpt"], None, ["nowhere.ckpt"]),
-        ("interval", ["-m", "optimizer.lr=interval(0.001,0.1)"], None, ["interval", "hydra/sweeper=optuna"]),
+        ("interval", ["-m", "optimizer.lr=interval(0.001,0.1)"], None, ["interval", "-m search=optuna"]),
     )
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 from autolaunch.data.labelled_rows import MULTI, REGRESSION, SINGLE
 from autolaunch.data.rows import BadRow
 from autolaunch.data.sources import find_sources
-from autolaunch.data.tokenizers import pad_token_id
+from autolaunch.data.tokenizers import BYTES_END, pad_token_id
 from autolaunch.models.hf_config import read_hf_config
 from autolaunch.models.hf_tasks import MODEL_TASKS, task_of
 from autolaunch_strategies.config import ConfigError
@@ -90,8 +90,6 @@ def with_labels_of_model(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = read_hf_config(model)
     padding = fields.get("pad_token_id")
     if padding is None and "_target_" not in data:
-        from autolaunch.data.encoders import BYTES_END  # with numpy, which a wrong line does not wait for
-
         padding = BYTES_END if data["tokenizer"] == "bytes" else pad_token_id(data["tokenizer"])
     if padding is None:
         raise ConfigError(

@@ -11,10 +11,9 @@ import numpy as np
 
 from autolaunch.data.conversations import Messages, conversation
 from autolaunch.data.rows import BadRow
-from autolaunch.data.tokenizers import end_of_text, no_template
+from autolaunch.data.tokenizers import BYTES_END, end_of_text, no_template
 from autolaunch_strategies.config import ConfigError
 
-BYTES_END = 256
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SHOWN = 60
 

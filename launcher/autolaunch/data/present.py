@@ -20,10 +20,17 @@ from autolaunch.data.counts import (
 from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, expanded, find_files, standard_library_documents
 from autolaunch.data.rows import LINES, BadRow, FileRows, Rows
 from autolaunch.data.sources import find_sources
-from autolaunch.data.tokenizers import has_template, no_template, no_tokenizer, template_text, tokenizer_files
+from autolaunch.data.tokenizers import (
+    BYTES_END,
+    has_template,
+    no_template,
+    no_tokenizer,
+    template_text,
+    tokenizer_files,
+)
 from autolaunch_strategies.config import ConfigError
 
-BYTES_VOCABULARY = 257
+BYTES_VOCABULARY = BYTES_END + 1
 _SAMPLE_BYTES = 2**20
 
 

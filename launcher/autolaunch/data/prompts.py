@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autolaunch.data.encoders import BYTES_END
-from autolaunch.data.tokenizers import end_of_text, load_tokenizer, no_template, template_text
+from autolaunch.data.tokenizers import BYTES_END, end_of_text, load_tokenizer, no_template, template_text
 from autolaunch_strategies.config import ConfigError
 
 KINDS = "a text, a list of messages {role: ..., content: ...}, or a list of token ids"

@@ -13,6 +13,8 @@ import xxhash
 from autolaunch.data.documents import expanded
 from autolaunch_strategies.config import ConfigError
 
+BYTES_END = 256
+"""Ends a text where tokens are bytes."""
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (
