@@ -74,6 +74,10 @@ def _print_page(line: CommandLine) -> int:
 
     if line.cfg is not None or line.info is not None:
         composed = compose(line)
+        if line.cfg is not None and composed.config.get("ckpt_path") is not None:
+            from autolaunch.jobs.run import composed_with_trained_job
+
+            line, composed = composed_with_trained_job(line)
         raise_all(composed.errors)  # Hydra's own messages speak of its inner workings
         if line.cfg is not None:
             return print_config(line, composed.config)

@@ -35,6 +35,12 @@ class ResolvedJob:
     recorded: dict[str, Any] = field(default_factory=dict)
     """What checkpoints say about it, to compare runs that go on from them; only of a training."""
 
+    taken_from: str | None = None
+    """The checkpoint from whose job model, adapter and data were taken, as far as they were not typed."""
+
+    from_environment: list[str] = field(default_factory=list)
+    """Dotted keys whose values come from variables of the environment: loggers are not given them."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_dir", Path(self.output_dir))
         assert self.output_dir.is_absolute(), f"the output directory must be absolute: {self.output_dir}"
@@ -42,8 +48,13 @@ class ResolvedJob:
 
     @property
     def path(self) -> Path:
-        """Where `write` puts it."""
-        return self.output_dir / ".hydra" / "job.json"
+        """Where `write` puts it: `<output_dir>/.hydra/job.json`, or beside it in a file of its task.
+
+        What evaluates or exports a run in its own directory leaves the job that trained it alone: the checkpoints there
+        are explained by it.
+        """
+        task = self.config.get("task", "fit")
+        return self.output_dir / ".hydra" / f"{'job' if task == 'fit' or not task.isidentifier() else task}.json"
 
     @property
     def logs(self) -> Path:
@@ -61,7 +72,7 @@ class ResolvedJob:
         return cls(**json.loads(text))
 
     def write(self) -> Path:
-        """Write it to `<output_dir>/.hydra/job.json`, complete or not at all, and return that path."""
+        """Write it to `path`, complete or not at all, and return that."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_beside(self.path, self.to_json())
         return self.path

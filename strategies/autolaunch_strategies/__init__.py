@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autolaunch_strategies.config import ConfigError, DataParallel, MeshShape, ParallelConfig
+    from autolaunch_strategies.lightning.ema import EMA
     from autolaunch_strategies.lightning.strategy import MeshStrategy
+    from autolaunch_strategies.loop.items import items_per_rank
     from autolaunch_strategies.loop.parallelize import clip_grad_norm_, parallelize
     from autolaunch_strategies.loop.process_mesh import ProcessMesh, get_mesh, set_mesh
     from autolaunch_strategies.paddle.config import InputSpec, ToDistributedConfig
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from autolaunch_strategies.tensor.styles.tensor import ColWiseParallel, RowWiseParallel
 
 __all__ = [
+    "EMA",
     "ColWiseParallel",
     "ConfigError",
     "ContextParallel",
@@ -45,16 +48,19 @@ __all__ = [
     "ToDistributedConfig",
     "clip_grad_norm_",
     "get_mesh",
+    "items_per_rank",
     "parallelize",
     "set_mesh",
     "to_distributed",
 ]
 
 _HOMES = {
+    "EMA": "lightning.ema",
     "MeshStrategy": "lightning.strategy",
     "SplitPoint": "pipeline.split",
     "to_distributed": "paddle.to_distributed",
     **dict.fromkeys(("InputSpec", "ToDistributedConfig"), "paddle.config"),
+    "items_per_rank": "loop.items",
     **dict.fromkeys(("parallelize", "clip_grad_norm_"), "loop.parallelize"),
     **dict.fromkeys(("ProcessMesh", "get_mesh", "set_mesh"), "loop.process_mesh"),
     **dict.fromkeys(("ColWiseParallel", "RowWiseParallel"), "tensor.styles.tensor"),

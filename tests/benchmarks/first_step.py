@@ -74,8 +74,8 @@ def main() -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         ours = [sys.executable, "-m", "autolaunch", "model=llama", "mesh=2", "trainer.max_steps=1"]
         ours += ["checkpoint.enabled=false", f"output_dir={here / 'out'}"]
-        ours += ["+trainer.callbacks.first._target_=first_step_callback.FirstStep"]
-        ours += [f"+trainer.callbacks.first.path={stamp}"]
+        ours += ["+callbacks.first._target_=first_step_callback.FirstStep"]
+        ours += [f"+callbacks.first.path={stamp}"]
 
         def seconds(command: list[str]) -> float:
             stamp.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,13 +71,59 @@ def test_what_cannot_be_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_without_peft_the_line_that_installs_it_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("library", "adapter", "extra"), [("peft", "lora", "peft"), ("bitsandbytes", "qlora", "qlora")]
+)
+def test_without_a_library_the_line_that_installs_it_is_told(
+    library: str, adapter: str, extra: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
+    pytest.importorskip("peft")
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))
-    assert run([f"output_dir={tmp_path / 'run'}", "adapter=lora"]) == 2
-    assert_only_told(capsys.readouterr().err, Told("adapter=lora", "peft", write="pip install 'autolaunch[peft]'"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == library else find(name, *rest))
+    assert run([f"output_dir={tmp_path / 'run'}", f"adapter={adapter}"]) == 2
+    write = f"pip install 'autolaunch[{extra}]'"
+    assert_only_told(capsys.readouterr().err, Told(f"adapter={adapter}", library, write=write))
+
+
+def test_where_weights_of_four_bits_would_be_destroyed_nothing_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    peft = pytest.importorskip("peft").__spec__
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: peft if name == "bitsandbytes" else find(name))
+    common = [f"output_dir={tmp_path / 'run'}", "trainer.accelerator=cpu", "adapter=qlora"]
+    assert run([*common, "mesh=1x2"]) == 2
+    assert_only_told(capsys.readouterr().err, Told("adapter=qlora with mesh=1x2", "cut along mp", write="mesh=2"))
+    assert run([*common, "mesh=2", "dp.param_dtype=bf16"]) == 2
+    told = Told("adapter=qlora with dp.param_dtype=bf16", write="dp.param_dtype=null precision=bf16-true")
+    assert_only_told(capsys.readouterr().err, told)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["adapter=lora", "adapter.target_modules=[c_atn]"],
+            Told("adapter.target_modules=c_atn", "GPT2LMHeadModel", write="adapter.target_modules=[c_attn]"),
+        ),
+        (
+            ["adapter=lora", "adapter.modules_to_save=[wtee]"],
+            Told("adapter.modules_to_save=wtee", "GPT2LMHeadModel", write="adapter.modules_to_save=[wte]"),
+        ),
+        (["model.trainable=[lm_haed]"], Told("model.trainable: lm_haed", "lm_head", write="model.trainable=[lm_head]")),
+    ],
+)
+def test_names_that_only_the_model_knows_are_refused_before_processes_start(
+    arguments: list[str], told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.setattr("autolaunch.jobs.restarts.run", lambda *_, **__: pytest.fail("processes would start"))
+    sizes = "n_embd:8,n_layer:1,n_head:2,vocab_size:64,n_positions:16,bos_token_id:1,eos_token_id:2"
+    model = f"model.config={{model_type:gpt2,{sizes}}}"
+    data = ["data=synthetic", "data.vocab_size=64", "data.seq_len=16"]
+    common = [f"output_dir={tmp_path / 'run'}", "mesh=2", "trainer.accelerator=cpu", "model=hf", model, *data]
+    assert run([*common, *arguments]) == 2
+    assert_only_told(capsys.readouterr().err, told)
 
 
 LORA = {"kind": "lora", "r": 8, "alpha": 16.0, "target_modules": "all-linear"}
@@ -157,7 +204,8 @@ def test_a_pretrained_model_is_adapted_alike_on_every_mesh(
 def _adapter(command: Commands, of: Run, directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    from autolaunch.tasks.export import export_checkpoint, trained_config
+    from autolaunch.config.trained import trained_config
+    from autolaunch.tasks.export import export_checkpoint
 
     config = trained_config(of.checkpoint)
     assert config is not None
@@ -204,7 +252,7 @@ def test_resumed_on_another_mesh_exported_and_gone_on_with(command: Commands, al
     assert len([name for name in stored if name.startswith("model.")]) == 2 * 7 * 3 + 1  # what is trained, and no more
     assert not any(".base_layer." in name or ".original_module." in name for name in stored)
     assert_same_curve(command("mesh=2", *ADAPTER, f"ckpt_path={half.checkpoint}"), alone, after=STEPS // 2)
-    command("validate", "mesh=2", *ADAPTER, f"ckpt_path={half.checkpoint}")
+    command("validate", "mesh=2", f"ckpt_path={half.directory}")  # its adapter is that of its job
 
     published, merged = tmp_path / "adapter", tmp_path / "merged"
     command("export", f"ckpt_path={alone.checkpoint}", f"export_path={published}")
@@ -222,3 +270,21 @@ def test_resumed_on_another_mesh_exported_and_gone_on_with(command: Commands, al
     from_published = command("mesh=1", *again)
     assert from_published.rows[0]["loss"] < alone.rows[-1]["loss"] + 0.1 < alone.rows[0]["loss"]
     assert_same_curve(command("mesh=1x2", *again), from_published)
+
+
+@pytest.mark.full
+def test_weights_of_four_bits_are_trained_beside_resumed_on_another_mesh_and_exported(
+    command: Commands, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="weights of four bits are bitsandbytes'")
+    import transformers
+
+    qlora = ("adapter=qlora", "adapter.r=4")
+    alone = command("mesh=1", *qlora)
+    assert alone.rows[-1]["loss"] < alone.rows[0]["loss"] and alone.rows[0]["grad_norm"] > 0
+    half = command("mesh=2", *qlora, f"trainer.max_steps={STEPS // 2}")
+    assert_same_curve(command("mesh=1x1x2", *qlora, f"ckpt_path={half.checkpoint}"), alone, after=STEPS // 2)
+    merged = tmp_path / "merged"
+    command("export", f"ckpt_path={alone.checkpoint}", f"export_path={merged}", "export_merged=true")
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+    assert not any(info.values())

@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from autolaunch.config.trained import trained_config
 from autolaunch.data import build_data
-from autolaunch.tasks.export import export_checkpoint, trained_config
+from autolaunch.tasks.export import export_checkpoint
 from tests.support.chats import CHATML, chat_tokenizer, save_tokenizer
 from tests.support.commands import Commands, Run, assert_same_curve
 
@@ -116,3 +117,18 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(command: Commands, alone: Run) 
     whole = command("mesh=1", "scheduler.total_steps=3")
     later = command("mesh=1", "scheduler.total_steps=3", f"ckpt_path={half.checkpoint}")
     assert later.rows[-1]["loss"] == pytest.approx(whole.rows[-1]["loss"], rel=1e-6)
+
+
+def test_a_stream_goes_on_on_another_mesh(command: Commands) -> None:
+    streamed = ("data.streaming=true", "data.shuffle_buffer=16", "data.packing=documents", "data.validation_fraction=0")
+    streamed += (
+        "data.path=[{path: chats.jsonl, weight: 3}, {path: [chats.jsonl], weight: 1}]",
+        "scheduler.total_steps=3",
+    )
+    whole = command("mesh=1", *streamed)
+    half = command("mesh=2", *streamed, "trainer.max_steps=2", "data.num_workers=1")
+    later = command("mesh=1x2", *streamed, f"ckpt_path={half.checkpoint}")
+    both = [*half.rows, *later.rows]
+    assert [row["step"] for row in both] == [row["step"] for row in whole.rows]
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose([row[key] for row in both], [row[key] for row in whole.rows], rtol=1e-4)

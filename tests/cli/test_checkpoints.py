@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from autolaunch.cli import run
-from autolaunch.tasks import export
+from autolaunch.config.trained import trained_config
+from autolaunch.tasks.trusted import check_targets
 from autolaunch_strategies.checkpoint.files import MANIFEST, WRITING, write_manifest
 from autolaunch_strategies.config import ConfigError
 from tests.support.messages import assert_told
@@ -143,11 +144,19 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_export_calls_nothing_but_models_of_a_config_beside_a_checkpoint(config: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="code of its choice"):
-        export._check_targets(tmp_path, config)
+        check_targets(tmp_path, config)
 
 
 def test_export_takes_models_of_a_config_beside_a_checkpoint(tmp_path: Path) -> None:
-    export._check_targets(tmp_path, {"model": {"_target_": "torch.nn.Linear"}, "module": None})
+    check_targets(tmp_path, {"model": {"_target_": "torch.nn.Linear"}, "module": None})
+
+
+def test_data_of_a_job_beside_a_checkpoint_are_built_by_what_was_typed_or_by_data_modules(tmp_path: Path) -> None:
+    config = {"data": {"_target_": "os.listdir"}}
+    with pytest.raises(ConfigError, match="code of its choice"):
+        check_targets(tmp_path, config, ["data"])
+    check_targets(tmp_path, config, ["data"], ["data._target_"])
+    check_targets(tmp_path, {"data": {"_target_": "lightning.pytorch.LightningDataModule"}}, ["data"])
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"config": {}}', "\x00\x01", '{"config": 3}'])
@@ -156,4 +165,4 @@ def test_export_names_a_damaged_job_beside_a_checkpoint(text: str, outputs: Path
     job.parent.mkdir()
     job.write_text(text)
     with pytest.raises(ConfigError, match=f"the job of its run, {job}, can't be read"):
-        export.trained_config(outputs / "checkpoints" / "step_0000020.ckpt")
+        trained_config(outputs / "checkpoints" / "step_0000020.ckpt")

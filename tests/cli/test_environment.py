@@ -58,7 +58,7 @@ OWN = textwrap.dedent("""
 
 
 def does(code: str) -> str:
-    return f'trainer.callbacks.does={{_target_: own.Does, code: "{code}"}}'
+    return f'callbacks.does={{_target_: own.Does, code: "{code}"}}'
 
 
 WITHOUT_CAPABILITIES = """

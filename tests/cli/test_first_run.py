@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -11,10 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
-from autolaunch.tasks.export import export_checkpoint, trained_config
+from autolaunch import cli
+from autolaunch.config.trained import trained_config
+from autolaunch.tasks.export import export_checkpoint
 from tests.support.commands import Commands, Run, assert_same_curve
+from tests.support.messages import Told, assert_only_told
 from tests.support.ranks import environment
 
 pytestmark = pytest.mark.timeout(240)
@@ -102,8 +107,6 @@ def weights(run: Run, directory: Path) -> dict[str, torch.Tensor]:
             ["256 tokens per step · 2 microbatches", "gradients, optimizer state over dp · 2 blocks", "recompute full"],
             id="zero2-microbatches-recompute",
         ),
-        # Inductor compiles C++ for minutes.
-        pytest.param("mesh=2 compile=true", ["compile on"], id="compile", marks=pytest.mark.full),
     ],
 )
 def test_a_mesh_trains_alike_and_says_what_it_does(
@@ -152,6 +155,7 @@ def test_bf16_mixed_is_close_to_fp32(mixed: Run, alone: Run) -> None:
     assert losses != pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.full
 def test_bf16_true_holds_weights_of_two_bytes(command: Commands, tmp_path: Path) -> None:
     run = command(*TINY, "mesh=2", "precision=bf16-true")
     assert {tensor.dtype for tensor in weights(run, tmp_path / "exported").values()} == {torch.bfloat16}
@@ -212,6 +216,7 @@ def test_what_a_run_leaves(mixed: Run) -> None:
         assert words in mixed.screen
 
 
+@pytest.mark.full
 def test_a_profile_is_written(command: Commands) -> None:
     run = command(*TINY, "mesh=2", "trainer.max_steps=2", "trainer.profiler=simple")
     profiles = sorted(run.directory.glob("fit-profile*"))
@@ -229,7 +234,9 @@ def test_plan_starts_nothing(command: Commands) -> None:
 def test_other_tasks_agree_on_every_mesh(command: Commands, alone: Run, tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
     checkpoint = f"ckpt_path={alone.checkpoint}"
-    validated = command("validate", *TINY, "mesh=1", checkpoint).summary
+    validating = command("validate", "mesh=1", checkpoint)  # its model is that of the checkpoint's job
+    assert "callbacks" not in validating.screen
+    validated = validating.summary
     tested, again = (
         command("test", *TINY, *mesh, f"data.test_path={tmp_path / 'test.txt'}", checkpoint).summary
         for mesh in (("mesh=2", "dp=zero1"), ("mesh=1",))
@@ -242,8 +249,38 @@ def test_other_tasks_agree_on_every_mesh(command: Commands, alone: Run, tmp_path
     ]
 
 
+def test_a_run_is_evaluated_by_what_its_job_says(
+    command: Commands, alone: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    taken = ["validate", f"ckpt_path={alone.directory}", "trainer.accelerator=cpu"]
+    assert cli.run([*taken, "data.batch_size=4", "--cfg", "job"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    # What is typed wins; mesh, trainer and everything else that is about the run and not the weights is today's.
+    assert (config["data"]["seq_len"], config["data"]["batch_size"], config["trainer"]["max_steps"]) == (32, 4, None)
+    assert (config["model"]["hidden_size"], config["model"]["num_layers"]) == (32, 2)
+    assert cli.run([*taken, "data=synthetic", "--cfg", "job", "--package", "data"]) == 0
+    assert "seq_len: 256" in capsys.readouterr().out
+    assert cli.run([*taken, "model.hidden_size=64", "seed=3"]) == 2
+    told = Told(
+        f"ckpt_path={alone.directory} with model.hidden_size=64",
+        "another model (hidden_size 32 there, 64 here",
+        write=f"autolaunch validate ckpt_path={alone.directory} trainer.accelerator=cpu seed=3",
+    )
+    assert_only_told(capsys.readouterr().err, told)
+    assert cli.run([*taken, f"ckpt_path={tmp_path}"]) == 2
+    assert list(tmp_path.iterdir()) == []
+    shutil.copytree(alone.directory, "other")
+    job = Path("other/.hydra/job.json")
+    job.write_text(job.read_text().replace('"seq_len": 32', '"seq_len": 16'))
+    capsys.readouterr()
+    assert cli.run(["-m", *taken[:1], f"ckpt_path={alone.directory},other", *taken[2:]]) == 2
+    assert_only_told(capsys.readouterr().err, Told(f"-m with ckpt_path={alone.directory}", "trained other models"))
+
+
 def test_export_is_what_transformers_loads(command: Commands, alone: Run, tmp_path: Path) -> None:
-    command("export", f"ckpt_path={alone.checkpoint}", f"export_path={tmp_path / 'exported'}")
+    # In the directory of the run: its job stays the one that says what its checkpoints are.
+    command("export", "ckpt_path=last", f"export_path={tmp_path / 'exported'}", into=alone.directory)
     native = command("validate", *TINY, "mesh=1", f"ckpt_path={alone.checkpoint}").summary
     loaded = command("validate", "model=hf", f"model.path={tmp_path / 'exported'}", "mesh=2").summary
     assert loaded["metrics"]["val_loss"] == pytest.approx(native["metrics"]["val_loss"], rel=1e-5)

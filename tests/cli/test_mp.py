@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from autolaunch.tasks.export import export_checkpoint, trained_config
+from autolaunch.config.trained import trained_config
+from autolaunch.tasks.export import export_checkpoint
 from tests.support.commands import Commands, Run, assert_same_curve
 
 # No size can be shared evenly by 2 or 4 ranks, but for the heads; 2 key/value heads are fewer than 4 ranks.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
-import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
-from tests.support.commands import Commands, Run, assert_same_curve, begin
+from tests.support.commands import Commands, Run, assert_same_curve, terminated
 from tests.support.ranks import environment, real_torchrun, start
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
@@ -72,7 +69,7 @@ def whole(command: Commands) -> Run:
 
 def dies(step: int, rank: int, times: int, world_size: int) -> str:
     node = f"{{_target_: faults.Dies, step: {step}, rank: {rank}, times: {times}, world_size: {world_size}}}"
-    return f"trainer.callbacks.dies={node}"
+    return f"callbacks.dies={node}"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +92,7 @@ def test_a_rank_that_is_killed(mesh: str, rank: int, every: str, source: str, co
 
 
 def test_a_bug_is_not_healed(command: Commands) -> None:
-    raises = "trainer.callbacks.raises={_target_: faults.Raises, step: 4}"
+    raises = "callbacks.raises={_target_: faults.Raises, step: 4}"
     arguments = ("mesh=2", "checkpoint.every_n_steps=2", "launch.max_restarts=5", "launch.min_devices=1")
     run = command(*arguments, raises, code=1)
     assert "not started again: the second failure in a row after step 3 is a bug" in run.screen
@@ -124,22 +121,8 @@ def test_a_signal_after_a_restart(command: Commands) -> None:
     directory = command.directory / "signal"
     words = ["-m", "autolaunch", *TINY, "mesh=2", "trainer.max_steps=100000", f"output_dir={directory}"]
     words += [dies(3, 1, 1, 2), "launch.max_restarts=2", "checkpoint.every_n_steps=2"]
-    process = begin(
-        [sys.executable, *words], cold=True, cwd=command.directory, env=environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
-        patience = time.monotonic() + 120
-        metrics = directory / "metrics.csv"
-        while not metrics.exists() or metrics.read_text().count("\n") < 5:
-            assert time.monotonic() < patience and process.poll() is None, process.communicate()[0]
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        screen, _ = process.communicate(timeout=100)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 75, screen
+    code, screen = terminated([sys.executable, *words], directory, 5, cwd=command.directory, env=environment())
+    assert code == 75, screen
     assert "restart 1 of 2" in screen
     assert re.search(r"stopped by SIGTERM after step \d+; saved in", screen)
 

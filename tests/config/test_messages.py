@@ -24,13 +24,14 @@ FILES = {
     "mine/experiment/unknown_option.yaml": "# @package _global_\ndefaults:\n  - override /dp: zero9\n",
     "mine/experiment/bad_mesh.yaml": "# @package _global_\ndefaults:\n  - override /mesh: 2x0\n",
     "mine/hydra/launcher/fake.yaml": "_target_: nowhere.Launcher\n",
+    "texts.jsonl": '{"text": "a"}\n',
     "mine/model/nameless.yaml": "hidden_size: 64\n",
     "mine/model/unknown.yaml": "name: lama\nhidden_size: 64\n",
     "mine/model/short.yaml": "name: llama\nhidden_size: 64\nnum_heads: 4\n",
 }
 """What lies in the working directory: the mistakes of a user's own YAML files."""
 
-TASKS = "fit, validate, test, predict, plan, calibrate, export"
+TASKS = "fit, validate, test, predict, lr_find, plan, calibrate, export"
 GROUPS = (
     "adapter, cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, search, "
     "trainer"
@@ -43,6 +44,23 @@ STYLES = (
 )
 
 WRONG = [
+    pytest.param(
+        [
+            "data=documents",
+            "data.streaming=true",
+            "data.path=[{path: texts.jsonl, weight: 1}]",
+            "trainer.max_epochs=2",
+            "trainer.val_check_interval=0.5",
+            "trainer.overfit_batches=3",
+            "scheduler=constant",
+        ],
+        [
+            Told("trainer.val_check_interval=0.5", "not known", write="trainer.val_check_interval=1000"),
+            Told("trainer.overfit_batches=3", "again and again", write="data.streaming=false"),
+            Told("trainer.max_epochs=2", "never ends", write="trainer.max_steps=1000"),
+        ],
+        id="epochs-of-streams",
+    ),
     pytest.param(
         ["checkpoint.keep_last=0"],
         Told("checkpoint.keep_last=0", write="checkpoint.keep_last=1", allowed=("enabled=false",)),
@@ -271,12 +289,12 @@ WRONG = [
         id="group-of-package",
     ),
     pytest.param(
-        ["trainer.callbacks.lr.logging=step"],
+        ["callbacks.lr.logging=step"],
         Told(
-            "trainer.callbacks.lr={logging:step}",
+            "callbacks.lr={logging:step}",
             "what it is",
             allowed=("_target_",),
-            write="trainer.callbacks.lr._target_=package.Class",
+            write="callbacks.lr._target_=package.Class",
         ),
         id="key-of-open-node",
     ),
@@ -525,8 +543,8 @@ WRONG = [
         id="wrong-item-in-list",
     ),
     pytest.param(
-        ["trainer.callbacks=early_stopping"],
-        Told("trainer.callbacks=early_stopping", "mapping"),
+        ["callbacks=early_stopping"],
+        Told("callbacks=early_stopping", "mapping"),
         id="text-for-mapping",
     ),
     pytest.param(
@@ -680,15 +698,15 @@ WRONG = [
         id="mesh-without-axis",
     ),
     pytest.param(
-        ["mesh=2x2", "compile=true"],
+        ["mesh=mp2xcp2", "compile=true", "mp=auto", "cp=ring"],
         Told(
-            "compile=true with mesh=2x2",
-            "torch.compile",
-            "mp",
-            allowed=("compile=false", "mp of size 1"),
+            "compile=true with mesh=mp2xcp2",
+            "a graph of what each rank computes",
+            "along cp",
+            allowed=("compile=false", "mp or cp of size 1"),
             write="compile=false",
         ),
-        id="compile-with-mp",
+        id="compile-with-mp-and-cp",
     ),
     pytest.param(
         ["compile=true", "random_numbers=by_position"],
@@ -951,12 +969,12 @@ WRONG = [
         id="target-that-is-no-path",
     ),
     pytest.param(
-        ["+trainer.callbacks.early.patience=3"],
+        ["+callbacks.early.patience=3"],
         Told(
-            "trainer.callbacks.early={patience:3}",
+            "callbacks.early={patience:3}",
             "what it is",
             allowed=("_target_",),
-            write="trainer.callbacks.early._target_=package.Class",
+            write="callbacks.early._target_=package.Class",
         ),
         id="callback-without-target",
     ),

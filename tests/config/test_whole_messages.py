@@ -29,7 +29,7 @@ COMMANDS = [
     pytest.param(
         ["trian", "model=llama"],
         "autolaunch trian: no such task; did you mean fit?\n"
-        "  allowed: fit, validate, test, predict, plan, calibrate, export\n"
+        "  allowed: fit, validate, test, predict, lr_find, plan, calibrate, export\n"
         "  write:   autolaunch fit model=llama",
         id="task",
     ),
@@ -165,7 +165,7 @@ COMMANDS = [
         id="path",
     ),
     pytest.param(
-        ["data.path=good.txt", "data.seq_len=256"],
+        ["data.path=good.txt", "data.seq_len=256", "data.validation_fraction=0.05"],
         "data.path=good.txt: 4 validation sequences of 256 tokens, fewer than one batch of 16\n"
         "  allowed: a larger data.validation_fraction, more data, or a smaller data.batch_size or data.seq_len\n"
         "  write:   data.validation_fraction=0.22, or data.validation_fraction=0 for no validation",

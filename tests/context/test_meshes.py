@@ -23,7 +23,6 @@ def same(group: str) -> list[str]:
 
 FOUR = {
     "llama@dp2xcp2-ring-level3", "llama@mp2xcp2-gather-sp", "llama@pp2xcp2-ring-exact", "nanogpt@cp4-usp",
-    "llama-even@pp2xcp2-gather-1f1b", "own-lengths@dp2xcp2-gather-level3",
 }  # fmt: skip
 """What runs every day: every other axis beside cp; two ranks meet every backend."""
 
@@ -75,9 +74,8 @@ def test_bf16_mixed_is_close(one: Group, four: Group) -> None:
     assert differences(expected["losses"], found["losses"], 1e-2) == []
 
 
-@pytest.mark.parametrize(
-    "case", tiered([name for name in GROUPS["four"] if name.startswith("resume-")], ["resume-dp2xcp2-from-cp2"])
-)
+@pytest.mark.full  # every day test_lightning.py goes on, on two ranks
+@pytest.mark.parametrize("case", [name for name in GROUPS["four"] if name.startswith("resume-")])
 def test_a_run_goes_on_on_dp2xcp2(one: Group, two: Group, four: Group, case: str) -> None:
     source = case.rpartition("-")[2]
     {"1": one, "cp2": two, "dp2xcp2": four}[source].read_all(f"save-{source}")

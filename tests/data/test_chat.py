@@ -17,14 +17,14 @@ pytest.importorskip("transformers")
 from autolaunch.cli import run
 from autolaunch.config.schema import DATA
 from autolaunch.config.tokenizer import with_tokenizer
-from autolaunch.data import prepared
+from autolaunch.data import prepared, progress
 from autolaunch.data.encoders import ChatEncoder
 from autolaunch.data.exported import write_tokenizer
 from autolaunch.data.loader import PositionedLoader
 from autolaunch.data.order import BatchOrder
 from autolaunch.data.present import check_data
 from autolaunch.data.rows import BadRow
-from autolaunch.data.rows_of_files import open_sequences, open_source
+from autolaunch.data.rows_of_files import open_rows, open_sequences
 from autolaunch.data.tokenizers import load_tokenizer
 from autolaunch_strategies.config import ConfigError, ConfigErrors
 from tests.support.chats import (
@@ -197,7 +197,7 @@ def test_the_last_answer_of_a_template_that_rewrites_earlier_ones() -> None:
 
 
 GOOD = {"messages": TWO_ANSWERS}
-BAD_ROWS = [
+BAD_CHATS = [
     pytest.param("{oops}", ["not JSON", "column 2"], id="not JSON"),
     pytest.param('{"messages": [', ["not JSON"], id="cut off"),
     pytest.param("[1, 2]", ["list", "object"], id="a list"),
@@ -220,22 +220,45 @@ BAD_ROWS = [
     pytest.param({"prompt": 3, "completion": "a"}, ["prompt", "int"], id="prompt is a number"),
     pytest.param({"prompt": "a", "completion": " "}, ["completion is empty"], id="empty completion"),
     pytest.param({"messages": [{"role": "system", "content": "a"}, *TWO_ANSWERS]}, ["no system, please"], id="refused"),
+    pytest.param(b'{"prompt": "\xff"}', ["not UTF-8", "byte 13"], id="not UTF-8"),
+    pytest.param('{"a":' * 100_000, ["nested too deeply"], id="too deep"),
+    pytest.param({"messages": None}, ["NoneType", "list"], id="messages are null"),
+    pytest.param({"messages": [{"role": "user", "content": ["a"]}]}, ["message 1", "list"], id="content is a list"),
+    pytest.param({"conversations": [{"from": "human"}]}, ["message 1", "no content"], id="no value"),
+    pytest.param({"prompt": "a", "completion": None}, ["completion", "NoneType"], id="completion is null"),
+]
+BAD_DOCUMENTS = [
+    pytest.param({"body": "a"}, ["no column text", "body", "data.text_key=body"], id="no text"),
+    pytest.param({"text": 3}, ["int"], id="text is a number"),
+    pytest.param({"text": "  "}, ["empty"], id="empty"),
+    pytest.param("nothing", ["not JSON"], id="document is no JSON"),
+]
+BAD_ROWS = [
+    pytest.param(kind, *case.values, id=case.id)
+    for kind, cases in (("chat", BAD_CHATS), ("documents", BAD_DOCUMENTS))
+    for case in cases
 ]
 
 
-@pytest.mark.parametrize(("row", "facts"), BAD_ROWS)
-def test_bad_rows_are_named_by_file_and_line(row: Any, facts: list[str]) -> None:
-    write_lines("chats.jsonl", [GOOD, "", row, GOOD])
-    config = chat_config(tokenizer=str(save_tokenizer(Path("tokenizer"), REFUSES)))
+@pytest.mark.parametrize(("kind", "row", "facts"), BAD_ROWS)
+def test_bad_rows_are_named_by_file_and_line(kind: str, row: Any, facts: list[str]) -> None:
+    good = json.dumps(GOOD if kind == "chat" else {"text": "good"})
+    bad = row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
+    Path("rows.jsonl").write_bytes(b"\n".join([good.encode(), b"", bad, good.encode()]))
+    if kind == "chat":
+        config = chat_config(tokenizer=str(save_tokenizer(Path("tokenizer"), REFUSES)), path="rows.jsonl")
+    else:
+        config = document_config(path="rows.jsonl")
     with pytest.raises(ConfigError) as caught:
         open_sequences(config, 0)
-    assert_told(caught.value, "chats.jsonl:3", *facts, write=None)
-    assert "data.on_bad=skip" in str(caught.value)
+    assert caught.value.where == "rows.jsonl:3"
+    assert all(fact in str(caught.value) for fact in facts), str(caught.value)
+    assert "data.on_bad=skip" in caught.value.write
 
-    source = open_source({**config, "on_bad": "skip"}, "path")
-    assert (source.counts.examples, source.counts.bad) == (2, 1)
-    assert source.prepared.first_bad[0].startswith("chats.jsonl:3: ")
-    assert [source.prepared.place(number) for number in range(2)] == ["chats.jsonl:1", "chats.jsonl:4"]
+    opened = open_rows({**config, "on_bad": "skip"}, "path")
+    assert (opened.counts.examples, opened.counts.bad) == (2, 1)
+    assert opened.prepared.first_bad[0].startswith("rows.jsonl:3: ")
+    assert [opened.prepared.place(number) for number in range(2)] == ["rows.jsonl:1", "rows.jsonl:4"]
 
 
 def test_several_bad_rows_are_told_at_once() -> None:
@@ -243,22 +266,6 @@ def test_several_bad_rows_are_told_at_once() -> None:
     with pytest.raises(ConfigErrors) as caught:
         open_sequences(chat_config(), 0)
     assert [error.where for error in caught.value.errors] == [f"chats.jsonl:{line}" for line in (1, 3, 4, 5, 6)]
-
-
-BAD_DOCUMENTS = [
-    pytest.param({"body": "a"}, ["no column text", "body"], id="no text"),
-    pytest.param({"text": 3}, ["int"], id="text is a number"),
-    pytest.param({"text": "  "}, ["empty"], id="empty"),
-    pytest.param("nothing", ["not JSON"], id="not JSON"),
-]
-
-
-@pytest.mark.parametrize(("row", "facts"), BAD_DOCUMENTS)
-def test_bad_documents(row: Any, facts: list[str]) -> None:
-    write_lines("texts.jsonl", [{"text": "good"}, row])
-    with pytest.raises(ConfigError) as caught:
-        open_sequences(document_config(), 0)
-    assert_told(caught.value, "texts.jsonl:2", *facts, write=None)
 
 
 def test_files_that_are_no_json_or_not_utf8() -> None:
@@ -414,15 +421,15 @@ def test_long_documents_are_split_and_every_token_is_predicted_once() -> None:
 def test_too_long_chats() -> None:
     write_lines("chats.jsonl", [*chats(3), {"messages": [{"role": "user", "content": "x" * 99}, TWO_ANSWERS[1]]}])
     longest = int(all_of(chat_config(seq_len=512))["attention_mask"].sum(1)[2])
-    cut = open_source(chat_config(seq_len=longest - 1), "path")
-    assert (cut.counts.truncated, cut.counts.untrained, len(cut.spans)) == (2, 1, 3)
-    left_out = open_source(chat_config(seq_len=longest, too_long="skip"), "path")
-    assert (left_out.counts.skipped, len(left_out.spans)) == (1, 3)
+    cut = open_rows(chat_config(seq_len=longest - 1), "path")
+    assert (cut.counts.truncated, cut.counts.untrained, len(cut.spans[0])) == (2, 1, 3)
+    left_out = open_rows(chat_config(seq_len=longest, too_long="skip"), "path")
+    assert (left_out.counts.skipped, len(left_out.spans[0])) == (1, 3)
     with pytest.raises(ConfigError) as caught:
-        open_source(chat_config(seq_len=longest - 1, too_long="refuse"), "path")
+        open_rows(chat_config(seq_len=longest - 1, too_long="refuse"), "path")
     assert_told(caught.value, "chats.jsonl:3", f"{longest} tokens", "2 of 4", write=None)
     with pytest.raises(ConfigError, match="none is left"):
-        open_source(chat_config(seq_len=8), "path")
+        open_rows(chat_config(seq_len=8), "path")
 
 
 def test_packed_documents_are_kept_apart() -> None:
@@ -466,6 +473,15 @@ def test_the_second_start_does_not_tokenise(monkeypatch: pytest.MonkeyPatch, cap
     for changes in changed:
         all_of(chat_config(**changes))
     assert calls == [4, *[5] * len(changed)]
+
+
+def test_preparing_says_that_it_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[None] = []
+    monkeypatch.setattr(progress, "_listeners", [])
+    progress.listen(lambda: moves.append(None))
+    write_lines("texts.jsonl", [{"text": "a"}] * 2000)
+    open_sequences(document_config(), 0)
+    assert len(moves) >= 5  # its hash, and four times 512 rows
 
 
 def test_a_damaged_cache_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ BAD = [
     ),
     pytest.param(
         "text",
-        {"path": "good.txt"},
+        {"path": "good.txt", "validation_fraction": 0.05},
         Told(
             "data.path=good.txt",
             "4 validation sequences",

@@ -54,9 +54,12 @@ def test_no_window_crosses_from_one_file_to_the_next() -> None:
     np.testing.assert_array_equal(found.tokens(shuffled), everything(found)[shuffled])
 
 
-@pytest.mark.parametrize("total, fraction, expected", [(100, 0.05, (95, 5)), (100, 0.29, (71, 29)), (7, 0.0, (7, 0))])
+@pytest.mark.parametrize(
+    "total, fraction, expected",
+    [(100, 0.05, (95, 5)), (100, 0.29, (71, 29)), (7, 0.0, (7, 0)), (80, None, (76, 4)), (69, None, (69, 0))],
+)
 def test_validation_is_the_last_part(total: int, fraction: float, expected: tuple[int, int]) -> None:
-    assert split_counts(total, fraction) == expected
+    assert split_counts(total, fraction, per_batch=4) == expected
 
 
 # --- tokens --------------------------------------------------------------------------------------------------------
@@ -69,7 +72,7 @@ def test_token_files_of_every_type_form_one_space(tmp_path: Path, dtype: str) ->
     values[:21].tofile(tmp_path / "a.bin")
     np.save(tmp_path / "b" / "c.npy", values[21:].astype(">i4"))
     (tmp_path / "notes.txt").write_text("not tokens")
-    training, validation, _ = tokens.open_sequences(
+    training, validation, *_ = tokens.open_sequences(
         config("tokens", path=str(tmp_path), dtype=dtype, seq_len=4, validation_fraction=0.25), 0
     )
     rows = np.concatenate([everything(training), everything(validation)])
@@ -83,7 +86,7 @@ def test_validation_files_leave_the_training_files_whole(tmp_path: Path) -> None
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "train.bin")
     np.arange(100, 105, dtype=np.uint16).tofile(tmp_path / "valid.bin")
     paths = {"path": str(tmp_path / "train.bin"), "validation_path": str(tmp_path / "valid.bin")}
-    training, validation, _ = tokens.open_sequences(config("tokens", seq_len=4, **paths), 0)
+    training, validation, *_ = tokens.open_sequences(config("tokens", seq_len=4, **paths), 0)
     assert everything(training)[:, 0].tolist() == [0, 4]
     assert everything(validation)[:, 0].tolist() == [100]
 
@@ -146,7 +149,7 @@ def test_a_mapped_file_is_not_copied_into_workers(tmp_path: Path) -> None:
 
 
 def test_default_text_is_the_help_of_python() -> None:
-    training, validation, _ = text.open_sequences(config("text"), 0)
+    training, validation, *_ = text.open_sequences(config("text"), 0)
     rows = np.concatenate([everything(training), everything(validation)])
     stream = np.append(rows[:, :-1].reshape(-1), rows[-1, -1])
     documents = bytes(np.where(stream == 256, 0, stream).astype(np.uint8)).decode(errors="replace").split("\0")
@@ -241,7 +244,7 @@ def test_text_through_a_tokenizer_file(tmp_path: Path, cache: Path) -> None:
 
 def test_synthetic_sequences_depend_on_seed_and_index_only() -> None:
     wanted = config("synthetic", num_sequences=100, num_validation_sequences=20, vocab_size=50, seq_len=32)
-    training, validation, _ = synthetic.open_sequences(wanted, 7)
+    training, validation, *_ = synthetic.open_sequences(wanted, 7)
     rows = everything(training)
     assert rows.shape == (100, 33) and rows.dtype == np.int64
     assert rows.min() == 0 and rows.max() == 49
@@ -253,7 +256,7 @@ def test_synthetic_sequences_depend_on_seed_and_index_only() -> None:
 
 def test_synthetic_sequences_have_a_pattern_to_learn() -> None:
     wanted = config("synthetic", num_sequences=400, vocab_size=64, seq_len=64)
-    training, validation, _ = synthetic.open_sequences(wanted, 0)
+    training, validation, *_ = synthetic.open_sequences(wanted, 0)
     pairs = Counter(zip(everything(training)[:, :-1].flat, everything(training)[:, 1:].flat, strict=True))
     follower = {first: max(range(64), key=lambda second: pairs[first, second]) for first in range(64)}
     assert sorted(follower.values()) == list(range(64))

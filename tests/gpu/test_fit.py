@@ -73,3 +73,12 @@ def test_bf16_mixed_is_close_to_fp32_and_not_the_same(fit: Fit, checkpoint: Path
         found, expected = ([row[name] for row in each.rows] for each in (run, on_gpu))
         assert found == pytest.approx(expected, rel=tolerance), name
     assert found != pytest.approx(expected, rel=FP32), "these are the norms of fp32"
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_adapters_learn_beside_weights_of_four_bits(fit: Fit, precision: str) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes", reason="weights of four bits are bitsandbytes'")
+    run = fit("trainer.accelerator=gpu", f"trainer.max_steps={LAST}", f"precision={precision}", "adapter=qlora")
+    assert all(row["grad_norm"] > 0 for row in run.rows)
+    assert run.rows[-1]["loss"] < run.rows[0]["loss"]

@@ -99,6 +99,7 @@ def test_two_nodes_of_two_ranks(environment: dict[str, str], tmp_path: Path) -> 
         assert (place["local_rank"], place["local_world_size"], place["node_rank"]) == (rank % 2, 2, rank // 2)
 
 
+@pytest.mark.full
 def test_failure_on_the_second_node_is_told_once(environment: dict[str, str], tmp_path: Path) -> None:
     run = srun(environment, tmp_path, "boom")
     assert run.returncode == 1
@@ -106,6 +107,7 @@ def test_failure_on_the_second_node_is_told_once(environment: dict[str, str], tm
     assert run.stderr.count("of 4 failed:") == 1
 
 
+@pytest.mark.full
 def test_a_dead_rank_on_the_second_node_ends_all_in_seconds(environment: dict[str, str], tmp_path: Path) -> None:
     run = srun(environment, tmp_path, "killed")
     assert (tmp_path / "out" / "killed").exists(), run.stderr

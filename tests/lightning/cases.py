@@ -339,8 +339,8 @@ parity(
     "own-batches", LanguageModel, data=lambda: own_loader(None, sampler=BatchSampler(range(51), 8, False)),
     use_distributed_sampler=True,
 )  # fmt: skip
-for _kind, _make in any_signature.KINDS.items():
-    for level in LEVELS:
+for _index, (_kind, _make) in enumerate(any_signature.KINDS.items()):
+    for level in (_index % 4, (_index + 2) % 4):
         parity(f"{_kind}-{level}", _make, {"level": level}, data=any_signature.series, use_distributed_sampler=True)
     parity(f"{_kind}-mp", _make, {"mesh": f"mp{WORLD}"}, data=partial(any_signature.series, shuffle=True))
 parity("conditioned-of-stream-mp", any_signature.Conditioned, {"mesh": f"mp{WORLD}"}, data=any_signature.stream)

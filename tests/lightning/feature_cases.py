@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from autolaunch_strategies import MeshStrategy
+from autolaunch_strategies import EMA, MeshStrategy
 from autolaunch_strategies.config import ConfigError
 from tests.context.modules import LENGTH, VOCABULARY, llama
 from tests.pipeline.cases import Rows, canonical_names, gathered, metrics, numbers
@@ -283,6 +283,20 @@ def moving_average(run: Run) -> Any:
     module = Language()
     rows = Rows(canonical_names(module))
     second = run.trainer(rows, its.EMAWeightAveraging(decay=0.8), max_epochs=2)
+    second.fit(module, loader(), loader(8), ckpt_path=run.directory / "kept.ckpt", weights_only=False)
+    return fitted.table(resumed=Fitted(second, module, rows).table())
+
+
+@feature("callback", "EMA (of autolaunch_strategies)")
+def sharded_average(run: Run) -> Any:
+    """Beside the average that Lightning's own takes on one device."""
+    kind = its.EMAWeightAveraging if run.mesh is None else EMA
+    keep = its.ModelCheckpoint(run.directory, "kept", save_top_k=-1)
+    fitted = run.fit(kind(decay=0.8), keep, enable_checkpointing=True, max_epochs=1)
+    pl.seed_everything(1, verbose=False)
+    module = Language()
+    rows = Rows(canonical_names(module))
+    second = run.trainer(rows, kind(decay=0.8), max_epochs=2, num_sanity_val_steps=1)
     second.fit(module, loader(), loader(8), ckpt_path=run.directory / "kept.ckpt", weights_only=False)
     return fitted.table(resumed=Fitted(second, module, rows).table())
 

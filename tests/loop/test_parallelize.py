@@ -32,18 +32,6 @@ def optimizers(group_of: GroupOf) -> Group:
     return group_of(SCRIPT, "optimizers", 4)
 
 
-LONG = {
-    "N2_mp2", "N5_mp2_sequence", "N5_mp2_sequence_transposed", "N7_dp2_level1", "N11_tied_dp2_level0",
-    "N14_fused_mp2", "N18_accumulation_dp2_level0", "N18_accumulation_mp2", "titan_mp2", "titan_tied",
-}  # fmt: skip
-"""Cases of which each part is in another case, too."""
-
-FOUR = {
-    "N6_dp2_mp2_sequence_level3", "N14_fused_dp2_mp2_level2", "ranks_laid_out_otherwise",
-    
-}  # fmt: skip
-"""What runs every day on four processes."""
-
 # The cases compare losses and every weight with one process themselves; a difference is an exception on its rank.
 
 
@@ -98,8 +86,8 @@ def test_on_two_processes(two: Group, case: str) -> None:
     "case",
     tiered(
         [
-            *(f"N3_N8_dp2_mp2_level{level}" for level in range(4)),
-            *(f"N6_dp2_mp2_sequence_level{level}" for level in range(4)),
+            *(f"N3_N8_dp2_mp2_level{level}" for level in (1, 2)),
+            *(f"N6_dp2_mp2_sequence_level{level}" for level in (0, 3)),
             "N13_tied_dp2_mp2_level3",
             "N14_fused_dp2_mp2_level2",
             "ranks_laid_out_otherwise",
@@ -110,7 +98,6 @@ def test_on_two_processes(two: Group, case: str) -> None:
             "N3_N8_dp2_mp2_level1",
             "N6_dp2_mp2_sequence_level3",
             "ranks_laid_out_otherwise",
-            "titan_dp2_mp2_level0",
         ],
     ),
 )
@@ -119,7 +106,7 @@ def test_on_four_processes(four: Group, case: str) -> None:
         four.read(case, rank)
 
 
-@pytest.mark.parametrize("case", tiered(["N4_dp4_mp2", "N4_dp4_mp2_sequence_level3", "N2_dp2_mp4"], []))
+@pytest.mark.parametrize("case", tiered(["N4_dp4_mp2_sequence_level3", "N2_dp2_mp4"], []))
 def test_on_eight_processes(eight: Group, case: str) -> None:
     for rank in range(8):
         eight.read(case, rank)

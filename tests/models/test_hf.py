@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autolaunch.models import build_model
+from autolaunch.models.documents import check_keeps_documents_apart
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
@@ -44,6 +45,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {key: USUAL[key] for key in USUAL if key != "num_key_value_heads"},
     "mixtral": {**USUAL, "num_local_experts": 11},  # expert 10 sorts between 1 and 2
 }
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many bytes the largest new tensor has; views of others are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and not func.is_view:
+            self.bytes = max(self.bytes, output.nbytes)
+        return output
 
 
 def hf(model_type: str = "llama", **keys: Any) -> dict[str, Any]:
@@ -166,6 +181,22 @@ def test_slices_of_a_merged_weight(tmp_path: Path) -> None:
     assert torch.equal(part, model.state_dict()[name][9:11, 60:70])
 
 
+def test_no_more_of_a_merged_weight_is_in_memory_than_its_part_and_an_expert(tmp_path: Path) -> None:
+    model = build_model(hf("mixtral"))
+    model.save_pretrained(tmp_path)
+    weights = SafetensorsWeights(tmp_path)
+    for name in ("gate_up_proj", "down_proj"):
+        source = weights.matching(model)[f"model.layers.0.mlp.experts.{name}"]
+        expected = model.state_dict()[f"model.layers.0.mlp.experts.{name}"]
+        with Largest() as largest:
+            part = weights.read(source, (slice(3, 6),))
+        assert torch.equal(part, expected[3:6]) and largest.bytes == part.nbytes
+        with Largest() as largest:
+            part = weights.read(source, (slice(None), slice(8, 24)))
+        assert torch.equal(part, expected[:, 8:24]) and largest.bytes == part.nbytes
+        assert weights.read(source, (slice(11, 11),)).shape == (0, *expected.shape[1:])
+
+
 def test_a_base_models_files_serve_the_model_with_a_head_and_the_reverse(tmp_path: Path) -> None:
     gpt = build_model(hf("gpt2"))
     gpt.transformer.save_pretrained(tmp_path / "base")
@@ -256,7 +287,13 @@ def test_directories_that_hold_no_model(tmp_path: Path, files: dict[str, str] | 
         ),
         pytest.param(
             {"name": "hf", "config": {"model_type": "vit"}},
-            Told("model.config.model_type=vit", "vit", "causal language model", allowed=("model_type", "ForCausalLM")),
+            Told(
+                "model.config.model_type=vit",
+                "vit",
+                "causal language model",
+                allowed=("model_type", "ForCausalLM"),
+                write="model.task=image_classification",
+            ),
             id="not-causal",
         ),
         pytest.param(
@@ -367,3 +404,38 @@ def test_another_shape_is_refused(saved: tuple[Path, torch.nn.Module]) -> None:
         "lm_head.weight [96, 32] instead of [100, 32]",
         "model.embed_tokens.weight [96, 32] instead of [100, 32]",
     )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "why"),
+    [
+        pytest.param("llama", USUAL, None, id="llama"),
+        pytest.param(
+            "opt",
+            {"vocab_size": 96, "hidden_size": 32, "ffn_dim": 32, "word_embed_proj_dim": 32, "num_attention_heads": 4},
+            "mask",
+            id="opt",
+        ),
+        pytest.param("lfm2", {**USUAL, "layer_types": ["conv", "full_attention"]}, "state", id="conv"),
+        pytest.param(
+            "qwen3_5_text", {**USUAL, "layer_types": ["linear_attention", "full_attention"]}, "state", id="linear"
+        ),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_packing_is_refused_where_documents_would_see_each_other(
+    model_type: str, fields: dict[str, Any], why: str | None, device: str
+) -> None:
+    with torch.device(device):
+        model = build_model({"name": "hf", "config": {"model_type": model_type, **fields, "num_hidden_layers": 2}})
+    if why is None:
+        check_keeps_documents_apart(model)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_keeps_documents_apart(model)
+    assert_only_told(caught.value, Told("data.packing=documents", why, write="data.packing=none"))
+    if device == "cpu":  # and so it is
+        ids, positions = torch.randint(0, 96, (1, 9)), torch.tensor([[*range(4), *range(5)]])
+        with torch.no_grad():
+            packed, alone = model.eval()(ids, position_ids=positions).logits[:, 4:], model(ids[:, 4:]).logits
+        assert not torch.allclose(packed, alone, atol=1e-6)

@@ -194,13 +194,51 @@ def test_module_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_optimizers_decay_matrices_only(cfg: dict, kind: type, values: dict) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(5, 4))
     model[2].weight.requires_grad_(False)
-    optimizer = build_optimizer(model.parameters(), cfg)
+    optimizer = build_optimizer(model.named_parameters(), cfg)
     assert type(optimizer) is kind
     decayed, rest = optimizer.param_groups
     assert {key: decayed[key] for key in values} == values
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
     assert [id(p) for p in decayed["params"]] == [id(model[0].weight)]
     assert [id(p) for p in rest["params"]] == [id(model[0].bias), id(model[1].weight), id(model[1].bias)]
+
+
+GROUPED = {"match": ["3", "0.bias"], "lr": 0.5}
+
+
+def test_parameters_have_the_options_of_the_first_group_that_names_them() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(5, 4), nn.Linear(4, 5), nn.Linear(4, 2))
+    model[3].weight = model[2].weight  # tied: under either name
+    model[4].requires_grad_(False)
+    second = {"match": [".*weight", ".*bias"], "weight_decay": 0.2, "betas": [0.5, 0.6]}
+
+    def groups(*groups: dict, kind: str | None = None) -> list[dict]:
+        cfg = {**vars(Optimizer("custom" if kind else "adamw", kind, lr=1e-3)), "groups": groups}
+        return build_optimizer(model.named_parameters(remove_duplicate=False), cfg).param_groups
+
+    options = [
+        ([id(item) for item in group["params"]], group["lr"], group["weight_decay"], group["betas"])
+        for group in groups(GROUPED, second)
+    ]
+    assert options == [
+        ([], 1e-3, 0.1, (0.9, 0.95)),
+        ([], 1e-3, 0.0, (0.9, 0.95)),
+        ([id(model[2].weight)], 0.5, 0.1, (0.9, 0.95)),
+        ([id(model[0].bias), id(model[3].bias)], 0.5, 0.0, (0.9, 0.95)),
+        ([id(model[0].weight)], 1e-3, 0.2, (0.5, 0.6)),
+        ([id(model[1].weight), id(model[1].bias)], 1e-3, 0.2, (0.5, 0.6)),
+    ]
+    assert groups({"match": ["0"], "lr_decay": 0.5}, kind="torch.optim.Adagrad")[2]["lr_decay"] == 0.5
+    for wrong, told in (
+        ([{"match": ["0.wieght"]}], Told("optimizer.groups[0].match: 0.wieght", ".weight", write=None)),
+        ([GROUPED, {"match": "0.bias"}], Told("optimizer.groups[1].match: 0.bias", "nothing is trained")),
+        ([{"match": ["4"]}], Told("optimizer.groups[0].match: 4", "nothing is trained")),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            groups(*wrong)
+        assert_only_told(str(caught.value), told)
+    with pytest.raises(ConfigError, match="lr_decay"):
+        groups({"match": ["0"], "lr_deacy": 0.5}, kind="torch.optim.Adagrad")
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ RULES: list[Any] = [
     pytest.param(
         "compiled",
         {"training": recipe(compiled=True)},
-        {"mp": 2},
-        {"cp": 2},
-        "torch.compile does not follow tensors that are sharded along mp: compile=false, or mp=1",
+        {"mp": 2, "cp": 2},
+        {"mp": 2, "dp": 2},
+        "blocks that are sharded along mp and cp are not compiled: compile=false, or mp=1 or cp=1",
         id="compile",
     ),
     pytest.param(

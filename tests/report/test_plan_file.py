@@ -36,7 +36,7 @@ def composed(*overrides: str) -> tuple[dict[str, Any], dict[str, str]]:
         pytest.param(["mesh=4x1", "dp=zero1", "optimizer=sgd", "optimizer.lr=1e-3"], id="other-options"),
         pytest.param(["mesh.order=[dp,pp,cp,mp]", "data.path=[a.txt,b.txt]", "recompute_save=[]"], id="lists"),
         pytest.param(["name='1e3'", "trainer.gradient_clip_val=null", "model.rope_scaling={factor: 8.0}"], id="values"),
-        pytest.param(["experiment=smoke", "+trainer.callbacks.mine={_target_: a.B, n: 1}"], id="experiment"),
+        pytest.param(["experiment=smoke", "+callbacks.mine={_target_: a.B, n: 1}"], id="experiment"),
     ],
 )
 def test_hydra_composes_the_same_job_from_it(tmp_path: Path, overrides: list[str]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,20 +73,23 @@ class Commands:
         self.environment = environment(**{"COLUMNS": "100", **extra})
         self._ended: dict[tuple[Any, ...], Run] = {}
 
-    def __call__(self, *arguments: str | Path, code: int = 0, into: Path | None = None, torchrun: int = 0) -> Run:
+    def __call__(
+        self, *arguments: str | Path, code: int = 0, into: Path | None = None, torchrun: int = 0, cold: bool = False
+    ) -> Run:
         """The ended command.
 
         Args:
             code: with which it has to end.
             into: the output directory.
             torchrun: how many ranks torchrun starts: the real one, in new processes.
+            cold: in new processes, whose libraries read the variables of the environment anew.
         """
         key = (arguments, into, torchrun)
         if key not in self._ended:
             directory = into or self.directory / f"run_{len(self._ended)}"
             words = [*self._words([str(argument) for argument in arguments]), f"output_dir={directory}"]
             words = real_torchrun(torchrun, *words) if torchrun else [sys.executable, *words]
-            done = start(words, self.timeout, cold=torchrun > 0, cwd=self.directory, env=self.environment)
+            done = start(words, self.timeout, cold=cold or torchrun > 0, cwd=self.directory, env=self.environment)
             self._ended[key] = Run(done.returncode, done.stdout, directory)
         run = self._ended[key]
         assert run.code == code, f"ended with {run.code}, not {code}:\n{run.screen[-6000:]}"
@@ -113,3 +117,23 @@ def begin(words: Sequence[str], *, cold: bool = False, **options: Any) -> Any:
         cold: as a new process, with all its imports.
     """
     return (subprocess.Popen if cold or warm.SERVER not in os.environ else warm.Process)(words, **options)
+
+
+def terminated(words: Sequence[str], directory: Path, lines: int, **options: Any) -> tuple[int, str]:
+    """(exit code, output) of a new process that gets SIGTERM when its metrics.csv has so many lines.
+
+    Args:
+        words: a command line that writes to `directory`.
+    """
+    process = begin(words, cold=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    metrics, patience = directory / "metrics.csv", time.monotonic() + 120
+    try:
+        while not metrics.exists() or metrics.read_text().count("\n") < lines:
+            assert time.monotonic() < patience and process.poll() is None, process.communicate()[0]
+            time.sleep(0.1)
+        process.terminate()
+        screen, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, screen

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 from tests.support.ranks import Group, GroupOf
-from tests.support.tiers import in_turn, of_the_day
+from tests.support.tiers import in_turn, of_the_day, tiered
 from tests.support.zoo import NAMES
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
@@ -23,20 +23,17 @@ NO_SEQUENCE_PARALLEL = {
 
 pytestmark = pytest.mark.timeout(300)
 
-EVERYDAY = {
-    pair for pair in in_turn(NAMES, ("tp", "tp", "tp", "sp", "sp", "sp")) if pair[0] in of_the_day(NAMES, "mp")
-}  # fmt: skip
-"""On two ranks."""
+ON_TWO = in_turn(NAMES, ("tp", "tp", "tp", "sp", "sp", "sp"))
+EVERYDAY = {(name, way) for name, way in ON_TWO if name in of_the_day(NAMES, "mp")}
 
 CASES = [
     pytest.param(mesh, name, way, marks=() if mesh == "1x2" and (name, way) in EVERYDAY else pytest.mark.full)
-    for mesh, pairs in (
-        ("1x2", [(name, way) for name in NAMES for way in ("tp", "sp")]),
-        ("2x2", sorted(in_turn(NAMES, ("tp", "sp")))),
-    )
-    for name, way in pairs
+    for mesh in ("1x2", "2x2")
+    for name in NAMES
+    for way in ("tp", "sp")
+    if ((name, way) in ON_TWO) == (mesh == "1x2")
 ]
-"""(mesh, model, whether its sequences are sharded, too): with dp each model meets one of both."""
+"""(mesh, model, whether its sequences are sharded, too): each model meets both, one of them beside dp."""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +55,29 @@ def test_equals_one_process(one_process: Group, on: Callable[[str], Group], mesh
     for key, weight in expected["weights"].items():
         where = f"{key}: {{}}".format  # zero-initialised biases whose gradient is rounding error need the atol
         torch.testing.assert_close(found["weights"][key], weight, rtol=1e-4, atol=1e-6, msg=where)
+
+
+COMPILED = {
+    **dict.fromkeys(("llama", "gemma2", "phi3", "gptj", "olmo2", "mpt"), "sp-compiled"),
+    **dict.fromkeys(("qwen3", "gpt2", "opt", "falcon", "encoder"), "tp-compiled"),
+    "mistral": "tp-compiled-selective",
+    "qwen2": "sp-compiled-full",
+}
+
+
+@pytest.mark.parametrize("name", tiered(COMPILED, {"llama", "mistral"}))
+def test_compiled_equals_one_process(one_process: Group, on: Callable[[str], Group], name: str) -> None:
+    test_equals_one_process(one_process, on, "1x2", name, COMPILED[name])
+    said = on("1x2").read(f"{name}-{COMPILED[name]}")["warnings"]
+    assert [text for text in said if text.startswith("compile")] == []
+
+
+@pytest.mark.full
+def test_a_mixture_is_not_compiled_and_right(one_process: Group, on: Callable[[str], Group]) -> None:
+    """Where an operator can't be followed on shapes, every block runs as it is, and one line says so."""
+    test_equals_one_process(one_process, on, "1x2", "mixtral", "tp-compiled")
+    (said,) = on("1x2").read("mixtral-tp-compiled")["warnings"]
+    assert said.startswith("compile: model.layers.0 (and others for the same reason) runs as it is: ")
 
 
 @pytest.mark.parametrize(("mesh", "name", "way"), CASES)

@@ -22,7 +22,7 @@ from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.model.materialise import materialise
 from autolaunch_strategies.tensor.views import plain
-from tests.support.cases import serve
+from tests.support.cases import no_compiler, serve
 from tests.support.zoo import NAMES, batch, loss, make
 
 STEPS = 3
@@ -123,25 +123,36 @@ def train_plain(name: str) -> dict[str, Any]:
     return trained_plain(built(name), batches(name), partial(loss, name), 0.1)
 
 
-def on_mesh(name: str, mesh: str, sequence_parallel: bool) -> dict[str, Any]:
+def on_mesh(name: str, mesh: str, way: str) -> dict[str, Any]:
     said = Warnings()
     logger = logging.getLogger("autolaunch_strategies")
     logger.addHandler(said)
+    _, *more = way.split("-")
     try:
-        config = parallel_config(parse_mesh(mesh), 3, {"sequence_parallel": sequence_parallel})
+        config = parallel_config(
+            parse_mesh(mesh),
+            3,
+            {"sequence_parallel": way.startswith("sp")},
+            compile="compiled" in more,
+            recompute=next((key for key in more if key != "compiled"), "none"),
+        )
         result = trained_on(config, built(name), batches(name), partial(loss, name), 0.1)
     finally:
         logger.removeHandler(said)
     return result | {"warnings": list(said.said)}
 
 
+WAYS = ("tp", "sp", "tp-compiled", "sp-compiled", "tp-compiled-selective", "sp-compiled-full")
+"""Whether sequences are sharded, too; whether blocks are compiled, and computed again in the backward pass."""
+
 GROUPS: dict[str, dict[str, Any]] = {
     "none": {name: partial(train_plain, name) for name in NAMES},
     **{
-        mesh: {f"{name}-{way}": partial(on_mesh, name, mesh, way == "sp") for name in NAMES for way in ("tp", "sp")}
+        mesh: {f"{name}-{way}": partial(on_mesh, name, mesh, way) for name in NAMES for way in WAYS}
         for mesh in ("1x2", "2x2")
     },
 }
 
 if __name__ == "__main__":
-    serve(GROUPS, tensors=True)
+    with no_compiler():
+        serve(GROUPS, tensors=True)

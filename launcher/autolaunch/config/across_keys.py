@@ -12,16 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
+from autolaunch.config.optimizer_groups import check_groups
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
-from autolaunch.config.schema import IN_ONE_PROCESS
+from autolaunch.config.schema import IN_ONE_PROCESS, MISSING, Eval, Generate, LrFind, defaults_of, last_step
 from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
+from autolaunch.data.prompts import check_prompts
 from autolaunch.machine.devices import visible_devices
 from autolaunch.machine.this_machine import memory_gib
 from autolaunch.models.adapter_config import adapter_settings, check_llama
 from autolaunch.models.facts import ModelFacts, model_facts
+from autolaunch.models.hf_tasks import task_of
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.checkpoint.record import check_allowed
 from autolaunch_strategies.config import (
@@ -71,21 +75,29 @@ def check(
         errors += config_errors(
             parallel_config(mesh, **parallel, compile=config["compile"], random_numbers=config["random_numbers"])
         )
-        errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
+        if config["task"] != "generate":  # which reads no data
+            errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
     with _collected(errors):
         parse_recompute(config["recompute"], config["recompute_save"])
     errors += _plans(config, mesh)
     errors += _schedule(config, where)
     errors += _accumulation(config, mesh, where)
     errors += _labels(config, where)
+    errors += task_errors(config, where)
+    errors += _streaming(config, where)
     if config["task"] == "test" and (error := test_data_error(config["data"])):
         errors.append(error)
     with _collected(errors):
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
-    errors += _adapter(config)
+    errors += check_groups(config, where)
+    errors += _generation(config, where)
+    errors += _evaluation(config, where)
+    errors += _adapter(config, mesh)
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
+    errors += _search(config, where)
+    errors += _lr_find(config, where)
     errors += check_slurm(config, output_dir, where, started_ranks)
     if config["module"] is None:
         facts: ModelFacts | None = None
@@ -94,7 +106,8 @@ def check(
         if mesh is not None:
             errors += _divisibility(config, mesh, facts, where)
         settled = config if mesh is None else with_batch_parts(config, mesh.pp)
-        errors += check_data(settled["data"], mesh.dp if mesh is not None else 1, facts)
+        if config["task"] != "generate":
+            errors += check_data(settled["data"], mesh.dp if mesh is not None else 1, facts)
     return mesh or MeshShape(), errors
 
 
@@ -334,6 +347,30 @@ def _accumulation(config: Mapping[str, Any], mesh: MeshShape | None, where: Wher
         )
 
 
+def _streaming(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """Parts of an epoch whose length nobody knows, and a training that ends with one that never does."""
+    data, trainer = config["data"], config["trainer"]
+    if "_target_" in data or not data.get("streaming"):
+        return
+    for key in ("val_check_interval", "limit_train_batches"):
+        if isinstance(trainer[key], float) and trainer[key] != 1.0:
+            reason = "with data.streaming the length of an epoch is not known"
+            yield ConfigError(where(f"trainer.{key}", trainer[key]), reason, "batches", f"trainer.{key}=1000")
+    if trainer["overfit_batches"]:
+        reason = "with data.streaming the data are not read again and again"
+        write = "data.streaming=false"
+        yield ConfigError(where("trainer.overfit_batches", trainer["overfit_batches"]), reason, write, write)
+    entries = data["path"] if isinstance(data["path"], list | tuple) else [data["path"]]
+    is_endless = any(isinstance(entry, Mapping) and entry.get("weight") is not None for entry in entries)
+    if is_endless and last_step(trainer) == -1 and trainer["max_time"] is None:
+        yield ConfigError(
+            where("trainer.max_epochs", trainer["max_epochs"]),
+            "with data.streaming and weights an epoch never ends: each source begins anew by itself",
+            "trainer.max_steps, trainer.max_time",
+            "trainer.max_steps=1000",
+        )
+
+
 def _labels(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
     """Positions of labels where nobody asks for them: a module or a model of one's own."""
     labels = config["data"].get("labels")
@@ -387,7 +424,7 @@ def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:
     resolve_ckpt_path(config, output_dir)
 
 
-def _adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+def _adapter(config: Mapping[str, Any], mesh: MeshShape | None) -> Iterator[ConfigError]:
     """An adapter where there is no model to put it into, or none of its names is in it; and what it leaves to train."""
     adapter, model, merged = config["adapter"], config["model"], config["export_merged"]
     if merged and config["task"] != "export":
@@ -432,8 +469,83 @@ def _adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         settings = adapter_settings(adapter)
         if "_target_" not in model and model["name"] == "llama":
             check_llama(settings)
+        if settings.quant_type is not None:
+            yield from _four_bits(config, mesh)
     except ConfigError as error:
         yield error
+
+
+def _four_bits(config: Mapping[str, Any], mesh: MeshShape | None) -> Iterator[ConfigError]:
+    """What weights of four bits, which are packed into numbers of another type, can't be joined with."""
+    if mesh is not None and mesh.mp > 1:
+        yield ConfigError(
+            f"adapter=qlora with mesh={mesh.name}",
+            "packed weights of four bits can't be cut along mp",
+            "dp (level 3 shards them), pp and cp; or adapter=lora",
+            f"mesh={replace(mesh, dp=mesh.dp * mesh.mp, mp=1).name}",
+        )
+    if (dtype := config["dp"] and config["dp"]["param_dtype"]) is not None:
+        yield ConfigError(
+            f"adapter=qlora with dp.param_dtype={dtype}",
+            "a conversion of numbers would change the bits of packed weights",
+            "precision, in which the rest of the model computes",
+            "dp.param_dtype=null precision=bf16-true",
+        )
+
+
+def _generation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """Prompts that are none, and keys of `generate` where nothing is generated."""
+    yield from _unused(config, "generate", Generate, "callbacks=samples generates at each validation", where)
+    if config["task"] != "generate":
+        return
+    keys = config["generate"]
+    if config["module"] is not None or "_target_" in config["model"]:
+        yield ConfigError(
+            "autolaunch generate",
+            "nothing is known of how a class of your own goes on with a text",
+            "model=llama, model=hf",
+        )
+    elif (of := task_of(config["model"])) not in (None, "causal_lm"):
+        yield ConfigError(
+            f"autolaunch generate with model.task={of}",
+            "such a model does not go on with a text",
+            "model.task=causal_lm",
+        )
+    try:
+        check_prompts(keys["prompts"], "generate.prompts")
+    except ConfigError as error:
+        yield error
+
+
+def _unused(config: Mapping[str, Any], task: str, schema: type, instead: str, where: Where) -> Iterator[ConfigError]:
+    """Keys of a task where another one is run."""
+    if config["task"] == task:
+        return
+    for name, default in defaults_of(schema).items():
+        if (value := config[task][name]) != default:
+            allowed = f"autolaunch {task}" + (f"; {instead}" if instead else "")
+            yield ConfigError(where(f"{task}.{name}", value), f"has no effect with {config['task']}", allowed)
+
+
+def _evaluation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """What lm-evaluation-harness needs: itself, tasks, and one model."""
+    yield from _unused(config, "eval", Eval, "", where)
+    if config["task"] != "eval":
+        return
+    keys = config["eval"]
+    if not keys["tasks"]:
+        yield ConfigError("eval.tasks", "which tasks is not said", "names of tasks", "eval.tasks=[hellaswag]")
+    if (keys["path"] is None) == (config["ckpt_path"] is None):
+        yield ConfigError(
+            "autolaunch eval",
+            "which model is not said" if keys["path"] is None else "eval.path and ckpt_path are two models",
+            "the path of a checkpoint, which is exported first, or eval.path, an exported model",
+            "autolaunch eval ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
+        )
+    elif keys["path"] is not None and not (Path(keys["path"]).expanduser() / "config.json").is_file():
+        yield ConfigError(f"eval.path={keys['path']}", "no model: there is no config.json", "a directory of `export`")
+    if importlib.util.find_spec("lm_eval") is None:
+        yield ConfigError("autolaunch eval", "lm_eval is not installed", write="pip install 'autolaunch[eval]'")
 
 
 def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
@@ -446,6 +558,47 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
             "`plan` with a cluster",
             "autolaunch plan cluster=local --why ...",
         )
+
+
+def _lr_find(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """Keys of lr_find for other tasks, rates that do not grow, and weights that are no beginning."""
+    keys = config["lr_find"]
+    if config["task"] != "lr_find":
+        for key, default in defaults_of(LrFind).items():
+            if keys[key] != default:
+                yield ConfigError(
+                    where(f"lr_find.{key}", keys[key]),
+                    f"has no effect: {config['task']} looks for no learning rate",
+                    "autolaunch lr_find",
+                    f"lr_find.{key}={written(default)}",
+                )
+        return
+    if keys["min"] >= keys["max"]:
+        yield ConfigError(
+            where("lr_find.max", keys["max"]), f"the rates grow from lr_find.min={keys['min']:g}", "a larger rate"
+        )
+    if config["ckpt_path"] is not None:
+        yield ConfigError(
+            where("ckpt_path", config["ckpt_path"]),
+            "the rates are tried on the weights with which a training begins",
+            "model.path for weights that were exported",
+            "ckpt_path=null",
+        )
+
+
+def _search(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """What jobs are compared by where they are compared by their speed."""
+    search = config["search"]
+    if search is None or search["name"] != "auto":
+        return
+    for key, default in (("objective", None), ("direction", "minimize")):
+        if search[key] != default:
+            yield ConfigError(
+                where(f"search.{key}", search[key]),
+                "has no effect: search=auto looks for the fastest run",
+                "search=optuna, which compares any number that is logged",
+                f"search.{key}={written(default)}",
+            )
 
 
 def _restarts(
@@ -493,13 +646,13 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Callbacks, loggers, the module, the optimizer: each a mapping that says what it is by `_target_`."""
     for key in ("model", "data", "optimizer"):
         yield from _absent_module(key, config[key])
-    nodes = {f"trainer.callbacks.{name}": node for name, node in config["trainer"]["callbacks"].items()}
+    nodes = {f"callbacks.{name}": node for name, node in (config["callbacks"] or {}).items()}
     nodes |= {f"logger.{name}": node for name, node in (config["logger"] or {}).items()}
     if config["module"] is not None:
         nodes["module"] = config["module"]
     for key, node in nodes.items():
         if node is None:
-            continue  # `trainer.callbacks.x=null` switches one off
+            continue  # `callbacks.x=null` switches one off
         if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
             yield ConfigError(
                 f"{key}={written(node)}",
@@ -509,6 +662,17 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             )
             continue
         yield from _absent_module(key, node)
+        if key.startswith("logger.") and node.get("log_model") and _takes_files_alone(node["_target_"]):
+            wandb = node["_target_"].endswith("WandbLogger")
+            yield ConfigError(
+                f"{key}.log_model={written(node['log_model'])}",
+                f"has no effect: {node['_target_']} takes checkpoints for single files, and these are directories",
+                "logger=wandb, which has a class of its own" if wandb else "log_model=false",
+                f"{key}._target_=autolaunch.report.wandb_logger.WandbLogger" if wandb else f"{key}.log_model=false",
+            )
+        for name, value in node.items():
+            if value == MISSING:
+                yield ConfigError(f"{key}.{name}", "must be given", write=f"{key}.{name}=...")
         if key.startswith("logger.") and (extra := _absent_logger_package(node["_target_"])):
             yield ConfigError(
                 f"{key}._target_={node['_target_']}",
@@ -555,10 +719,14 @@ _LOGGER_PACKAGES = {
 }
 
 
+def _takes_files_alone(target: str) -> bool:
+    return target.startswith(("lightning.", "pytorch_lightning.")) and target.endswith(("WandbLogger", "MLFlowLogger"))
+
+
 def _absent_logger_package(target: str) -> tuple[str, str] | None:
     """(package, extra of ours) that a logger of Lightning needs and that is not installed."""
     module, _, name = target.rpartition(".")
-    if not module.startswith("lightning") or name not in _LOGGER_PACKAGES:
+    if not module.startswith(("lightning", "autolaunch")) or name not in _LOGGER_PACKAGES:
         return None
     packages, extra = _LOGGER_PACKAGES[name]
     return None if any(importlib.util.find_spec(package) for package in packages) else (packages[0], extra)

@@ -133,7 +133,7 @@ def _unknown_flag(typed: str, flags: list[str]) -> ConfigError:
     return ConfigError(typed, "no such flag" + (f"; did you mean {close}?" if close else ""), write="autolaunch --help")
 
 
-_OTHER_WORDS = {"train": "fit", "run": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict"}
+_OTHER_WORDS = {"train": "fit", "run": "fit", "evaluate": "validate", "infer": "predict"}
 """What other tools call our tasks."""
 
 
@@ -142,6 +142,10 @@ def _overrides(words: list[str]) -> list[str]:
     for position, word in enumerate(words):
         if word.removeprefix("+").startswith("plan="):
             overrides.append(f"experiment={word.partition('=')[2]}")
+        elif word.lstrip("+").startswith("trainer.callbacks"):
+            raise ConfigError(
+                word, "callbacks stand by themselves", "callbacks", word.lstrip("+").removeprefix("trainer.")
+            )
         elif "=" in word or word.startswith("~"):
             overrides.append(into_open_group(quoted_mesh(word)))
         elif position == 0 and word in TASKS:
@@ -172,7 +176,7 @@ def quoted_mesh(override: str) -> str:
 
 
 OPEN_GROUPS = (
-    *("model.config.", "model.mp_plans.", "mp.plan.", "cp.plan.", "trainer.callbacks.", "logger.", "module."),
+    *("model.config.", "model.mp_plans.", "mp.plan.", "cp.plan.", "callbacks.", "logger.", "module."),
     "cluster.constants.",
     "data.columns.",
 )
@@ -187,7 +191,7 @@ def into_open_group(override: str) -> str:
 def _is_open(override: str) -> bool:
     key = override.partition("=")[0]
     # `logger=csv` chooses an option; `mp.plan={...}` sets keys below it.
-    return f"{key}.".startswith(OPEN_GROUPS) and key != "logger"
+    return f"{key}.".startswith(OPEN_GROUPS) and key not in ("callbacks", "logger")
 
 
 def unquoted(override: str) -> str:

@@ -76,12 +76,12 @@ def _search_path(line: CommandLine) -> Iterator[str]:
     """Have Hydra look where this command line says; yields the directory of the primary config."""
     register()
     MeshSearchPath.config_dir = line.config_dir
-    ExperimentFileSource.chosen = frozenset(item.partition("=")[0] for item in line.overrides)
+    ExperimentFileSource.chosen = dict(item.partition("=")[::2] for item in line.overrides)
     try:
         yield str(line.config_path or CONF)
     finally:
         MeshSearchPath.config_dir = None
-        ExperimentFileSource.chosen = frozenset()
+        ExperimentFileSource.chosen = {}
 
 
 @contextmanager
@@ -568,3 +568,17 @@ def _interpolations(config: DictConfig) -> Iterator[tuple[str, str]]:
             yield key, values
 
     yield from walk(raw, "")
+
+
+def from_environment(config: DictConfig) -> list[str]:
+    """The dotted keys of a composed config whose values come from variables of the environment, directly or not."""
+    texts = dict(_interpolations(config))
+    keys = {key for key, text in texts.items() if re.search(r"\$\{\s*(oc\.)?env:", text)}
+    while True:
+        names = {key.partition("[")[0] for key in keys}
+        # What a key stands for is written as its whole name or, from beside it, as the end of that.
+        parts = names | {name.rpartition(".")[2] for name in names}
+        more = {key for key, text in texts.items() if any(re.search(rf"\b{re.escape(p)}\b", text) for p in parts)}
+        if more <= keys:
+            return sorted(keys)
+        keys |= more

@@ -9,8 +9,10 @@ from typing import Any
 
 import xxhash
 
+from autolaunch.config.optimizer_groups import OPTIONS
+from autolaunch.data.counts import VALIDATION_FRACTION
 from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, expanded, find_files, standard_library_documents
-from autolaunch.data.rows import find_row_files
+from autolaunch.data.sources import find_sources
 from autolaunch.data.tokenizers import known_by, template_text
 from autolaunch.models.adapter_config import adapter_settings
 from autolaunch.models.hf_config import WEIGHT_FILES, read_hf_config
@@ -19,13 +21,6 @@ from autolaunch_strategies.checkpoint.record import plain_record
 
 _OPTIMIZERS = {"adamw": "torch.optim.AdamW", "adam": "torch.optim.Adam", "sgd": "torch.optim.SGD"}
 
-_OPTIONS = {
-    "adamw": ("lr", "weight_decay", "betas", "eps"),
-    "adam": ("lr", "weight_decay", "betas", "eps"),
-    "sgd": ("lr", "weight_decay", "momentum"),
-}
-"""Of the group `optimizer`, the keys that an optimizer of ours has a use for."""
-
 _OF_THE_TRAINER = (
     "max_steps", "max_epochs", "max_time", "limit_train_batches", "overfit_batches", "accumulate_grad_batches",
     "gradient_clip_val", "gradient_clip_algorithm",
@@ -33,7 +28,7 @@ _OF_THE_TRAINER = (
 
 _NOT_THE_DATA = (
     "batch_size", "seq_len", "microbatches", "num_workers", "test_path", "validation_path", "num_validation_sequences",
-    "num_test_sequences",
+    "num_test_sequences", "subset", "split",
 )  # fmt: skip
 """Keys of the group `data` that training data do not depend on, or that are compared by themselves."""
 
@@ -55,12 +50,14 @@ def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: files that the config names are gone.
     """
     data, optimizer = config["data"], config["optimizer"]
-    record: dict[str, Any] = {"seed": config["seed"], "data": _data(data), "model": _model(config)}
+    record: dict[str, Any] = {"seed": config["seed"], "data": _data(data), "model": recorded_model(config)}
     if "_target_" not in data:
         record |= {"batch_size": data["batch_size"], "seq_len": data["seq_len"]}
     if config["module"] is None:
-        options = _OPTIONS.get(optimizer["name"], [key for key in optimizer if key not in ("name", "_target_")])
-        record |= {f"optimizer.{key}": optimizer[key] for key in options}
+        options = OPTIONS.get(
+            optimizer["name"], [key for key in optimizer if key not in ("name", "_target_", "groups")]
+        )
+        record |= {f"optimizer.{key}": optimizer[key] for key in (*options, "groups")}
         record |= {f"scheduler.{key}": value for key, value in config["scheduler"].items()}
         if kind := _OPTIMIZERS.get(optimizer["name"]) or _torchs_own(optimizer["_target_"]):
             record["optimizer"] = kind
@@ -115,6 +112,8 @@ def _data(data: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in data.items() if key not in _NOT_THE_DATA}
     if data.get("validation_path") is not None:
         del kept["validation_fraction"]
+    elif kept.get("validation_fraction", 0) is None:
+        kept["validation_fraction"] = VALIDATION_FRACTION
     if data["name"] == "text":
         if data["path"] is None:
             documents = standard_library_documents()
@@ -124,8 +123,15 @@ def _data(data: Mapping[str, Any]) -> dict[str, Any]:
         kept["tokenizer"] = "bytes"
         if data["tokenizer"] not in (None, "bytes"):
             kept["tokenizer"] = xxhash.xxh3_128_hexdigest(expanded(data["tokenizer"]).read_bytes())
-    elif data["name"] in ("documents", "chat"):
-        kept["path"] = _files(find_row_files(data["path"], "data.path", with_text=data["name"] == "documents"))
+    elif data["name"] in ("documents", "chat", "classification"):
+        if not data.get("streaming"):
+            kept = {key: value for key, value in kept.items() if key not in ("streaming", "shuffle_buffer")}
+        sources = find_sources(data, "path")
+        rows = [rows for source in sources for rows in source.rows]
+        heads = (part.head(_HEAD_BYTES) for part in rows[:_MOST_HEADS])
+        kept["path"] = _known_by((part.size() for part in rows), heads)
+        if weights := [source.weight for source in sources if source.weight is not None]:
+            kept["weights"] = weights
         kept["tokenizer"] = known_by(data["tokenizer"] or "bytes")
         if data.get("chat_template") is not None:
             kept["chat_template"] = template_text(data["chat_template"])
@@ -151,7 +157,8 @@ def _known_by(sizes: Iterable[int], heads: Iterable[bytes]) -> dict[str, Any]:
     return {"files": len(sizes), "bytes": sum(sizes), "xxh3": content.hexdigest()}
 
 
-def _model(config: Mapping[str, Any]) -> dict[str, Any]:
+def recorded_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of the record about the model."""
     if config["module"] is not None:
         return dict(config["module"])
     model = config["model"]

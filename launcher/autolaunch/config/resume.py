@@ -8,6 +8,7 @@ from typing import Any
 
 from autolaunch.config.schema import Job
 from autolaunch_strategies.checkpoint.files import (
+    MANIFEST,
     REPLACED,
     WRITING,
     complete_checkpoints,
@@ -26,9 +27,10 @@ COMPARING_TASKS = ("fit", "plan")
 def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None:
     """The absolute path of the checkpoint that `ckpt_path` means; None to start from scratch.
 
-    `last` is the newest whole checkpoint in `<output_dir>/checkpoints`; for a run in `outputs/<name>/<date>_<time>` or
-    else that of the earlier runs of its name. Which is the newest, the checkpoints say. Where there has never been one,
-    `fit` starts from scratch, so that one command serves the first start of a job and every restart of it.
+    The directory of a run means the newest whole checkpoint in it. `last` is that of `output_dir`; for a run in
+    `outputs/<name>/<date>_<time>` or else that of the earlier runs of its name. Which is the newest, the checkpoints
+    say. Where there has never been one, `fit` starts from scratch, so that one command serves the first start of a job
+    and every restart of it.
 
     Raises:
         ConfigError: it does not exist, or is damaged or half-written; the previous whole one is offered.
@@ -38,6 +40,8 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
         return None
     if asked != "last":
         path = Path(asked).expanduser().absolute()
+        if (path / "checkpoints").is_dir() and not (path / MANIFEST).exists():
+            return str(_newest_of_run(path, asked))
         _check(path, f"ckpt_path={asked}")
         return str(path)
     earlier = _earlier_runs(config, output_dir)
@@ -56,6 +60,16 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
         "the path of a checkpoint, or the output_dir of the run that wrote one",
         f"autolaunch {config['task']} ckpt_path=outputs/run/<date>_<time>/checkpoints/<name>",
     )
+
+
+def _newest_of_run(run: Path, asked: str) -> Path:
+    directory = run / "checkpoints"
+    candidates, whole = _candidates(directory), complete_checkpoints(directory)
+    if candidates and not whole:
+        _check(candidates[-1], f"ckpt_path={asked}")
+    if not whole:
+        raise ConfigError(f"ckpt_path={asked}", f"there is no checkpoint in {directory}", "a run that has written one")
+    return whole[-1]
 
 
 def check_adapter(config: Mapping[str, Any], checkpoint: Path, record: Mapping[str, Any]) -> None:

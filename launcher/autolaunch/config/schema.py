@@ -13,6 +13,7 @@ from typing import Any
 
 from autolaunch.config.cluster import Cluster
 from autolaunch.config.search import Search
+from autolaunch.models.hf_tasks import MODEL_TASKS
 from autolaunch.models.label_positions import LABELS
 from autolaunch_strategies.checkpoint.record import COMPARED
 from autolaunch_strategies.config import (
@@ -31,9 +32,12 @@ TASKS = {
     "validate": "run the validation data through a trained model",
     "test": "run the test data through a trained model",
     "predict": "write the model's predictions of the validation data to <output_dir>/predictions",
+    "lr_find": "train a few steps with a rate that grows, and suggest optimizer.lr by how the loss falls",
+    "generate": "let a model go on with prompts, on any mesh",
     "plan": "show what a run would do, and write it to plan.yaml, without starting it; with cluster= choose it, too",
     "calibrate": "measure this machine for the planner, and write it as a cluster",
     "export": "write a checkpoint as safetensors that `transformers` loads",
+    "eval": "run benchmarks of lm-evaluation-harness on a checkpoint or an exported model",
 }
 """The first word of the command line; `fit` if there is none."""
 
@@ -49,6 +53,7 @@ GROUPS = {
     "optimizer": "",
     "scheduler": "the learning rate over the steps",
     "trainer": "arguments of Lightning's Trainer",
+    "callbacks": "what runs beside the training: one, or several as [early_stopping,ema]",
     "logger": "loggers beside metrics.csv",
     "launch": "how processes are started",
     "cluster": "for which machines `plan` chooses: h100x1024 is 1,024 of them; or the path of a YAML file",
@@ -57,7 +62,7 @@ GROUPS = {
 }
 """The config groups of conf/, and what is chosen by each; all other keys are in no group."""
 
-IN_ONE_PROCESS = ("plan", "export", "calibrate")
+IN_ONE_PROCESS = ("plan", "export", "eval", "calibrate")
 """Tasks that one process does for a mesh of any size, without its devices."""
 
 
@@ -133,13 +138,25 @@ class LlamaModel:
 
 @dataclass
 class HFModel:
-    """model=hf: any causal language model of `transformers` (install autolaunch[hf])."""
+    """model=hf: models of `transformers` (install autolaunch[hf])."""
 
     name: str = option("Which model this is; set by the group.", "hf")
-    path: str | None = option("Local directory with config.json and safetensors to start from.", None)
+    path: str | None = option(
+        "Directory with config.json and safetensors to start from, or OWNER/NAME of a model of the Hugging Face hub.",
+        None,
+    )
+    revision: str | None = option("Branch, tag or commit of a model of the hub (null: its main branch).", None)
     config: dict[str, Any] = option(
         "A `transformers` config: model_type and its fields (random weights), or overrides of the one in model.path.",
         {},
+    )
+    task: str = option(
+        "What it is trained for, and with it which class of `transformers` it is.",
+        "causal_lm",
+        choices=tuple(MODEL_TASKS),
+    )
+    num_labels: int | None = option(
+        "Classes of a classification, or numbers of a regression (null: those of its config).", None, ge=1
     )
     pretrained: bool = option("With model.path: read its weights (false: only its config, random weights).", True)
     attn_implementation: str = option(
@@ -165,15 +182,21 @@ class CustomModel:
 
 @dataclass
 class Adapter:
-    """adapter=lora, dora: PEFT's small matrices beside frozen layers are trained (install autolaunch[peft])."""
+    """adapter=lora, dora: PEFT's small matrices beside frozen layers are trained (install autolaunch[peft]).
 
-    name: str = option("Which adapter this is; set by the group.", "lora", choices=("lora", "dora"))
+    adapter=qlora: beside layers whose weights have four bits (install autolaunch[qlora]).
+    """
+
+    name: str = option("Which adapter this is; set by the group.", "lora", choices=("lora", "dora", "qlora"))
     path: str | None = option(
         "Directory of a published adapter (adapter_config.json, adapter_model.safetensors) to go on from.", None
     )
     r: int | None = option("Rank of the added matrices (null: 8, or that of adapter.path).", None, ge=1)
     alpha: float | None = option(
         "Their product is scaled by alpha / r (null: 2 r, or that of adapter.path).", None, gt=0
+    )
+    rslora: bool | None = option(
+        "Scale by alpha / sqrt(r) instead, which suits high ranks (null: false, or that of adapter.path).", None
     )
     dropout: float | None = option(
         "Share of their inputs that is dropped in training (null: 0, or that of adapter.path).", None, ge=0, lt=1
@@ -188,11 +211,19 @@ class Adapter:
     )
     modules_to_save: list[str] = option("Modules that are trained whole, by ends of names.", [])
     exclude: list[str] = option("Layers that get none although they are targets, by ends of names.", [])
+    quant_type: str = option(
+        "With adapter=qlora: the four-bit type of all linear layers but the head.", "nf4", choices=("nf4", "fp4")
+    )
 
 
 _MICROBATCHES = (
     "Parts into which a rank's share of the batch is cut: gradient accumulation, or the microbatches of a pipeline "
     "unless pp.microbatches is set."
+)
+
+
+_VALIDATION_FRACTION = (
+    "Share of {}, at {} end, that is kept for validation (null: 0.05, or none where that is less than a batch)."
 )
 
 
@@ -213,7 +244,7 @@ class TextData:
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
-    validation_fraction: float = option("Share of the text, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("the text", "its"), None, ge=0, lt=1)
     test_path: Any = option("What `autolaunch test` reads, given as data.path is.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
@@ -233,9 +264,7 @@ class TokenData:
     seq_len: int = option("Tokens per sequence.", 256, ge=1)
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
-    validation_fraction: float = option(
-        "Share of the tokens, at their end, that is kept for validation.", 0.05, ge=0, lt=1
-    )
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("the tokens", "their"), None, ge=0, lt=1)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
 
@@ -256,7 +285,17 @@ class SyntheticData:
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
 
 
-_ROWS_PATH = "jsonl, json, parquet or arrow files{}: a file, a directory, a glob, or a list of them."
+_ROWS_PATH = (
+    "jsonl, json, parquet or arrow files{}, a directory of save_to_disk, or owner/name of a dataset of the hub; a list "
+    "of these, or of {{path: ..., subset: ..., split: ..., weight: ...}} for shares of the sequences."
+)
+_SUBSET = "With names of the hub in data.path: which of several datasets under a name (null: the only one)."
+_SPLIT = "With names of the hub or saved datasets in data.path, e.g. train or train[:5%] (null: train)."
+_STREAMING = (
+    "Tokenise rows while they are read, every time, instead of once before the first step: for data that are too large "
+    "to wait for, or to download."
+)
+_SHUFFLE_BUFFER = "With data.streaming, rows that are shuffled, and packed, together (null: 1,024)."
 _VALIDATION_PATH = "The same for validation (null: the last part of data.path)."
 _LABELS = "What label t is: `same`, the token at t, as transformers has it."
 _ON_BAD = "Rows that cannot be trained on: refuse them by file and line, or skip and count them."
@@ -272,6 +311,8 @@ class DocumentData:
 
     name: str = option("Which data this is; set by the group.", "documents")
     path: Any = option(_ROWS_PATH.format(", text files"), None)
+    subset: str | None = option(_SUBSET, None)
+    split: str | None = option(_SPLIT, None)
     text_key: str = option("The column with the text.", "text")
     tokenizer: str | None = option(
         "A directory with a tokenizer, a tokenizer.json, or `bytes` (null: that of model.path, else bytes).", None
@@ -283,12 +324,14 @@ class DocumentData:
         choices=("split", "truncate", "skip", "refuse"),
     )
     packing: str = option(_PACKING, "none", choices=("none", "documents"))
+    streaming: bool = option(_STREAMING, False)
+    shuffle_buffer: int | None = option(_SHUFFLE_BUFFER, None, ge=1)
     on_bad: str = option(_ON_BAD, "refuse", choices=("refuse", "skip"))
     labels: str = option(_LABELS, "same", choices=("same",))
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_path: Any = option(_VALIDATION_PATH, None)
-    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("each source", "its"), None, ge=0, lt=1)
     test_path: Any = option("The same for `autolaunch test`.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
@@ -300,6 +343,8 @@ class ChatData:
 
     name: str = option("Which data this is; set by the group.", "chat")
     path: Any = option(_ROWS_PATH.format(""), None)
+    subset: str | None = option(_SUBSET, None)
+    split: str | None = option(_SPLIT, None)
     columns: dict[str, str] = option(
         "Part of a conversation -> column: messages; or prompt, completion, and input, system, tools ({}: messages, "
         "conversations, prompt and completion, or instruction and output, whichever there is).",
@@ -324,15 +369,51 @@ class ChatData:
         choices=("truncate", "skip", "refuse"),
     )
     packing: str = option(_PACKING, "none", choices=("none", "documents"))
+    streaming: bool = option(_STREAMING, False)
+    shuffle_buffer: int | None = option(_SHUFFLE_BUFFER, None, ge=1)
     on_bad: str = option(_ON_BAD, "refuse", choices=("refuse", "skip"))
     labels: str = option(_LABELS, "same", choices=("same",))
     batch_size: int = option("Sequences per optimizer step, over all ranks.", 16, ge=1)
     microbatches: int = option(_MICROBATCHES, 1, ge=1)
     validation_path: Any = option(_VALIDATION_PATH, None)
-    validation_fraction: float = option("Share of the data, at its end, that is kept for validation.", 0.05, ge=0, lt=1)
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("each source", "its"), None, ge=0, lt=1)
     test_path: Any = option("The same for `autolaunch test`.", None)
     num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
     shuffle: bool = option("Visit the training sequences in random order (a function of seed and step only).", True)
+
+
+@dataclass
+class ClassificationData:
+    """data=classification: texts with a label each, for model.task=sequence_classification."""
+
+    name: str = option("Which data this is; set by the group.", "classification")
+    path: Any = option(
+        "jsonl, json, parquet or arrow files, a directory of save_to_disk, or owner/name of a dataset of the hub; or a "
+        "list of these.",
+        None,
+    )
+    subset: str | None = option(_SUBSET, None)
+    split: str | None = option(_SPLIT, None)
+    text_key: str = option("The column with the text.", "text")
+    pair_key: str | None = option("The column with a second text that belongs to the first (null: none).", None)
+    label_key: str = option(
+        "The column with the label: the number or name of a class, a number to predict, or a list of these.", "label"
+    )
+    classes: list[str] | None = option(
+        "Names of the classes, in the order of their numbers (null: labels are numbers).", None
+    )
+    tokenizer: str | None = option(
+        "A directory with a tokenizer, a tokenizer.json, or `bytes` (null: that of model.path, else bytes).", None
+    )
+    seq_len: int = option("Tokens that a text is cut off or padded to.", 256, ge=1)
+    on_bad: str = option(_ON_BAD, "refuse", choices=("refuse", "skip"))
+    batch_size: int = option("Texts per optimizer step, over all ranks.", 16, ge=1)
+    microbatches: int = option(_MICROBATCHES, 1, ge=1)
+    validation_path: Any = option(_VALIDATION_PATH, None)
+    validation_fraction: float | None = option(_VALIDATION_FRACTION.format("the texts", "their"), None, ge=0, lt=1)
+    test_path: Any = option("The same for `autolaunch test`.", None)
+    num_workers: int = option("Loader processes per rank (0: load in the training process).", 0, ge=0)
+    shuffle: bool = option("Visit the training texts in random order (a function of seed and step only).", True)
 
 
 @dataclass(kw_only=True)
@@ -359,9 +440,14 @@ class Optimizer:
     _target_: str | None = option("Import path of a torch.optim.Optimizer class (optimizer=custom).", None)
     lr: float = option("Learning rate (after warm-up).", 1e-3, ge=0)
     weight_decay: float = option("Weight decay, on matrices only (norms and biases have none).", 0.1, ge=0)
-    betas: list[float] = option("Averaging factors of adam and adamw.", [0.9, 0.95])
-    eps: float = option("Epsilon of adam and adamw.", 1e-8, gt=0)
-    momentum: float = option("Momentum of sgd.", 0.0, ge=0)
+    betas: list[float] | None = option("Averaging factors of adam and adamw (null: the class's own).", [0.9, 0.95])
+    eps: float | None = option("Epsilon of adam and adamw (null: the class's own).", 1e-8, gt=0)
+    momentum: float | None = option("Momentum of sgd (null: the class's own).", 0.0, ge=0)
+    groups: list[dict[str, Any]] = option(
+        "Options of their own for parameters by name: [{match: [patterns], lr: ..., weight_decay: ...}]; of several "
+        "that match a parameter, the first counts.",
+        [],
+    )
 
 
 @dataclass
@@ -431,7 +517,6 @@ class Trainer:
         None,
         choices=("simple", "advanced", "pytorch", None),
     )
-    callbacks: dict[str, Any] = option("Callbacks of your own: {name: {_target_: ...}}.", {})
 
 
 @dataclass
@@ -469,6 +554,41 @@ class Resume:
     allow: list[str] = option(
         f"What may be another: {', '.join(COMPARED)}. Everything else may change, and is told.", []
     )
+
+
+@dataclass
+class LrFind:
+    """lr_find: rates that are tried, one after the other, each larger by the same factor."""
+
+    min: float = option("The first rate.", 1e-6, gt=0)
+    max: float = option("The last rate, unless the loss diverges before.", 1.0, gt=0)
+    steps: int = option("How many optimizer steps, each with its rate; in place of trainer.max_steps.", 100, ge=3)
+
+
+@dataclass
+class Generate:
+    """What `autolaunch generate` writes: to generated.jsonl and the screen."""
+
+    prompts: list[Any] = option(
+        "Texts; conversations [{role: user, content: ...}], for the tokenizer's chat template; or lists of token ids.",
+        [],
+    )
+    max_new_tokens: int = option("Tokens after each prompt, at most.", 64, ge=1)
+    temperature: float = option("By what logits are divided before a token is drawn (0: the likeliest).", 0.0, ge=0)
+    top_p: float = option("Draw from the likeliest tokens that have this probability together.", 1.0, gt=0, le=1)
+
+
+@dataclass
+class Eval:
+    """What `autolaunch eval` asks of lm-evaluation-harness (install autolaunch[eval]); it writes eval.json."""
+
+    tasks: list[str] = option("Names of its tasks, such as hellaswag.", [])
+    path: str | None = option("Directory of an exported model (null: ckpt_path is exported first).", None)
+    include_path: str | None = option("Directory with YAML files of tasks of your own.", None)
+    num_fewshot: int | None = option("Examples before each question (null: as the task says).", None, ge=0)
+    limit: int | float | None = option("Questions of each task to ask (a count or a share; null: all).", None, gt=0)
+    batch_size: int = option("Questions that are answered together.", 8, ge=1)
+    chat_template: bool = option("Put questions into the tokenizer's chat template.", False)
 
 
 @dataclass
@@ -556,7 +676,9 @@ class Job:
         choices=RANDOM_NUMBERS,
     )
     ckpt_path: str | None = option(
-        "Checkpoint to go on from: a path, or `last`, the newest of output_dir or else of the runs of this name.", None
+        "Checkpoint to go on from: its path, that of a run (its newest), or `last`, the newest of output_dir or else "
+        "of the runs of this name. validate, test and predict take model, adapter and data from its job.",
+        None,
     )
     export_path: str | None = option("Where `autolaunch export` writes (null: <output_dir>/export).", None)
     export_merged: bool = option(
@@ -569,6 +691,9 @@ class Job:
     why: str | None = option("With `plan cluster=...`: why not this one, e.g. `mp=4,pp=2` (as --why).", None)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resume: Resume = field(default_factory=Resume)
+    lr_find: LrFind = field(default_factory=LrFind)
+    generate: Generate = field(default_factory=Generate)
+    eval: Eval = field(default_factory=Eval)
     mesh: Mesh = field(default_factory=Mesh)
     model: Any = field(default_factory=LlamaModel)
     adapter: Adapter | None = option("Small parameters to train beside a frozen model.", None)
@@ -580,6 +705,7 @@ class Job:
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
     trainer: Trainer = field(default_factory=Trainer)
+    callbacks: dict[str, Any] = option("What runs beside the training: {name: {_target_: ...}}.", {})
     logger: dict[str, Any] = option("Loggers beside metrics.csv: {name: {_target_: ...}}.", {})
     launch: Any = field(default_factory=LocalLaunch)
     cluster: Cluster | None = option("Machines that `plan` and `-m search=auto` choose a mesh for.", None)
@@ -593,6 +719,7 @@ DATA: dict[str, type] = {
     "synthetic": SyntheticData,
     "documents": DocumentData,
     "chat": ChatData,
+    "classification": ClassificationData,
     "custom": CustomData,
 }
 

@@ -25,8 +25,14 @@ class Search:
         None,
         gt=0,
     )
-    objective: str = option(
-        "search=optuna: the number of summary.json that is minimised, such as step_time_s or loss.", "step_time_s"
+    objective: str | None = option(
+        "search=optuna: the number of metrics.csv (its last) or summary.json by which jobs are compared, such as "
+        "val_loss (null: the validation loss, or the training loss where there is no validation; step_time_s where "
+        "mesh, plans and other things that change the speed alone are swept).",
+        None,
+    )
+    direction: str = option(
+        "search=optuna: whether less of it is better, or more.", "minimize", choices=("minimize", "maximize")
     )
     resume: str | None = option(
         "Output directory of an earlier search whose trials need not run again (null: the one of this search).", None

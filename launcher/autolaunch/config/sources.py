@@ -8,6 +8,7 @@ name always wins.
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -36,6 +37,12 @@ CLUSTERS = ("h100x1024", "localx4")
 
 LOCAL, THIS_MACHINE = "local", "this_machine"
 """The profile of the machine at hand, and the option that its file builds on."""
+
+JOB_FILE = ".hydra/job.json"
+"""Where the job of a run stands in its directory."""
+
+TAKEN = ("model", "module", "adapter", "data", "seed", "precision")
+"""Keys of a job that say what its weights belong to, and on which data they were trained."""
 
 _SIZED = re.compile(r"([A-Za-z_][\w.-]*?)x(\d+)")
 
@@ -133,12 +140,13 @@ class ExperimentFileSource(_GroupSource):
     """Serves `experiment=<path>.yaml`: an experiment file that lies anywhere, such as the plan.yaml of an earlier run.
 
     A path is read from the working directory. Of a plan.yaml the key `reasons`, which is for its readers, is left out,
-    and so are its values for groups that the command line chooses anew.
+    and so are its values for groups that the command line chooses anew. Of the job of a run (`JOB_FILE`) it is what its
+    weights belong to (`TAKEN`).
     """
 
     group = "experiment"
-    chosen: frozenset[str] = frozenset()
-    """Groups of the command line; the command sets it, as `MeshSearchPath.config_dir`."""
+    chosen: Mapping[str, str] = {}
+    """Groups of the command line, and what it chooses; the command sets it, as `MeshSearchPath.config_dir`."""
 
     @staticmethod
     def scheme() -> str:
@@ -146,19 +154,38 @@ class ExperimentFileSource(_GroupSource):
 
     def is_config(self, config_path: str) -> bool:
         option = self._option(config_path)
-        return option.endswith(".yaml") and Path(option).is_file()
+        return option.endswith((".yaml", JOB_FILE)) and Path(option).is_file()
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> builtins.list[str]:
         return []
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self._option(config_path))
+        if config_path.endswith(JOB_FILE):
+            return self._result(self._trained(path), package="_global_")
         values = OmegaConf.load(path)
         if isinstance(values, DictConfig) and values.pop("reasons", None) is not None:
             for group in self.chosen:
                 values.pop(group, None)
         header = self._get_header_dict(path.read_text(encoding="utf-8")[:512])
         return self._result(values, package=header["package"])
+
+    def _trained(self, path: Path) -> dict[str, Any]:
+        """The keys `TAKEN` of a job, with the groups that they are of; without those that are chosen to be others."""
+        config = json.loads(path.read_text(encoding="utf-8"))["config"]
+        values: dict[str, Any] = {"defaults": []}
+        for key in TAKEN:
+            if key in GROUPS:
+                # Not what was typed then, which may be a file that is not on today's search path.
+                node = config.get(key) or {"name": "none"}
+                option = "custom" if "_target_" in node else str(node.get("name"))
+                if self.chosen.get(key, option) != option:
+                    continue
+                values["defaults"].append({f"override /{key}": option})
+            if config.get(key) is not None:
+                values[key] = config[key]
+        values["defaults"].append("_self_")
+        return values
 
 
 class ClusterSource(_GroupSource):

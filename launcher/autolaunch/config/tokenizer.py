@@ -8,7 +8,7 @@ from typing import Any
 from autolaunch.data.documents import expanded
 from autolaunch.data.tokenizers import tokenizer_files
 
-_WITH_TOKENIZER = ("text", "documents", "chat")
+_WITH_TOKENIZER = ("text", "documents", "chat", "classification")
 
 
 def with_tokenizer(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Training data: text, tokens in files, synthetic sequences, documents, chats, or a data module of the user's own."""
+"""Training data: text, tokens in files, synthetic sequences, rows of files, or a data module of the user's own."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def build_data(data_cfg: dict[str, Any], seed: int) -> LightningDataModule:
         from autolaunch.instantiate import build
 
         return build({key: value for key, value in data_cfg.items() if key not in ("name", "labels")})
-    from autolaunch.data import rows_of_files, synthetic, text, tokens
+    from autolaunch.data import classification, rows_of_files, synthetic, text, tokens
     from autolaunch.data.module import TokenDataModule
 
-    own = {"text": text, "tokens": tokens, "synthetic": synthetic}
+    own = {"text": text, "tokens": tokens, "synthetic": synthetic, "classification": classification}
     kind = own.get(data_cfg["name"], rows_of_files)
     return TokenDataModule(
         partial(kind.open_sequences, data_cfg, seed),

@@ -13,10 +13,31 @@ def window_count(tokens: int, seq_len: int) -> int:
     return max(tokens - 1, 0) // seq_len
 
 
-def split_counts(sequences: int, validation_fraction: float) -> tuple[int, int]:
-    """(training, validation): how many sequences at the start and at the end are for what."""
-    validation = round(sequences * validation_fraction)
+VALIDATION_FRACTION = 0.05
+"""Of the sequences, where `data.validation_fraction` is left open and that is enough for a batch."""
+
+
+def split_counts(sequences: int, fraction: float | None, per_batch: int) -> tuple[int, int]:
+    """(training, validation): how many sequences at the start and at the end are for what.
+
+    Args:
+        fraction: `data.validation_fraction`; None for `VALIDATION_FRACTION`, or nothing if that is less than a batch.
+        per_batch: sequences of a validation batch.
+    """
+    validation = round(sequences * (VALIDATION_FRACTION if fraction is None else fraction))
+    if fraction is None and validation < per_batch:
+        validation = 0
     return sequences - validation, validation
+
+
+def no_validation(sequences: int, fraction: float | None, validation: int) -> list[str]:
+    """What to say where there is no validation although nobody said so."""
+    if fraction is not None or validation:
+        return []
+    return [
+        f"no validation: {VALIDATION_FRACTION:.0%} of {sequences:,} sequences are fewer than one batch; "
+        "data.validation_path or data.validation_fraction says of what"
+    ]
 
 
 def bytes_token_count(document_sizes: list[int]) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,11 @@ class Spans:
     def __getitem__(self, which: Any) -> Spans:
         return Spans(self.first[which], self.end[which], self.example[which])
 
+    @classmethod
+    def joined(cls, parts: Sequence[Spans]) -> Spans:
+        """All of them, one behind the other."""
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("first", "end", "example")))
+
     @property
     def lengths(self) -> np.ndarray:
         return self.end - self.first
@@ -48,19 +53,27 @@ class Counts:
     """Left out because nothing that is trained on was left of them."""
     split: int = 0
 
+    @classmethod
+    def total(cls, parts: Iterable[Counts]) -> Counts:
+        """Of all parts together."""
+        return cls(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
+
 
 class ExampleSequences:
     """Sequences of `seq_len` tokens, numbered; a batch of them is made when it is asked for.
 
     Args:
-        spans: what they consist of.
-        packs: int64 [sequences + 1], where the spans of each sequence begin; None for one span each.
+        spans: what they consist of, in one part or several, which are numbered through.
+        packs: of each part int64 [sequences + 1], where the spans of each sequence begin; empty for one span each.
     """
 
-    def __init__(self, prepared: Prepared, spans: Spans, packs: np.ndarray | None, seq_len: int) -> None:
-        self.prepared, self.spans, self.seq_len = prepared, spans, seq_len
-        self.packs = packs
-        self.notes: Sequence[str] = ()
+    def __init__(self, prepared: Prepared, spans: Sequence[Spans], packs: Sequence[np.ndarray], seq_len: int) -> None:
+        self.prepared, self.spans, self.seq_len = prepared, Spans.joined(spans), seq_len
+        firsts = np.cumsum([0, *map(len, spans)])
+        begins = [begin[:-1] + first for begin, first in zip(packs, firsts, strict=False)]
+        self.packs = np.concatenate([*begins, firsts[-1:]]) if packs else None
+        self.sizes = [len(begin) - 1 for begin in packs] if packs else [len(part) for part in spans]
+        """Sequences of each part."""
 
     def __len__(self) -> int:
         return len(self.spans) if self.packs is None else len(self.packs) - 1
@@ -97,19 +110,18 @@ class ExampleSequences:
         return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
 
 
-def fitted(prepared: Prepared, seq_len: int, too_long: str, key: str) -> tuple[Spans, Counts]:
+def fitted(prepared: Prepared, seq_len: int, too_long: str) -> tuple[Spans, Counts]:
     """The examples as spans of at most `seq_len` tokens, and what that took.
 
     Args:
         too_long: `truncate` the end, `skip` the example, `split` it into several (which share one token, so that every
             token is predicted once), or `refuse`.
-        key: how messages call the data, as ``data.path``.
 
     Raises:
-        ConfigError: an example is too long and `refuse` was asked for, or nothing is left.
+        ConfigError: an example is too long and `refuse` was asked for.
     """
     ends = prepared.ends
-    spans = Spans(np.concatenate([[0], ends[:-1]]).astype(np.int64), ends.copy(), np.arange(len(ends), dtype=np.int64))
+    spans = Spans(np.concatenate([[0], ends])[:-1].astype(np.int64), ends.copy(), np.arange(len(ends), dtype=np.int64))
     counts = Counts(len(ends), prepared.bad)
     long = spans.lengths > seq_len
     if long.any():
@@ -137,14 +149,18 @@ def fitted(prepared: Prepared, seq_len: int, too_long: str, key: str) -> tuple[S
         kept[number] = bool(prepared.trained[int(spans.first[number]) + 1 : int(spans.end[number])].any())
     counts.untrained = int((~kept).sum())
     spans = spans[kept]
-    if not len(spans):
-        raise ConfigError(
-            key,
-            f"of {len(ends)} examples none is left with something to train on in {seq_len} tokens",
-            "a larger data.seq_len, or another data.too_long",
-            f"data.seq_len={int((ends - np.concatenate([[0], ends[:-1]])).max())}",
-        )
     return spans, counts
+
+
+def nothing_left(prepared: Prepared, seq_len: int, where: str) -> ConfigError:
+    """The error for examples of which `fitted` leaves none; `where` is how messages call the data."""
+    longest = int(np.diff(prepared.ends, prepend=0).max())
+    return ConfigError(
+        where,
+        f"of {len(prepared.ends)} examples none is left with something to train on in {seq_len} tokens",
+        "a larger data.seq_len, or another data.too_long",
+        f"data.seq_len={longest}",
+    )
 
 
 def _split(spans: Spans, seq_len: int) -> Spans:
@@ -162,8 +178,8 @@ def packed(spans: Spans, seq_len: int, window: int = PACKING_WINDOW) -> tuple[Sp
     Returns:
         the spans in the order of the sequences, and where those of each sequence begin (int64 [sequences + 1]).
     """
-    order: list[np.ndarray] = []
-    sizes: list[np.ndarray] = []
+    order: list[np.ndarray] = [np.zeros(0, np.int64)]
+    sizes: list[np.ndarray] = [np.zeros(0, np.int64)]
     lengths = spans.lengths
     for start in range(0, len(spans), window):
         part = lengths[start : start + window]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from autolaunch.data.order import BatchOrder, random_keys
-from autolaunch.data.windows import Batches, Sequences
+from autolaunch.data.streams import Drawn, next_epoch
+from autolaunch.data.windows import Batches, Sequences, Unnumbered
+from autolaunch_strategies.config import ConfigError
 
 Batch = dict[str, torch.Tensor]
 """input_ids and labels, int64 [b, s]; label t is the token after input t, or (`data.labels=same`) the token at t."""
@@ -82,6 +85,91 @@ class PositionedLoader(DataLoader[Batch]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after ``state["microbatches"]`` microbatches, from the next pass on."""
         self._microbatches.position = state["microbatches"]
+
+
+class StreamLoader(DataLoader[Any]):
+    """A loader of one rank's part of streams, from any position; one pass is an epoch, or what is left of it.
+
+    Every rank reads the whole stream and makes its own part of each batch of it. The state comes with each batch, so
+    that what a worker has read ahead does not count.
+
+    Args:
+        order: how many sequences a batch has, and which of them are this rank's; numbers of sequences mean nothing.
+        tell: whether this rank tells of rows that are left out.
+        pin_memory: put batches into page-locked memory (for CUDA).
+    """
+
+    def __init__(
+        self, streams: Unnumbered, order: BatchOrder, num_workers: int = 0, pin_memory: bool = False, tell: bool = False
+    ) -> None:
+        assert num_workers <= 1, "several workers would each read the whole stream"
+        options = _worker_options(num_workers, order.seed, order.dp_rank, pin_memory)
+        # A worker begins a pass with the state that the dataset has then.
+        super().__init__(
+            _StreamedBatches(streams, order, tell), batch_size=None, **{**options, "persistent_workers": False}
+        )
+
+    # torch's returns a class of its own, of which only the iterator is used.
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        # A generator starts at its first next(): a position that is loaded after iter() still counts.
+        for state, batch in super().__iter__():
+            if isinstance(state, ConfigError):
+                raise state
+            self.load_state_dict(state)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"streams": see `Streams.steps`, "microbatch": how many of the step that begins there are done}``."""
+        assert isinstance(self.dataset, _StreamedBatches)
+        return self.dataset.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on behind what `state` says, from the next pass on."""
+        assert isinstance(self.dataset, _StreamedBatches)
+        self.dataset.state = state
+
+
+class _StreamedBatches(IterableDataset[Any]):
+    """(state behind it, batch) of each microbatch of an epoch."""
+
+    def __init__(self, streams: Unnumbered, order: BatchOrder, tell: bool) -> None:
+        self.streams, self.order, self.tell = streams, order, tell
+        self.state: dict[str, Any] = {"streams": None, "microbatch": 0}
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any] | ConfigError, Batch]]:
+        try:
+            yield from self._batches()
+        except ConfigError as error:  # torch would put the traceback of a worker into its message
+            yield error, {}
+
+    def _batches(self) -> Iterator[tuple[dict[str, Any], Batch]]:
+        order, done = self.order, self.state["microbatch"]
+        steps = self.streams.steps(self.state["streams"], order.batch_size, self.tell)
+        step = next(steps, None)
+        if step is None:
+            raise ConfigError(
+                "data.path",
+                f"fewer than {order.batch_size} sequences, one batch",
+                "more data, or a smaller batch",
+            )
+        while step is not None:
+            following = next(steps, None)  # whether the epoch ends with this step
+            sequences, before, behind = step
+            behind = behind if following is not None else next_epoch(behind)
+            for number in range(done, order.microbatches):
+                is_last = number + 1 == order.microbatches
+                state = {"streams": behind if is_last else before, "microbatch": 0 if is_last else number + 1}
+                first = (number * order.dp_size + order.dp_rank) * order.per_rank
+                yield state, _stacked(sequences[first : first + order.per_rank])
+            step, done = following, 0
+
+
+def _stacked(sequences: Sequence[Drawn]) -> Batch:
+    parts = [
+        block.batch(np.asarray([drawn.index for drawn in several]))
+        for block, several in itertools.groupby(sequences, key=lambda drawn: drawn.block)
+    ]
+    return {name: torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in parts[0]}
 
 
 class _FromPosition(Sampler[list[int]]):

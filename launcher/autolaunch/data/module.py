@@ -9,9 +9,9 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from autolaunch.data.loader import Batch, PositionedLoader, evaluation_loader
+from autolaunch.data.loader import Batch, PositionedLoader, StreamLoader, evaluation_loader
 from autolaunch.data.order import BatchOrder
-from autolaunch.data.windows import Batches, Parts, Sequences
+from autolaunch.data.windows import Batches, Parts, Sequences, Unnumbered
 from autolaunch_strategies.config import ConfigError, ParallelConfig
 
 
@@ -44,24 +44,33 @@ class TokenDataModule(LightningDataModule):
         self.batch_size, self.microbatches = batch_size, microbatches
         self.seed, self.num_workers, self.shuffle = seed, num_workers, shuffle
         self._sequences: Parts | None = None
-        self._train_loader: PositionedLoader | None = None
+        self._train_loader: PositionedLoader | StreamLoader | None = None
         self._resume_from: dict[str, int] | None = None
 
     def prepare_data(self) -> None:
         # One process of a machine fills the cache of tokenised text, the others then find it.
         self._sequences = self.open_sequences()
-        if isinstance(self._sequences.training, Batches):
-            for note in self._sequences.training.notes:
-                print(note, file=sys.stderr)
+        for note in self._sequences.notes:
+            print(note, file=sys.stderr)
 
     def setup(self, stage: str) -> None:
         self._sequences = self._sequences or self.open_sequences()
         self._train_loader = self._resume_from = None
 
-    def train_dataloader(self) -> PositionedLoader:
+    def train_dataloader(self) -> PositionedLoader | StreamLoader:
         sequences = self._opened.training
+        if isinstance(sequences, Unnumbered):
+            self._train_loader = self._streamed(sequences)
+            return self._train_loader
         order = BatchOrder(
-            len(sequences), self.batch_size, self.microbatches, self.seed, self.shuffle, self._dp_rank, self._dp_size
+            len(sequences),
+            self.batch_size,
+            self.microbatches,
+            self.seed,
+            self.shuffle,
+            self._dp_rank,
+            self._dp_size,
+            tuple(self._opened.weights),
         )
         # Set by one of lightning's connectors, so its class does not declare it.
         overfit = self.trainer.overfit_batches if self.trainer else 0  # type: ignore[attr-defined]
@@ -71,8 +80,24 @@ class TokenDataModule(LightningDataModule):
             self._train_loader.load_state_dict(self._resume_from)
         return self._train_loader
 
+    def _streamed(self, streams: Unnumbered) -> StreamLoader:
+        trainer: Any = self.trainer
+        of_batch = self.batch_size, self.batch_size, self.microbatches
+        order = BatchOrder(*of_batch, self.seed, self.shuffle, self._dp_rank, self._dp_size)
+        tell = trainer is None or trainer.is_global_zero
+        return StreamLoader(streams, order, self.num_workers, self._pin_memory, tell)
+
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        return self._in_order(self._opened.validation)
+        loader = self._in_order(self._opened.validation)
+        task = self.trainer.state.fn if self.trainer else None
+        if not loader and task in ("validate", "predict"):
+            raise ConfigError(
+                f"autolaunch {task.value}",
+                "there are fewer validation sequences than a batch has, or none",
+                "data.validation_path, a larger data.validation_fraction, or a smaller data.batch_size",
+                "data.validation_fraction=0.5",
+            )
+        return loader
 
     predict_dataloader = val_dataloader
 
@@ -80,19 +105,23 @@ class TokenDataModule(LightningDataModule):
         test = self._opened.test
         return [] if test is None else self._in_order(test)
 
-    def _in_order(self, sequences: Sequences | Batches) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+    def _in_order(self, sequences: Sequences | Batches | None) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         per_batch = self.batch_size // self.microbatches
-        whole = len(sequences) // per_batch * per_batch
-        if not whole:
+        whole = 0 if sequences is None else len(sequences) // per_batch * per_batch
+        if sequences is None or not whole:
             return []  # how lightning is told that there is nothing to run
         order = BatchOrder(whole, per_batch, 1, self.seed, False, self._dp_rank, self._dp_size)
         return evaluation_loader(sequences, order, self.num_workers, self._pin_memory)
 
     def state_dict(self) -> dict[str, Any]:
-        """The training position. Lightning stores the loader's own state too, but drops it at the end of an epoch."""
+        """The training position. Lightning stores the loader's own state too, but drops it at the end of an epoch.
+
+        That of a stream is with the loops: only there it is known which batches were read ahead of training.
+        """
         if self._train_loader is None:
             return {}
-        return {**self._train_loader.state_dict(), "microbatches_per_step": self.microbatches}
+        position = {} if isinstance(self._train_loader, StreamLoader) else self._train_loader.state_dict()
+        return {**position, "microbatches_per_step": self.microbatches}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on at the position of a checkpoint.
@@ -111,8 +140,10 @@ class TokenDataModule(LightningDataModule):
                 "the number of microbatches that the checkpoint was written with",
                 f"data.microbatches={before}",
             )
+        if "microbatches" not in state_dict:
+            return
         self._resume_from = {"microbatches": state_dict["microbatches"]}
-        if self._train_loader is not None:  # made early by `trainer.estimated_stepping_batches`
+        if isinstance(self._train_loader, PositionedLoader):  # made early by `trainer.estimated_stepping_batches`
             self._train_loader.load_state_dict(self._resume_from)
 
     @property

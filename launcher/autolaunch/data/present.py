@@ -18,7 +18,8 @@ from autolaunch.data.counts import (
     window_count,
 )
 from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, expanded, find_files, standard_library_documents
-from autolaunch.data.rows import LINES, BadRow, find_row_files, place_of, read_rows
+from autolaunch.data.rows import LINES, BadRow, FileRows, Rows
+from autolaunch.data.sources import find_sources
 from autolaunch.data.tokenizers import has_template, no_template, no_tokenizer, template_text, tokenizer_files
 from autolaunch_strategies.config import ConfigError
 
@@ -39,7 +40,7 @@ def check_data(data_cfg: dict[str, Any], dp: int, facts: Any) -> list[ConfigErro
         return []
     errors = _batch_errors(data_cfg, dp) + _length_errors(data_cfg, getattr(facts, "max_seq_len", None))
     vocab_size = getattr(facts, "vocab_size", None)
-    if data_cfg["name"] in ("documents", "chat"):
+    if data_cfg["name"] in ("documents", "chat", "classification"):
         return errors + _row_errors(data_cfg, vocab_size)
     check = {"text": _text_errors, "tokens": _token_errors, "synthetic": _synthetic_errors}[data_cfg["name"]]
     return errors + check(data_cfg, vocab_size)
@@ -75,10 +76,15 @@ def _length_errors(config: dict[str, Any], max_seq_len: int | None) -> list[Conf
     ]
 
 
+def _per_batch(config: dict[str, Any]) -> int:
+    """Sequences of a batch that is not trained on."""
+    return config["batch_size"] // config["microbatches"]
+
+
 def amount_errors(config: dict[str, Any], where: str, training: int, validation: int | None) -> list[ConfigError]:
     """Too few sequences for one training batch or, where validation is wanted (not None), one validation batch."""
     errors = []
-    batch, per_validation_batch = config["batch_size"], config["batch_size"] // config["microbatches"]
+    batch, per_validation_batch = config["batch_size"], _per_batch(config)
     if training < batch:
         errors.append(
             ConfigError(
@@ -115,7 +121,7 @@ def amount_errors(config: dict[str, Any], where: str, training: int, validation:
 
 def too_few_for_test(config: dict[str, Any], key: str, test: int) -> list[ConfigError]:
     """Too few sequences under `key` for one batch of a test."""
-    batch = config["batch_size"] // config["microbatches"]
+    batch = _per_batch(config)
     if test >= batch:
         return []
     return [
@@ -135,6 +141,7 @@ def test_data_error(data_cfg: dict[str, Any]) -> ConfigError | None:
     if count := data_cfg.get("num_test_sequences"):
         return next(iter(too_few_for_test(data_cfg, "data.num_test_sequences", count)), None)
     files = {"text": "test.txt", "tokens": "test.bin", "documents": "test.jsonl", "chat": "test.jsonl"}
+    files["classification"] = "test.jsonl"
     file = files.get(data_cfg["name"])
     key, value = ("test_path", file) if file else ("num_test_sequences", "256")
     return ConfigError(
@@ -181,7 +188,7 @@ def _text_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigE
     errors += _vocabulary_error("data.tokenizer=bytes", BYTES_VOCABULARY, vocab_size)
     if sizes is not None:
         windows = window_count(bytes_token_count(sizes), config["seq_len"])
-        training, validation = split_counts(windows, config["validation_fraction"])
+        training, validation = split_counts(windows, config["validation_fraction"], _per_batch(config))
         where = f"data.path={'null' if path is None else path}"
         errors += amount_errors(config, where, training, validation if config["validation_fraction"] else None)
     if test_sizes is not None:
@@ -208,47 +215,65 @@ def _tokenizer_errors(tokenizer: str, vocab_size: int | None) -> list[ConfigErro
 
 
 def _row_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
-    """Of documents and chats: files, the first row of each, the tokenizer and the chat template."""
+    """Of documents, chats and labelled texts: files, the first row of each, the tokenizer and the chat template."""
     errors = check_columns(config["columns"]) if config["name"] == "chat" else []
+    errors += _streaming_errors(config)
     if config["path"] is None:
         errors.append(
             ConfigError(
                 f"data={config['name']}",
                 "no file is given",
-                "data.path: a file, a directory, a glob, or a list of them",
+                "data.path: a file, a directory, a glob, a dataset of the hub, or a list of them",
                 f"data.path={'chats' if config['name'] == 'chat' else 'texts'}.jsonl",
             )
         )
     for key in ("path", "validation_path", "test_path"):
         try:
-            files = [] if config[key] is None else find_row_files(config[key], f"data.{key}", _takes_text(config))
+            sources = [] if config[key] is None else find_sources(config, key)
             if not errors and config["on_bad"] == "refuse":
-                errors += [error for file in files if (error := _first_row_error(file, config))]
+                parts = (rows for source in sources for rows in source.rows)
+                errors += [error for rows in parts if (error := _first_row_error(rows, config))]
         except ConfigError as error:
             errors.append(error)
     return errors + _rows_tokenizer_errors(config, vocab_size)
 
 
-def _takes_text(config: dict[str, Any]) -> bool:
-    return config["name"] == "documents"
+def _streaming_errors(config: dict[str, Any]) -> list[ConfigError]:
+    """Keys that go with `data.streaming`, and keys that do not."""
+    errors = []
+    if not config.get("streaming"):
+        if config.get("shuffle_buffer") is not None:
+            reason = "it has no effect: without data.streaming all rows are shuffled together"
+            where = f"data.shuffle_buffer={config['shuffle_buffer']}"
+            errors.append(ConfigError(where, reason, "null, or data.streaming=true", "data.shuffle_buffer=null"))
+        return errors
+    if config["validation_fraction"] and config["validation_path"] is None:
+        where = f"data.validation_fraction={config['validation_fraction']}"
+        reason = "with data.streaming the end of the data is not known beforehand"
+        errors.append(ConfigError(where, reason, "data.validation_path", "data.validation_path=validation.jsonl"))
+    if config["num_workers"] > 1:
+        reason = "with data.streaming each of several loader processes would read and tokenise all rows"
+        errors.append(ConfigError(f"data.num_workers={config['num_workers']}", reason, "0, 1", "data.num_workers=1"))
+    return errors
 
 
-def _first_row_error(file: Path, config: dict[str, Any]) -> ConfigError | None:
+def _first_row_error(rows: Rows, config: dict[str, Any]) -> ConfigError | None:
     """What is wrong with the first row of a file, if that is cheap to read: most mistakes are made in all rows."""
-    if file.suffix.lower() not in LINES:
+    if isinstance(rows, FileRows) and rows.file.suffix.lower() not in LINES:
         return None
-    number, row = next(read_rows(file), (0, {}))
+    number, row, _ = next(rows.read(), (0, {}, None))
     bad = row if isinstance(row, BadRow) else None
     if number == 0:
-        return ConfigError(str(file), "there are no rows in it")
+        return ConfigError(rows.name, "there are no rows in it")
     try:
         if not isinstance(row, BadRow) and config["name"] == "chat":
             conversation(row, config["columns"])
     except BadRow as error:
         bad = error
-    if not isinstance(row, BadRow) and config["name"] == "documents" and config["text_key"] not in row:
-        bad = BadRow(f"no column {config['text_key']}; there are {', '.join(map(str, row)) or '(none)'}")
-    return None if bad is None else ConfigError(place_of(file, number), str(bad), bad.allowed, bad.write)
+    keys = [config[key] for key in ("text_key", "pair_key", "label_key") if config.get(key) is not None]
+    if not isinstance(row, BadRow) and (absent := [key for key in keys if key not in row]):
+        bad = BadRow(f"no column {absent[0]}; there are {', '.join(map(str, row)) or '(none)'}")
+    return None if bad is None else ConfigError(rows.place(number), str(bad), bad.allowed, bad.write)
 
 
 def _rows_tokenizer_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
@@ -337,8 +362,8 @@ def _token_errors(config: dict[str, Any], vocab_size: int | None) -> list[Config
         training, validation = counts["path"], counts["validation_path"]
         wanted = True
     else:
-        training, validation = split_counts(counts["path"], config["validation_fraction"])
-        wanted = config["validation_fraction"] > 0
+        training, validation = split_counts(counts["path"], config["validation_fraction"], _per_batch(config))
+        wanted = bool(config["validation_fraction"])
     return errors + amount_errors(config, f"data.path={config['path']}", training, validation if wanted else None)
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import xxhash
 
 from autolaunch.data.documents import TEXT_SUFFIXES, expanded, find_files
+from autolaunch.data.progress import moved
 from autolaunch_strategies.config import ConfigError
 
 LINES, LISTS, TABLES = (".jsonl", ".ndjson"), (".json",), (".parquet", ".arrow")
 ROW_SUFFIXES = (*LINES, *LISTS, *TABLES)
 """Files of rows: JSON objects or the columns of a table."""
+
+_PIECE = 2**24
 
 _SAVED_DATASET = "dataset_info.json"
 """Stands beside the .arrow files of `datasets.Dataset.save_to_disk`, with .json files that hold no rows."""
@@ -59,33 +65,91 @@ def find_row_files(path: Any, key: str, with_text: bool) -> list[Path]:
     return files
 
 
-def read_rows(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
-    """(number, row) of every row of a file; in place of one that cannot be read, what is wrong with it.
+class Rows(Protocol):
+    """Rows that are read one after the other: of a file, or of a dataset of the hub."""
+
+    @property
+    def name(self) -> str:
+        """What messages and the progress bar call them."""
+        ...
+
+    def read(self, mark: Any = None) -> Iterator[tuple[int, Mapping[str, Any] | BadRow, Any]]:
+        """(number, row, mark) of every row; in place of one that cannot be read, what is wrong with it.
+
+        Args:
+            mark: that of a row, plain data: what follows it is read, without reading again what stands before.
+
+        Raises:
+            ConfigError: a table that cannot be read.
+        """
+        ...
+
+    def place(self, number: int) -> str:
+        """How a message names a row."""
+        ...
+
+    def content(self) -> str:
+        """Equal for equal rows, wherever they lie; reads all of them."""
+        ...
+
+    def size(self) -> int:
+        """How much there is: bytes of a file, rows of others."""
+        ...
+
+    def head(self, count: int) -> bytes:
+        """`count` bytes, or all, that tell most others from these; quickly made."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """The rows of a file.
 
     Numbers are lines of files of lines, and rows or items from 1 of all others. A text file is one row ``{text: ...}``.
-
-    Raises:
-        ConfigError: a parquet or arrow file that cannot be read.
     """
-    suffix = file.suffix.lower()
-    if suffix in TABLES:
-        yield from _table(file, suffix)
-    elif suffix not in ROW_SUFFIXES:
-        yield 1, _text(file)
-    elif _is_list(file):
-        yield from _list(file)
-    else:
-        yield from _lines(file)
 
+    file: Path
 
-def place_of(file: Path, number: int) -> str:
-    """How a message names a row: ``chats.jsonl:12``, ``chats.parquet, row 12``."""
-    suffix = file.suffix.lower()
-    if suffix not in ROW_SUFFIXES:
-        return str(file)
-    if suffix in TABLES:
-        return f"{file}, row {number}"
-    return f"{file}, item {number}" if _is_list(file) else f"{file}:{number}"
+    @property
+    def name(self) -> str:
+        return str(self.file)
+
+    def read(self, mark: Any = None) -> Iterator[tuple[int, Mapping[str, Any] | BadRow, Any]]:
+        suffix = self.file.suffix.lower()
+        if suffix in ROW_SUFFIXES and suffix not in TABLES and not _is_list(self.file):
+            yield from _lines(self.file, *(mark or (0, 0)))
+            return
+        if suffix in TABLES:
+            rows: Iterator[tuple[int, Mapping[str, Any] | BadRow]] = _table(self.file, suffix, mark or 0)
+        elif suffix in ROW_SUFFIXES:
+            rows = _list(self.file)
+        else:
+            rows = iter([(1, _text(self.file))])
+        yield from ((number, row, number) for number, row in rows if number > (mark or 0))
+
+    def place(self, number: int) -> str:
+        """``chats.jsonl:12``, ``chats.parquet, row 12``."""
+        suffix = self.file.suffix.lower()
+        if suffix not in ROW_SUFFIXES:
+            return str(self.file)
+        if suffix in TABLES:
+            return f"{self.file}, row {number}"
+        return f"{self.file}, item {number}" if _is_list(self.file) else f"{self.file}:{number}"
+
+    def content(self) -> str:
+        content = xxhash.xxh3_128()
+        with self.file.open("rb") as opened:
+            while piece := opened.read(_PIECE):
+                content.update(piece)
+                moved()
+        return f"{self.file.suffix.lower()}\0{content.hexdigest()}"  # the suffix says how it is read
+
+    def size(self) -> int:
+        return self.file.stat().st_size
+
+    def head(self, count: int) -> bytes:
+        with self.file.open("rb") as opened:
+            return opened.read(count)
 
 
 def _is_list(file: Path) -> bool:
@@ -96,12 +160,15 @@ def _is_list(file: Path) -> bool:
         return opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
-def _lines(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
+def _lines(file: Path, number: int, offset: int) -> Iterator[tuple[int, Mapping[str, Any] | BadRow, list[int]]]:
+    """Those behind the first `number` lines, which are `offset` bytes."""
     with file.open("rb") as opened:
-        for number, line in enumerate(opened, start=1):
+        opened.seek(offset)
+        for line in opened:
+            number, offset = number + 1, offset + len(line)
             content = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
             if content:
-                yield number, _object(content)
+                yield number, _object(content), [number, offset]
 
 
 def _object(content: bytes) -> Mapping[str, Any] | BadRow:
@@ -138,24 +205,39 @@ def _checked(row: Any) -> Mapping[str, Any] | BadRow:
     return row if isinstance(row, dict) else BadRow(f"a {type(row).__name__} instead of an object", "a JSON object")
 
 
-def _table(file: Path, suffix: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _table(file: Path, suffix: str, skip: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Those behind the first `skip` rows."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        number = 0
         with pyarrow.memory_map(str(file)) as opened:
             if suffix == ".parquet":
-                batches: Any = pyarrow.parquet.ParquetFile(opened).iter_batches(batch_size=1024)
+                number, batches = _parquet_batches(pyarrow.parquet.ParquetFile(opened), skip)
             else:
-                batches = _arrow_batches(pyarrow, opened)
+                number, batches = 0, _arrow_batches(pyarrow, opened)
             for batch in batches:
+                if number + len(batch) <= skip:
+                    number += len(batch)
+                    continue
                 for row in batch.to_pylist():
                     number += 1
-                    # A column that some rows lack is there in all of them, empty.
-                    yield number, {key: value for key, value in row.items() if value is not None}
+                    yield number, without_empty(row)
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(str(file), f"not a {suffix.removeprefix('.')} file that can be read: {error}") from error
+
+
+def without_empty(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of a table: a column that some rows lack is there in all of them, empty."""
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _parquet_batches(parquet: Any, skip: int) -> tuple[int, Any]:
+    """(rows that were left out, batches of the others): row groups of which nothing is wanted are not read."""
+    number, first = 0, 0
+    while first < parquet.num_row_groups and number + parquet.metadata.row_group(first).num_rows <= skip:
+        number, first = number + parquet.metadata.row_group(first).num_rows, first + 1
+    return number, parquet.iter_batches(batch_size=1024, row_groups=range(first, parquet.num_row_groups))
 
 
 def _arrow_batches(pyarrow: Any, opened: Any) -> Iterator[Any]:

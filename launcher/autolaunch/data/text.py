@@ -15,6 +15,7 @@ import numpy as np
 from autolaunch.data.counts import bytes_token_count
 from autolaunch.data.documents import TEXT_SUFFIXES, expanded, find_files, standard_library_documents
 from autolaunch.data.present import missing_tokenizers
+from autolaunch.data.progress import moved
 from autolaunch.data.tokenizers import END_OF_TEXT_NAMES
 from autolaunch.data.windows import Parts, TokenFile, Windows, split
 from autolaunch.directories import writable_cache
@@ -39,7 +40,7 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
         test = _windows(find_files(config["test_path"], TEXT_SUFFIXES, "data.test_path"), encoder, config["seq_len"])
     files = None if config["path"] is None else find_files(config["path"], TEXT_SUFFIXES)
     text = _windows(standard_library_documents() if files is None else files, encoder, config["seq_len"])
-    return split(text, config["validation_fraction"], test)
+    return split(text, config, test)
 
 
 def _windows(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncoder, seq_len: int) -> Windows:
@@ -94,6 +95,7 @@ def _encoded(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEnco
             yield np.asarray([encoder.end_of_document], encoder.dtype)
         for piece in _pieces(document):
             yield encoder.encode(piece)
+            moved()
 
 
 def _pieces(document: bytes | Path) -> Iterator[bytes]:

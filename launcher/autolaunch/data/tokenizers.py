@@ -75,6 +75,28 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
+def pad_token_id(path: str) -> int | None:
+    """The id that the tokenizer at `path` pads with, or that ends a text; None if its files don't say."""
+    place = expanded(path)
+    directory = place if place.is_dir() else place.parent
+    try:
+        tokenizer = json.loads((directory / "tokenizer.json" if place.is_dir() else place).read_text("utf-8"))
+        vocabulary = tokenizer["model"]["vocab"]
+        ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+        ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    said: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json") if place.is_dir() else ():
+        try:
+            said |= json.loads((directory / name).read_text("utf-8"))
+        except (OSError, ValueError, TypeError):
+            continue
+    tokens = [said.get("pad_token"), said.get("eos_token")]
+    names = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    return next((ids[name] for name in (*names, "[PAD]", "<pad>", *END_OF_TEXT_NAMES) if name in ids), None)
+
+
 def template_text(value: str) -> str:
     """`data.chat_template` as jinja: the content of the file that it names, or itself.
 

@@ -18,7 +18,7 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
     test = None if config["test_path"] is None else _windows(config, "test_path")
     if config["validation_path"] is not None:
         return Parts(training, _windows(config, "validation_path"), test)
-    return split(training, config["validation_fraction"], test)
+    return split(training, config, test)
 
 
 def _windows(config: dict[str, Any], key: str) -> Windows:

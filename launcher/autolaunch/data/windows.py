@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from autolaunch.data.counts import split_counts, token_file_length, window_count
+from autolaunch.data.counts import no_validation, split_counts, token_file_length, window_count
 
 
 class Sequences(Protocol):
@@ -26,13 +26,21 @@ class Sequences(Protocol):
 class Batches(Protocol):
     """Numbered sequences that make their batches themselves."""
 
-    notes: Sequence[str]
-    """What the person should know of them, a line each."""
-
     def __len__(self) -> int: ...
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The sequences `indices` (int64 [b]) as a batch of int64 [b, seq_len] arrays."""
+        """The sequences `indices` (int64 [b]) as a batch: tokens are int64 [b, seq_len], a label may be one per row."""
+        ...
+
+
+@runtime_checkable
+class Unnumbered(Protocol):
+    """Sequences that come one after the other, from a state on: `autolaunch.data.streams`."""
+
+    def steps(
+        self, state: Sequence[Any] | None, batch_size: int, tell: bool
+    ) -> Iterator[tuple[list[Any], list[Any], list[Any]]]:
+        """(sequences, state before, state behind) of each optimizer step of an epoch."""
         ...
 
 
@@ -98,12 +106,18 @@ class Span:
 class Parts(NamedTuple):
     """What a data group has for which task."""
 
-    training: Sequences | Batches
-    validation: Sequences | Batches
+    training: Sequences | Batches | Unnumbered
+    validation: Sequences | Batches | None
     test: Sequences | Batches | None = None
+    notes: Sequence[str] = ()
+    """What the person should know of them, a line each."""
+    weights: Sequence[tuple[int, float]] = ()
+    """(sequences, weight) of each source that the training sequences come from; empty: they are visited once each."""
 
 
-def split(sequences: Sequences, validation_fraction: float, test: Sequences | None = None) -> Parts:
-    """The first part for training, and the last `validation_fraction` of `sequences` for validation."""
-    training, validation = split_counts(len(sequences), validation_fraction)
-    return Parts(Span(sequences, 0, training), Span(sequences, training, validation), test)
+def split(sequences: Sequences, config: Mapping[str, Any], test: Sequences | None = None) -> Parts:
+    """The first part for training, and the last `data.validation_fraction` of `sequences` for validation."""
+    fraction, per_batch = config["validation_fraction"], config["batch_size"] // config["microbatches"]
+    training, validation = split_counts(len(sequences), fraction, per_batch)
+    notes = no_validation(len(sequences), fraction, validation)
+    return Parts(Span(sequences, 0, training), Span(sequences, training, validation), test, notes)

@@ -12,6 +12,7 @@ from rich.text import Text
 from autolaunch.config.against_schema import validate
 from autolaunch.config.command_line import parse
 from autolaunch.config.compose import compose, resolved, unresolvable
+from autolaunch.config.hub import with_hub_directory
 from autolaunch.config.tokenizer import with_tokenizer
 from autolaunch.data.order import BatchOrder
 from autolaunch.data.present import check_data
@@ -45,12 +46,13 @@ def data_command(words: Sequence[str]) -> int:
     raise_all([*composed.errors, *unresolvable(composed.config, composed.origin)])
     values, wrong = validate(resolved(composed.config), composed.origin)
     raise_all(wrong)
-    config = with_tokenizer(values)
+    config = with_tokenizer(with_hub_directory(values))
     data = config["data"]
     if "_target_" in data or data["name"] not in ("documents", "chat"):
         raise ConfigError(
             f"autolaunch data show data={data.get('name')}",
-            "there is nothing to see: every token is trained on",
+            "there is nothing to see: "
+            + ("a text has one label" if data.get("name") == "classification" else "every token is trained on"),
             "data=documents, data=chat",
             USAGE,
         )
@@ -66,11 +68,26 @@ def show(config: dict[str, Any], seed: int, console: Terminal) -> None:
         config: every key of a `DocumentData` or `ChatData`, with its tokenizer.
         seed: of the order.
     """
-    from autolaunch.data.rows_of_files import left_out, make_encoder, open_source, training_sequences
+    from autolaunch.data.rows_of_files import (
+        left_out,
+        make_encoder,
+        open_rows,
+        start_of_stream,
+        training_sequences,
+    )
 
-    source = open_source(config, "path")
-    sequences, encoder = training_sequences(config, source), make_encoder(config)
-    order = BatchOrder(len(sequences), min(config["batch_size"], len(sequences)), 1, seed, config["shuffle"])
+    encoder, streamed = make_encoder(config), []
+    weights: tuple[tuple[int, float], ...] = ()
+    if config["streaming"]:
+        sequences, counts = start_of_stream(config, seed)
+        streamed = [("streamed", f"these are the first {counts.examples:,} examples")]
+        first_bad: list[str] = []
+    else:
+        opened = open_rows(config, "path")
+        sequences, counts, first_bad = training_sequences(config, opened), opened.counts, opened.prepared.first_bad
+        weights = tuple(zip(sequences.sizes, opened.weights, strict=True)) if opened.weights else ()
+    batch_size = min(config["batch_size"], len(sequences))
+    order = BatchOrder(len(sequences), batch_size, 1, seed, config["shuffle"], weights=weights)
     for number, index in enumerate(order.indices(0)[:_SAMPLES], start=1):
         batch = sequences.batch(np.asarray([index]))
         _show_sample(number, int(index), batch, sequences, encoder, console)
@@ -78,6 +95,7 @@ def show(config: dict[str, Any], seed: int, console: Terminal) -> None:
     per_sequence = np.add.reduceat(lengths, _starts(sequences))
     tokens, room = int(lengths.sum()), len(sequences) * config["seq_len"]
     rows = [
+        *streamed,
         ("sequences", f"{len(sequences):,} of at most {config['seq_len']:,} tokens"),
         (
             "lengths",
@@ -87,8 +105,8 @@ def show(config: dict[str, Any], seed: int, console: Terminal) -> None:
         ("batch", f"{config['batch_size']:,} sequences, {config['batch_size'] * per_sequence.mean():,.0f} tokens"),
         ("padding", f"{1 - tokens / room:.1%}" + ("" if config["packing"] != "none" else _packing_hint(tokens, room))),
         ("trained on", f"{trained / tokens:.1%} of the tokens; {1 - trained / tokens:.1%} are masked"),
-        *(("rows", text) for text in left_out(source.counts, config["seq_len"])),
-        *(("bad", text) for text in source.prepared.first_bad),
+        *(("rows", text) for text in left_out(counts, config["seq_len"])),
+        *(("bad", text) for text in first_bad),
     ]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:

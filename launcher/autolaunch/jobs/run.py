@@ -19,12 +19,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from autolaunch import __version__
 from autolaunch.config.across_keys import check
 from autolaunch.config.against_schema import validate
+from autolaunch.config.classification import with_labels_of_model
 from autolaunch.config.command_line import CommandLine, quoted_mesh, unquoted
-from autolaunch.config.compose import Composed, compose, resolved, run_once, run_sweep, unresolvable
+from autolaunch.config.compose import Composed, compose, from_environment, resolved, run_once, run_sweep, unresolvable
+from autolaunch.config.hub import fetch_weights, with_hub_directory
 from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.config.origin import Origin
 from autolaunch.config.recorded import recorded, recorded_adapter
@@ -39,11 +42,14 @@ from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.search import is_trial
 from autolaunch.config.sequence_parts import with_sequence_parts
 from autolaunch.config.tokenizer import with_tokenizer
+from autolaunch.config.trained import TAKING_TASKS, check_model, takes_from_job, with_trained_job
 from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
 from autolaunch.jobs.directory import check_what_is_there
-from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends, read_summary
+from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends
+from autolaunch.jobs.named_parts import check_named_parts
+from autolaunch.jobs.objective import objective_of, value_for_sweeper
 from autolaunch.launch.containment import contained
 from autolaunch.launch.end import correct_summary
 from autolaunch.launch.lock import LOCK_FILE, locked
@@ -73,7 +79,7 @@ def run_jobs(line: CommandLine) -> int:
     if here.kind != "alone":
         return _run_as_rank(line, here)
     line, chooses = _for_a_cluster(line, here)
-    composed = compose(line)
+    line, composed = composed_with_trained_job(line)
     if composed.multirun:
         raise_all(composed.errors)
         raise_all(unresolvable(composed.config, composed.origin))
@@ -86,6 +92,20 @@ def run_jobs(line: CommandLine) -> int:
         ends: list[JobEnd] = []
         code = run_once(line, composed.config, directory, lambda config: run_job(config, choice, ends))
     return ends[0].exit_code if ends else code
+
+
+def composed_with_trained_job(line: CommandLine) -> tuple[CommandLine, Composed]:
+    """What a line composes to, and the line with what it takes from the job of its checkpoint.
+
+    Raises:
+        ConfigError, ConfigErrors: as `compose` and `with_trained_job`.
+    """
+    composed = compose(line)
+    try:
+        directory = _output_dir(composed.config, composed.config.hydra.run)
+    except (ConfigError, OmegaConfBaseException):
+        return line, composed  # which is told with everything else that is wrong
+    return with_trained_job(line, composed, directory)
 
 
 def _refuse_cluster_of_sweep(config: DictConfig) -> None:
@@ -211,7 +231,7 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
 
     def make_job() -> ResolvedJob:
         chosen_for, chooses = _for_a_cluster(line, here)
-        composed = compose(chosen_for)
+        chosen_for, composed = composed_with_trained_job(chosen_for)
         if composed.multirun:
             raise ConfigError(
                 "-m",
@@ -277,6 +297,11 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
     directory = _claim(directory, config, config.hydra.sweep)
     with _locked(directory, config):
         forget_ends(directory)
+        if not _runs_every_combination(config) and not is_trial(config):
+            keys = [*swept, *(config.hydra.sweeper.get("params") or {})]
+            objective = objective_of(config.get("search"), dict.fromkeys(keys))
+            objective.write(directory)
+            print(f"search: {objective}", file=sys.stderr)
         try:
             code = run_sweep(line, directory, run_job)
         finally:
@@ -288,9 +313,14 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
     return code or (FAILED if any(end.exit_code for end in ends) else 0)
 
 
+def _runs_every_combination(config: DictConfig) -> bool:
+    """Whether the sweeper is Hydra's own, which runs every combination and compares nothing."""
+    return str(config.hydra.sweeper.get("_target_")).endswith("BasicSweeper")
+
+
 def _refuse_intervals(line: CommandLine, config: DictConfig) -> None:
     """Hydra's own sweeper runs every combination, of which an interval has no end."""
-    if not str(config.hydra.sweeper.get("_target_")).endswith("BasicSweeper"):
+    if not _runs_every_combination(config):
         return
     for item in OverridesParser.create().parse_overrides(line.overrides):
         if item.is_sweep_override() and not item.is_discrete_sweep():
@@ -299,7 +329,7 @@ def _refuse_intervals(line: CommandLine, config: DictConfig) -> None:
                 unquoted(str(item.input_line)),
                 "this sweep runs every combination, and between two numbers are too many",
                 f"values: {key}=0.1,0.2, {key}=range(1,10,3); or a sweeper that draws from intervals",
-                _as_sweep(["hydra/sweeper=optuna", *line.overrides]),
+                _as_sweep(["search=optuna", *line.overrides]),
             )
 
 
@@ -311,8 +341,7 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         ended: is given how it ended, also where nothing can be written any more.
 
     Returns:
-        For sweepers that look for the least: `search.objective` of the summary, without a search the step time;
-        infinite if the job has none.
+        Of a job in a sweep what its sweeper compares, see `autolaunch.jobs.objective`.
     """
     let_imports_see_the_working_directory()
     hydra = hydra_node()
@@ -356,14 +385,13 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         raise KeyboardInterrupt
     if status == "interrupted":
         sys.exit(code)
-    return _objective(config, directory) if code == 0 else math.inf
-
-
-def _objective(config: DictConfig, directory: Path) -> float:
-    """The number of the summary that a sweep is about; one that is not there would end the sweep, so infinity."""
-    name = (config.get("search") or {}).get("objective", "step_time_s")
-    value = read_summary(directory).get(name)
-    return float(value) if isinstance(value, int | float) else math.inf
+    if not sweep:
+        return math.inf if code else 0.0
+    try:
+        return value_for_sweeper(Path(hydra.sweep.dir), directory, code)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(MISCONFIGURED)
 
 
 def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) -> None:
@@ -417,9 +445,14 @@ def resolve_job(
     values = resolved(config)
     values, wrong = validate(values, origin)
     raise_all([*errors, *wrong])
-    values = with_tokenizer(values)
+    values = with_tokenizer(with_hub_directory(values))
     mesh, wrong = check(values, output_dir, origin, started_ranks)
     raise_all(wrong)
+    values = with_labels_of_model(values)
+    ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
+    if ranks > 1 and started_ranks is None:
+        check_named_parts(values)
+    fetch_weights(values)  # may be much: once nothing else is wrong
     values["mesh"] = {**mesh.sizes, "order": list(mesh.order)}
     resumes_last = values["ckpt_path"] == "last"
     record = recorded(values) if values["task"] in COMPARING_TASKS else {}
@@ -427,6 +460,8 @@ def resolve_job(
     if checkpoint is not None:
         adapter = recorded_adapter(values) if values["task"] != "export" else {}
         check_adapter(values, Path(checkpoint), adapter)
+        if values["task"] in TAKING_TASKS:
+            check_model(values, Path(checkpoint), typed_overrides(hydra))
     if checkpoint is not None and record:
         check_that_it_goes_on(values, Path(checkpoint), output_dir, record)
     values["ckpt_path"] = checkpoint
@@ -434,7 +469,6 @@ def resolve_job(
     if values["pp"] is not None and values["pp"]["schedule"].endswith(".csv"):
         values["pp"] = {**values["pp"], "schedule": str(Path(values["pp"]["schedule"]).absolute())}
     choices = {**chosen_options(hydra), "mesh": mesh.name}
-    ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
     if values["task"] == "calibrate":
         from autolaunch.tasks.calibrate.job import calibration
 
@@ -448,6 +482,8 @@ def resolve_job(
         choices,
         resumes_last=resumes_last,
         recorded=record,
+        taken_from=checkpoint if takes_from_job(typed_overrides(hydra)) else None,
+        from_environment=from_environment(config),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from autolaunch.models.hf_tasks import task_of
 from autolaunch.models.label_positions import labels_of
 from autolaunch_strategies.config import ConfigError
 
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from torch import nn
 
-    from autolaunch.models.language_model import LanguageModel, SupervisedModule
+    from autolaunch.models.adapters import Adapted
+    from autolaunch.models.language_model import MeanLossModule, SupervisedModule
 
 
 def build_model(model_cfg: Mapping[str, Any]) -> nn.Module:
@@ -83,19 +85,13 @@ def build_module(job_config: Mapping[str, Any]) -> LightningModule:
                 f"module._target_={node['_target_']}", f"it returns a {type(module).__name__}", "a LightningModule"
             )
         return module
-    model_cfg = job_config["model"]
-    model = build_model(model_cfg)
-    adapter_cfg, trainable = job_config.get("adapter"), model_cfg.get("trainable")
-    adapted = None
-    if adapter_cfg is not None:
-        from autolaunch.models.adapters import add_adapter
-
-        adapted = add_adapter(model, adapter_cfg, model_cfg)
-    elif trainable is not None:
-        from autolaunch.models.adapters import train_only
-
-        train_only(model, trainable)
+    model, adapted = build_adapted_model(job_config)
     module = _around(model, job_config)
+    if job_config["optimizer"].get("groups"):
+        from autolaunch.models.language_model import trained_names
+        from autolaunch.models.optimizer import parameter_groups
+
+        parameter_groups(trained_names(module), job_config["optimizer"])  # a wrong name is told before anything else
     if adapted is not None:
         from autolaunch.models.adapters import save_only
 
@@ -104,11 +100,40 @@ def build_module(job_config: Mapping[str, Any]) -> LightningModule:
     return module
 
 
-def _around(model: nn.Module, job_config: Mapping[str, Any]) -> LanguageModel | SupervisedModule:
+def build_adapted_model(job_config: Mapping[str, Any]) -> tuple[nn.Module, Adapted | None]:
+    """The model of a resolved job with its adapter, if it has one; what is not trained is frozen.
+
+    Raises:
+        ConfigError: as `build_model`; a name of the adapter or of `model.trainable` that is that of nothing.
+    """
+    model_cfg = job_config["model"]
+    model = build_model(model_cfg)
+    adapter_cfg, trainable = job_config.get("adapter"), model_cfg.get("trainable")
+    if adapter_cfg is not None:
+        from autolaunch.models.adapters import add_adapter
+
+        return model, add_adapter(model, adapter_cfg, model_cfg)
+    if trainable is not None:
+        from autolaunch.models.adapters import train_only
+
+        train_only(model, trainable)
+    return model, None
+
+
+def _around(model: nn.Module, job_config: Mapping[str, Any]) -> MeanLossModule | SupervisedModule:
     from autolaunch.models.language_model import LanguageModel, SupervisedModule
 
     model_cfg = job_config["model"]
     rest = job_config["optimizer"], job_config["scheduler"], job_config["trainer"]["max_steps"]
     if "_target_" in model_cfg:
         return SupervisedModule(model, model_cfg.get("loss", "cross_entropy"), *rest)
+    task = task_of(model_cfg)
+    if task not in (None, "causal_lm"):
+        from autolaunch.models.task_module import TaskModule
+
+        return TaskModule(model, str(task), *rest)
+    if job_config["data"].get("packing") == "documents":
+        from autolaunch.models.documents import check_keeps_documents_apart
+
+        check_keeps_documents_apart(model)
     return LanguageModel(model, *rest, labels=labels_of(job_config["data"]))

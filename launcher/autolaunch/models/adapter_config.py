@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,19 @@ ALL_LINEAR = "all-linear"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 """What the directory of an adapter holds, by PEFT's names."""
 
-_RANK = 8
+_RANK, _QUANT_TYPE = 8, "nf4"
 
 # Key of the group -> field of PEFT's config, of those that say which parameters there are and what they mean.
 _FIELDS = {
     "r": "r",
     "alpha": "lora_alpha",
+    "rslora": "use_rslora",
     "target_modules": "target_modules",
     "target_parameters": "target_parameters",
     "modules_to_save": "modules_to_save",
     "exclude": "exclude_modules",
 }
+_OF_NAMES = ("target_modules", "target_parameters", "modules_to_save", "exclude")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class AdapterSettings:
     kind: str
     r: int
     alpha: float
+    rslora: bool
     dropout: float
     target_modules: str | tuple[str, ...]
     """`all-linear`, another text that is a regular expression, or names."""
@@ -45,11 +48,16 @@ class AdapterSettings:
     exclude: str | tuple[str, ...]
     path: Path | None
     """Where its weights begin from; None for new ones."""
+    quant_type: str | None
+    """The four-bit type of the frozen linear layers; None where they stay as they are."""
 
     def record(self) -> dict[str, Any]:
         """What has to be the same in a run that goes on from a checkpoint."""
         fields = asdict(self)
         del fields["path"], fields["dropout"]
+        for key in ("rslora", "quant_type"):  # of checkpoints from before there were these
+            if not fields[key]:
+                del fields[key]
         return {key: sorted(value) if isinstance(value, tuple) else value for key, value in fields.items()}
 
 
@@ -60,9 +68,21 @@ def adapter_settings(adapter_cfg: Mapping[str, Any]) -> AdapterSettings:
         ConfigError: PEFT is not installed, `target_modules` names nothing, or `adapter.path` holds no adapter of this
             kind, or another one than the other keys say.
     """
-    kind = adapter_cfg["name"]
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(f"adapter={kind}", "peft is not installed", write="pip install 'autolaunch[peft]'")
+    adapter_cfg = {"rslora": None, "quant_type": _QUANT_TYPE, **adapter_cfg}  # a job from before there were these
+    kind, quant_type = adapter_cfg["name"], adapter_cfg["quant_type"]
+    libraries = {"peft": "peft", "bitsandbytes": "qlora"} if kind == "qlora" else {"peft": "peft"}
+    for library, extra in libraries.items():
+        if importlib.util.find_spec(library) is None:
+            raise ConfigError(
+                f"adapter={kind}", f"{library} is not installed", write=f"pip install 'autolaunch[{extra}]'"
+            )
+    if quant_type != _QUANT_TYPE and kind != "qlora":
+        raise ConfigError(
+            f"adapter.quant_type={quant_type} with adapter={kind}",
+            "has no effect: nothing is quantised",
+            "adapter=qlora",
+            "adapter=qlora",
+        )
     targets = adapter_cfg["target_modules"]
     _check_targets(targets, bool(adapter_cfg["target_parameters"]))
     if adapter_cfg["path"] is not None:
@@ -74,13 +94,27 @@ def adapter_settings(adapter_cfg: Mapping[str, Any]) -> AdapterSettings:
         kind,
         rank,
         float(adapter_cfg["alpha"] or 2 * rank),
+        bool(adapter_cfg["rslora"]),
         float(adapter_cfg["dropout"] or 0.0),
         targets if isinstance(targets, str) else tuple(targets),
         tuple(adapter_cfg["target_parameters"]),
         tuple(adapter_cfg["modules_to_save"]),
         tuple(adapter_cfg["exclude"]),
         None,
+        _quant_type(adapter_cfg),
     )
+
+
+def _quant_type(adapter_cfg: Mapping[str, Any]) -> str | None:
+    return adapter_cfg["quant_type"] if adapter_cfg["name"] == "qlora" else None
+
+
+def unquantised(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A job with the same adapter beside the weights as they were before they had four bits."""
+    adapter = config.get("adapter")
+    if adapter is None or adapter["name"] != "qlora":
+        return config
+    return {**config, "adapter": {**adapter, "name": "lora", "quant_type": _QUANT_TYPE}}
 
 
 def _check_targets(targets: Any, has_parameters: bool) -> None:
@@ -108,16 +142,16 @@ def _published(adapter_cfg: Mapping[str, Any]) -> AdapterSettings:
     try:
         fields = json.loads((directory / CONFIG_FILE).read_text("utf-8"))
         kind = "dora" if fields.get("use_dora") else str(fields["peft_type"]).lower()
-        rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
-        names = {key: _names(fields.get(field)) for key, field in _FIELDS.items() if key not in ("r", "alpha")}
+        rank, alpha, rslora = int(fields["r"]), float(fields["lora_alpha"]), bool(fields.get("use_rslora"))
+        names = {key: _names(fields.get(field)) for key, field in _FIELDS.items() if key in _OF_NAMES}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             where, f"its {CONFIG_FILE} can't be read: {type(error).__name__}: {error}", allowed
         ) from error
-    if kind != adapter_cfg["name"]:
+    if kind != ("lora" if adapter_cfg["name"] == "qlora" else adapter_cfg["name"]):
         known = kind in ("lora", "dora")
         raise ConfigError(where, f"it is of the kind {kind}", "lora, dora", f"adapter={kind}" if known else "")
-    said = {"r": rank, "alpha": alpha, **names}
+    said = {"r": rank, "alpha": alpha, "rslora": rslora, **names}
     for key, value in said.items():
         typed = adapter_cfg[key]
         if typed not in (None, [], ()) and _comparable(typed) != _comparable(value):
@@ -128,7 +162,16 @@ def _published(adapter_cfg: Mapping[str, Any]) -> AdapterSettings:
                 f"adapter.{key}={'null' if adapter_cfg[key] is not None and not isinstance(typed, list) else '[]'}",
             )
     dropout = adapter_cfg["dropout"] if adapter_cfg["dropout"] is not None else fields.get("lora_dropout") or 0.0
-    return AdapterSettings(kind, rank, alpha, float(dropout), path=directory, **_settings(names))
+    return AdapterSettings(
+        adapter_cfg["name"],
+        rank,
+        alpha,
+        rslora,
+        float(dropout),
+        path=directory,
+        quant_type=_quant_type(adapter_cfg),
+        **_settings(names),
+    )
 
 
 def _names(value: Any) -> str | tuple[str, ...]:
@@ -142,6 +185,12 @@ def _comparable(value: Any) -> Any:
 def _settings(names: Mapping[str, Any]) -> dict[str, Any]:
     alone = {key: (value,) if isinstance(value, str) else value for key, value in names.items()}
     return {**alone, "target_modules": names["target_modules"], "exclude": names["exclude"]}
+
+
+def ending_with(ends: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The names that PEFT takes for targets: equal to one of `ends`, or with it as their last parts."""
+    ends = tuple(ends)
+    return [name for name in names if any(name == end or name.endswith(f".{end}") for end in ends)]
 
 
 def unmatched(key: str, name: str, of: str, names: Sequence[str]) -> ConfigError:

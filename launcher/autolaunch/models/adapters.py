@@ -11,14 +11,19 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningModule
+import torch
 from torch import nn
 
-from autolaunch.models.adapter_config import ALL_LINEAR, AdapterSettings, adapter_settings, unmatched
+from autolaunch.models.adapter_config import ALL_LINEAR, AdapterSettings, adapter_settings, ending_with, unmatched
+from autolaunch.models.four_bits import linear_layers, quantise_linear_layers
+from autolaunch.models.hf_tasks import MODEL_TASKS, task_of
+from autolaunch.models.parameter_names import matching
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.plan.patterns import compile_pattern, nearest_names
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 ADAPTER = "default"
 """PEFT's name of the one adapter of a model."""
@@ -35,6 +40,8 @@ class Adapted:
     """PEFT's config, with every target named."""
     base_names: dict[str, str]
     """Name of a weight of the model -> its name before the adapter was there."""
+    replaced: dict[str, torch.Tensor]
+    """Name before -> a weight that is there in four bits only, as it was."""
     trained: frozenset[str]
     """Names of the parameters that are trained."""
     published: dict[str, str]
@@ -65,14 +72,18 @@ def add_adapter(model: nn.Module, adapter_cfg: Mapping[str, Any], model_cfg: Map
             modules_to_save=list(settings.modules_to_save) or None,
             exclude_modules=list(settings.exclude) or None,
             use_dora=settings.kind == "dora",
+            use_rslora=settings.rslora,
         )
     else:
         config = LoraConfig.from_pretrained(str(settings.path))
     config.lora_dropout, config.inference_mode = settings.dropout, False
     if "_target_" not in model_cfg:
-        config.task_type = "CAUSAL_LM"
+        config.task_type = MODEL_TASKS[task_of(model_cfg) or "causal_lm"].adapter_type
     config.base_model_name_or_path = str(model_cfg.get("path") or "")
     before = _by_tensor(model)
+    replaced: dict[str, torch.Tensor] = {}
+    if settings.quant_type is not None:
+        replaced = quantise_linear_layers(model, settings.quant_type, _kept(model, settings))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -85,6 +96,7 @@ def add_adapter(model: nn.Module, adapter_cfg: Mapping[str, Any], model_cfg: Map
     return Adapted(
         config,
         {name: before[id(tensor)] for name, tensor in state.items() if id(tensor) in before},
+        replaced,
         frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
         {PUBLISHED_PREFIX + name: names[id(tensor)] for name, tensor in published.items()},
     )
@@ -99,7 +111,14 @@ def save_only(module: LightningModule, names: Iterable[str]) -> None:
     kept = {f"model.{name}" for name in names}
 
     def keep(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        parameters = {f"{prefix}{name}" for name, _ in module.named_parameters(remove_duplicate=False)}
+        parameters = {f"{prefix}{name}": item for name, item in module.named_parameters(remove_duplicate=False)}
+        for name, parameter in parameters.items():
+            if parameter.requires_grad and name.removeprefix(prefix) not in kept:
+                raise ConfigError(
+                    name,
+                    "was frozen beside an adapter and is trained now: checkpoints hold the adapter alone",
+                    "adapter.modules_to_save for modules that are trained whole, or unfreezing without an adapter",
+                )
         for name in [name for name in state if name in parameters and name.removeprefix(prefix) not in kept]:
             del state[name]
 
@@ -118,31 +137,9 @@ def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
     trained: set[int] = set()
     parameters = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        where = f"model.trainable: {pattern}"
-        try:
-            compiled = compile_pattern(pattern)
-        except ConfigError as error:
-            raise ConfigError(where, error.problem, error.allowed) from error
-        matches = {id(parameter) for name, parameter in parameters if any(map(compiled.fullmatch, _with_parents(name)))}
-        if not matches:
-            close = nearest_names(
-                pattern, dict.fromkeys(part for name, _ in parameters for part in _with_parents(name))
-            )
-            meant = f"; near it: {', '.join(close)}" if close else ""
-            raise ConfigError(
-                where,
-                f"no parameter or module of {type(model).__name__} has this name{meant}",
-                "names, with * for one part, or regular expressions over whole names",
-                f"model.trainable=[{close[0]}]" if close else "",
-            )
-        trained |= matches
+        trained |= matching(pattern, parameters, "model.trainable", type(model).__name__, "model.trainable=[{}]")
     for _, parameter in parameters:
         parameter.requires_grad_(id(parameter) in trained)
-
-
-def _with_parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _by_tensor(model: nn.Module) -> dict[int, str]:
@@ -150,20 +147,12 @@ def _by_tensor(model: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in reversed(list(model.state_dict(keep_vars=True).items()))}
 
 
-def _linear_layers(model: nn.Module) -> list[str]:
-    """The names of all linear layers but the one that gives logits."""
-    from transformers.pytorch_utils import Conv1D
-
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    head = getattr(model, "lm_head", None) if head is None else head
-    modules = model.named_modules()
-    return [name for name, module in modules if name and isinstance(module, nn.Linear | Conv1D) and module is not head]
-
-
 def _targets(model: nn.Module, settings: AdapterSettings) -> str | list[str]:
     if settings.target_modules != ALL_LINEAR:
         return settings.target_modules if isinstance(settings.target_modules, str) else list(settings.target_modules)
-    linear = _linear_layers(model)
+    linear = linear_layers(model)
+    whole = ending_with(settings.modules_to_save, linear)
+    linear = [name for name in linear if name not in whole]
     if not linear:
         raise ConfigError(
             "adapter.target_modules=all-linear",
@@ -172,15 +161,17 @@ def _targets(model: nn.Module, settings: AdapterSettings) -> str | list[str]:
             "adapter.target_modules=[...]",
         )
     ends = sorted({name.rpartition(".")[2] for name in linear})
-    if set(_ending(ends, [name for name, _ in model.named_modules()])) == set(linear):
+    if set(ending_with(ends, [name for name, _ in model.named_modules()])) == set(linear):
         return ends
     return "|".join(map(re.escape, linear))
 
 
-def _ending(ends: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The names that PEFT takes for targets: equal to one of `ends`, or with it as their last parts."""
-    ends = tuple(ends)
-    return [name for name in names if any(name == end or name.endswith(f".{end}") for end in ends)]
+def _kept(model: nn.Module, settings: AdapterSettings) -> set[str]:
+    """The modules that are trained whole, and those whose own parameters get an adapter."""
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    whole = ending_with(settings.modules_to_save, modules)
+    return {*whole, *(name.rpartition(".")[0] for name in ending_with(settings.target_parameters, parameters))}
 
 
 def _check_names(model: nn.Module, settings: AdapterSettings) -> None:
@@ -205,5 +196,5 @@ def _check_names(model: nn.Module, settings: AdapterSettings) -> None:
                 raise unmatched(key, given, of, names)
             continue
         for name in given:
-            if not _ending([name], names):
+            if not ending_with([name], names):
                 raise unmatched(key, name, of, names)

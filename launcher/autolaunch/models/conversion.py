@@ -7,8 +7,9 @@ merged from several tensors of the files or cut out of one: the experts of a mix
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,29 @@ class Converted:
     """transformers' `WeightConverter`."""
     config: Any
     """The config of the model, which some conversions read."""
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether each row along its first dim is made of one tensor per pattern, as each expert of a mixture is."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+        first, *rest = self.converter.operations
+        keeps_rows = all(
+            (isinstance(step, Concatenate) and step.dim > 0)
+            or (isinstance(step, Transpose) and step.dim0 > 0 and step.dim1 > 0)
+            for step in rest
+        )
+        counts = Counter(pattern for pattern, _ in self.parts).values()
+        is_merged = isinstance(first, MergeModulelist) and first.dim == 0
+        return is_merged and keeps_rows and set(counts) == {self.shape[0]}
+
+    def row(self, number: int) -> Converted:
+        """One row of a stacked weight, [1, ...]."""
+        by_pattern: dict[str, list[tuple[str, str]]] = {}
+        for part in self.parts:
+            by_pattern.setdefault(part[0], []).append(part)
+        parts = tuple(of_pattern[number] for of_pattern in by_pattern.values())
+        return replace(self, shape=(1, *self.shape[1:]), parts=parts)
 
     def compute(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The weight, from the tensors of all `parts` by their names in the files."""

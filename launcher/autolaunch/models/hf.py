@@ -1,4 +1,4 @@
-"""``model=hf``: any causal language model of `transformers`, built from its config."""
+"""``model=hf``: a model of `transformers` for one of its tasks, built from its config."""
 
 from __future__ import annotations
 
@@ -9,32 +9,36 @@ import torch
 from torch import nn
 
 from autolaunch.models.hf_config import read_hf_config
+from autolaunch.models.hf_tasks import MODEL_TASKS, ModelTask
 from autolaunch_strategies.config import ConfigError, nearest
 
-# Fields of older config files that transformers 5 still reads but no longer keeps under these names.
-_OLD_FIELDS = {"model_type", "rope_theta", "rope_scaling", "torch_dtype"}
+# Fields of config files that transformers 5 reads but does not declare, or no longer keeps under these names.
+_OTHER_FIELDS = {"model_type", "rope_theta", "rope_scaling", "torch_dtype", "decoder_start_token_id"}
 
 # Where a model class says which attention it can do.
 _SUPPORTS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
 
 
 def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
-    """The `...ForCausalLM` of a `transformers` config, with its class's own random weights and no key/value cache.
+    """The class for `model.task` of a `transformers` config, with its own random weights and no key/value cache.
 
-    The model takes ``input_ids`` [b, s] and returns an output with ``logits`` [b, s, vocab]. Weights have torch's
-    default dtype, whatever the config file says: the precision of a run is the trainer's.
+    The `...ForCausalLM` takes ``input_ids`` [b, s] and returns an output with ``logits`` [b, s, vocab]. Weights have
+    torch's default dtype, whatever the config file says: the precision of a run is the trainer's.
 
     Args:
         model_cfg: the fields of `autolaunch.config.schema.HFModel`. `pretrained` is not looked at: weights are read
             later, one at a time (`autolaunch.models.pretrained`).
 
     Raises:
-        ConfigError: no such model_type, not a causal language model, an unknown field, or values that the class or
+        ConfigError: no such model_type, no class for the task, an unknown field, or values that the class or
             the attention implementation refuses.
     """
     fields = read_hf_config(model_cfg)
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    import transformers
+    from transformers import CONFIG_MAPPING
 
+    task = model_cfg.get("task") or "causal_lm"
+    auto_class: Any = getattr(transformers, MODEL_TASKS[task].auto_class)
     model_type = fields.pop("model_type")
     where = (
         f"model.config.model_type={model_type}" if model_cfg.get("path") is None else f"model.path={model_cfg['path']}"
@@ -47,9 +51,15 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
             "a model_type of the installed transformers",
         )
     config_class = CONFIG_MAPPING[model_type]
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if config_class not in auto_class._model_mapping:
+        name = "causal language model" if task == "causal_lm" else f"class for model.task={task}"
+        does = [other for other, entry in MODEL_TASKS.items() if config_class in _classes_of(transformers, entry)]
+        suffix = MODEL_TASKS[task].auto_class.removeprefix("AutoModel")
         raise ConfigError(
-            where, f"{model_type} has no causal language model", "a model_type with a ...ForCausalLM class"
+            where,
+            f"{model_type} has no {name}",
+            f"a model_type with a ...{suffix} class",
+            f"model.task={does[0]}" if does else "",
         )
     _check_fields(config_class, model_cfg.get("config") or {})
     try:
@@ -58,7 +68,7 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
     except Exception as error:  # every family validates in its own way
         raise ConfigError(where, f"transformers refuses this config: {_one_line(error)}") from error
     attention = model_cfg.get("attn_implementation") or "sdpa"
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    model_class: Any = auto_class._model_mapping[config_class]
     if not getattr(model_class, _SUPPORTS.get(attention, ""), True):
         raise ConfigError(
             f"model.attn_implementation={attention}",
@@ -67,7 +77,7 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
             "model.attn_implementation=eager",
         )
     try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.get_default_dtype())
+        model = auto_class.from_config(config, attn_implementation=attention, dtype=torch.get_default_dtype())
     except Exception as error:
         raise ConfigError(where, f"transformers cannot build this model: {_one_line(error)}") from error
     if not getattr(model, "_is_hf_initialized", False):
@@ -78,12 +88,16 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
     return model
 
 
+def _classes_of(transformers: Any, task: ModelTask) -> Any:
+    return getattr(transformers, task.auto_class)._model_mapping
+
+
 def _check_fields(config_class: Any, overrides: Mapping[str, Any]) -> None:
     # A transformers config takes any keyword, so that a misspelt field would silently change nothing.
     defaults = config_class()
     known = sorted({*defaults.to_dict(), *config_class.attribute_map})
     for key in overrides:
-        if key not in _OLD_FIELDS and key not in known and not hasattr(defaults, key):
+        if key not in _OTHER_FIELDS and key not in known and not hasattr(defaults, key):
             close = nearest(key, known)
             raise ConfigError(
                 f"model.config.{key}",

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autolaunch_strategies.config import ConfigError
 
-WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
+INDEX_FILE, SINGLE_FILE = WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
 """What a pretrained directory holds: the index of several files, or one file."""
+
+_LABELS = ("num_labels", "id2label", "label2id")
+
+_SNAPSHOT = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
+
+
+def name_and_commit(directory: Path) -> tuple[str, str] | None:
+    """Which model of the hub at which commit a directory of the hub's cache holds; None for any other directory."""
+    match = _SNAPSHOT.search(directory.as_posix())
+    return None if match is None else (match["name"].replace("--", "/"), match["commit"])
 
 
 def read_hf_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,11 +33,13 @@ def read_hf_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: `transformers` is not installed, neither a directory nor a model_type is given, or the directory
-            lacks config.json or (with `pretrained`) the weights.
+            lacks config.json or (with `pretrained`) the weights. Those of the hub are fetched later.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("model=hf", "transformers is not installed", write="pip install 'autolaunch[hf]'")
     overrides = dict(model_cfg.get("config") or {})
+    if model_cfg.get("num_labels") is not None and "id2label" not in overrides:
+        overrides["num_labels"] = model_cfg["num_labels"]
     if model_cfg.get("path") is None:
         if not overrides.get("model_type"):
             raise ConfigError(
@@ -35,11 +48,22 @@ def read_hf_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
                 "a local directory with config.json, or a model_type of transformers and its fields",
                 "model.path=DIRECTORY, or model.config.model_type=llama model.config.hidden_size=256 ...",
             )
-        return overrides
+        return with_labels(overrides)
     fields = _read_json(Path(model_cfg["path"]).expanduser(), f"model.path={model_cfg['path']}")
     if model_cfg.get("pretrained", True):
         _check_weights(Path(model_cfg["path"]).expanduser(), f"model.path={model_cfg['path']}")
-    return merged(fields, overrides)
+    if overrides.keys() & {"num_labels", "id2label"}:
+        fields = {key: value for key, value in fields.items() if key not in _LABELS}
+    return with_labels(merged(fields, overrides))
+
+
+def with_labels(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with the names of classes that `num_labels` stands for, as config.json has them."""
+    if "num_labels" not in fields:
+        return dict(fields)
+    names = {str(number): f"LABEL_{number}" for number in range(fields["num_labels"])}
+    kept = {key: value for key, value in fields.items() if key not in _LABELS}
+    return {**kept, "id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
 
 
 def merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +76,7 @@ def merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def _read_json(directory: Path, where: str) -> dict[str, Any]:
-    allowed = "a directory on this machine with config.json and safetensors (nothing is downloaded)"
+    allowed = "a directory with config.json and safetensors, or OWNER/NAME of a model of the hub"
     if not directory.is_dir():
         raise ConfigError(where, "there is no such directory", allowed)
     if not (directory / "config.json").is_file():
@@ -67,7 +91,7 @@ def _read_json(directory: Path, where: str) -> dict[str, Any]:
 
 
 def _check_weights(directory: Path, where: str) -> None:
-    if not any((directory / name).is_file() for name in WEIGHT_FILES):
+    if name_and_commit(directory) is None and not any((directory / name).is_file() for name in WEIGHT_FILES):
         raise ConfigError(
             where,
             "there are no weights in it",

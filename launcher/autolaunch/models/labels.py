@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,23 +37,22 @@ def next_tokens(batch: Mapping[str, Tensor], labels: str) -> Tensor:
 
 
 class ChecksFirstBatch(pl.Callback):
-    """Refuses a training, validation or test whose first batch can't be what a language model is trained on.
+    """Refuses a training, validation or test whose first batch can't be what the model is trained on.
 
     Args:
-        labels: one of `LABELS`.
-        inputs: what the model takes beside `input_ids`.
+        check: raises a ConfigError for such a batch.
 
     Raises:
-        ConfigError: from the start of the first batch; see `check_batch`.
+        ConfigError: from the start of the first batch.
     """
 
-    def __init__(self, labels: str, inputs: Collection[str]) -> None:
-        self.labels, self.inputs = labels, inputs
+    def __init__(self, check: Callable[[Any], None]) -> None:
+        self._of_batch = check
         self._is_checked = False
 
     def _check(self, batch: Any) -> None:
         if not self._is_checked:
-            check_batch(batch, self.labels, self.inputs)
+            self._of_batch(batch)
             self._is_checked = True
 
     def on_train_batch_start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autolaunch.instantiate import build
-from autolaunch.models.labels import NOT_TRAINED, ChecksFirstBatch, next_tokens
+from autolaunch.models.labels import NOT_TRAINED, ChecksFirstBatch, check_batch, next_tokens
 from autolaunch.models.optimizer import optimizer_and_schedule
 from autolaunch_strategies.config import ConfigError
 
@@ -23,7 +24,60 @@ TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """Under which of these keys a batch that is a dict keeps what the model should say."""
 
 
-class LanguageModel(LightningModule):
+class MeanLossModule(LightningModule):
+    """Trains `model` on the mean of a loss over what its batches count.
+
+    Whoever derives from it says the loss of a batch (`_loss`) and over how many items it is the mean
+    (`num_items_in_batch`). The loss of an optimizer step is that over all items, however they are spread over ranks and
+    microbatches.
+
+    Args:
+        model: any module.
+        optimizer_cfg: the fields of `autolaunch.config.schema.Optimizer`.
+        scheduler_cfg: the fields of `autolaunch.config.schema.Scheduler`.
+        total_steps: at which optimizer step training ends (-1: no limit).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_cfg: Mapping[str, Any],
+        scheduler_cfg: Mapping[str, Any],
+        total_steps: int,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.adapted: Adapted | None = None
+        self.optimizer_cfg, self.scheduler_cfg, self.total_steps = optimizer_cfg, scheduler_cfg, total_steps
+
+    def num_items_in_batch(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Over how many items the loss of `batch` is the mean: a 0-dim tensor."""
+        raise NotImplementedError
+
+    def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss, prog_bar=False, logger=False)  # loggers get that of the whole step (`StepMetrics`)
+        return loss
+
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        self._log_mean("val_loss", batch)
+
+    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        self._log_mean("test_loss", batch)
+
+    def _log_mean(self, name: str, batch: Mapping[str, Tensor]) -> None:
+        # Lightning adds up value x batch_size and batch_size over batches and ranks: a mean over all items.
+        loss = self._loss(batch)
+        self.log(name, loss, batch_size=int(self.num_items_in_batch(batch)), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
+
+
+class LanguageModel(MeanLossModule):
     """Trains `model` to predict the next token.
 
     Batches are ``{input_ids, labels}`` and optionally ``position_ids``, ``attention_mask``, each int64 [b, s]. A label
@@ -51,17 +105,14 @@ class LanguageModel(LightningModule):
         total_steps: int,
         labels: str = "same",
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.adapted: Adapted | None = None
-        self.optimizer_cfg, self.scheduler_cfg, self.total_steps = optimizer_cfg, scheduler_cfg, total_steps
+        super().__init__(model, optimizer_cfg, scheduler_cfg, total_steps)
         self.labels = labels
         parameters = inspect.signature(model.forward).parameters
         self.model_inputs = tuple(name for name in ("position_ids", "attention_mask") if name in parameters)
         """What of a batch the model takes beside `input_ids`; of these the first that the batch has."""
 
     def configure_callbacks(self) -> list[Callback]:
-        return [ChecksFirstBatch(self.labels, self.model_inputs)]
+        return [ChecksFirstBatch(partial(check_batch, labels=self.labels, inputs=self.model_inputs))]
 
     def forward(self, input_ids: Tensor, **inputs: Tensor) -> Tensor:
         """Logits [b, s, vocab] of the tokens after each of `input_ids` [b, s]."""
@@ -80,28 +131,19 @@ class LanguageModel(LightningModule):
         logits, targets = self._logits(batch), next_tokens(batch, self.labels)
         return mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
-        self.log("loss", loss, prog_bar=False, logger=False)  # loggers get that of the whole step (`StepMetrics`)
-        return loss
-
-    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
-        self._log_mean("val_loss", batch)
-
-    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
-        self._log_mean("test_loss", batch)
-
-    def _log_mean(self, name: str, batch: Mapping[str, Tensor]) -> None:
-        # Lightning adds up value x batch_size and batch_size over batches and ranks: a mean over all labels.
-        loss = self._loss(batch)
-        self.log(name, loss, batch_size=int(self.num_items_in_batch(batch)), sync_dist=True)
-
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """The likeliest next token at every position, [b, s] int64."""
         return self._logits(batch).argmax(dim=-1)
 
-    def configure_optimizers(self) -> Any:
-        return optimizer_and_schedule(self.parameters(), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
+    def next_logits(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [b, vocab] of the token behind one of `positions` [b] in each row of `input_ids` [b, s]."""
+        return self(input_ids)[torch.arange(len(positions)), positions]
+
+
+def trained_names(module: LightningModule) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a module around `model` by the model's own names, tied ones under each of theirs."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [(name.removeprefix("model."), parameter) for name, parameter in named]
 
 
 class SupervisedModule(LightningModule):
@@ -196,7 +238,7 @@ class SupervisedModule(LightningModule):
         return self._run(batch, with_target=False)[0]
 
     def configure_optimizers(self) -> Any:
-        return optimizer_and_schedule(self.parameters(), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
+        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
 
 
 def _target_key(batch: Mapping[str, Any]) -> str | None:

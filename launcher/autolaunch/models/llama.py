@@ -69,8 +69,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def within_documents(position_ids: Tensor) -> Tensor:
+    """What each token sees, bool [b, 1, s, s]: its document up to itself. A document begins where a position is 0."""
+    document = (position_ids == 0).cumsum(-1)
+    same = document[:, None, :, None] == document[:, None, None, :]
+    return same & torch.ones_like(same).tril()
+
+
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads."""
+    """Causal self-attention with grouped key/value heads; a mask says what is seen instead (`within_documents`)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -81,14 +88,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, seq, _ = x.shape
         q, k, v = (
             proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped)
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
@@ -115,8 +122,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -131,12 +138,13 @@ class Decoder(nn.Module):
         self.rotary_emb = RotaryEmbedding(config)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        mask = None if position_ids is None else within_documents(position_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         x = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(position_ids, x.dtype)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         return self.norm(x)
 
 
@@ -145,7 +153,8 @@ class Llama(nn.Module):
 
     Args of `forward`:
         input_ids: [b, s] int64.
-        position_ids: [b, s] or [1, s] int64; 0, 1, 2, ... if not given.
+        position_ids: [b, s] or [1, s] int64; 0, 1, 2, ... if not given. Each 0 begins a document, and no token sees
+            those of another one.
 
     Returns:
         logits [b, s, vocab_size].

@@ -59,8 +59,9 @@ class SafetensorsWeights:
     def read(self, source: Source, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """One tensor on the CPU in the type of the file, or its part at `index` (one slice per leading dim, step 1).
 
-        Only the pages of the file that hold this part are read; a converted weight is computed in full first. The
-        result may share memory with the file: copy it.
+        Only the pages of the file that hold this part are read. Of a converted weight that is stacked, as experts are,
+        one row at a time is computed, and only those of the part; any other in full. The result may share memory with
+        the file: copy it.
 
         Args:
             source: a name, or what `matching` returned.
@@ -69,13 +70,17 @@ class SafetensorsWeights:
             ConfigError: its file is corrupt or does not hold it, or the parts of a converted weight do not fit.
         """
         if isinstance(source, Converted):
+            if source.is_stacked:
+                return self._stack(source, index or ())
             whole = self._convert(source)
             return whole if index is None else whole[index].clone()
         if index is None or not self.shape(source):
             return self._open(self._files[source]).get_tensor(source)
         return self._slice(source)[index]
 
-    def matching(self, model: nn.Module, base_names: Mapping[str, str] | None = None) -> dict[str, Source]:
+    def matching(
+        self, model: nn.Module, wanted: Mapping[str, torch.Tensor] | None = None, new_head: bool = False
+    ) -> dict[str, Source]:
         """What each parameter and persistent buffer of `model` starts from; every value can be given to `read`.
 
         Names are compared as `transformers` does: after the renamings and conversions that the class declares, and with
@@ -84,22 +89,24 @@ class SafetensorsWeights:
 
         Args:
             model: a model on any device, `meta` included.
-            base_names: name in ``model.state_dict()`` -> its name without adapters; the others are not looked for.
+            wanted: its weights by name, where something has been put into it since; else those of its state.
+            new_head: what stands outside of the base model (and its pooler) may be absent.
 
         Returns:
-            name (without adapters) in ``model.state_dict()`` -> name in the files, or the conversion that makes it.
+            name of a weight -> name in the files, or the conversion that makes it.
             What the class declares as dispensable may be absent.
 
         Raises:
             ConfigError: the files lack a weight, or hold it in another shape.
         """
-        wanted = model.state_dict(keep_vars=True)
-        if base_names is not None:
-            wanted = {base: wanted[name] for name, base in base_names.items()}
+        wanted = model.state_dict(keep_vars=True) if wanted is None else wanted
         matches = sources(model, self._files, wanted)
         self._share_tied(wanted, matches)
         optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
         missing = [name for name in wanted if name not in matches and not any(re.search(p, name) for p in optional)]
+        if new_head and (prefix := getattr(model, "base_model_prefix", "")):
+            base = f"{prefix}."
+            missing = [name for name in missing if name.startswith(base) and f"{base}pooler." not in name]
         self._refuse(missing, f"{{}} of the {len(wanted)} weights of {type(model).__name__} are not in its files")
         self._refuse(
             [
@@ -110,6 +117,18 @@ class SafetensorsWeights:
             f"{{}} of the weights of {type(model).__name__} have another shape in its files",
         )
         return {name: matches[name] for name in wanted if name in matches}
+
+    def _stack(self, source: Converted, index: tuple[slice, ...]) -> torch.Tensor:
+        first, end, _ = (index[0] if index else slice(None)).indices(source.shape[0])
+        rows = range(first, max(first, end))
+        # The first row that is not wanted, where none is, says shape and type.
+        row = self._convert(source.row(min(first, source.shape[0] - 1)))[(slice(None), *index[1:])]
+        stacked = row.new_empty((len(rows), *row.shape[1:]))
+        for place, number in enumerate(rows):
+            if place:
+                row = self._convert(source.row(number))[(slice(None), *index[1:])]
+            stacked[place] = row[0]
+        return stacked
 
     def _convert(self, source: Converted) -> torch.Tensor:
         tensors = {name: self.read(name) for _, name in source.parts}
@@ -123,7 +142,7 @@ class SafetensorsWeights:
         return whole
 
     @staticmethod
-    def _share_tied(wanted: dict[str, Any], matches: dict[str, Source]) -> None:
+    def _share_tied(wanted: Mapping[str, Any], matches: dict[str, Source]) -> None:
         by_tensor = {id(wanted[name]): source for name, source in matches.items()}
         for name, tensor in wanted.items():
             if name not in matches and id(tensor) in by_tensor:

@@ -16,7 +16,7 @@ from autolaunch_strategies.config import AXES
 SECTIONS = {
     "What is trained": ("name", "seed", "random_numbers", "precision", "model", "module", "data"),
     "On which devices, and how": ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile"),
-    "How it learns": ("optimizer", "scheduler", "trainer"),
+    "How it learns": ("optimizer", "scheduler", "trainer", "callbacks"),
     "What is written": ("checkpoint", "logger"),
     "How it runs": ("launch",),
 }
@@ -24,7 +24,7 @@ SECTIONS = {
 
 OF_ONE_RUN = (
     *("task", "output_dir", "ckpt_path", "resume", "export_path", "hydra", "experiment", "defaults", "reasons"),
-    *("cluster", "search", "why"),
+    *("cluster", "search", "why", "lr_find", "generate", "eval"),
 )
 """Keys that say which run it was and not how to do it again."""
 

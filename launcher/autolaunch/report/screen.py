@@ -29,16 +29,23 @@ WIDEST_PICTURE = 160
 OUTCOMES = {"finished": "green", "failed": "red", "interrupted": "yellow"}
 
 
-def show_start(describe: Mapping[str, Any], job: Mapping[str, Any], console: Console, parameters: int = 0) -> None:
+def show_start(
+    describe: Mapping[str, Any],
+    job: Mapping[str, Any],
+    console: Console,
+    parameters: int = 0,
+    trained: int | None = None,
+) -> None:
     """Show what is about to run, on rank 0.
 
     Args:
         describe: what the strategy has applied (`MeshStrategy.describe()`), empty for another strategy.
         job: the resolved job as plain dicts.
         parameters: of the whole model; 0 if not known.
+        trained: how many of them are; None for all.
     """
     rows = [
-        ("model", _model(job, parameters)),
+        ("model", _model(job, parameters, trained)),
         ("trained", _trained_part(job)),
         ("mesh", _mesh(job)),
         ("chosen", _choice(describe)),
@@ -63,6 +70,7 @@ def show_plan(
     path: Path,
     schedule: Timeline | None = None,
     picture: Path | None = None,
+    trained: int | None = None,
 ) -> None:
     """Show what a run would do: its panel, what is applied in which order and why, and how its pipeline works.
 
@@ -73,8 +81,9 @@ def show_plan(
         path: where the plan was written.
         schedule: of a pipeline, over time.
         picture: where it was drawn.
+        trained: how many of the parameters are; None for all.
     """
-    show_start(account, job, console, parameters)
+    show_start(account, job, console, parameters, trained)
     page = Page(console)
     page.rows(_steps(account))
     if schedule is not None:
@@ -171,13 +180,18 @@ def loss_sparkline(values: Iterable[float], width: int = 32) -> str:
 # --- lines of the first panel ----------------------------------------------------------------------------------------
 
 
-def _model(job: Mapping[str, Any], parameters: int) -> str:
+def _model(job: Mapping[str, Any], parameters: int, trained: int | None) -> str:
     if job.get("module"):
         name = str(job["module"].get("_target_", "module"))
     else:
         model = job["model"]
         name = f"{model['name']} {model['size']}" if "size" in model else str(model.get("path") or model["name"])
-    return joined(name, f"{readable_count(parameters)} parameters" if parameters else "")
+    count = f"{readable_count(parameters)} parameters" if parameters else ""
+    if trained is not None and trained != parameters:
+        count = f"{readable_count(trained)} of {count} trained"
+    adapter = job.get("adapter") or {}
+    bits = f"{adapter['quant_type']} where frozen and linear" if adapter.get("name") == "qlora" else ""
+    return joined(name, count, bits)
 
 
 def _trained_part(job: Mapping[str, Any]) -> str:

@@ -15,7 +15,10 @@ RUNNERS: dict[str, str] = {
     "validate": "autolaunch.tasks.fit:run",
     "test": "autolaunch.tasks.fit:run",
     "predict": "autolaunch.tasks.fit:run",
+    "lr_find": "autolaunch.tasks.lr_find:run",
+    "generate": "autolaunch.tasks.generate:run",
     "plan": "autolaunch.tasks.plan:run",
+    "eval": "autolaunch.tasks.evaluate:run",
     "export": "autolaunch.tasks.export:run",
 }
 """Task to the function that runs it on one rank; a task of your own is written `module:function`."""

@@ -86,12 +86,12 @@ class Checkpoints(ModelCheckpoint):
         Args:
             written: how many are there already.
         """
-        count = trainer.strategy.parameter_count  # type: ignore[attr-defined]
+        strategy: Any = trainer.strategy
+        trained = strategy.trained_count
+        kept = strategy.parameter_count if getattr(pl_module, "adapted", None) is None else trained
         states = max((_states_per_parameter(optimizer) for optimizer in trainer.optimizers), default=0)
         size = next((item.element_size() for item in pl_module.parameters()), 4)
-        trained = sum(item.numel() for item in pl_module.parameters() if item.requires_grad)
-        share = trained / max(1, sum(item.numel() for item in pl_module.parameters()))
-        one = int(count * size * (1 + states * share))
+        one = size * (kept + states * trained)
         self.directory.mkdir(parents=True, exist_ok=True)
         free, needed = shutil.disk_usage(self.directory).free, one * max(1, 2 - written)
         if free >= needed:
@@ -103,7 +103,7 @@ class Checkpoints(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save if it is time, by steps or by the first rank's clock."""
-        step, votes = trainer.global_step, trainer.strategy.votes  # type: ignore[attr-defined]
+        step, votes = trainer.global_step, trainer.strategy.votes  # type: ignore[attr-defined]  # a MeshStrategy
         if trainer.fit_loop._should_accumulate() or step == self._last_global_step_saved:
             return
         if trainer.is_global_zero and time.monotonic() >= self._next_save:
@@ -162,7 +162,7 @@ class Checkpoints(ModelCheckpoint):
         """Save what a failure left of training, and add to the exception where, or why not. Only if all ranks fail."""
         if self.steps.not_finite_since is not None:
             return  # the newest checkpoint is the one to go on from
-        votes, step = trainer.strategy.votes, trainer.global_step  # type: ignore[attr-defined]
+        votes, step = trainer.strategy.votes, trainer.global_step  # type: ignore[attr-defined]  # a MeshStrategy
         if step == self._last_global_step_saved:
             exception.add_note(f"step {step} was the last one that was done, and is saved in {self.directory}")
             return
@@ -204,7 +204,7 @@ class Checkpoints(ModelCheckpoint):
             trainer.strategy.remove_checkpoint(str(self.directory / left_out))
         if self.seconds is not None:
             self._next_save = time.monotonic() + self.seconds
-        trainer.strategy.votes.saved()  # type: ignore[attr-defined]
+        trainer.strategy.votes.saved()  # type: ignore[attr-defined]  # a MeshStrategy
 
     def _kept(self) -> list[str]:
         names = list(self._scores)

@@ -17,16 +17,18 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autolaunch.config.recorded import recorded_adapter
+from autolaunch.config.trained import trained_config
 from autolaunch.data.exported import write_tokenizer
-from autolaunch.instantiate import locate, targets
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
 from autolaunch.models import build_module
+from autolaunch.models.adapter_config import unquantised
 from autolaunch.models.hf_export import write_transformers_files
 from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch.report.summary import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.export_adapter import MergedWeights, write_adapter
+from autolaunch.tasks.trusted import check_targets
 from autolaunch_strategies.checkpoint.files import WRITING, damage_in, files_with_hashes, problem_with, read_manifest
 from autolaunch_strategies.checkpoint.record import record_of
 from autolaunch_strategies.checkpoint.sharded import damaged, readable
@@ -46,7 +48,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     console = Terminal()
     config, checkpoint = trained_config(source), job.config["checkpoint"]
     if config is not None and not checkpoint["trust"]:
-        _check_targets(source, config)
+        check_targets(source, config)
     exported = export_checkpoint(
         source,
         target,
@@ -73,42 +75,6 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         highlight=False,
     )
     return summary
-
-
-def trained_config(checkpoint: Path) -> dict[str, Any] | None:
-    """The config of the run that wrote `checkpoint`, or None if it does not stand in a run's directory.
-
-    Raises:
-        ConfigError: the file that holds it can't be read, or holds something else.
-    """
-    job_file = checkpoint.parent.parent / ".hydra" / "job.json"
-    if not job_file.exists():
-        return None
-    try:
-        config = ResolvedJob.read(job_file).config
-        if not isinstance(config["model"], dict):
-            raise TypeError("its model is no mapping")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
-        raise ConfigError(
-            f"ckpt_path={checkpoint}",
-            f"the job of its run, {job_file}, can't be read: {type(error).__name__}: {error}",
-            "a checkpoint in the directory of its run; or anywhere else, with the keys of its model typed",
-        ) from error
-    return config
-
-
-def _check_targets(checkpoint: Path, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the config beside `checkpoint` names something else to build than models."""
-    for key in ("model", "module"):
-        for where, node in targets(config.get(key), key):
-            target = locate(node["_target_"], where)
-            if not (isinstance(target, type) and issubclass(target, nn.Module)):
-                raise ConfigError(
-                    f"ckpt_path={checkpoint}",
-                    f"its run names {where}._target_={node['_target_']}, and calling that is code of its choice",
-                    "classes of torch.nn.Module; or the checkpoint of a run that you trust",
-                    "checkpoint.trust=true",
-                )
 
 
 def export_checkpoint(
@@ -146,6 +112,7 @@ def export_checkpoint(
             f"ckpt_path={source}", "is a single file of plain lightning", "a checkpoint directory written by autolaunch"
         )
     construction = Construction(config["seed"])
+    config = unquantised(config)
     with construction.recording():
         module = build_module(config)
     # Of attributes, torch's stubs say that they are tensors or modules.

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import time
+import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,16 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from autolaunch.config.hub import fetch_weights
 from autolaunch.data import build_data
+from autolaunch.data.progress import listen
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.end import RunEnd
 from autolaunch.launch.failure import RunFailed, describe, show, write_failure
 from autolaunch.launch.forked import tell_parent
+from autolaunch.launch.heartbeat import PULSE, Activity
 from autolaunch.launch.place import Place
+from autolaunch.report.logged_config import log_config
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.metrics_csv import MetricsCsv
 from autolaunch.report.pipeline import foreseen_timeline, pipeline_summary, with_expectation
@@ -29,17 +35,34 @@ from autolaunch.report.screen import show_end, show_start
 from autolaunch.report.summary import collect_summary, write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, quiet_lightning
+from autolaunch.tasks.trusted import check_targets
 
 
-def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
-    """Run the task of `job` on this rank; collective over all ranks. Returns what summary.json holds."""
+def run(
+    job: ResolvedJob, place: Place, steps: StepMetrics | None = None, further: Sequence[pl.Callback] = ()
+) -> dict[str, Any]:
+    """Run the task of `job` on this rank; collective over all ranks. Returns what summary.json holds.
+
+    Args:
+        job: what is run.
+        place: of this rank.
+        steps: what measures every step; a new one by default.
+        further: callbacks beside those of the job.
+    """
     with quiet_lightning():
-        return _run(job, place)
+        if job.config["task"] != "fit":  # there the weights alone are loaded
+            warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
+        return _run(job, place, steps or StepMetrics(), further)
 
 
-def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
+def _run(job: ResolvedJob, place: Place, steps: StepMetrics, further: Sequence[pl.Callback]) -> dict[str, Any]:
     config, task = job.config, job.config["task"]
     started = time.time()
+    fetch_weights(config)  # on another machine than that of the first process
+    if job.taken_from is not None and not config["checkpoint"]["trust"]:
+        typed = dict(override.lstrip("+~").partition("=")[::2] for override in job.overrides)
+        taken = [key for key in ("model", "module", "data") if typed.get(key, "custom") == "custom"]
+        check_targets(Path(job.taken_from), config, taken, typed)
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     torch.use_deterministic_algorithms(bool(config["trainer"]["deterministic"]))
     strategy = build_strategy(config, job.recorded)
@@ -51,9 +74,8 @@ def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
             strategy.stop_signals += (signal.SIGHUP,)  # there it is how the parent ends a rank at once
         strategy.stop_seconds = config["checkpoint"]["emergency_seconds"]
         strategy.stopped_too_late = partial(_end_now, job, place)
-    steps = StepMetrics()
     screen = _Screen(job)
-    callbacks: list[pl.Callback] = [screen]
+    callbacks: list[pl.Callback] = [screen, *further]
     if config["trainer"]["enable_progress_bar"]:
         callbacks.append(ProgressLine(steps))
     if task == "predict":
@@ -61,6 +83,7 @@ def _run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     loggers = [MetricsCsv(job.output_dir)] if task == "fit" else []
     trainer = build_trainer(job, strategy, steps, callbacks, loggers)
     module = construct_module(config, strategy, trainer.precision_plugin, strategy.root_device)
+    listen(partial(PULSE.moved, Activity.STARTING, 0))  # preparing data is no part of the first step
     data = build_data(config["data"], config["seed"])
     ckpt_path = config["ckpt_path"]
     metrics: dict[str, Any] | None = None
@@ -135,7 +158,8 @@ class _Screen(pl.Callback):
             if self.job.choice is not None:
                 account = {"choice": self.job.choice, **account}
             write_plan(self.job.output_dir, self.job.config, account, self.job.choices)
-            show_start(account, self.job.config, Terminal(), strategy.parameter_count)
+            log_config(trainer.loggers, self.job.config, self.job.from_environment)
+            show_start(account, self.job.config, Terminal(), strategy.parameter_count, strategy.trained_count)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer)

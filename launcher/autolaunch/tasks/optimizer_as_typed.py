@@ -26,13 +26,13 @@ class OptimizerAsTyped(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put back what has changed."""
-        changed: dict[str, str] = trainer.strategy.checkpoints.changed  # type: ignore[attr-defined]
+        changed: dict[str, str] = trainer.strategy.checkpoints.changed  # type: ignore[attr-defined]  # a MeshStrategy
         options = {name.partition(".")[2] for name in changed if name.startswith("optimizer.")}
         if "lr" in options:
             options.add("initial_lr")
         for optimizer, groups in zip(trainer.optimizers, self._typed, strict=True):
             for group, typed in zip(optimizer.param_groups, groups, strict=True):
-                group.update({key: typed[key] for key in options if key in typed})
+                group.update(typed if "groups" in options else {key: typed[key] for key in options if key in typed})
         if changed:  # the schedule may have another length, or begin from another rate
             for schedule in trainer.lr_scheduler_configs:
                 _follow(schedule.scheduler)

@@ -12,6 +12,7 @@ from autolaunch.report.plan_file import write_plan
 from autolaunch.report.terminal import Terminal
 
 if TYPE_CHECKING:
+    from autolaunch_strategies.model.counts import Counts
     from autolaunch_strategies.schedules.schedule import Timeline
 
 
@@ -28,7 +29,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     from autolaunch_strategies.config import AXES, MeshShape
 
     config = job.config
-    account, parameters, schedule = _foreseen(config)
+    account, counts, schedule = _foreseen(config)
     picture = None
     if schedule is not None:
         from autolaunch.report.pipeline import pipeline_summary, with_expectation
@@ -45,7 +46,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         "status": "finished",
         "world_size": mesh.size,
         "mesh": mesh.name,
-        "parameters": parameters,
+        "parameters": counts.parameters,
         "plan": str(path),
         **({"pipeline": pipeline_summary(account)} if schedule is not None else {}),
         **({"predicted_step_time_s": job.choice["chosen"]["seconds"]} if job.choice is not None else {}),
@@ -53,7 +54,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     }
     write_summary(job.output_dir, summary)
     if job.choice is None:
-        show_plan(account, config, Terminal(), parameters, path, schedule, picture)
+        show_plan(account, config, Terminal(), counts.parameters, path, schedule, picture, counts.trained)
     return summary
 
 
@@ -67,22 +68,22 @@ def _show_choice(job: ResolvedJob, choice: dict[str, Any]) -> None:
         show_why(choice["why"], Terminal())
 
 
-def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], int, Timeline | None]:
-    """(what would be applied, parameters, the timeline of the pipeline if there is one)."""
+def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeline | None]:
+    """(what would be applied, how many parameters there are, the timeline of the pipeline if there is one)."""
     from autolaunch.models import build_module
     from autolaunch.report.pipeline import foreseen_timeline
     from autolaunch.tasks.run_parts import own_plan
     from autolaunch_strategies.apply.order import foresee
     from autolaunch_strategies.config import parallel_config
     from autolaunch_strategies.model.construction import Construction
+    from autolaunch_strategies.model.counts import count_parameters
 
     keys = ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile", "random_numbers")
     parallel = parallel_config(**{key: config[key] for key in keys})
     with Construction(config["seed"]).recording():
         module = build_module(config)
     account = foresee(module, parallel, own_plan(config), _training_step(module, config))
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    return account, parameters, foreseen_timeline(account, config)
+    return account, count_parameters(module), foreseen_timeline(account, config)
 
 
 def _training_step(module: Any, config: Mapping[str, Any]) -> Any:
@@ -96,7 +97,8 @@ def _training_step(module: Any, config: Mapping[str, Any]) -> Any:
     from autolaunch_strategies.data_parallel.first_batch import FirstBatches
     from autolaunch_strategies.lightning.first_step import first_of, first_step, without_values
 
-    if not isinstance(module, pl.LightningModule) or config["data"].get("name") in ("text", "documents", "chat"):
+    tokenised = ("text", "documents", "chat", "classification")
+    if not isinstance(module, pl.LightningModule) or config["data"].get("name") in tokenised:
         return None
 
     def read() -> Any:

@@ -21,12 +21,13 @@ from autolaunch.tasks.checkpoints import Checkpoints
 from autolaunch.tasks.not_finite import EndsWhenNotFinite
 from autolaunch.tasks.optimizer_as_typed import OptimizerAsTyped
 from autolaunch.tasks.progress_notes import Moves
+from autolaunch.tasks.samples import Samples
 from autolaunch.tasks.weight_files import weight_files
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.lightning.strategy import MeshStrategy
 from autolaunch_strategies.model.construction import Construction
 
-NOT_OF_LIGHTNING = ("accelerator", "accumulate_grad_batches", "callbacks", "nonfinite_patience", "profiler")
+NOT_OF_LIGHTNING = ("accelerator", "accumulate_grad_batches", "nonfinite_patience", "profiler")
 """Keys of `trainer` that lightning's Trainer is not given as they are; all others are arguments of it."""
 
 
@@ -72,9 +73,10 @@ def build_trainer(
     """The lightning Trainer of a resolved job; the user's own callbacks and loggers stand behind the given ones."""
     config = job.config
     trainer = config["trainer"]
-    own_callbacks = [
-        build(node, f"trainer.callbacks.{name}") for name, node in trainer["callbacks"].items() if node is not None
-    ]
+    own_callbacks = [build(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node is not None]
+    for callback in own_callbacks:
+        if isinstance(callback, Samples):
+            callback.begin(config)
     own_loggers = [build(node, f"logger.{name}") for name, node in config["logger"].items() if node is not None]
     checkpoints = config["checkpoint"]
     saving = checkpoints["enabled"] and not trainer["fast_dev_run"]
@@ -132,6 +134,7 @@ def construct_module(
             f"the model was built whole in memory on every rank, because its constructor can't run without: {reason}",
             stacklevel=2,
         )
+        strategy.files = weight_files(config, module, None)
         return module
     strategy.construction = construction
     strategy.files = weight_files(config, module, construction)
@@ -155,6 +158,7 @@ def quiet_lightning() -> Iterator[None]:
             ".*functorch.*",
             ".*number of training batches .* is smaller than the logging interval.*",
             ".*You defined a `validation_step` but have no `val_dataloader`.*",
+            ".*Total length of `list` across ranks is zero.*",  # what our data say where there is nothing to run
             ".*Attempted to get default timeout for nccl backend.*",
             ".*`srun` command is available on your system but is not used.*",
             ".*treespec, LeafSpec.*",

@@ -9,10 +9,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from autolaunch.models.adapter_config import WEIGHTS_FILE
+from autolaunch.models.hf_tasks import MODEL_TASKS, task_of
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
 
@@ -40,23 +42,24 @@ class WeightFiles:
 
 
 def weight_files(
-    config: Mapping[str, Any], module: pl.LightningModule, construction: Construction
+    config: Mapping[str, Any], module: pl.LightningModule, construction: Construction | None
 ) -> WeightFiles | None:
     """The files that `model.path` and `adapter.path` name; None if there are none.
 
     What an adapter is computed from, such as the length of the rows of its layer, comes from the files as well.
 
     Args:
-        module: built from the config within `construction`.
+        module: built from the config within `construction`, or in memory (None).
 
     Raises:
-        ConfigError: files that are not those of this model or this adapter.
+        ConfigError: files that are not those of this model or this adapter; an adapter in a model that is in memory,
+            where what is computed from the files would be computed from random weights.
     """
     if config["module"]:
         return None
     model, readers = config["model"], {}
     if model.get("name") == "hf" and "_target_" not in model and model.get("path") and model.get("pretrained"):
-        readers = _pretrained(module, model["path"], construction)
+        readers = _pretrained(module, model, construction)
     adapter = config.get("adapter")
     if adapter is not None and adapter["path"] is not None:
         readers |= _published(module, adapter["path"])
@@ -64,25 +67,60 @@ def weight_files(
 
 
 def _pretrained(
-    module: pl.LightningModule, directory: str, construction: Construction
+    module: pl.LightningModule, model_cfg: Mapping[str, Any], construction: Construction | None
 ) -> dict[str, Callable[[Index], torch.Tensor]]:
     from autolaunch.models.pretrained import SafetensorsWeights
 
-    weights = SafetensorsWeights(directory)
+    weights = SafetensorsWeights(model_cfg["path"])
+    new_head = MODEL_TASKS[task_of(model_cfg) or "causal_lm"].has_new_head
     # Of attributes, torch's stubs say that they are tensors or modules.
     model: nn.Module = module.model  # type: ignore[assignment]
     adapted: Any = module.adapted
     if adapted is None:
-        return {f"model.{name}": partial(weights.read, source) for name, source in weights.matching(model).items()}
-    sources = weights.matching(model, adapted.base_names)
+        sources = weights.matching(model, new_head=new_head)
+        _say_what_is_new(module, {name for name, _ in model.named_parameters()} - sources.keys())
+        return {f"model.{name}": partial(weights.read, source) for name, source in sources.items()}
+    if construction is None:
+        raise ConfigError(
+            "adapter",
+            f"the constructor of {type(model).__name__} can't run without memory, which adapters beside the weights of "
+            "model.path need",
+            "adapter=none",
+            "adapter=none",
+        )
     state = model.state_dict(keep_vars=True)
-    readers: dict[str, Callable[[Index], torch.Tensor]] = {}
-    for name, base_name in adapted.base_names.items():
-        if base_name in sources:
-            readers[f"model.{name}"] = partial(weights.read, sources[base_name])
-            if construction.knows(state[name]):
-                construction.give(state[name], partial(weights.read, sources[base_name]))
-    return readers
+    base = {base_name: state[name] for name, base_name in adapted.base_names.items()} | adapted.replaced
+    sources = weights.matching(model, base, new_head)
+    _check_new_head(adapted, base.keys() - sources.keys())
+    for base_name, source in sources.items():
+        if construction.knows(base[base_name]):
+            construction.give(base[base_name], partial(weights.read, source))
+    return {
+        f"model.{name}": partial(weights.read, sources[base_name])
+        for name, base_name in adapted.base_names.items()
+        if base_name in sources
+    }
+
+
+def _say_what_is_new(module: pl.LightningModule, names: set[str]) -> None:
+    """Random weights beside pretrained ones are no secret."""
+    if names:
+        rank_zero_warn(f"not in the files of model.path, and random at the start: {', '.join(sorted(names))}")
+
+
+def _check_new_head(adapted: Any, names: set[str]) -> None:
+    """A head that begins random has to be trained, not frozen beside an adapter."""
+    heads = {name.rpartition(".")[0] for name in names}
+    frozen = sorted(
+        head for head in heads if not any(t.startswith(f"{head}.modules_to_save.") for t in adapted.trained)
+    )
+    if frozen:
+        raise ConfigError(
+            "adapter.modules_to_save",
+            f"{', '.join(frozen)} is not in the files of model.path: random, and frozen beside the adapter",
+            "modules that are trained whole, with their adapters",
+            f"adapter.modules_to_save=[{','.join(head.rpartition('.')[2] for head in frozen)}]",
+        )
 
 
 def _published(module: pl.LightningModule, directory: str) -> dict[str, Callable[[Index], torch.Tensor]]:

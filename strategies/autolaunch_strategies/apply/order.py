@@ -17,6 +17,7 @@ from autolaunch_strategies.data_parallel.sharding import DataParallelModule
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks, find_blocks
 from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.model.counts import Counts, count_parameters
 from autolaunch_strategies.model.materialise import WeightFiles, share_values
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.tensor.model_parallel import ModelParallelModule
@@ -31,10 +32,11 @@ class Parallelized:
 
     module: nn.Module
     config: ParallelConfig
+    mesh: RankMesh
     data_parallel: DataParallelModule
     model_parallel: ModelParallelModule
     context_parallel: ContextParallelModule
-    parameter_count: int
+    counts: Counts
     blocks: Blocks
     account: dict[str, Any] = field(default_factory=dict)
     pipeline: Pipeline | None = None
@@ -72,7 +74,7 @@ def apply_parallelism(
         ConfigError: the config does not fit the module. Apart from its values and device that is then as it was, unless
             it is a style that does not fit.
     """
-    count = sum(parameter.numel() for parameter in module.parameters())
+    counts = count_parameters(module)
     if construction is not None:
         construction.remember(module)
     share_values(_moved(module, device), mesh.group(*AXES))
@@ -86,7 +88,8 @@ def apply_parallelism(
         steps[kind].begin(site)
     dp, mp, cp = site.data_parallel, site.model_parallel, site.context_parallel
     assert dp is not None and mp is not None and cp is not None
-    return Parallelized(module, config, dp, mp, cp, count, site.blocks, _account(config, blocks, steps), site.pipeline)
+    account = _account(config, blocks, steps)
+    return Parallelized(module, config, mesh, dp, mp, cp, counts, site.blocks, account, site.pipeline)
 
 
 def foresee(

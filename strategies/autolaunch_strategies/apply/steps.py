@@ -43,7 +43,8 @@ from autolaunch_strategies.tensor.share import share_in_words, share_per_rank
 from autolaunch_strategies.tracing.inputs import Steps
 from autolaunch_strategies.tracing.step import Step as TracedStep
 from autolaunch_strategies.training.batch_statistics import batch_norms, share_batch_statistics
-from autolaunch_strategies.training.recompute import apply_compile, apply_recompute, recomputed_blocks
+from autolaunch_strategies.training.compile import apply_compile, compile_traced
+from autolaunch_strategies.training.recompute import apply_recompute, recomputed_blocks, saved_operators
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +214,10 @@ class Styles(Step):
 
 
 class Recomputes(Step):
-    """Let blocks compute their activations again in the backward pass."""
+    """Let blocks compute their activations again in the backward pass.
+
+    Blocks with tensors sharded along mp are compiled here: what is computed again is their graph.
+    """
 
     name = "recompute"
 
@@ -228,7 +232,14 @@ class Recomputes(Step):
         context, model = site.context_parallel, site.model_parallel
         assert context is not None and model is not None
         chosen = [block for block in site.blocks if block.name in self.blocks]
+        forwards = {block: block.module.forward for block in site.blocks}
+        compiles, selective = self.config.compile, self.config.recompute.mode == "selective"
+        if compiles and model.mode is not None and not selective:
+            compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), {})
         apply_recompute(chosen, self.config.recompute, lambda: both(context.repeating(), model.running()))
+        if compiles and model.mode is not None and selective:  # their graphs compute again what they have not kept
+            saved = dict.fromkeys(chosen, saved_operators(self.config.recompute.save))
+            compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), saved)
 
 
 class Compiles(Step):
@@ -257,7 +268,9 @@ class Compiles(Step):
     def apply(self, site: Site) -> None:
         for warning in self.warnings:
             log.warning(warning)
-        apply_compile(site.blocks, self.config.compile)
+        assert site.model_parallel is not None
+        if self.config.compile and site.model_parallel.mode is None:  # else `Recomputes` has done it
+            apply_compile(site.blocks, self.config.compile)
 
 
 class Shards(Step):

@@ -107,7 +107,8 @@ def _type_problem(
     nouns = []
     for option in options:
         if typing.get_origin(option) is list:
-            nouns.append(f"a list of {_NOUNS[typing.get_args(option)[0]].split()[-1]}s")
+            (inner,) = typing.get_args(option)
+            nouns.append(f"a list of {_NOUNS[typing.get_origin(inner) or inner].split()[-1]}s")
         elif option is not types.NoneType:
             nouns.append(_NOUNS[typing.get_origin(option) or option])
     if item.metadata.get("choices"):

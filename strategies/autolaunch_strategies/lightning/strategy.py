@@ -44,6 +44,7 @@ from autolaunch_strategies.data_parallel.position import ordered
 from autolaunch_strategies.lightning.batches import Batches
 from autolaunch_strategies.lightning.checkpoints import Checkpoints
 from autolaunch_strategies.lightning.collectives import Collectives
+from autolaunch_strategies.lightning.ema import check_averages
 from autolaunch_strategies.lightning.first_step import FirstStep
 from autolaunch_strategies.lightning.gradient_norms import replace_grad_norm
 from autolaunch_strategies.lightning.hooks import gradients_are_read
@@ -337,7 +338,10 @@ class MeshStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         trust = None if weights_only is None else not weights_only
-        return self.checkpoints.load(Path(checkpoint_path), self._module, self.optimizers, fitting, trust)
+        checkpoint = self.checkpoints.load(Path(checkpoint_path), self._module, self.optimizers, fitting, trust)
+        if fitting:
+            check_averages(self._module.trainer)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """`load_checkpoint` has filled the parameters; here come those that a hook has changed."""
@@ -478,7 +482,12 @@ class MeshStrategy(ParallelStrategy):
     @property
     def parameter_count(self) -> int:
         """Number of parameters of the whole model."""
-        return self._applied.parameter_count
+        return self._applied.counts.parameters
+
+    @property
+    def trained_count(self) -> int:
+        """How many of them were not frozen when training was set up."""
+        return self._applied.counts.trained
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -549,6 +558,14 @@ class MeshStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
             return self._as_forward("predict_step", *args, **kwargs)
+
+    def evaluate(self, step: str, *args: Any) -> Any:
+        """What the method `step` of the module returns, run as its evaluation steps are, without gradients. Collective.
+
+        Of a pipeline the last stage has it; the others have None. The module must be in evaluation mode.
+        """
+        with torch.no_grad(), self.precision_plugin.predict_step_context():
+            return self._as_forward(step, *args)
 
     def _as_forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
         with self._applied.running():
@@ -645,9 +662,12 @@ class MeshStrategy(ParallelStrategy):
             adapt_optimizer(optimizer)
             optimizer.register_step_post_hook(self._after_step)
 
-    def _after_step(self, *_: Any) -> None:
-        """Free parameters that something gathered between the backward pass and the step: their values are old."""
+    def weights_changed(self) -> None:
+        """Weights were changed from outside of a step: what is gathered of them is freed, as its values are old."""
         self._applied.data_parallel.forget_gathered()
+
+    def _after_step(self, *_: Any) -> None:
+        self.weights_changed()  # something may have gathered them between the backward pass and the step
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._grad_norm = None

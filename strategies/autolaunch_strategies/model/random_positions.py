@@ -152,7 +152,7 @@ def _innermost(names: Mapping[nn.Module, str]) -> str | None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and (name := names.get(owner)) is not None:
             return name
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back  # type: ignore[assignment]  # of the outermost it is None, which ends the loop
     return None
 
 

@@ -36,7 +36,7 @@ def is_layer(module: nn.Module) -> bool:
 
 def outputs_of_convolution(module: nn.Module) -> int:
     """How many channels it returns."""
-    channels: int = module.out_channels  # type: ignore[assignment]
+    channels: int = module.out_channels  # type: ignore[assignment]  # torch: a tensor or a module
     return channels
 
 

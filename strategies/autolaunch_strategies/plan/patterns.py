@@ -57,6 +57,12 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if compiled.fullmatch(name)]
 
 
+def with_parents(name: str) -> list[str]:
+    """`a`, `a.b`, `a.b.c` for `a.b.c`."""
+    parts = name.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
 def nearest_names(pattern: str, names: Iterable[str], count: int = 3) -> list[str]:
     """Names that `pattern` was most likely meant to match: numbers count as equal, so that layers do not crowd."""
     shapes: dict[str, str] = {}

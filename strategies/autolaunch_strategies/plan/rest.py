@@ -104,7 +104,7 @@ def _style(module: nn.Module, ranks: int) -> StyleSpec | None:
     """How a layer is sharded by itself: evenly by its outputs, evenly by its inputs, or by its outputs; None: not."""
     if is_convolution(module):
         outputs = outputs_of_convolution(module)
-        groups: int = module.groups  # type: ignore[assignment]
+        groups: int = module.groups  # type: ignore[assignment]  # torch: a tensor or a module
         return COLUMN_GATHERED if can_be_shared(outputs, ranks) and (groups == 1 or groups % ranks == 0) else None
     if isinstance(module, nn.Embedding):
         special = module.max_norm is not None or module.scale_grad_by_freq or module.sparse

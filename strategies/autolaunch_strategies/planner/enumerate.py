@@ -216,7 +216,7 @@ class Space:
     def _meshes(self) -> _Table:
         sizes = {axis: self._values(axis, divisors(self.devices)) for axis in AXES}
         tables = (
-            self._kept(_Table({"mp": sizes["mp"]}), "mp_refused", "compiled", "mp_sizes"),
+            self._kept(_Table({"mp": sizes["mp"]}), "mp_refused", "mp_sizes"),
             self._kept(_Table({"pp": sizes["pp"], "virtual_stages": 1}), "pp_refused", "blocks"),
             self._kept(_Table({"cp": sizes["cp"]}), "cp_refused", "positions", "short_parts"),
         )
@@ -228,7 +228,7 @@ class Space:
         meshes = _Table({axis: array.ravel() for axis, array in zip(AXES, grid, strict=True)} | {"microbatches": 1})
         fitting = meshes.where(~self._rules["devices"].refuses(meshes))
         meshes = fitting if len(fitting) else self._kept(meshes, "devices")
-        return self._kept(meshes, "batch").only(*AXES)
+        return self._kept(meshes, "compiled", "batch").only(*AXES)
 
     def _microbatches(self, rows: _Table) -> _Table:
         table = rows.distinct("dp").with_options(("microbatches",), self._parts_of_batch)
@@ -394,10 +394,10 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         refused_axis("cp"),
         Rule(
             "compiled",
-            "mp with compile",
-            ("mp",),
-            lambda c: (c.mp > 1) & recipe.compiled,
-            lambda c: "torch.compile does not follow tensors that are sharded along mp: compile=false, or mp=1",
+            "mp and cp with compile",
+            ("mp", "cp"),
+            lambda c: (c.mp > 1) & (c.cp > 1) & recipe.compiled,
+            lambda c: "blocks that are sharded along mp and cp are not compiled: compile=false, or mp=1 or cp=1",
         ),
         Rule(
             "mp_sizes",

@@ -63,11 +63,17 @@ def fake_tensors() -> Iterator[None]:
     """Within it new tensors have shapes, a device and no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode, log = FakeTensorMode(allow_non_fake_inputs=True), logging.getLogger("torch._subclasses.fake_tensor")
+    with FakeTensorMode(allow_non_fake_inputs=True), errors_not_logged(), _masks_not_compared():
+        yield
+
+
+@contextmanager
+def errors_not_logged() -> Iterator[None]:
+    """Within it torch does not write whole tracebacks of errors on fake tensors, which are caught."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # it writes whole tracebacks of errors that are caught
+    log.setLevel(logging.CRITICAL)
     try:
-        with mode, _masks_not_compared():
-            yield
+        yield
     finally:
         log.setLevel(level)

@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation of blocks, in place: names of parameters stay what they are."""
+"""Activation checkpointing of blocks, in place: names of parameters stay what they are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def apply_recompute(
     selective = _selective(recompute.save) if recompute.mode == "selective" else None
     context_fn = functools.partial(_contexts, selective, running)
     for block in blocks:
-        _replace_forward(block.module, functools.partial(_checkpointed, context_fn))
+        _replace_forward(block.module, functools.partial(_checkpointed, context_fn, selective))
 
 
 def recomputed_blocks(blocks: Iterable[Block], recompute: Recompute) -> dict[str, str]:
@@ -58,15 +58,6 @@ def recomputed_blocks(blocks: Iterable[Block], recompute: Recompute) -> dict[str
     assert isinstance(every, int)
     how = "selective" if recompute.mode == "selective" else "full"
     return {block.name: how for number, block in enumerate(blocks) if every and number % every == 0}
-
-
-def apply_compile(blocks: Iterable[Block], mode: bool | str) -> None:
-    """Compile the forward of every block by itself (hooks around it stay eager)."""
-    if not mode:
-        return
-    options: dict[str, Any] = {} if mode is True else {"mode": mode}
-    for block in blocks:
-        _replace_forward(block.module, lambda forward: torch.compile(forward, **options))
 
 
 def _replace_forward(module: nn.Module, change: Callable[[Callable], Callable]) -> None:
@@ -82,16 +73,26 @@ def _contexts(
     return first, both(both(running(), again), drawing_again())
 
 
-def _checkpointed(context_fn: Callable, forward: Callable) -> Callable:
+def _checkpointed(context_fn: Callable, selective: Callable | None, forward: Callable) -> Callable:
+    # What is compiled is traced once, with what is active then: its passes enter no contexts, and it takes no others.
+    traced: dict[str, Any] = {} if selective is None else {"context_fn": selective}
+
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, **traced, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
     return run
 
 
-def _selective(save: Iterable[str]) -> Callable:
+def saved_operators(save: Iterable[str]) -> set[Any]:
+    """The operators that names in `recompute_save` stand for.
+
+    Raises:
+        ConfigError: a name that is neither a group nor an aten operator.
+    """
     kept: set[Any] = set()
     for name in save:
         operators = SAVE_GROUPS.get(name, (name.removeprefix("aten."),))
@@ -105,6 +106,11 @@ def _selective(save: Iterable[str]) -> Callable:
         kept |= packets
         if name == "attention":
             kept.add(CONTEXT_ATTENTION)
+    return kept
+
+
+def _selective(save: Iterable[str]) -> Callable:
+    kept = saved_operators(save)
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         packet = getattr(operator, "overloadpacket", None)

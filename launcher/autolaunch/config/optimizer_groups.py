@@ -1,0 +1,67 @@
+"""The groups of parameters in `optimizer.groups`, as far as they can be checked without the model. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from autolaunch.config.against_schema import alike, field_types
+from autolaunch.config.schema import Optimizer
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config.values import Where, checked_value, written
+
+OPTIONS = {
+    "adamw": ("lr", "weight_decay", "betas", "eps"),
+    "adam": ("lr", "weight_decay", "betas", "eps"),
+    "sgd": ("lr", "weight_decay", "momentum"),
+}
+"""Of the keys of `optimizer`, those that an optimizer of ours has a use for."""
+
+
+def check_groups(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """What is wrong with `optimizer.groups` of a job, whatever its parameters are called."""
+    optimizer = config["optimizer"]
+    groups = optimizer["groups"]
+    if groups and config["module"] is not None:
+        yield ConfigError(
+            where("optimizer.groups", groups),
+            "has no effect: module is a LightningModule of your own, whose optimizer is its own",
+            "groups in its configure_optimizers",
+            "optimizer.groups=[]",
+        )
+        return
+    for index, group in enumerate(groups):
+        yield from _check_group(f"optimizer.groups[{index}]", group, optimizer)
+
+
+def _check_group(key: str, group: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Iterator[ConfigError]:
+    patterns = group.get("match")
+    if not patterns or not all(
+        isinstance(item, str) for item in ([patterns] if isinstance(patterns, str) else patterns)
+    ):
+        yield ConfigError(
+            key,
+            "does not say of which parameters",
+            "match: a list of patterns over names of parameters or modules",
+            "optimizer.groups=[{match: [lm_head], lr: 1e-4}]",
+        )
+    values = {name: value for name, value in group.items() if name != "match"}
+    if not values:
+        yield ConfigError(key, "changes nothing", "options of the optimizer beside match", f"{key}.weight_decay: 0.0")
+    known = OPTIONS.get(optimizer["name"])
+    fields = {item.name: item for item in dataclasses.fields(Optimizer)}
+    for name, value in values.items():
+        path = f"{key}.{name}"
+        if known is not None and name not in known:
+            close = alike(name, known)
+            meant = f"; did you mean {close}?" if close else ""
+            yield ConfigError(
+                f"{path}={written(value)}",
+                f"{optimizer['name']} has no such option{meant}",
+                f"match, {', '.join(known)}",
+            )
+        elif name in fields:
+            _, error = checked_value(value, fields[name], field_types(Optimizer)[name], path)
+            if error is not None:
+                yield error

@@ -1,0 +1,105 @@
+"""What text is generated from: prompts as tokens, and tokens as text. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autolaunch.data.encoders import BYTES_END
+from autolaunch.data.tokenizers import end_of_text, load_tokenizer, no_template, template_text
+from autolaunch_strategies.config import ConfigError
+
+KINDS = "a text, a list of messages {role: ..., content: ...}, or a list of token ids"
+
+
+def check_prompts(prompts: Any, key: str) -> None:
+    """Check that `prompts` is a list of such.
+
+    Raises:
+        ConfigError: there are none, or one is of another kind.
+    """
+    if not isinstance(prompts, list | tuple) or not prompts:
+        raise ConfigError(
+            key if isinstance(prompts, list | tuple) else f"{key}={prompts}",
+            "there is nothing to go on from",
+            f"a list; in it {KINDS}",
+            f"{key}=['Once upon a time']",
+        )
+    for index, prompt in enumerate(prompts):
+        if not (isinstance(prompt, str) and prompt) and not _is_messages(prompt) and not _is_ids(prompt):
+            raise ConfigError(f"{key}[{index}]", f"is {prompt!r}", KINDS)
+
+
+def _is_messages(prompt: Any) -> bool:
+    items = isinstance(prompt, list | tuple) and len(prompt) > 0
+    return items and all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in prompt)
+
+
+def _is_ids(prompt: Any) -> bool:
+    items = isinstance(prompt, list | tuple) and len(prompt) > 0
+    return items and all(isinstance(item, int) and not isinstance(item, bool) for item in prompt)
+
+
+class PromptEncoder:
+    """Makes tokens of prompts and text of tokens, by the tokenizer of a job.
+
+    Args:
+        data_cfg: the group `data` of a resolved job. Without a tokenizer in it, prompts are token ids.
+
+    Raises:
+        ConfigError: `transformers` is not installed, or cannot read the tokenizer.
+    """
+
+    def __init__(self, data_cfg: Mapping[str, Any]) -> None:
+        name = data_cfg.get("tokenizer") if "_target_" not in data_cfg else None
+        self.in_bytes = name == "bytes"
+        self.tokenizer = None if name in (None, "bytes") else load_tokenizer(str(name))
+        template = data_cfg.get("chat_template")
+        self.chat_template = None if template is None else template_text(template)
+        end = BYTES_END if self.in_bytes else None if self.tokenizer is None else end_of_text(self.tokenizer)
+        self.ends = frozenset[int]() if end is None else frozenset({end})
+        """Tokens behind which nothing is generated."""
+
+    def encode(self, prompt: Any, key: str) -> list[int]:
+        """The tokens of a prompt; of messages, as the chat template renders them before an answer.
+
+        Raises:
+            ConfigError: there is no tokenizer, or no chat template, for a prompt of this kind.
+        """
+        if _is_ids(prompt):
+            return list(prompt)
+        if isinstance(prompt, str) and self.in_bytes:
+            return list(prompt.encode())
+        if self.tokenizer is None:
+            raise ConfigError(
+                key,
+                "bytes have no chat template" if self.in_bytes else "there is no tokenizer, so a prompt is token ids",
+                "a tokenizer, by data.tokenizer or that of model.path" + (", or a text" if self.in_bytes else ""),
+            )
+        if isinstance(prompt, str):
+            ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
+            return ids[:-1] if len(ids) > 1 and ids[-1] in self.ends else ids
+        try:
+            self.tokenizer.get_chat_template(self.chat_template)
+        except ValueError:
+            raise no_template(self.tokenizer.name_or_path) from None
+        messages = [dict(message) for message in prompt]
+        text = self.tokenizer.apply_chat_template(
+            messages, chat_template=self.chat_template, add_generation_prompt=True, tokenize=False
+        )
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of generated tokens, without special ones; without a tokenizer, the ids themselves."""
+        if self.in_bytes:
+            return bytes(number for number in ids if number < BYTES_END).decode(errors="replace")
+        if self.tokenizer is None:
+            return " ".join(map(str, ids))
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    @staticmethod
+    def shown(prompt: Any) -> str:
+        """A prompt in one line of text: of messages, the last."""
+        if isinstance(prompt, str):
+            return prompt
+        return str(prompt[-1]["content"]) if _is_messages(prompt) else " ".join(map(str, prompt))

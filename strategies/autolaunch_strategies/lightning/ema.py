@@ -1,0 +1,177 @@
+"""Weights averaged over the steps of a training, wherever they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autolaunch_strategies.config import ConfigError
+
+TRAINED = "trained_weight"
+"""The name of a weight in the state of its optimizer, in checkpoints that have the average in its place."""
+
+
+class EMA(pl.Callback):
+    """Keeps an exponential moving average of the trained weights: ``average = decay average + (1 - decay) weight``.
+
+    As Lightning's `EMAWeightAveraging`: it begins as the weights after the first step that counts, takes the place of
+    the weights while the model is validated and when the training has ended, and is what a checkpoint holds as the
+    model, so that exports and evaluations get it. Unlike that one it works however weights are sharded: each rank has
+    the average of what it holds, in float32 at least. Buffers are not averaged. Needs a `MeshStrategy`.
+
+    Args:
+        decay: from 0 to 1.
+        every_n_steps: optimizer steps from one update to the next.
+        start_step: the first step, from 0, that counts.
+
+    Raises:
+        ConfigError: one of them is out of range.
+    """
+
+    def __init__(self, decay: float = 0.999, every_n_steps: int = 1, start_step: int = 0) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ConfigError(f"EMA: decay={decay}", "out of range", "0 to 1", "callbacks.ema.decay=0.999")
+        if every_n_steps < 1:
+            raise ConfigError(
+                f"EMA: every_n_steps={every_n_steps}", "out of range", "1 or more", "callbacks.ema.every_n_steps=1"
+            )
+        self.decay, self.every_n_steps, self.start_step = decay, every_n_steps, start_step
+        self._averages: dict[nn.Parameter, torch.Tensor] = {}
+        self._weights: dict[nn.Parameter, torch.Tensor] = {}
+        """The weights themselves, while their averages are in their place."""
+        self._handles: list[RemovableHandle] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check that the strategy is one that keeps what is needed."""
+        if not hasattr(trainer.strategy, "weights_changed"):
+            raise ConfigError(
+                "EMA",
+                f"{type(trainer.strategy).__name__} does not save what it needs to go on",
+                "MeshStrategy; lightning.pytorch.callbacks.EMAWeightAveraging with others",
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Watch the optimizers, which exist now."""
+        self._forget()
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self._update(optimizer, trainer.global_step)
+
+        self._handles = [optimizer.register_step_post_hook(after_step) for optimizer in trainer.optimizers]
+
+    @torch.no_grad()
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Where a checkpoint was loaded, put its weights in the place of their averages."""
+        for parameter, state in _states(trainer):
+            weight = state.pop(TRAINED, None)
+            if weight is not None:
+                self._averages[parameter] = _copy(parameter)
+                parameter.copy_(weight)
+        _changed(trainer)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Forget what was there for a checkpoint alone."""
+        for _parameter, state in _states(trainer):
+            state.pop(TRAINED, None)
+
+    @torch.no_grad()
+    def _update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step < self.start_step or step % self.every_n_steps:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                average = self._averages.get(parameter)
+                if average is None:
+                    self._averages[parameter] = _copy(parameter)
+                else:
+                    average.mul_(self.decay).add_(parameter.detach().to(average.dtype), alpha=1.0 - self.decay)
+
+    @torch.no_grad()
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put the averages in the place of the weights."""
+        for parameter, average in self._averages.items():
+            self._weights[parameter] = parameter.detach().clone()
+            parameter.copy_(average)
+        _changed(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put the weights back."""
+        self._put_back(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Put the weights back, if it happened while the model was validated."""
+        self._put_back(trainer)
+
+    @torch.no_grad()
+    def _put_back(self, trainer: pl.Trainer) -> None:
+        for parameter, weight in self._weights.items():
+            parameter.copy_(weight)
+        self._weights.clear()
+        _changed(trainer)
+
+    @torch.no_grad()
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave the averages in the place of the weights."""
+        for parameter, average in self._averages.items():
+            parameter.copy_(average)
+        _changed(trainer)
+        self._forget()
+
+    def _forget(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._averages, self._weights = [], {}, {}
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Have the averages saved as the model, and the weights beside the state of their optimizer."""
+        if not self._averages:
+            return
+        for name, parameter in pl_module.named_parameters(remove_duplicate=False):
+            average = self._averages.get(parameter)
+            if average is not None and name in checkpoint["state_dict"]:
+                checkpoint["state_dict"][name] = average.to(parameter.dtype)
+        for parameter, state in _states(trainer):
+            if parameter in self._averages:
+                state[TRAINED] = self._weights.get(parameter, parameter.detach())
+
+
+def check_averages(trainer: pl.Trainer) -> None:
+    """Check that a training that goes on from averaged weights averages them.
+
+    Raises:
+        ConfigError: it would go on from the averages as if they were the weights.
+    """
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, not by the class
+    averaged = any(TRAINED in state for _, state in _states(trainer))
+    if averaged and not any(isinstance(callback, EMA) for callback in callbacks):
+        raise ConfigError(
+            "ckpt_path",
+            "holds averaged weights, and this run would go on from these as if they had been trained",
+            "the callback that averages them; or, for a new training from the averages, their export",
+            "callbacks=ema",
+        )
+
+
+def _states(trainer: pl.Trainer) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    """Every parameter of the optimizers with its state there."""
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, optimizer.state[parameter]
+
+
+def _copy(parameter: nn.Parameter) -> torch.Tensor:
+    """What the average of a parameter begins as, in a type in which small changes are not lost."""
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+
+
+def _changed(trainer: pl.Trainer) -> None:
+    strategy: Any = trainer.strategy
+    strategy.weights_changed()

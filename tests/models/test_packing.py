@@ -1,0 +1,54 @@
+"""Documents that share a row are trained as each by itself: loss, gradient norm and weights, on every axis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.models.packing_cases import GROUPS, NAMES
+from tests.models.test_label_means import compare
+from tests.support.ranks import Group, GroupOf
+
+SCRIPT = Path(__file__).with_name("packing_cases.py")
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def hand(group_of: GroupOf) -> Group:
+    return group_of(SCRIPT, "hand", 1)
+
+
+@pytest.fixture(scope="module")
+def eight(group_of: GroupOf) -> Group:
+    return group_of(SCRIPT, "eight", 8)
+
+
+def cases(group: str) -> list[str]:
+    # Both kinds of models on every mesh, and the one with a window where attention is shared; each family in some.
+    wanted = []
+    for number, mesh in enumerate(dict.fromkeys(case.split("@")[1] for case in GROUPS[group])):
+        family = NAMES[1 + number % 2] if "cp" not in mesh else "hf-gemma3_text"
+        wanted += [f"ours@{mesh}", f"{family}@{mesh}"]
+    return list(GROUPS[group]) if group == "one" else wanted
+
+
+@pytest.mark.parametrize("case", cases("one"))
+def test_one_process(hand: Group, one: Group, case: str) -> None:
+    compare(hand.read(case.split("@")[0]), one, case)
+
+
+@pytest.mark.parametrize("case", cases("two"))
+def test_two_ranks(hand: Group, two: Group, case: str) -> None:
+    compare(hand.read(case.split("@")[0]), two, case)
+
+
+@pytest.mark.parametrize("case", cases("four"))
+def test_four_ranks(hand: Group, four: Group, case: str) -> None:
+    compare(hand.read(case.split("@")[0]), four, case)
+
+
+@pytest.mark.parametrize("case", cases("eight")[1:])
+def test_eight_ranks(hand: Group, eight: Group, case: str) -> None:
+    compare(hand.read(case.split("@")[0]), eight, case)
