@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -10,9 +11,11 @@ from transformers.utils import logging
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print what a model answers.")
-    parser.add_argument("directory")
+    parser.add_argument("directory", type=Path)
     parser.add_argument("questions", nargs="+")
     asked = parser.parse_args()
+    if not (asked.directory / "config.json").exists():
+        parser.error(f"{asked.directory}: no model is exported there")
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(asked.directory)
     model = AutoModelForCausalLM.from_pretrained(asked.directory)

@@ -67,6 +67,12 @@ def test_last_of_an_earlier_run_of_the_same_name(tmp_path: Path) -> None:
     assert what_last_is(newest, newest.parent.parent) is None
 
 
+def test_a_run_that_is_called_otherwise_is_named(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "outputs" / "runs" / "2026-01-01_00-00-00" / "checkpoints", 9)
+    told = refusal("last", tmp_path / "outputs" / "run" / "2026-01-04_00-00-00", "validate")
+    assert_told(told, "ckpt_path=last", "did you mean name=runs?", write="autolaunch validate name=runs ckpt_path=last")
+
+
 def test_the_name_of_a_directory_is_no_time(tmp_path: Path) -> None:
     """The hour that comes twice when summer ends, another time zone, a directory that was copied or renamed."""
     runs = tmp_path / "outputs" / "run"

@@ -154,7 +154,7 @@ def alike(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 def keys_text(parent: str, keys: Iterable[str]) -> tuple[str, str]:
     """(allowed, write) of an error about a key that is like none: the keys if they are few, else who lists them."""
     keys = list(keys)
-    if len(keys) <= 8:
+    if len(keys) <= 10:
         return ", ".join(keys), ""
     return "", f"autolaunch --info {parent}" if parent else "autolaunch --help"
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autolaunch.config.against_schema import alike
 from autolaunch.config.schema import Job
 from autolaunch_strategies.checkpoint.files import (
     MANIFEST,
@@ -54,6 +55,12 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
             return str(whole[-1])
     if config["task"] == "fit":
         return None
+    if name := _name_meant(config, output_dir):
+        raise ConfigError(
+            "ckpt_path=last",
+            f"there is no checkpoint of name={config['name']}; did you mean name={name}?",
+            write=f"autolaunch {config['task']} name={name} ckpt_path=last",
+        )
     raise ConfigError(
         "ckpt_path=last",
         f"there is no checkpoint in {output_dir / 'checkpoints'}" + (", nor in an earlier run" if earlier else ""),
@@ -193,6 +200,14 @@ def _earlier_runs(config: Mapping[str, Any], output_dir: Path) -> list[Path]:
         if candidates := _candidates(directory):
             newest[directory] = order_of_writing(candidates[-1])
     return sorted(newest, key=lambda directory: newest[directory])
+
+
+def _name_meant(config: Mapping[str, Any], output_dir: Path) -> str:
+    """A name like that of this run, of which there are checkpoints; or an empty string."""
+    outputs = output_dir.parent.parent
+    if outputs.name != "outputs" or output_dir.parent.name != config["name"]:
+        return ""
+    return alike(config["name"], sorted({path.parts[-4] for path in outputs.glob("*/*/checkpoints/*")}))
 
 
 def _candidates(directory: Path) -> list[Path]:
