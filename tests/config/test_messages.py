@@ -31,10 +31,10 @@ FILES = {
 }
 """What lies in the working directory: the mistakes of a user's own YAML files."""
 
-TASKS = "fit, validate, test, predict, lr_find, plan, calibrate, export"
+TASKS = "fit, validate, test, predict, lr_find, generate, plan, calibrate, export, eval"
 GROUPS = (
-    "adapter, cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, search, "
-    "trainer"
+    "adapter, callbacks, cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, "
+    "search, trainer"
 )
 DP_OPTIONS = "ddp, fsdp, hsdp, zero1, zero2"
 STYLES = (
@@ -145,8 +145,8 @@ WRONG = [
         id="unknown-task",
     ),
     pytest.param(
-        ["eval"],
-        Told("autolaunch eval", "validate", allowed=TASKS, write="autolaunch validate"),
+        ["evaluate"],
+        Told("autolaunch evaluate", "validate", allowed=TASKS, write="autolaunch validate"),
         id="task-of-another-tool",
     ),
     pytest.param(
@@ -553,8 +553,8 @@ WRONG = [
         id="wrong-item-in-list",
     ),
     pytest.param(
-        ["callbacks=early_stopping"],
-        Told("callbacks=early_stopping", "mapping"),
+        ["checkpoint=best"],
+        Told("checkpoint=best", "group of keys", write="autolaunch --info checkpoint"),
         id="text-for-mapping",
     ),
     pytest.param(
@@ -710,7 +710,7 @@ WRONG = [
     pytest.param(
         ["mesh=mp2xcp2", "compile=true", "mp=auto", "cp=ring"],
         Told(
-            "compile=true with mesh=mp2xcp2",
+            "compile=true with mesh=1x2x1x2",
             "a graph of what each rank computes",
             "along cp",
             allowed=("compile=false", "mp or cp of size 1"),
