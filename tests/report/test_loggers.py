@@ -82,6 +82,10 @@ def test_a_logger_that_would_leave_out_our_checkpoints_is_refused(
     assert run([f"output_dir={tmp_path / 'run'}", logger.replace("logger=", "++logger=")]) == 2
     told = [
         Told("logger.w.log_model=true", "directories", write="logger.w.log_model=false"),
-        Told("logger.w._target_=lightning.pytorch.loggers.MLFlowLogger", "mlflow", write="pip install 'autolaunch[mlflow]'"),
+        Told(
+            "logger.w._target_=lightning.pytorch.loggers.MLFlowLogger",
+            "mlflow",
+            write="pip install 'autolaunch[mlflow]'",
+        ),
     ]
     assert_only_told(capsys.readouterr().err, told)
