@@ -872,9 +872,9 @@ WRONG = [
         id="no-end",
     ),
     pytest.param(
-        ["trainer.max_steps=-1", "trainer.max_epochs=1"],
+        ["trainer.max_steps=-1", "trainer.max_time=1h"],
         Told(
-            "trainer.max_epochs=1 with scheduler=cosine",
+            "trainer.max_time=1h with scheduler=cosine",
             "last step",
             "decay",
             allowed="a scheduler.total_steps, a trainer.max_steps, or scheduler=constant",

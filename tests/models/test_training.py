@@ -399,3 +399,18 @@ def test_facts_import_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)}
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_schedule_ends_with_the_last_epoch(tmp_path: Path) -> None:
+    """As if the steps of the epochs, which are known from the data, had been counted and typed."""
+    rates = []
+    for steps, epochs in ((6, None), (-1, 2)):
+        module = SupervisedModule(nn.Linear(4, 2), "mse", {"lr": 0.1}, {"name": "cosine"}, steps)
+        data = DataLoader(TensorDataset(torch.rand(12, 4), torch.rand(12, 2)), batch_size=4)
+        fit = trainer(tmp_path, max_steps=steps, max_epochs=epochs)
+        fit.fit(module, data)
+        assert fit.global_step == 6
+        schedule: Any = fit.lr_scheduler_configs[0].scheduler
+        rates.append([schedule.lr_lambdas[0](step) for step in range(7)])
+    assert rates[0] == rates[1]
+    assert rates[0][0] == 1 and rates[0][6] == pytest.approx(0)

@@ -306,7 +306,8 @@ def _schedule(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
     scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
     decays = scheduler["name"] != "constant"
     total = scheduler["total_steps"] or (max_steps if max_steps > 0 else None)
-    if decays and total is None and max_steps == -1:
+    counts = config["trainer"]["max_epochs"] not in (None, -1) and not config["data"].get("streaming")
+    if decays and total is None and max_steps == -1 and not counts:
         ends = next(
             (key for key in ("max_epochs", "max_time") if config["trainer"][key] not in (None, -1)), "max_steps"
         )

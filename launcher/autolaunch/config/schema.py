@@ -457,7 +457,7 @@ class Scheduler:
     name: str = option("Shape of the decay after warm-up.", "cosine", choices=("constant", "cosine", "linear"))
     warmup_steps: int = option("Steps over which the rate rises linearly from zero.", 0, ge=0)
     min_lr_ratio: float = option("Final rate as a share of optimizer.lr.", 0.0, ge=0, le=1)
-    total_steps: int | None = option("Step at which the decay ends (null: trainer.max_steps).", None, ge=1)
+    total_steps: int | None = option("Step at which the decay ends (null: the last one).", None, ge=1)
 
 
 USUAL_STEPS = 100

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from autolaunch.instantiate import build
 from autolaunch.models.labels import NOT_TRAINED, ChecksFirstBatch, check_batch, next_tokens
-from autolaunch.models.optimizer import optimizer_and_schedule
+from autolaunch.models.optimizer import last_step, optimizer_and_schedule
 from autolaunch_strategies.config import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class MeanLossModule(LightningModule):
         model: any module.
         optimizer_cfg: the fields of `autolaunch.config.schema.Optimizer`.
         scheduler_cfg: the fields of `autolaunch.config.schema.Scheduler`.
-        total_steps: at which optimizer step training ends (-1: no limit).
+        total_steps: at which optimizer step training ends (-1: with the epochs of the Trainer).
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class MeanLossModule(LightningModule):
         self.log(name, loss, batch_size=int(self.num_items_in_batch(batch)), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
+        steps = last_step(self.total_steps, self.trainer)
+        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, steps)
 
 
 class LanguageModel(MeanLossModule):
@@ -92,7 +93,7 @@ class LanguageModel(MeanLossModule):
         model: takes `input_ids` and returns logits [b, s, vocab], or an object with `logits`.
         optimizer_cfg: the fields of `autolaunch.config.schema.Optimizer`.
         scheduler_cfg: the fields of `autolaunch.config.schema.Scheduler`.
-        total_steps: at which optimizer step training ends (-1: no limit).
+        total_steps: at which optimizer step training ends (-1: with the epochs of the Trainer).
         labels: `next` if label t is the token after input t, `same` if it is the token at t, as `transformers` has it.
             A first batch that contradicts it is refused.
     """
@@ -159,7 +160,7 @@ class SupervisedModule(LightningModule):
             dict with the `_target_` of a loss class, or of a function with ``_partial_: true``.
         optimizer_cfg: the fields of `autolaunch.config.schema.Optimizer`.
         scheduler_cfg: the fields of `autolaunch.config.schema.Scheduler`.
-        total_steps: at which optimizer step training ends (-1: no limit).
+        total_steps: at which optimizer step training ends (-1: with the epochs of the Trainer).
 
     Raises:
         ConfigError: no such loss.
@@ -238,7 +239,8 @@ class SupervisedModule(LightningModule):
         return self._run(batch, with_target=False)[0]
 
     def configure_optimizers(self) -> Any:
-        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, self.total_steps)
+        steps = last_step(self.total_steps, self.trainer)
+        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, steps)
 
 
 def _target_key(batch: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from autolaunch.instantiate import build, locate
@@ -172,6 +174,21 @@ def learning_rate_factor(scheduler_cfg: Mapping[str, Any], total_steps: int) -> 
         return lowest + (1.0 - lowest) * height
 
     return factor
+
+
+def last_step(total_steps: int, trainer: pl.Trainer) -> int:
+    """The optimizer step at which training ends: `total_steps`, or that of its last epoch; -1 if nothing says.
+
+    Args:
+        total_steps: `trainer.max_steps`; -1 where epochs or a time end the training.
+    """
+    if total_steps > 0 or trainer.max_epochs in (None, -1):
+        return total_steps
+    try:
+        steps = trainer.estimated_stepping_batches
+    except MisconfigurationException:  # accumulation changes from epoch to epoch
+        return -1
+    return int(steps) if math.isfinite(steps) else -1
 
 
 def optimizer_and_schedule(
