@@ -1,6 +1,6 @@
-"""How far fine-tuning on a mesh is from one process: chats, packed chats and LoRA, through the command.
+"""How far fine-tuning on a mesh is from one process: chats, packed chats, LoRA and classification, by the command.
 
-    python tests/benchmarks/fine_tuning_meshes.py [--kinds chat packing lora] [--meshes "mesh=2 dp=fsdp" ...]
+    python tests/benchmarks/fine_tuning_meshes.py [--kinds chat packing lora classification] [--meshes "mesh=2" ...]
 
 Printed is the largest relative difference of the loss and of the gradient norm over all steps, of a tiny llama of
 `transformers` in fp32 on the CPU.
@@ -21,10 +21,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
 USUAL = (
-    *("model=hf", "model.path=model", "data=chat", "data.path=chats.jsonl", "data.seq_len=48", "data.batch_size=8"),
+    *("model=hf", "model.path=model", "data.seq_len=48", "data.batch_size=8"),
     *("data.validation_fraction=0", f"trainer.max_steps={STEPS}", "trainer.accelerator=cpu", "optimizer.lr=1e-3"),
 )
-KINDS = {"chat": (), "packing": ("data.packing=documents",), "lora": ("adapter=lora",)}
+CHATS = ("data=chat", "data.path=chats.jsonl")
+KINDS = {
+    "chat": CHATS,
+    "packing": (*CHATS, "data.packing=documents"),
+    "lora": (*CHATS, "adapter=lora"),
+    "classification": ("data=classification", "data.path=labels.jsonl", "model.task=sequence_classification"),
+}
 MESHES = (
     "mesh=2 dp=fsdp", "mesh=mp2 mp=tensor_parallel", "mesh=mp2 mp=seq_parallel", "mesh=pp2 pp=exact",
     "mesh=pp2 pp=1f1b data.microbatches=2", "mesh=cp2 cp=gather", "mesh=cp2 cp=ring", "mesh=cp2 cp=ulysses",
@@ -64,6 +70,9 @@ def make_model_and_chats(directory: Path) -> None:
         for number in range(100):
             answer = {"role": "assistant", "content": "two " * (1 + number % 7)}
             file.write(json.dumps({"messages": [{"role": "user", "content": f"what {number}"}, answer]}) + "\n")
+    with (directory / "labels.jsonl").open("w") as file:
+        for number in range(100):
+            file.write(json.dumps({"text": "what " + "two " * (1 + number % 7), "label": number % 2}) + "\n")
 
 
 def run(directory: Path, kind: str, mesh: str) -> list[tuple[float, float]]:
