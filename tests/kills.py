@@ -97,7 +97,7 @@ class Harness:
             *("model.num_kv_heads=2", "data=tokens", "data.path=tokens.npy", "data.seq_len=32", "data.batch_size=8"),
             *(f"scheduler.total_steps={STEPS}", f"trainer.max_steps={STEPS}", "trainer.accelerator=cpu"),
             *("checkpoint.every_n_steps=2", "trainer.val_check_interval=3", "trainer.check_val_every_n_epoch=null"),
-            *("trainer.limit_val_batches=2", "trainer.callbacks.slow={_target_: tests.kills.Slow}"),
+            *("trainer.limit_val_batches=2", "+callbacks.slow={_target_: tests.kills.Slow}"),
             timeout=200,
         )
         self._number = itertools.count()

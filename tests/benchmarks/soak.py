@@ -41,7 +41,7 @@ TINY = (
     *("model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=4"),
     *("model.num_kv_heads=2", "data.seq_len=32", "data.batch_size=8", "trainer.accelerator=cpu"),
     *("checkpoint.every_n_steps=50", "trainer.val_check_interval=200", "trainer.check_val_every_n_epoch=null"),
-    *("trainer.limit_val_batches=2", "trainer.callbacks.notes={_target_: notes.Notes}"),
+    *("trainer.limit_val_batches=2", "+callbacks.notes={_target_: notes.Notes}"),
 )
 
 

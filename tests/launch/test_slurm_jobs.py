@@ -73,7 +73,7 @@ def command(cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 def once(name: str, step: int, signum: signal.Signals, rank: int) -> str:
     node = f"{{_target_: faults.Once, step: {step}, signum: {int(signum)}, rank: {rank}, mark: {name}.mark}}"
-    return f"+trainer.callbacks.{name}={node}"
+    return f"+callbacks.{name}={node}"
 
 
 def starts(run: Run) -> list[tuple[int, int]]:
@@ -101,7 +101,7 @@ def test_a_time_limit_costs_nothing(command: Commands) -> None:
     whole = command("mesh=1", *steps)
     run = command(
         *("launch=slurm", "launch.nodes=2", "mesh=2", *steps, "launch.time=2:00", "checkpoint.emergency_seconds=5"),
-        "+trainer.callbacks.slow={_target_: faults.Slow}",
+        "+callbacks.slow={_target_: faults.Slow}",
     )
     assert len(starts(run)) > 1 and {code for code, _ in starts(run)[:-1]} == {75}, run.screen
     assert_same_curve(run, whole)
