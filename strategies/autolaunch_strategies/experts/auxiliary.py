@@ -37,7 +37,7 @@ def balanced_models(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, n
     others: dict[str, nn.Module] = {}
     within: set[nn.Module] = set()
     for name, module in model.named_modules():
-        function = vars(_file_of(module)).get(FUNCTION)
+        function = getattr(_file_of(module), FUNCTION, None)
         if module in within or function is None:
             continue
         within.update(module.modules())
@@ -55,8 +55,9 @@ def balance_whole_batch(modules: Iterable[nn.Module], group: dist.ProcessGroup) 
         module.forward = functools.wraps(module.forward)(functools.partial(_among, group, module.forward))
 
 
-def _file_of(module: nn.Module) -> ModuleType:
-    return sys.modules[type(module).__module__]
+def _file_of(module: nn.Module) -> ModuleType | None:
+    """Where its class stands; None of one that a script ran in, which is no module."""
+    return sys.modules.get(type(module).__module__)
 
 
 def _among(group: dist.ProcessGroup, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
