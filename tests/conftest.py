@@ -38,8 +38,8 @@ SLOW = [
     "loop/test_parallelize.py", "checkpoint/test_meshes.py", "lightning/test_start.py", "cli/test_restarts.py",
     "launch/test_local.py", "cli/test_adapters.py", "search/test_runs.py", "cli/test_stopping.py",
     "data_parallel/test_resume.py", "models/test_adapter_meshes.py", "experts/test_experts.py",
-    "models/test_packing.py", "models/test_tasks.py", "models/test_loading.py", "cli/test_around_training.py", "cli/test_chat.py",
-    "models/test_training.py", "pipeline/test_cut.py",
+    "models/test_packing.py", "models/test_tasks.py", "models/test_loading.py", "cli/test_around_training.py",
+    "cli/test_chat.py", "models/test_training.py", "pipeline/test_cut.py",
 ]  # fmt: skip
 """Files that take longest in either tier, longest first."""
 
