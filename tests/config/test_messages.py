@@ -1013,7 +1013,7 @@ WRONG = [
         Told(
             "optimizer.learning_rate=0.1 (mine/experiment/unknown_key.yaml)",
             "no such key",
-            allowed="name, _target_, lr, weight_decay, betas, eps, momentum",
+            allowed="name, _target_, lr, weight_decay, betas, eps, momentum, groups",
         ),
         id="own-yaml-unknown-key",
     ),

@@ -35,7 +35,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from autolaunch.config.against_schema import alike, field_types, keys_text, node_schema
 from autolaunch.config.command_line import CommandLine, unquoted, users_want_tracebacks
 from autolaunch.config.origin import Origin
-from autolaunch.config.schema import FAMILIES, MISSING, Job
+from autolaunch.config.schema import FAMILIES, MISSING, TASKS, Job
 from autolaunch.config.sources import ExperimentFileSource, MeshSearchPath, register
 from autolaunch.directories import CONF, shown
 from autolaunch_strategies.config import CP_BACKEND_SPECS, ConfigError, nearest, raise_all
@@ -403,7 +403,7 @@ def _options_text(group: str, options: Sequence[str]) -> str:
 
 def _no_such_key(override: str, key: str, value: str, config: Mapping[str, Any], loader: ConfigLoader) -> ConfigError:
     parent, node = _deepest(config, key)
-    known = _dotted(config)
+    known = sorted(_dotted(config), key=lambda item: item.partition(".")[0] in TASKS)  # keys of one task come last
     rest = key[len(parent) + 1 :] if parent else key
     if parent and not isinstance(node, Mapping) and node is not None:
         return ConfigError(override, f"{parent} is a value, it has no keys of its own", write=f"{parent}=...")
