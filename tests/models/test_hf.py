@@ -129,7 +129,7 @@ def test_config_of_a_directory_and_overrides(saved: tuple[Path, torch.nn.Module]
     model = build_model(cfg)
     assert model.config.rope_parameters == {"rope_theta": 5.0, "rope_type": "default"}
     assert len(model.model.layers) == 1 and model.config.hidden_size == 32
-    assert model_facts(cfg) == ModelFacts("hf", 1, 4, 2, 32, 64, 96, 2048)
+    assert model_facts(cfg) == ModelFacts("hf", 1, 4, 2, 32, 64, 96, 2048, num_experts=0)
 
 
 def test_facts_of_a_model_of_text_and_images() -> None:

@@ -143,7 +143,7 @@ def test_the_model_learns() -> None:
 
 def test_facts_follow_the_size_and_the_overrides() -> None:
     assert model_facts({"name": "llama", "size": "70b", "num_layers": 4}) == ModelFacts(
-        "llama", 4, 64, 8, 8192, 28_672, 128_256, 131_072
+        "llama", 4, 64, 8, 8192, 28_672, 128_256, 131_072, num_experts=0
     )
 
 
