@@ -21,15 +21,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
 USUAL = (
-    *("model=hf", "model.path=model", "data.seq_len=48", "data.batch_size=8"),
+    *("model=hf", "model.path=model", "data.batch_size=8"),
     *("data.validation_fraction=0", f"trainer.max_steps={STEPS}", "trainer.accelerator=cpu", "optimizer.lr=1e-3"),
 )
 CHATS = ("data=chat", "data.path=chats.jsonl")
 KINDS = {
-    "chat": CHATS,
-    "packing": (*CHATS, "data.packing=documents"),
-    "lora": (*CHATS, "adapter=lora"),
-    "classification": ("data=classification", "data.path=labels.jsonl", "model.task=sequence_classification"),
+    "chat": (*CHATS, "data.seq_len=48"),
+    "packing": (*CHATS, "data.seq_len=128", "data.packing=documents"),  # several chats in a row
+    "lora": (*CHATS, "data.seq_len=48", "adapter=lora"),
+    "classification": (
+        *("data=classification", "data.path=labels.jsonl", "data.seq_len=48"),
+        "model.task=sequence_classification",
+    ),
 }
 MESHES = (
     "mesh=2 dp=fsdp", "mesh=mp2 mp=tensor_parallel", "mesh=mp2 mp=seq_parallel", "mesh=pp2 pp=exact",
@@ -62,7 +65,7 @@ def make_model_and_chats(directory: Path) -> None:
     from tests.support.chats import chat_tokenizer, save_tokenizer
 
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=len(chat_tokenizer()), **shape)).save_pretrained(directory / "model")
     save_tokenizer(directory / "model")
