@@ -112,16 +112,10 @@ class Local(Loop):
                 for name in (*columns, row):
                     linear = getattr(part, name)
                     own = linear.weight.detach().chunk(ranks, dim=int(name == row))[rank]
-                    linear.weight = nn.Parameter(own.clone(memory_format=_contiguous()))
+                    linear.weight = nn.Parameter(own.clone().contiguous())
                 part.register_forward_pre_hook(lambda _, args: (_entering(group).apply(args[0]), *args[1:]))
                 part.register_forward_hook(lambda _, args, output: _leaving(group).apply(output))
         self.begin()
-
-
-def _contiguous() -> Any:
-    import torch
-
-    return torch.contiguous_format
 
 
 @functools.cache

@@ -181,7 +181,7 @@ class ByHand(Loop):
                     "input_layernorm": SequenceParallel(use_local_output=True),
                     "post_attention_layernorm": SequenceParallel(use_local_output=True),
                     "self_attn": PrepareModuleInput(
-                        input_layouts=(cut, None, None), desired_input_layouts=(whole, None, None)
+                        input_layouts=(cut, *[None] * 3), desired_input_layouts=(whole, *[None] * 3)
                     ),
                     "mlp": PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,)),
                 }

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from autolaunch_strategies.config import ConfigError, parallel_config, parse_mesh
 from autolaunch_strategies.lightning.place import Place
+from tests.support.one_rank import without_process_group
 
 CPU = [torch.device("cpu")]
 GPUS = [torch.device("cuda", index) for index in range(4)]
 
 
 def place_of(mesh: str, devices: list[torch.device], nodes: int = 1, started: bool = False) -> Place:
-    if dist.is_initialized():  # by what another test ran in this process
-        dist.destroy_process_group()
+    without_process_group()
     place = Place(parallel_config(mesh, mp="auto"))
     place.environment = TorchElasticEnvironment() if started else LightningEnvironment()
     place.devices = devices

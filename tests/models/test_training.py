@@ -27,6 +27,7 @@ from tests.support.messages import Told, assert_only_told, assert_told
 def job(**keys: Any) -> dict[str, Any]:
     base = dataclasses.asdict(Job())
     base["scheduler"]["name"] = "constant"
+    base["trainer"]["max_steps"] = -1  # as `check_config` makes it of null
     return {**base, **keys}
 
 

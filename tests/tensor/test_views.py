@@ -8,21 +8,19 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from autolaunch_strategies.tensor import views
 from autolaunch_strategies.tensor.views import MixedTensors, plain
+from tests.support.one_rank import mesh_of_one_rank
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    if dist.is_initialized():  # by what another test ran in this process
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("mp",))
-    dist.destroy_process_group()
+    with mesh_of_one_rank() as mesh:
+        yield mesh
 
 
 def sharded(mesh: DeviceMesh, *shape: int) -> DTensor:

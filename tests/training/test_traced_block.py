@@ -9,24 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.tensor.views import MixedTensors, plain
 from autolaunch_strategies.training import traced_block
 from autolaunch_strategies.training.compile import compile_traced
+from tests.support.one_rank import mesh_of_one_rank
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    if dist.is_initialized():  # by what another test ran in this process
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("mp",))
-    dist.destroy_process_group()
+    with mesh_of_one_rank() as mesh:
+        yield mesh
 
 
 class Body(nn.Module):

@@ -530,7 +530,8 @@ def _unused(config: Mapping[str, Any], task: str, schema: type, instead: str, wh
     for name, default in defaults_of(schema).items():
         if (value := config[task][name]) != default:
             allowed = f"autolaunch {task}" + (f"; {instead}" if instead else "")
-            yield ConfigError(where(f"{task}.{name}", value), f"has no effect with {config['task']}", allowed)
+            problem, write = f"has no effect with {config['task']}", f"{task}.{name}={written(default)}"
+            yield ConfigError(where(f"{task}.{name}", value), problem, allowed, write)
 
 
 def _evaluation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
@@ -568,16 +569,9 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
 
 def _lr_find(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
     """Keys of lr_find for other tasks, rates that do not grow, and weights that are no beginning."""
+    yield from _unused(config, "lr_find", LrFind, "", where)
     keys = config["lr_find"]
     if config["task"] != "lr_find":
-        for key, default in defaults_of(LrFind).items():
-            if keys[key] != default:
-                yield ConfigError(
-                    where(f"lr_find.{key}", keys[key]),
-                    f"has no effect: {config['task']} looks for no learning rate",
-                    "autolaunch lr_find",
-                    f"lr_find.{key}={written(default)}",
-                )
         return
     if keys["min"] >= keys["max"]:
         yield ConfigError(

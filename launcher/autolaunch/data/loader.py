@@ -71,8 +71,7 @@ class PositionedLoader(DataLoader[Batch]):
             **_worker_options(num_workers, order.seed, order.dp_rank, pin_memory),
         )
 
-    # torch's returns a class of its own, of which only the iterator is used.
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch's is a class, of which only the iterator is used
         # A generator starts at its first next(): a position that is loaded after iter() still counts.
         for batch in super().__iter__():
             self._microbatches.position += 1
@@ -109,8 +108,7 @@ class StreamLoader(DataLoader[Any]):
             _StreamedBatches(streams, order, tell), batch_size=None, **{**options, "persistent_workers": False}
         )
 
-    # torch's returns a class of its own, of which only the iterator is used.
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch's is a class, of which only the iterator is used
         # A generator starts at its first next(): a position that is loaded after iter() still counts.
         for state, batch in super().__iter__():
             if isinstance(state, ConfigError):

@@ -9,6 +9,7 @@ As bytes, sharded training would lose them without a word.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class FourBitLinear(nn.Linear):
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.absmax = nn.Parameter(state.absmax.view(weight.dtype), requires_grad=False)
         # What these hold are no numbers of the model, see `count_parameters`.
-        self.weight.packs, self.absmax.packs = weight.numel(), 0  # type: ignore[attr-defined]
+        self.weight.packs, self.absmax.packs = weight.numel(), 0  # type: ignore[attr-defined]  # read by `count_parameters`
         self.bias = layer.bias
         self.training = layer.training
 
@@ -120,7 +121,8 @@ def linear_layers(model: nn.Module) -> list[str]:
     """The names of all linear layers but the one that gives logits."""
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    ask: Any = getattr(model, "get_output_embeddings", None)
+    head = None if ask is None else ask()
     head = getattr(model, "lm_head", None) if head is None else head
     modules = model.named_modules()
     return [name for name, module in modules if name and isinstance(module, nn.Linear | Conv1D) and module is not head]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from autolaunch.instantiate import build
 from autolaunch.models.labels import NOT_TRAINED, ChecksFirstBatch, check_batch, next_tokens
-from autolaunch.models.optimizer import last_step, optimizer_and_schedule
+from autolaunch.models.optimizer import end_of_training, optimizer_and_schedule
 from autolaunch_strategies.config import ConfigError
 
 if TYPE_CHECKING:
@@ -24,12 +24,8 @@ TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """Under which of these keys a batch that is a dict keeps what the model should say."""
 
 
-class MeanLossModule(LightningModule):
-    """Trains `model` on the mean of a loss over what its batches count.
-
-    Whoever derives from it says the loss of a batch (`_loss`) and over how many items it is the mean
-    (`num_items_in_batch`). The loss of an optimizer step is that over all items, however they are spread over ranks and
-    microbatches.
+class OptimizedModule(LightningModule):
+    """A module around `model` with the optimizer and the schedule of the config.
 
     Args:
         model: any module.
@@ -50,12 +46,27 @@ class MeanLossModule(LightningModule):
         self.adapted: Adapted | None = None
         self.optimizer_cfg, self.scheduler_cfg, self.total_steps = optimizer_cfg, scheduler_cfg, total_steps
 
+    def configure_optimizers(self) -> Any:
+        steps = end_of_training(self.total_steps, self.trainer)
+        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, steps)
+
+
+class MeanLossModule(OptimizedModule):
+    """Trains `model` on the mean of a loss over what its batches count.
+
+    Whoever derives from it says the loss of a batch (`_loss`) and over how many items it is the mean
+    (`num_items_in_batch`). The loss of an optimizer step is that over all items, however they are spread over ranks and
+    microbatches.
+
+    Args: see `OptimizedModule`.
+    """
+
     def num_items_in_batch(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Over how many items the loss of `batch` is the mean: a 0-dim tensor."""
-        raise NotImplementedError
+        raise NotImplementedError  # said by who derives from it
 
     def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError  # said by who derives from it
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
@@ -72,10 +83,6 @@ class MeanLossModule(LightningModule):
         # Lightning adds up value x batch_size and batch_size over batches and ranks: a mean over all items.
         loss = self._loss(batch)
         self.log(name, loss, batch_size=int(self.num_items_in_batch(batch)), sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        steps = last_step(self.total_steps, self.trainer)
-        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, steps)
 
 
 class LanguageModel(MeanLossModule):
@@ -147,7 +154,7 @@ def trained_names(module: LightningModule) -> list[tuple[str, nn.Parameter]]:
     return [(name.removeprefix("model."), parameter) for name, parameter in named]
 
 
-class SupervisedModule(LightningModule):
+class SupervisedModule(OptimizedModule):
     """Trains any `model` on pairs of input and target.
 
     Batches are ``(input, ..., target)``, or dicts in which one of `TARGET_KEYS` is the target and the rest are keyword
@@ -174,11 +181,8 @@ class SupervisedModule(LightningModule):
         scheduler_cfg: Mapping[str, Any],
         total_steps: int,
     ) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model, optimizer_cfg, scheduler_cfg, total_steps)
         self.loss = build_loss(loss)
-        self.adapted: Adapted | None = None
-        self.optimizer_cfg, self.scheduler_cfg, self.total_steps = optimizer_cfg, scheduler_cfg, total_steps
 
     def _run(self, batch: Any, with_target: bool = True) -> tuple[Any, Any]:
         """(output of the model, target or None)."""
@@ -237,10 +241,6 @@ class SupervisedModule(LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """What the model returns; the target of the batch, if it has one, is not used."""
         return self._run(batch, with_target=False)[0]
-
-    def configure_optimizers(self) -> Any:
-        steps = last_step(self.total_steps, self.trainer)
-        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, steps)
 
 
 def _target_key(batch: Mapping[str, Any]) -> str | None:

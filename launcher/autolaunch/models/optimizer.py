@@ -176,7 +176,7 @@ def learning_rate_factor(scheduler_cfg: Mapping[str, Any], total_steps: int) -> 
     return factor
 
 
-def last_step(total_steps: int, trainer: pl.Trainer) -> int:
+def end_of_training(total_steps: int, trainer: pl.Trainer) -> int:
     """The optimizer step at which training ends: `total_steps`, or that of its last epoch; -1 if nothing says.
 
     Args:
