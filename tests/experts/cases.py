@@ -36,7 +36,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": EXPERTS, "head_dim": 8},
     "glm4_moe": {"n_routed_experts": EXPERTS, "head_dim": 8, "first_k_dense_replace": 1},
     "granitemoe": {"num_local_experts": EXPERTS},
-}
+    "jamba": {
+        "num_experts": EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1,
+        "expert_layer_offset": 0, "mamba_d_state": 4, "mamba_d_conv": 2, "mamba_dt_rank": 4,
+    },
+    "nemotron_h": {
+        "n_routed_experts": EXPERTS, "layers_block_type": ["mamba", "moe", "attention", "moe"], "num_hidden_layers": 4,
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "conv_kernel": 2,
+        "chunk_size": 4, "head_dim": 8, "moe_shared_expert_intermediate_size": 16,
+    },
+}  # fmt: skip
 
 
 class Expert(nn.Module):
@@ -244,7 +253,9 @@ def parsed(text: str) -> Any:
 
 
 GROUPS: dict[str, list[str]] = {
-    "2": ["mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring"],
+    "2": [
+        "mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring", "jamba:2:ep=2,aux=1", "nemotron_h:2:ep=2,recompute=full",
+    ],
     "4": [
         "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2", "olmoe:4:ep=2,dp=0",
         "glm4_moe:4:ep=2,replicate=2", "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,13 @@ def test_a_degree_that_does_not_fit_is_refused(config: dict[str, Any], problem: 
         ("mixtral", 16, "8 experts can't be shared out evenly over 16 ranks"),
         ("llama4", 2, "called with (hidden_states)"),
         ("own", 2, "each is a module of its own"),
+        ("switch", 2, "each is a module of its own"),
+        ("dbrx", 2, "its parameters are not [experts, ...]"),
     ],
 )
 def test_a_model_that_a_degree_does_not_fit_is_refused(name: str, ep: int, problem: str) -> None:
     with torch.device("meta"), pytest.raises(ConfigError, match=r"write: +ep=") as raised:
-        model = made(name, {}) if name != "llama4" else llama4()
+        model = UNFIT[name]() if name in UNFIT else made(name, {})
         foresee(model, parallel_config(str(ep), ep=ep))
     assert problem in str(raised.value)
 
@@ -114,3 +116,21 @@ def llama4() -> Any:
     return Llama4ForCausalLM(
         Llama4TextConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, vocab_size=64, num_local_experts=4)
     )
+
+
+def switch() -> Any:
+    from transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+
+    return SwitchTransformersSparseMLP(SwitchTransformersConfig(d_model=32, d_ff=16, num_experts=4))
+
+
+def dbrx() -> Any:
+    from transformers import DbrxConfig
+    from transformers.models.dbrx.modeling_dbrx import DbrxFFN
+
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}
+    return DbrxFFN(DbrxConfig(d_model=32, ffn_config=sizes))
+
+
+UNFIT: dict[str, Callable[[], Any]] = {"llama4": llama4, "switch": switch, "dbrx": dbrx}
