@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from autolaunch_strategies import ExpertBias, MeshStrategy
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.apply.order import foresee
 from autolaunch_strategies.config import ConfigError, parallel_config
-from tests.experts.cases import EXPERTS, GROUPS, made
+from tests.experts.cases import EXPERTS, GROUPS, Module, made
 from tests.support.ranks import Group
 
 MESHES = [pytest.param(ranks, case, id=case) for ranks, cases in GROUPS.items() for case in cases]
@@ -71,6 +73,14 @@ def size(case: str, axis: int) -> int:
 
 def expected_numbers(expected: Any) -> int:
     return sum(tensor.numel() for name, tensor in expected["weights"].items() if ".experts." in name)
+
+
+def test_a_bias_that_can_not_follow_the_load_is_refused() -> None:
+    trainer = SimpleNamespace(strategy=MeshStrategy(mesh="1"))
+    with pytest.raises(ConfigError, match="no mixture of experts in the model has a router with 'e_score"):
+        ExpertBias().setup(trainer, Module(made("mixtral", {})), "fit")
+    with pytest.raises(ConfigError, match="more than 0"):
+        ExpertBias(rate=0)
 
 
 def test_what_would_be_done_names_the_experts_and_says_why() -> None:
