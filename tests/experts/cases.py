@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -248,10 +250,10 @@ def found_in(module: Module) -> dict[str, Any]:
 
 
 def case(name: str, mesh: str, changes: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "expected": alone(name, changes, settings.get("rate", 0)),
-        "found": on_mesh(name, changes, mesh, **settings),
-    }
+    expected = alone(name, changes, settings.get("rate", 0))
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        found = on_mesh(name, changes, mesh, **settings)
+    return {"expected": expected, "found": found | {"exchanges": exchange.call_count}}
 
 
 def parsed(text: str) -> Any:

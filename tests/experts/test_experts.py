@@ -14,7 +14,7 @@ from autolaunch_strategies import ExpertBias, MeshStrategy
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.apply.order import foresee
 from autolaunch_strategies.config import ConfigError, parallel_config
-from tests.experts.cases import EXPERTS, GROUPS, Module, made
+from tests.experts.cases import EXPERTS, GROUPS, STEPS, Module, made
 from tests.support.ranks import Group
 
 MESHES = [pytest.param(ranks, case, id=case) for ranks, cases in GROUPS.items() for case in cases]
@@ -46,6 +46,11 @@ def test_a_mixture_trains_as_on_one_process(groups: dict[str, Group], ranks: str
         if "load" in result and "cp=" not in case:  # there the padding of sequences counts, too
             assert result["load"][0] == expected["load"][0]
             assert result["load"][1] == pytest.approx(expected["load"][1])
+        if "recompute" in case and "ep=1" not in case:  # counts and rows go, rows come back; then two gradients
+            layers = sum(name.endswith("experts.down_proj") for name in expected["weights"])
+            batches = STEPS * (int(case.split("accumulate=")[1].split(",")[0]) if "accumulate" in case else 1)
+            again = 2 if "recompute=full" in case else 0  # without the counts
+            assert result["exchanges"] == layers * batches * (5 + again)
         assert result["held"] * parts(case) * size(case, 2) <= expected_numbers(expected)
 
 

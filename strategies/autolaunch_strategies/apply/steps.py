@@ -300,7 +300,12 @@ class Recomputes(Step):
         compiles, selective = self.config.compile, self.config.recompute.mode == "selective"
         if compiles and model.mode is not None and not selective:
             compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), {})
-        apply_recompute(chosen, self.config.recompute, lambda: both(context.repeating(), model.running()))
+        apply_recompute(
+            chosen,
+            self.config.recompute,
+            lambda: both(context.repeating(), model.running()),
+            exchanges=bool(site.expert_parallel.dispatches),
+        )
         if compiles and model.mode is not None and selective:  # their graphs compute again what they have not kept
             saved = dict.fromkeys(chosen, saved_operators(self.config.recompute.save))
             compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), saved)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autolaunch_strategies.experts.exchange import all_shares, exchange, own_share
+from autolaunch_strategies.experts.kept import kept
 from autolaunch_strategies.tensor.own_experts import made_by_own
 from autolaunch_strategies.tensor.views import plain
 
@@ -61,7 +62,7 @@ class Dispatch:
     def _mixed(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, chosen = index.shape
         order = index.flatten().argsort(stable=True)
-        sent, received, arriving = self._counts(index)
+        sent, received, arriving = kept(lambda: self._counts(index))
         rows = exchange(hidden[order // chosen], sent, received, self.group)
         numbers = torch.arange(self.local, device=index.device).repeat(self.group.size())
         numbers = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
