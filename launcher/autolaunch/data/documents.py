@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, nearest
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".tex")
 """What is taken from a directory; a file named by itself or by a glob may have any name."""
@@ -53,11 +52,8 @@ def find_files(path: Any, suffixes: Iterable[str], key: str = "data.path") -> li
         if not files:
             raise ConfigError(where, "no file with anything in it matches")
     else:
-        # Compared without the ending, which would make all files of a kind look alike.
-        siblings = [file.stem for file in place.parent.glob(f"*{place.suffix}")]
-        close = difflib.get_close_matches(place.stem, siblings, n=1, cutoff=0.7)
-        write = f"{key}={place.with_name(close[0] + place.suffix)}" if close else ""
-        raise ConfigError(where, "no such file or directory", write=write)
+        close = nearest_path(place)
+        raise ConfigError(where, "no such file or directory", write=f"{key}={close}" if close else "")
     for file in files:
         name = where if file == place else f"{where}: {file}"
         if not os.access(file, os.R_OK):
@@ -65,6 +61,26 @@ def find_files(path: Any, suffixes: Iterable[str], key: str = "data.path") -> li
         if file.stat().st_size == 0:
             raise ConfigError(name, "the file is empty")
     return files
+
+
+def nearest_path(place: Path) -> Path | None:
+    """What is there and was most likely meant by a path at which there is nothing; None if nothing is like it."""
+    first = next((part for part in (*reversed(place.parents), place) if not part.exists()), None)
+    if first is None:
+        return place
+    try:
+        beside = [
+            entry for entry in first.parent.iterdir() if entry.name[0] != "." and (first == place or entry.is_dir())
+        ]
+    except OSError:
+        return None
+    # Compared without the ending, which would make all files of a kind look alike.
+    same_kind = [entry for entry in beside if entry.suffix == first.suffix]
+    for entries in (same_kind, beside):
+        stems = {entry.stem: entry for entry in sorted(entries)}
+        if close := nearest(first.stem, stems, cutoff=0.7):
+            return nearest_path(stems[close] / place.relative_to(first))
+    return None
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
