@@ -48,14 +48,14 @@ def bad_row_errors(bad: Sequence[tuple[str, BadRow]], may_skip: bool = True) -> 
         places.setdefault((str(problem), problem.allowed, problem.write), []).append(place)
     more = len(bad) - MOST_TOLD
     errors = []
-    for number, ((problem, allowed, write), (place, *others)) in enumerate(places.items(), start=1):
-        problem += f"; also {', '.join(others)}" if others else ""
+    for number, ((reason, allowed, write), (place, *others)) in enumerate(places.items(), start=1):
+        reason += f"; also {', '.join(others)}" if others else ""
         if number == len(places) and more > 0:
-            problem += f"; and {more:,} more bad rows were seen"
+            reason += f"; and {more:,} more bad rows were seen"
         if may_skip:
             skip = "data.on_bad=skip, to leave such rows out"
             write = f"{write}; or {skip}" if write else skip
-        errors.append(ConfigError(place, problem, allowed, write))
+        errors.append(ConfigError(place, reason, allowed, write))
     return errors
 
 
