@@ -8,7 +8,7 @@ from typing import Any
 
 from autolaunch.config.against_schema import alike
 from autolaunch.config.schema import Job
-from autolaunch.data.documents import nearest_path
+from autolaunch.directories import nearest_path
 from autolaunch_strategies.checkpoint.files import (
     MANIFEST,
     REPLACED,

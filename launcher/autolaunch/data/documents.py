@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from autolaunch_strategies.config import ConfigError, nearest
+from autolaunch.directories import nearest_path
+from autolaunch_strategies.config import ConfigError
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".tex")
 """What is taken from a directory; a file named by itself or by a glob may have any name."""
@@ -61,26 +62,6 @@ def find_files(path: Any, suffixes: Iterable[str], key: str = "data.path") -> li
         if file.stat().st_size == 0:
             raise ConfigError(name, "the file is empty")
     return files
-
-
-def nearest_path(place: Path) -> Path | None:
-    """What is there and was most likely meant by a path at which there is nothing; None if nothing is like it."""
-    first = next((part for part in (*reversed(place.parents), place) if not part.exists()), None)
-    if first is None:
-        return place
-    try:
-        beside = [
-            entry for entry in first.parent.iterdir() if entry.name[0] != "." and (first == place or entry.is_dir())
-        ]
-    except OSError:
-        return None
-    # Compared without the ending, which would make all files of a kind look alike.
-    same_kind = [entry for entry in beside if entry.suffix == first.suffix]
-    for entries in (same_kind, beside):
-        stems = {entry.stem: entry for entry in sorted(entries)}
-        if close := nearest(first.stem, stems, cutoff=0.7):
-            return nearest_path(stems[close] / place.relative_to(first))
-    return None
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:

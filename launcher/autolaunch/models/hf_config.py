@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autolaunch.data.documents import nearest_path
+from autolaunch.directories import nearest_path
 from autolaunch_strategies.config import ConfigError
 
 INDEX_FILE, SINGLE_FILE = WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
