@@ -14,7 +14,7 @@ from typing import Any
 
 from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
-from autolaunch.config.optimizer_groups import check_groups
+from autolaunch.config.optimizer_groups import check_groups, check_library
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
 from autolaunch.config.schema import IN_ONE_PROCESS, MISSING, Compare, Eval, Generate, LrFind, defaults_of, last_step
 from autolaunch.config.sequence_parts import check_sequence_parts
@@ -91,6 +91,7 @@ def check(
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
     errors += check_groups(config, where)
+    errors += check_library(config, mesh)
     errors += _generation(config, where)
     errors += _evaluation(config, where)
     errors += _adapter(config, mesh)
