@@ -39,7 +39,7 @@ def check_groups(config: Mapping[str, Any], where: Where) -> Iterator[ConfigErro
 def check_library(config: Mapping[str, Any], mesh: MeshShape | None) -> Iterator[ConfigError]:
     """Optimizers of bitsandbytes where parameters or their state would be sharded: they have no such operations."""
     target = config["optimizer"].get("_target_") or ""
-    if config["task"] not in ("fit", "lr_find") or not target.startswith("bitsandbytes.") or mesh is None:
+    if config["task"] not in ("fit", "lr_find", "compare") or not target.startswith("bitsandbytes.") or mesh is None:
         return
     level = (config["dp"] or {}).get("sharding_level", 0)
     if mesh.mp > 1:
