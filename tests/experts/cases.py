@@ -273,7 +273,7 @@ def parsed(text: str) -> Any:
 GROUPS: dict[str, list[str]] = {
     "2": [
         "mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring", "jamba:2:ep=2,aux=1", "nemotron_h:2:ep=2,recompute=full",
-        "mixtral:1x2:ep=1,recompute=full,aux=1", "gpt_oss:1x2:ep=1,mp=seq_parallel",
+        "gpt_oss:1x2:ep=1,mp=seq_parallel",
     ],
     "4": [
         "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2,bias=1", "olmoe:4:ep=2,dp=0",
@@ -281,6 +281,7 @@ GROUPS: dict[str, list[str]] = {
         "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1",
         "mixtral:1x4:ep=2,recompute=selective,accumulate=8",
         "gpt_oss:2x2:ep=1,dp=3,recompute=selective", "qwen3_moe:1x2x2:ep=1,pp=1f1b",
+        "mixtral:1x2x1x2:ep=1,cp=ring,recompute=full,aux=1",
         "granitemoe:2x1x2:ep=2,pp=1f1b", "mixtral:2x1x2:ep=2,aux=1", "mixtral:2x1x1x2:ep=4,cp=ulysses,aux=1",
         "resume:4ep2:2x2ep4", "resume:2x2ep2:4ep1",
     ],

@@ -82,7 +82,7 @@ def expected_numbers(expected: Any) -> int:
 
 def test_a_bias_that_can_not_follow_the_load_is_refused() -> None:
     trainer = SimpleNamespace(strategy=MeshStrategy(mesh="1"))
-    with pytest.raises(ConfigError, match="no mixture of experts in the model has a router with 'e_score"):
+    with pytest.raises(ConfigError, match="no mixture of experts in the model has a router with a buffer 'e_score"):
         ExpertBias().setup(trainer, Module(made("mixtral", {})), "fit")
     with pytest.raises(ConfigError, match="more than 0"):
         ExpertBias(rate=0)

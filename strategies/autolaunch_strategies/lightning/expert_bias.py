@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from autolaunch_strategies.config import ConfigError
@@ -24,7 +23,7 @@ class ExpertBias(pl.Callback):
 
     Args:
         rate: by how much a bias moves in a step.
-        name: of the bias, a buffer or a parameter that is not trained, beside the experts whose router has it.
+        name: of the bias, a buffer [experts] of a router beside its experts.
 
     Raises:
         ConfigError: the rate is not positive.
@@ -64,7 +63,7 @@ class ExpertBias(pl.Callback):
         if not self._routers:
             raise ConfigError(
                 "callbacks=expert_bias",
-                f"no mixture of experts in the model has a router with {self.name!r}",
+                f"no mixture of experts in the model has a router with a buffer {self.name!r}",
                 "models whose routers have such a bias (deepseek_v3, glm4_moe, ...), or its name in `name`",
             )
 
@@ -73,8 +72,8 @@ class ExpertBias(pl.Callback):
         for mixture in countable_mixtures(model):
             around = model.get_submodule(mixture.name.rpartition(".")[0])
             for module in around.modules():
-                bias = getattr(module, self.name, None)
-                if isinstance(bias, torch.Tensor) and bias.numel() == mixture.experts:
+                bias = module._buffers.get(self.name)
+                if bias is not None and bias.shape == (mixture.experts,):
                     yield mixture.name, module
                     break
 
@@ -90,11 +89,7 @@ class ExpertBias(pl.Callback):
             if name not in self._routers:
                 continue
             bias = getattr(self._routers[name], self.name)
-            step = (self.rate * (tokens.mean() - tokens).sign()).to(bias.dtype).view(bias.shape)
-            if isinstance(bias, DTensor):
-                whole = DTensor.from_local(step, bias.device_mesh, [Replicate()] * bias.device_mesh.ndim)
-                step = whole.redistribute(placements=bias.placements)
-            bias.add_(step)
+            bias.add_((self.rate * (tokens.mean() - tokens).sign()).to(bias.dtype))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Watch no longer."""
