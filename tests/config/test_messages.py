@@ -39,7 +39,7 @@ GROUPS = (
 )
 DP_OPTIONS = "ddp, fsdp, hsdp, zero1, zero2"
 STYLES = (
-    "ColWiseParallel, RowWiseParallel, GatherWhenUsed, SequenceParallelBegin, SequenceParallelEnd, "
+    "ColWiseParallel, RowWiseParallel, GatherWhenUsed, DivideExperts, SequenceParallelBegin, SequenceParallelEnd, "
     "SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, ContextParallel, "
     "PrepareLayerInput, PrepareLayerOutput"
 )

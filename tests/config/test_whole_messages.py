@@ -152,9 +152,9 @@ COMMANDS = [
     pytest.param(
         ["+mp.plan={fc1: ColumnParallel, fc2: {ColWiseParallel: {gather: true}}}"],
         "mp.plan: fc1: no style is called 'ColumnParallel'; did you mean ColWiseParallel?\n"
-        "  allowed: ColWiseParallel, RowWiseParallel, GatherWhenUsed, SequenceParallelBegin, SequenceParallelEnd, "
-        "SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, ContextParallel, PrepareLayerInput, "
-        "PrepareLayerOutput\n"
+        "  allowed: ColWiseParallel, RowWiseParallel, GatherWhenUsed, DivideExperts, SequenceParallelBegin, "
+        "SequenceParallelEnd, SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, "
+        "ContextParallel, PrepareLayerInput, PrepareLayerOutput\n"
         "mp.plan: fc2: ColWiseParallel has no argument 'gather'\n"
         "  allowed: gather_output, shard_dim",
         id="plan",

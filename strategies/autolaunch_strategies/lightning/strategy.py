@@ -482,6 +482,17 @@ class MeshStrategy(ParallelStrategy):
         """
         return None if self._load is None else self._load.worst(self.rank_mesh, self.root_device)
 
+    def expert_tokens(self, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Names of this stage's layers of experts -> [experts], how many tokens each has got in training, on all ranks.
+
+        None are counted with `compile`. Collective over the ranks of a stage.
+
+        Args:
+            before: what the one who asks was told so far, empty at first; it is brought up to date, so that the counts
+                are those since the last call.
+        """
+        return {} if self._load is None else self._load.tokens(before, self.rank_mesh)
+
     def measured_idle_share(self) -> float | None:
         """The share of a training step, from 0 to 1, in which the ranks of a pipeline computed nothing.
 
