@@ -186,7 +186,7 @@ def gradient_norm(
 ) -> torch.Tensor:
     """The norm of all gradients as if they stood on one device: a 0-dim tensor, equal on every rank.
 
-    Of fp32, or of fp64 if the gradients are.
+    Of fp32, or of fp64 if the gradients are, or if they are those of several stages.
 
     Collective over the meshes of the gradients, and over `pipeline_group`. A gradient that is sharded counts each
     element once, one that is replicated counts once. Parameters without a gradient count as zero.
@@ -232,13 +232,10 @@ def gradient_norm(
             total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     if total is None:
         total = torch.zeros((), device=device)
-    precision = total.dtype
     if pipeline_group is not None:
-        # One dtype for all, whatever a stage has; which one the others have travels along.
-        both = torch.stack([total.double(), torch.full_like(total, precision == torch.float64, dtype=torch.float64)])
-        dist.all_reduce(both, op=operator, group=pipeline_group)
-        total, precision = both[0], torch.float64 if both[1] > 0 else torch.float32
-    return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).to(precision)
+        total = total.double()  # whatever a stage has
+        dist.all_reduce(total, op=operator, group=pipeline_group)
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 
 @torch.no_grad()

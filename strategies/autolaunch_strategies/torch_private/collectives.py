@@ -44,6 +44,11 @@ def start_all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.Pro
     return gather(received, sent, group=group, async_op=True)
 
 
+def host_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors are whose values the host needs at once: in its own memory, if the group has a backend for it."""
+    return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
+
+
 def group_called(name: str) -> dist.ProcessGroup:
     """The process group whose `group_name` is `name`."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
