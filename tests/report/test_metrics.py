@@ -117,7 +117,9 @@ def test_values_that_are_read_a_step_late_are_the_same(tmp_path: Path) -> None:
         module, directory = Regression(log=True), tmp_path / str(late)
         checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=4, save_top_k=-1)
         shown: list[int] = []
-        seen = LambdaCallback(on_train_batch_end=lambda *_, to=shown: to.append(steps.latest.step if steps.latest else 0))
+        seen = LambdaCallback(
+            on_train_batch_end=lambda *_, to=shown: to.append(steps.latest.step if steps.latest else 0)
+        )
         steps = StepMetrics(late)
         fit(directory, module, checkpoint, seen, steps=steps, accumulate_grad_batches=3, max_steps=7, **validate)
         saved = torch.load(directory / "step=4.ckpt", weights_only=False)["callbacks"]["StepMetrics"]

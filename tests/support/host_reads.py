@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,24 +22,20 @@ _WAITING = {
     _aten._unique2.default,
     _aten.lift_fresh.default,  # torch.tensor(data, device=...) copies from memory that is not pinned
 }
-_WAITING_FUNCTIONS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.new_tensor}
+_WAITING_FUNCTIONS = {torch.Tensor.tolist, torch.Tensor.numpy}
 """What does not come by the dispatcher."""
 
 
 class HostReads:
     """Collects, from `begin` to `end`, the places in the code where a value is read by the host, or copied from it.
 
-    A place is ``file:function``, of the innermost frame that is not torch's or this file's; where the optimizer's own
-    code is in between, it is ``torch.optim``.
-
-    Args:
-        allowed: tells of a place whether what it reads is in the host's own memory on every machine.
+    A place is ``directory/file:function``, of the innermost frame of this project or of lightning; ``torch.optim`` where
+    an optimizer's own code is inside of it. What is in the host's own memory on every machine is found as well.
     """
 
-    def __init__(self, allowed: Callable[[str], bool]) -> None:
-        self.found: dict[str, int] = {}
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
         """Place -> how often."""
-        self._allowed = allowed
         self._modes: tuple[Any, ...] = ()
 
     @property
@@ -60,9 +57,7 @@ class HostReads:
 
     def note(self) -> None:
         """The present place reads."""
-        place = _place(sys._getframe(2))
-        if not self._allowed(place):
-            self.found[place] = self.found.get(place, 0) + 1
+        self.found[_place(sys._getframe(2))] += 1
 
 
 class _Dispatched(TorchDispatchMode):
@@ -90,12 +85,11 @@ class _Called(TorchFunctionMode):
 
 def _place(frame: FrameType | None) -> str:
     while frame is not None:
-        file = frame.f_code.co_filename
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
         if "/torch/optim/" in file:
             return "torch.optim"
-        if file.startswith(str(ROOT)) and file != __file__:
-            return f"{file.removeprefix(f'{ROOT}/').split('/', 2)[-1]}:{frame.f_code.co_name}"
-        if "/lightning/" in file:
-            return f"lightning{file.rpartition('/lightning')[2]}:{frame.f_code.co_name}"
+        is_ours = file.startswith(str(ROOT)) and file != __file__
+        if (is_ours or "/lightning/" in file) and not function.startswith(("__torch_", "<")):
+            return f"{'/'.join(Path(file).parts[-2:])}:{function}"
         frame = frame.f_back
-    return "nowhere"
+    return "elsewhere"

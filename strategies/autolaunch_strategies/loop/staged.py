@@ -137,7 +137,9 @@ class _LossExchange:
         tensors = {name: item for name, item in extra.items() if isinstance(item, torch.Tensor)}
         counts = {name: item for name, item in extra.items() if not isinstance(item, torch.Tensor)}
         structure = tuple((name, item.dtype) for name, item in tensors.items()), tuple(counts)
-        (types, names), values, numbers = self._broadcast.values(structure, list(tensors.values()), list(counts.values()))
+        (types, names), values, numbers = self._broadcast.values(
+            structure, list(tensors.values()), list(counts.values())
+        )
         shared = {
             name: value if dtype == torch.float64 else value.float()
             for (name, dtype), value in zip(types, values, strict=False)
