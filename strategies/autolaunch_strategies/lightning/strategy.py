@@ -72,7 +72,7 @@ from autolaunch_strategies.pipeline.idle import idle_share
 from autolaunch_strategies.pipeline.structure import batch_size
 from autolaunch_strategies.plan.choose import planned_part
 from autolaunch_strategies.tensor.views import plain
-from autolaunch_strategies.training.optimizers import adapt_optimizer
+from autolaunch_strategies.training.optimizers import adapt_optimizer, prefer_fused
 from autolaunch_strategies.training.weights import weighed
 
 
@@ -674,6 +674,7 @@ class MeshStrategy(ParallelStrategy):
                 drop_placeholders(optimizer, pipeline.held)
         for optimizer in self.optimizers:
             adapt_optimizer(optimizer)
+            prefer_fused(optimizer)
             optimizer.register_step_post_hook(self._after_step)
 
     def weights_changed(self) -> None:

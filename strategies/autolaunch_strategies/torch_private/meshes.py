@@ -18,6 +18,14 @@ def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     return mesh[axes]._flatten("_".join(axes))
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, not differentiable; any other tensor as it is.
+
+    `to_local` would make an object for autograd each time, which costs ten times as much.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def local_index(tensor: DTensor) -> tuple[slice, ...]:
     """Which part of the whole tensor this rank holds, as one slice per dim."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
