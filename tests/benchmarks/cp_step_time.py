@@ -248,13 +248,13 @@ def _attention_replaced(attention: Callable[..., Any]) -> Iterator[None]:
 TORCH_ATTENTION = F.scaled_dot_product_attention
 
 
-def _ring(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool) -> Any:
+def _ring(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool, attn_mask: None = None) -> Any:
     from tests.context.torch_ring import TorchRing
 
     return TorchRing.apply(q, k, v, dist.group.WORLD, is_causal)
 
 
-def _gathered(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool) -> Any:
+def _gathered(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool, attn_mask: None = None) -> Any:
     """Each half of this rank's rows attends to all keys up to the last one that it sees."""
     ranks, rank, chunk = dist.get_world_size(), dist.get_rank(), q.shape[2] // 2
     # [rank, k or v, b, h, half, chunk, d]: first halves stand in order, second ones backwards
@@ -268,7 +268,7 @@ def _gathered(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool) -> Any:
     return torch.cat(outs, 2)
 
 
-def _by_heads(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool) -> Any:
+def _by_heads(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool, attn_mask: None = None) -> Any:
     """An all-to-all before attention and one after it."""
     ranks = dist.get_world_size()
     # [3, b, h, s, d] -> [rank, 3, b, h/n, s, d], and with the parts of all ranks along s again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +111,18 @@ def test_microbatches_are_averaged_and_only_every_nth_step_is_logged(tmp_path: P
     assert step_metrics.latest.loss == pytest.approx(means[4], rel=1e-6)
 
 
+def _note_latest(steps: StepMetrics, shown: list[int], *_: Any) -> None:
+    shown.append(steps.latest.step if steps.latest else 0)
+
+
 def test_values_that_are_read_a_step_late_are_the_same(tmp_path: Path) -> None:
     validate = {"val_check_interval": 9, "check_val_every_n_epoch": None, "limit_val_batches": 1.0}
     found = {}
     for late in (False, True):
         module, directory = Regression(log=True), tmp_path / str(late)
         checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-        shown: list[int] = []
-        seen = LambdaCallback(
-            on_train_batch_end=lambda *_, to=shown: to.append(steps.latest.step if steps.latest else 0)
-        )
-        steps = StepMetrics(late)
+        steps, shown = StepMetrics(late), list[int]()
+        seen = LambdaCallback(on_train_batch_end=partial(_note_latest, steps, shown))
         fit(directory, module, checkpoint, seen, steps=steps, accumulate_grad_batches=3, max_steps=7, **validate)
         saved = torch.load(directory / "step=4.ckpt", weights_only=False)["callbacks"]["StepMetrics"]
         untimed = [{name: value for name, value in row.items() if name != "step_time_s"} for row in rows(directory)]

@@ -29,8 +29,8 @@ _WAITING_FUNCTIONS = {torch.Tensor.tolist, torch.Tensor.numpy}
 class HostReads:
     """Collects, from `begin` to `end`, the places in the code where a value is read by the host, or copied from it.
 
-    A place is ``directory/file:function``, of the innermost frame of this project or of lightning; ``torch.optim`` where
-    an optimizer's own code is inside of it. What is in the host's own memory on every machine is found as well.
+    A place is ``directory/file:function``, of the innermost frame of this project or of lightning; ``torch.optim``
+    where an optimizer's own code is inside of it. What is in the host's own memory on every machine is found as well.
     """
 
     def __init__(self) -> None:

@@ -166,12 +166,13 @@ def pack_gradients(parameters: Sequence[nn.Parameter], device: torch.device | No
 def unpack_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
     """Put what `pack_gradients` made, once it is summed over ranks, in the place of the gradients.
 
-    A parameter that has a gradient on none of them keeps none. Only a rank that has none of a parameter waits to be told
-    whether another one has.
+    A parameter that has a gradient on none of them keeps none. Only a rank that has none of a parameter waits to be
+    told whether another one has.
     """
     present: list[float] | None = None
     pieces = flat.split([*(_local(parameter).numel() for parameter in parameters), len(parameters)])
-    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copied: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
     for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=False)):
         if parameter.grad is None:
             present = pieces[-1].tolist() if present is None else present
@@ -186,9 +187,10 @@ def unpack_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> 
         elif parameter.grad.is_sparse:
             parameter.grad = torch.zeros_like(parameter)
         local = _local(parameter.grad)
-        copied.append((local, piece.view_as(local)))
+        copied.append(local)
+        sources.append(piece.view_as(local))
     if copied:
-        torch._foreach_copy_(*zip(*copied, strict=True))
+        torch._foreach_copy_(copied, sources)
 
 
 def _can_be_view(parameter: nn.Parameter, flat: torch.Tensor) -> bool:

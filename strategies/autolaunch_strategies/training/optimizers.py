@@ -144,7 +144,7 @@ class _Placeholders:
 
     def _placeholder(self, parameter: DTensor) -> nn.Parameter:
         if self.whole:
-            return nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
+            return nn.Parameter(self._plain(parameter.detach()), requires_grad=parameter.requires_grad)
         part, known = local_part(parameter), self._parts.get(parameter)
         if known is None or known.data_ptr() != part.data_ptr() or known.shape != part.shape:
             known = self._parts[parameter] = nn.Parameter(part.detach(), requires_grad=parameter.requires_grad)
