@@ -248,13 +248,16 @@ def _attention_replaced(attention: Callable[..., Any]) -> Iterator[None]:
 TORCH_ATTENTION = F.scaled_dot_product_attention
 
 
-def _ring(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool, attn_mask: None = None) -> Any:
+# All are causal: what the model says of masks, it takes from positions that it believes to be those of whole sequences.
+
+
+def _ring(q: Any, k: Any, v: Any, **options: Any) -> Any:
     from tests.context.torch_ring import TorchRing
 
-    return TorchRing.apply(q, k, v, dist.group.WORLD, is_causal)
+    return TorchRing.apply(q, k, v, dist.group.WORLD, True)
 
 
-def _gathered(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool, attn_mask: None = None) -> Any:
+def _gathered(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """Each half of this rank's rows attends to all keys up to the last one that it sees."""
     ranks, rank, chunk = dist.get_world_size(), dist.get_rank(), q.shape[2] // 2
     # [rank, k or v, b, h, half, chunk, d]: first halves stand in order, second ones backwards
@@ -268,13 +271,13 @@ def _gathered(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool, attn_ma
     return torch.cat(outs, 2)
 
 
-def _by_heads(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool, attn_mask: None = None) -> Any:
+def _by_heads(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """An all-to-all before attention and one after it."""
     ranks = dist.get_world_size()
     # [3, b, h, s, d] -> [rank, 3, b, h/n, s, d], and with the parts of all ranks along s again
     parts = torch.stack(torch.stack([q, k, v]).chunk(ranks, 2))
     q, k, v = _AllToAll.apply(parts).movedim(0, 3).flatten(3, 4)
-    out = TORCH_ATTENTION(q, k, v, is_causal=is_causal)
+    out = TORCH_ATTENTION(q, k, v, is_causal=True)
     return _AllToAll.apply(torch.stack(out.chunk(ranks, 2))).movedim(0, 1).flatten(1, 2)
 
 

@@ -21,6 +21,7 @@ ALLOWED = {
     "checkpoint/sharded.py:random_state": "of generators, whose state is the host's",
     "pipeline/run.py:_random_state": "of generators, whose state is the host's",
     "data/loader.py:__getitems__": "batches that are still the host's",
+    "data_parallel/gradients.py:_widest": "hosts agree on the type of a norm over stages",
     "pipeline/broadcast.py:_exchange": "what hosts tell each other, apart from the values on devices",
     "torch_private/unused_parameters.py:_agree": "copied to the device from pinned memory",
     "report/metrics.py:read": "of the step before, which has long arrived",

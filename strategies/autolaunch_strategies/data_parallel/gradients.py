@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from autolaunch_strategies.data_parallel.groups import GradientGroup
+from autolaunch_strategies.torch_private.collectives import host_device
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients travel in pieces of about this size, so that communication overlaps with the backward pass."""
@@ -221,7 +222,7 @@ def gradient_norm(
 ) -> torch.Tensor:
     """The norm of all gradients as if they stood on one device: a 0-dim tensor, equal on every rank.
 
-    Of fp32, or of fp64 if the gradients are, or if they are those of several stages.
+    Of fp32, or of fp64 if the gradients are.
 
     Collective over the meshes of the gradients, and over `pipeline_group`. A gradient that is sharded counts each
     element once, one that is replicated counts once. Parameters without a gradient count as zero.
@@ -267,10 +268,19 @@ def gradient_norm(
             total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     if total is None:
         total = torch.zeros((), device=device)
+    precision = total.dtype
     if pipeline_group is not None:
-        total = total.double()  # whatever a stage has
+        precision = _widest(precision, pipeline_group, total.device)
+        total = total.double()
         dist.all_reduce(total, op=operator, group=pipeline_group)
-    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+    return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).to(precision)
+
+
+def _widest(precision: torch.dtype, group: dist.ProcessGroup, device: torch.device) -> torch.dtype:
+    """One type for all, whatever a stage has. Hosts agree on it where they can: nobody waits for a norm."""
+    wide = torch.tensor(int(precision == torch.float64), device=host_device(device, group))
+    dist.all_reduce(wide, op=dist.ReduceOp.MAX, group=group)
+    return torch.float64 if wide else torch.float32
 
 
 @torch.no_grad()
