@@ -46,7 +46,12 @@ def start_all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.Pro
 
 def host_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
     """Where tensors are whose values the host needs at once: in its own memory, if the group has a backend for it."""
-    return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
+    host = torch.device("cpu")
+    try:  # what a configuration says of a group, a part of it may have lost when it was split off
+        (group or dist.distributed_c10d._get_default_group())._get_backend(host)
+    except RuntimeError:
+        return device
+    return host
 
 
 def group_called(name: str) -> dist.ProcessGroup:
