@@ -49,7 +49,7 @@ from autolaunch_strategies.lightning.ema import check_averages
 from autolaunch_strategies.lightning.first_step import FirstStep
 from autolaunch_strategies.lightning.gradient_norms import replace_grad_norm
 from autolaunch_strategies.lightning.hooks import gradients_are_read
-from autolaunch_strategies.lightning.items import ItemCounts, weighed
+from autolaunch_strategies.lightning.items import ItemCounts
 from autolaunch_strategies.lightning.metrics import StepValues, exchange_metrics_over
 from autolaunch_strategies.lightning.place import Place
 from autolaunch_strategies.lightning.positions import Positions
@@ -72,7 +72,8 @@ from autolaunch_strategies.pipeline.idle import idle_share
 from autolaunch_strategies.pipeline.structure import batch_size
 from autolaunch_strategies.plan.choose import planned_part
 from autolaunch_strategies.tensor.views import plain
-from autolaunch_strategies.training.optimizers import adapt_optimizer
+from autolaunch_strategies.training.optimizers import adapt_optimizer, prefer_fused
+from autolaunch_strategies.training.weights import weighed
 
 
 class MeshStrategy(ParallelStrategy):
@@ -385,6 +386,7 @@ class MeshStrategy(ParallelStrategy):
             refuse_callbacks(trainer, self.shape, self.parallel.dp.sharding_level)
         self.model = module
         self._parallelize(module, fitting)
+        self._model_name = type(planned_part(module)[0]).__name__
         self._step_values = StepValues()
         if self.shape.mp * self.shape.pp * self.shape.cp > 1:
             exchange_metrics_over(self.rank_mesh.group("dp"), module)
@@ -605,8 +607,7 @@ class MeshStrategy(ParallelStrategy):
                     output = self._steps.training_step(method, *args, **kwargs)
                 else:
                     output = self._steps.evaluation_step(step, method, *args, **kwargs)
-        model, _ = planned_part(self._applied.module)
-        self._applied.context_parallel.report(type(model).__name__, self.rank_mesh.group("pp"))
+        self._applied.context_parallel.report(self._model_name, self.rank_mesh.group("pp"))
         return output
 
     def backward(
@@ -688,6 +689,7 @@ class MeshStrategy(ParallelStrategy):
                 drop_placeholders(optimizer, pipeline.held)
         for optimizer in self.optimizers:
             adapt_optimizer(optimizer)
+            prefer_fused(optimizer)
             optimizer.register_step_post_hook(self._after_step)
 
     def weights_changed(self) -> None:
