@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.torch_private.joint_graph import each_operator_is_seen, traced_jointly
-from autolaunch_strategies.torch_private.modes import outside_of_modes
+from autolaunch_strategies.torch_private.modes import outside_of_modes, without_torch_functions
+from autolaunch_strategies.torch_private.parts import Layout, layout_of, parts_of, with_layout
 from autolaunch_strategies.torch_private.tracing import errors_not_logged
 from autolaunch_strategies.tracing.unreadable import attributes_kept, reason_of
 
@@ -44,43 +44,26 @@ class _CanNotBeTraced(Exception):
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """What a DTensor is beside the part that this rank holds."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: DTensor) -> _Layout:
-        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
-
-    def around(self, part: torch.Tensor) -> DTensor:
-        return DTensor.from_local(
-            part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
-
-
-@dataclass(frozen=True)
 class _Constant:
     """What is no tensor."""
 
     value: Any
 
 
-_Kind = _Layout | _Constant | None
+_Kind = Layout | _Constant | None
 """How a leaf comes out of a plain tensor, or without one; None: it is the tensor."""
 
 
 def _opened(leaves: list[Any]) -> tuple[list[torch.Tensor], list[_Kind]]:
     """The plain tensors in `leaves`, and what each leaf is. Differentiable."""
-    tensors: list[torch.Tensor] = []
+    tensors: list[Any] = []
     kinds: list[_Kind] = []
+    sharded: list[int] = []
     for leaf in leaves:
         if type(leaf) is DTensor:
-            tensors.append(leaf.to_local())
-            kinds.append(_Layout.of(leaf))
+            sharded.append(len(tensors))
+            tensors.append(leaf)
+            kinds.append(layout_of(leaf))
         elif isinstance(leaf, torch.Tensor):
             if type(leaf) not in (torch.Tensor, nn.Parameter) and not each_operator_is_seen():  # as tracing wraps them
                 raise _CanNotBeTraced(f"a {type(leaf).__name__} comes in or out")
@@ -90,6 +73,8 @@ def _opened(leaves: list[Any]) -> tuple[list[torch.Tensor], list[_Kind]]:
             kinds.append(_Constant(leaf))
         else:
             raise _CanNotBeTraced(f"a {type(leaf).__name__} comes in or out")
+    for place, part in zip(sharded, parts_of([tensors[place] for place in sharded]), strict=True):
+        tensors[place] = part
     return tensors, kinds
 
 
@@ -101,7 +86,7 @@ def _closed(tensors: Collection[torch.Tensor], kinds: list[_Kind]) -> list[Any]:
         if isinstance(kind, _Constant):
             leaves.append(kind.value)
         else:
-            leaves.append(next(parts) if kind is None else kind.around(next(parts)))
+            leaves.append(next(parts) if kind is None else with_layout(next(parts), kind))
     return leaves
 
 
@@ -112,6 +97,10 @@ class _Traced:
     run: Callable[..., Any] = field(init=False)
     kinds: list[_Kind] = field(default_factory=list)
     spec: TreeSpec | None = None
+
+    def closed(self, outputs: Collection[torch.Tensor]) -> Any:
+        assert self.spec is not None
+        return tree_unflatten(_closed(outputs, self.kinds), self.spec)
 
 
 class TracedForward:
@@ -152,26 +141,25 @@ class TracedForward:
         return self.forward(*args, **kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        places = [
-            (tensors, name)
-            for module in self._modules
-            for tensors in (module._parameters, module._buffers)
-            for name in tensors
-        ]
-        leaves, spec = tree_flatten((args, kwargs))
-        tensors, kinds = _opened([*(tensors[name] for tensors, name in places), *leaves])
-        signature = self._signature(tensors, kinds, spec)
-        traced = self._graphs.get(signature)
-        if traced is not None:
-            outputs = traced.run(*tensors)
-        elif len(self._graphs) == _MOST_GRAPHS:
+        with without_torch_functions():  # all that is looked at and run is plain: no mode has to see it
+            places = [
+                (tensors, name)
+                for module in self._modules
+                for tensors in (module._parameters, module._buffers)
+                for name in tensors
+            ]
+            leaves, spec = tree_flatten((args, kwargs))
+            tensors, kinds = _opened([*(tensors[name] for tensors, name in places), *leaves])
+            signature = self._signature(tensors, kinds, spec)
+            traced = self._graphs.get(signature)
+            if traced is not None:
+                return traced.closed(traced.run(*tensors))
+        if len(self._graphs) == _MOST_GRAPHS:
             raise _CanNotBeTraced(f"it is called in more than {_MOST_GRAPHS} ways (sizes of tensors, attributes)")
-        else:
-            traced = _Traced()
-            outputs = self._first_run(traced, tensors, places, kinds, spec)
-            self._graphs[signature] = traced
-        assert traced.spec is not None
-        return tree_unflatten(_closed(outputs, traced.kinds), traced.spec)
+        traced = _Traced()
+        outputs = self._first_run(traced, tensors, places, kinds, spec)
+        self._graphs[signature] = traced
+        return traced.closed(outputs)
 
     def _signature(self, tensors: list[torch.Tensor], kinds: list[_Kind], spec: TreeSpec) -> Hashable:
         """What has to be the same for a graph to hold."""
