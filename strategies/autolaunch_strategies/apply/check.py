@@ -43,16 +43,6 @@ def config_errors(config: ParallelConfig) -> list[ConfigError]:
                 "mp=auto",
             )
         )
-    if config.mesh.mp != 1 and config.mesh.cp != 1 and config.compile:
-        errors.append(
-            ConfigError(
-                f"compile={str(config.compile).lower()} with mesh={config.mesh.name}",
-                "a block whose tensors are sharded along mp is compiled as a graph of what each rank computes, and "
-                "attention over sequences that are sharded along cp does not go into one",
-                "compile=false, or a mesh with mp or cp of size 1",
-                "compile=false",
-            )
-        )
     if config.compile and config.random_numbers == "by_position":
         errors.append(
             ConfigError(

@@ -296,11 +296,11 @@ class Recomputes(Step):
         forwards = {block: block.module.forward for block in site.blocks}
         compiles, selective = self.config.compile, self.config.recompute.mode == "selective"
         if compiles and model.mode is not None and not selective:
-            compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), {})
+            compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), {}, context.now)
         apply_recompute(chosen, self.config.recompute, lambda: both(context.repeating(), model.running()))
         if compiles and model.mode is not None and selective:  # their graphs compute again what they have not kept
             saved = dict.fromkeys(chosen, saved_operators(self.config.recompute.save))
-            compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), saved)
+            compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), saved, context.now)
 
 
 class Compiles(Step):

@@ -25,6 +25,7 @@ def compile_traced(
     mode: bool | str,
     group: dist.ProcessGroup,
     saved: Mapping[Block, Collection[Any]],
+    around: Callable[[], Hashable] = lambda: None,
 ) -> None:
     """Trace a forward of every block by itself, and compile what each rank of mp computes of it.
 
@@ -35,10 +36,11 @@ def compile_traced(
         group: the ranks of mp.
         saved: the operators whose results alone a block keeps for its backward pass; of others those that take least
             memory are kept.
+        around: what forwards depend on beside blocks and arguments.
     """
     compile_graph = _Shared(_compiler(mode))
     for block, forward in forwards.items():
-        traced = TracedForward(block, forward, group, compile_graph, saved.get(block))
+        traced = TracedForward(block, forward, group, compile_graph, saved.get(block), around)
         block.module.forward = functools.wraps(block.module.forward)(traced)
 
 

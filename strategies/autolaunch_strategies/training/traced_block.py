@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autolaunch_strategies.model.blocks import Block
-from autolaunch_strategies.torch_private.joint_graph import each_operator_is_seen, traced_jointly
+from autolaunch_strategies.torch_private.joint_graph import each_operator_is_seen, is_eager_forced, traced_jointly
 from autolaunch_strategies.torch_private.modes import outside_of_modes, without_torch_functions
 from autolaunch_strategies.torch_private.parts import Layout, layout_of, parts_of, with_layout
 from autolaunch_strategies.torch_private.tracing import errors_not_logged
@@ -112,6 +112,7 @@ class TracedForward:
         traced: the forward that is traced; the block's own is what runs where that fails.
         compile_graph: is given each graph and returns what runs in its place.
         saved: operators whose results alone are kept for the backward pass; None: as it takes least memory.
+        around: what the forward depends on beside the block and its arguments, such as what modes know.
     """
 
     def __init__(
@@ -121,16 +122,18 @@ class TracedForward:
         group: dist.ProcessGroup,
         compile_graph: Callable[[torch.fx.GraphModule], Callable[..., Any]],
         saved: Collection[Any] | None = None,
+        around: Callable[[], Hashable] = lambda: None,
     ) -> None:
         self.name, self.module, self.forward = block.name, block.module, block.module.forward
         self.traced, self.group, self.compile_graph, self.saved = traced, group, compile_graph, saved
+        self.around = around
         self.reason = ""
         """Why the block runs as it is; empty while it does not."""
         self._graphs: dict[Hashable, _Traced] = {}
         self._modules = list(self.module.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.reason or each_operator_is_seen():
+        if self.reason or each_operator_is_seen() or is_eager_forced():
             return self.forward(*args, **kwargs)
         try:
             return self._run(args, kwargs)
@@ -171,6 +174,7 @@ class TracedForward:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+            self.around(),
             tuple(map(_attributes, self._modules)),
         )
 
