@@ -708,17 +708,6 @@ WRONG = [
         id="mesh-without-axis",
     ),
     pytest.param(
-        ["mesh=mp2xcp2", "compile=true", "mp=auto", "cp=ring"],
-        Told(
-            "compile=true with mesh=1x2x1x2",
-            "a graph of what each rank computes",
-            "along cp",
-            allowed=("compile=false", "mp or cp of size 1"),
-            write="compile=false",
-        ),
-        id="compile-with-mp-and-cp",
-    ),
-    pytest.param(
         ["compile=true", "random_numbers=by_position"],
         Told(
             "compile=true with random_numbers=by_position",

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from autolaunch_strategies import MeshStrategy
-from tests.support.cases import OUT, serve
+from tests.support.cases import OUT, no_compiler, serve
 from tests.support.zoo import VOCABULARY, WIDTH, gradients, whole
 
 EXPERTS, STEPS, BATCH, LENGTH, CLIP = 8, 3, 8, 6, 0.5
@@ -239,6 +239,7 @@ def parsed(text: str) -> Any:
         return functools.partial(resumed, (one, int(first)), (other, int(then)))
     pairs = dict(item.split("=") for item in rest[0].split(",")) if rest else {}
     settings: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in pairs.items()}
+    settings["compile"] = bool(settings.get("compile"))
     changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if settings.pop("aux", 0) else {}
     return functools.partial(case, name, mesh, changes, settings)
 
@@ -246,8 +247,8 @@ def parsed(text: str) -> Any:
 GROUPS: dict[str, list[str]] = {
     "2": ["mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring"],
     "4": [
-        "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2", "olmoe:4:ep=2,dp=0",
-        "glm4_moe:4:ep=2,replicate=2", "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1",
+        "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2,compile=1", "olmoe:4:ep=2,dp=0",
+        "glm4_moe:4:ep=2,replicate=2", "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1,compile=1",
         "mixtral:1x4:ep=2,recompute=selective,accumulate=8",
         "granitemoe:2x1x2:ep=2,pp=1f1b", "mixtral:2x1x2:ep=2,aux=1", "mixtral:2x1x1x2:ep=4,cp=ulysses,aux=1",
         "resume:4ep2:2x2ep4", "resume:2x2ep2:4ep1",
@@ -257,4 +258,5 @@ GROUPS: dict[str, list[str]] = {
 """Ranks -> cases."""
 
 if __name__ == "__main__":
-    serve({ranks: {case: parsed(case) for case in cases} for ranks, cases in GROUPS.items()}, tensors=True)
+    with no_compiler():
+        serve({ranks: {case: parsed(case) for case in cases} for ranks, cases in GROUPS.items()}, tensors=True)

@@ -86,15 +86,6 @@ def _check_experts(config: ParallelConfig) -> list[ConfigError]:
                 "dp.reduce_dtype=fp32",
             )
         )
-    if config.compile:
-        errors.append(
-            ConfigError(
-                f"compile={str(config.compile).lower()} with ep={config.ep}",
-                "how many tokens each expert gets is known only while Python runs",
-                "compile=false, or ep=1",
-                "compile=false",
-            )
-        )
     return errors
 
 
