@@ -708,6 +708,23 @@ WRONG = [
         id="mesh-without-axis",
     ),
     pytest.param(
+        ["compile=max-autotune", "mesh=4", "dp=fsdp"],
+        Told(
+            "compile=max-autotune with dp.sharding_level=3",
+            "addresses of parameters",
+            allowed=("dp.sharding_level=0",),
+            write="compile=max-autotune-no-cudagraphs",
+        ),
+        id="compile-to-cuda-graphs-of-what-moves",
+    ),
+    pytest.param(
+        ["compile=max-autotun"],
+        Told(
+            "compile=max-autotun", "did you mean max-autotune?", allowed=("true, false",), write="compile=max-autotune"
+        ),
+        id="compile-no-such-mode",
+    ),
+    pytest.param(
         ["compile=true", "random_numbers=by_position"],
         Told(
             "compile=true with random_numbers=by_position",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autolaunch_strategies.config import CP_BACKENDS, SCHEDULES, ConfigError, ParallelConfig
+from autolaunch_strategies.config import CP_BACKENDS, CUDA_GRAPHS, SCHEDULES, ConfigError, ParallelConfig
 from autolaunch_strategies.pipeline.split import parse_spec
 from autolaunch_strategies.schedules.schedule import check_schedule
 
@@ -41,6 +41,17 @@ def config_errors(config: ParallelConfig) -> list[ConfigError]:
                 f"the mesh has {config.mesh.mp} ranks along mp, but mp=none uses only one",
                 "mp=auto, tensor_parallel, seq_parallel, or a plan of your own",
                 "mp=auto",
+            )
+        )
+    if config.compile in CUDA_GRAPHS and config.dp.sharding_level > 0 and config.mesh.dp * config.mesh.cp != 1:
+        instead = "max-autotune-no-cudagraphs" if config.compile == "max-autotune" else "true"
+        errors.append(
+            ConfigError(
+                f"compile={config.compile} with dp.sharding_level={config.dp.sharding_level}",
+                "it runs CUDA graphs, which hold the addresses of parameters, and sharded ones are gathered to other "
+                "memory in each pass",
+                f"compile={instead}, or dp.sharding_level=0",
+                f"compile={instead}",
             )
         )
     if config.compile and config.random_numbers == "by_position":
