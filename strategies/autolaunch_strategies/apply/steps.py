@@ -106,6 +106,7 @@ class Site:
     context_parallel: ContextParallelModule | None = None
     expert_parallel: ExpertParallelModule = field(default_factory=ExpertParallelModule)
     traced: list[TracedForward] = field(default_factory=list)
+    """What stands in the place of the forwards of blocks whose tensors are sharded along mp, if they are compiled."""
     data_parallel: DataParallelModule | None = None
 
     def is_elsewhere(self, module: nn.Module) -> bool:

@@ -48,6 +48,8 @@ class _Constant:
     """What is no tensor."""
 
     value: Any
+    kind: type
+    """1, 1.0 and True are equal."""
 
 
 _Kind = Layout | _Constant | None
@@ -70,7 +72,7 @@ def _opened(leaves: list[Any]) -> tuple[list[torch.Tensor], list[_Kind]]:
             tensors.append(leaf)
             kinds.append(None)
         elif isinstance(leaf, _PLAIN):
-            kinds.append(_Constant(leaf))
+            kinds.append(_Constant(leaf, type(leaf)))
         else:
             raise _CanNotBeTraced(f"a {type(leaf).__name__} comes in or out")
     for place, part in zip(sharded, parts_of([tensors[place] for place in sharded]), strict=True):
