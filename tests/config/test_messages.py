@@ -709,15 +709,21 @@ WRONG = [
         id="mesh-without-axis",
     ),
     pytest.param(
-        ["mesh=mp2xcp2", "compile=true", "mp=auto", "cp=ring"],
+        ["compile=max-autotune", "mesh=4", "dp=fsdp"],
         Told(
-            "compile=true with mesh=1x2x1x2",
-            "a graph of what each rank computes",
-            "along cp",
-            allowed=("compile=false", "mp or cp of size 1"),
-            write="compile=false",
+            "compile=max-autotune with dp.sharding_level=3",
+            "addresses of parameters",
+            allowed=("dp.sharding_level=0",),
+            write="compile=max-autotune-no-cudagraphs",
         ),
-        id="compile-with-mp-and-cp",
+        id="compile-to-cuda-graphs-of-what-moves",
+    ),
+    pytest.param(
+        ["compile=max-autotun"],
+        Told(
+            "compile=max-autotun", "did you mean max-autotune?", allowed=("true, false",), write="compile=max-autotune"
+        ),
+        id="compile-no-such-mode",
     ),
     pytest.param(
         ["compile=true", "random_numbers=by_position"],

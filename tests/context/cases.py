@@ -7,7 +7,7 @@ know (`everywhere`) and what only rank 0 must (`first`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import parse_mesh
+from autolaunch_strategies.training import traced_block
 from tests.context import modules as modules
 from tests.context.modules import LENGTH, Encoder, MultiHead, SequenceFirst, Tokens, Transformers, ViT, hf
 from tests.pipeline.cases import PLAIN, Items, Rows, Setting, batches, canonical_names, fit, make_trainer, shelf, table
@@ -96,6 +97,15 @@ def training(name: str, make: Callable[[], pl.LightningModule], data: Any, *runs
             return fit(setting, make, data, **kwargs)
 
     recipe(name, *runs)(run)
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[None]:
+    """Graphs of blocks run as they are, and no block runs without one."""
+    before = len(traced_block._REASONS)
+    with no_compiler():
+        yield
+    assert len(traced_block._REASONS) == before, traced_block._REASONS
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -339,8 +349,11 @@ training(
 training("recompute-selective", modules.built_in, LABELLED, *everywhere(recompute="selective"), **CLIP)
 training("compiled", modules.built_in, LABELLED, on("cp2", "gather", compile=True, timeout=250), max_steps=2, **CLIP)
 training(
-    "captured", modules.built_in, LABELLED, on("cp2", "gather", compile=True), max_steps=2, inside=no_compiler, **CLIP
-)
+    "captured", modules.built_in, LABELLED, on("cp2", "gather", compile=True),
+    on("mp2xcp2", "ring", label="sp", mp="seq_parallel", compile=True),
+    on("mp2xcp2", "ulysses", label="selective", mp="tensor_parallel", compile=True, recompute="selective"),
+    max_steps=2, inside=captured, **CLIP,
+)  # fmt: skip
 training(
     "bf16-mixed", modules.built_in, LABELLED, *everywhere(), on("dp2xcp2", "ring", label="level3", dp=3),
     precision="bf16-mixed", **CLIP,

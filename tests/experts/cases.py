@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from autolaunch_strategies import ExpertBias, MeshStrategy
-from tests.support.cases import OUT, serve
+from tests.support.cases import OUT, no_compiler, serve
 from tests.support.zoo import VOCABULARY, WIDTH, gradients, whole
 
 EXPERTS, STEPS, BATCH, LENGTH, CLIP, RATE = 8, 3, 8, 6, 0.5, 0.1
@@ -266,6 +266,7 @@ def parsed(text: str) -> Any:
     settings: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in pairs.items()}
     if settings.pop("bias", 0):
         settings["rate"] = RATE
+    settings["compile"] = bool(settings.get("compile"))
     changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if settings.pop("aux", 0) else {}
     return functools.partial(case, name, mesh, changes, settings)
 
@@ -277,8 +278,8 @@ GROUPS: dict[str, list[str]] = {
     ],
     "4": [
         "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2,bias=1", "olmoe:4:ep=2,dp=0",
-        "glm4_moe:4:ep=2,replicate=2,bias=1,recompute=full,accumulate=2",
-        "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1",
+        "deepseek_v3:4:ep=4,dp=2,compile=1", "glm4_moe:4:ep=2,replicate=2,bias=1,recompute=full,accumulate=2",
+        "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1,compile=1",
         "mixtral:1x4:ep=2,recompute=selective,accumulate=8",
         "gpt_oss:2x2:ep=1,dp=3,recompute=selective", "qwen3_moe:1x2x2:ep=1,pp=1f1b",
         "mixtral:1x2x1x2:ep=1,cp=ring,recompute=full,aux=1",
@@ -290,4 +291,5 @@ GROUPS: dict[str, list[str]] = {
 """Ranks -> cases."""
 
 if __name__ == "__main__":
-    serve({ranks: {case: parsed(case) for case in cases} for ranks, cases in GROUPS.items()}, tensors=True)
+    with no_compiler():
+        serve({ranks: {case: parsed(case) for case in cases} for ranks, cases in GROUPS.items()}, tensors=True)

@@ -102,7 +102,6 @@ def test_what_would_be_done_names_the_experts_and_says_why() -> None:
         ({"mesh": "4", "ep": 3}, "4 x 1 x 1 = 4", "ep=2"),
         ({"mesh": "4", "dp": {"replicate": 2}, "ep": 4}, "2 x 1 x 1 = 2", "ep=2"),
         ({"mesh": "2x1x2", "ep": 4}, "2 x 1 x 1 = 2", "ep=2"),
-        ({"mesh": "2", "ep": 2, "compile": True}, "known only while Python runs", "compile=false"),
     ],
 )
 def test_a_degree_that_does_not_fit_is_refused(config: dict[str, Any], problem: str, write: str) -> None:

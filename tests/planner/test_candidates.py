@@ -78,14 +78,6 @@ RULES: list[Any] = [
         id="cp refused",
     ),
     pytest.param(
-        "compiled",
-        {"training": recipe(compiled=True)},
-        {"mp": 2, "cp": 2},
-        {"mp": 2, "dp": 2},
-        "blocks that are sharded along mp and cp are not compiled: compile=false, or mp=1 or cp=1",
-        id="compile",
-    ),
-    pytest.param(
         "mp_sizes",
         {"profile": dataclasses.replace(model(), mp_sizes=(8, 2))},
         {"mp": 4},

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
 from autolaunch.config.sources import register
+from autolaunch.job import ResolvedJob
 from autolaunch.report.plan_file import read_plan, write_plan
+from autolaunch.tasks.fit import _Screen
 from tests import ROOT
 
 CONF = ROOT / "conf"
@@ -122,3 +125,16 @@ reasons:
   - shard
 """
     )
+
+
+def test_what_the_first_batch_shows_of_compiled_blocks_is_added(tmp_path: Path) -> None:
+    job, choices = composed(f"output_dir={tmp_path}", "compile=true")
+    screen = _Screen(cast(ResolvedJob, SimpleNamespace(config=job, output_dir=tmp_path, choices=choices)))
+    screen._account = {"order": ["compile"], "compile": {"mode": True, "blocks": ["h.0"]}}
+    shown = {"mode": True, "blocks": ["h.0"], "reasons": {"h.0": "runs as it is: it draws random numbers of Python's"}}
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(describe=lambda: {"compile": shown}))
+    screen.on_train_batch_end(trainer)
+    assert read_plan(tmp_path / "plan.yaml")["reasons"] == {"order": ["compile"], "compile": shown}
+    (tmp_path / "plan.yaml").unlink()
+    screen.on_train_batch_end(trainer)  # once
+    assert not (tmp_path / "plan.yaml").exists()

@@ -106,6 +106,7 @@ def trained_on(
         "weights": {key: whole(parameter) for key, parameter in model.named_parameters()},
         "held": int(held) / count,
         "rules": applied.account["mp"],
+        "compile": applied.now()["compile"],
     }
 
 

@@ -677,7 +677,9 @@ class Job:
     recompute_save: list[str] = option(
         "With recompute=selective: operators whose outputs are kept.", ["mm", "attention"]
     )
-    compile: bool | str = option("torch.compile every block: true, or a mode such as max-autotune.", False)
+    compile: bool | str = option(
+        "torch.compile every block: true, or a mode such as max-autotune-no-cudagraphs.", False
+    )
     random_numbers: str = option(
         "What dropout draws: by_rank (from a generator on each rank, as torch does), by_position (a hash of where an "
         "element stands in the run, the same on every mesh).",

@@ -120,6 +120,8 @@ def _steps(account: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]:
     for step in ("recompute", "compile"):
         if blocks := account[step].get("blocks"):
             yield step, f"{len(blocks)} of {len(account['blocks']['found'])} blocks: {account[step]['mode']}"
+    for names, reason in _alike(account["compile"].get("reasons", {})):
+        yield "compile", f"{names}: {reason}"
     for warning in account["compile"].get("warnings", ()):
         yield "compile", Text(warning, style="yellow")
     for names, reason in _alike(account["dp"]["groups"]):

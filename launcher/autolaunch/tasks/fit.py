@@ -145,6 +145,8 @@ class _Screen(pl.Callback):
         self.is_first_rank = False
         self.pipeline: dict[str, Any] | None = None
         """What is expected of a pipeline in training, on the first rank."""
+        self._account: dict[str, Any] | None = None
+        """What was written before the first batch, on the first rank."""
 
     def _begin(self, trainer: pl.Trainer) -> None:
         self.is_first_rank = trainer.is_global_zero
@@ -157,12 +159,23 @@ class _Screen(pl.Callback):
                 self.pipeline = pipeline_summary(account)
             if self.job.choice is not None:
                 account = {"choice": self.job.choice, **account}
+            self._account = account
             write_plan(self.job.output_dir, self.job.config, account, self.job.choices)
             log_config(trainer.loggers, self.job.config, self.job.from_environment)
             show_start(account, self.job.config, Terminal(), strategy.parameter_count, strategy.trained_count)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """After the first batch of a run, which blocks could not be compiled is known."""
+        account, self._account = self._account, None
+        if account is None or not self.job.config["compile"]:
+            return
+        strategy: Any = trainer.strategy
+        compiled = strategy.describe()["compile"]
+        if compiled != account["compile"]:
+            write_plan(self.job.output_dir, self.job.config, account | {"compile": compiled}, self.job.choices)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "validate":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autolaunch_strategies.config import CP_BACKENDS, SCHEDULES, ConfigError, ParallelConfig
+from autolaunch_strategies.config import CP_BACKENDS, CUDA_GRAPHS, SCHEDULES, ConfigError, ParallelConfig
 from autolaunch_strategies.pipeline.split import parse_spec
 from autolaunch_strategies.schedules.schedule import check_schedule
 
@@ -43,14 +43,15 @@ def config_errors(config: ParallelConfig) -> list[ConfigError]:
                 "mp=auto",
             )
         )
-    if config.mesh.mp != 1 and config.mesh.cp != 1 and config.compile:
+    if config.compile in CUDA_GRAPHS and config.dp.sharding_level > 0 and config.mesh.dp * config.mesh.cp != 1:
+        instead = "max-autotune-no-cudagraphs" if config.compile == "max-autotune" else "true"
         errors.append(
             ConfigError(
-                f"compile={str(config.compile).lower()} with mesh={config.mesh.name}",
-                "a block whose tensors are sharded along mp is compiled as a graph of what each rank computes, and "
-                "attention over sequences that are sharded along cp does not go into one",
-                "compile=false, or a mesh with mp or cp of size 1",
-                "compile=false",
+                f"compile={config.compile} with dp.sharding_level={config.dp.sharding_level}",
+                "it runs CUDA graphs, which hold the addresses of parameters, and sharded ones are gathered to other "
+                "memory in each pass",
+                f"compile={instead}, or dp.sharding_level=0",
+                f"compile={instead}",
             )
         )
     if config.compile and config.random_numbers == "by_position":
@@ -94,15 +95,6 @@ def _check_experts(config: ParallelConfig) -> list[ConfigError]:
                 "torch divides gradients in fp16 twice where experts are not sharded any further",
                 "dp.reduce_dtype=bf16, fp32 or null",
                 "dp.reduce_dtype=fp32",
-            )
-        )
-    if config.compile:
-        errors.append(
-            ConfigError(
-                f"compile={str(config.compile).lower()} with ep={config.ep}",
-                "how many tokens each expert gets is known only while Python runs",
-                "compile=false, or ep=1",
-                "compile=false",
             )
         )
     return errors

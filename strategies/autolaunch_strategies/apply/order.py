@@ -22,6 +22,7 @@ from autolaunch_strategies.model.materialise import WeightFiles, share_values
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.tensor.model_parallel import ModelParallelModule
 from autolaunch_strategies.tracing.step import Step as TracedStep
+from autolaunch_strategies.training.traced_block import TracedForward
 
 ORDER = (*(step.name for step in STEPS), "optimizer")
 
@@ -39,10 +40,18 @@ class Parallelized:
     counts: Counts
     blocks: Blocks
     account: dict[str, Any] = field(default_factory=dict)
+    traced: list[TracedForward] = field(default_factory=list)
+    """Forwards of blocks that run as graphs of what this rank computes."""
     pipeline: Pipeline | None = None
     """The stages of this rank if the module is cut: `group`, the ranks that hold the other stages, `device`, where this
     rank computes, and `counts(parameter)`, False for a parameter whose first holder is another stage (True for one
     that is not of this module)."""
+
+    def now(self) -> dict[str, Any]:
+        """The account, with what steps have shown since."""
+        reasons = {traced.name: f"runs as it is: {traced.reason}" for traced in self.traced if traced.reason}
+        compiled = self.account["compile"]
+        return self.account | {"compile": compiled | if_any("reasons", compiled.get("reasons", {}) | reasons)}
 
     def running(self) -> AbstractContextManager[None]:
         """Forward and backward passes of the module run within it."""
@@ -89,7 +98,7 @@ def apply_parallelism(
     dp, mp, cp = site.data_parallel, site.model_parallel, site.context_parallel
     assert dp is not None and mp is not None and cp is not None
     account = _account(config, blocks, steps)
-    return Parallelized(module, config, mesh, dp, mp, cp, counts, site.blocks, account, site.pipeline)
+    return Parallelized(module, config, mesh, dp, mp, cp, counts, site.blocks, account, site.traced, site.pipeline)
 
 
 def foresee(

@@ -52,8 +52,9 @@ from autolaunch_strategies.tensor.share import share_in_words, share_per_rank
 from autolaunch_strategies.tracing.inputs import Steps
 from autolaunch_strategies.tracing.step import Step as TracedStep
 from autolaunch_strategies.training.batch_statistics import batch_norms, share_batch_statistics
-from autolaunch_strategies.training.compile import apply_compile, compile_traced
+from autolaunch_strategies.training.compile import apply_compile, compile_traced, parts_to_compile
 from autolaunch_strategies.training.recompute import apply_recompute, recomputed_blocks, saved_operators
+from autolaunch_strategies.training.traced_block import TracedForward
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ class Site:
     model_parallel: ModelParallelModule | None = None
     context_parallel: ContextParallelModule | None = None
     expert_parallel: ExpertParallelModule = field(default_factory=ExpertParallelModule)
+    traced: list[TracedForward] = field(default_factory=list)
+    """What stands in the place of the forwards of blocks whose tensors are sharded along mp, if they are compiled."""
     data_parallel: DataParallelModule | None = None
 
     def is_elsewhere(self, module: nn.Module) -> bool:
@@ -288,6 +291,7 @@ class Recomputes(Step):
     def __init__(self, look: Look) -> None:
         super().__init__(look)
         self.blocks = recomputed_blocks(look.blocks, look.config.recompute)
+        self.held = {mixture.module for mixture in look.mixtures}
 
     def account(self) -> dict[str, Any]:
         return {"recompute": {"mode": self.config.recompute.mode, **if_any("blocks", self.blocks)}}
@@ -296,10 +300,11 @@ class Recomputes(Step):
         context, model = site.context_parallel, site.model_parallel
         assert context is not None and model is not None
         chosen = [block for block in site.blocks if block.name in self.blocks]
-        forwards = {block: block.module.forward for block in site.blocks}
+        parts, _ = parts_to_compile(site.blocks, self.held)
+        forwards = {part: part.module.forward for part in parts}
         compiles, selective = self.config.compile, self.config.recompute.mode == "selective"
         if compiles and model.mode is not None and not selective:
-            compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), {})
+            site.traced = compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), {}, context.now)
         apply_recompute(
             chosen,
             self.config.recompute,
@@ -308,7 +313,7 @@ class Recomputes(Step):
         )
         if compiles and model.mode is not None and selective:  # their graphs compute again what they have not kept
             saved = dict.fromkeys(chosen, saved_operators(self.config.recompute.save))
-            compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), saved)
+            site.traced = compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), saved, context.now)
 
 
 class Compiles(Step):
@@ -318,7 +323,9 @@ class Compiles(Step):
 
     def __init__(self, look: Look) -> None:
         super().__init__(look)
-        self.blocks = [block.name for block in look.blocks] if look.config.compile else []
+        self.held = {mixture.module for mixture in look.mixtures}
+        parts, self.reasons = parts_to_compile(look.blocks if look.config.compile else (), self.held)
+        self.blocks = [part.name for part in parts]
         pp = look.config.pp if look.config.mesh.pp > 1 else None
         schedule = SCHEDULE_SPECS.get(pp.schedule) if pp is not None else None
         self.warnings = (
@@ -331,15 +338,15 @@ class Compiles(Step):
         )
 
     def account(self) -> dict[str, Any]:
-        compiled = {"mode": self.config.compile, **if_any("blocks", self.blocks), **if_any("warnings", self.warnings)}
-        return {"compile": compiled}
+        compiled = {"mode": self.config.compile, **if_any("blocks", self.blocks), **if_any("reasons", self.reasons)}
+        return {"compile": compiled | if_any("warnings", self.warnings)}
 
     def apply(self, site: Site) -> None:
         for warning in self.warnings:
             log.warning(warning)
         assert site.model_parallel is not None
         if self.config.compile and site.model_parallel.mode is None:  # else `Recomputes` has done it
-            apply_compile(site.blocks, self.config.compile)
+            apply_compile(parts_to_compile(site.blocks, self.held)[0], self.config.compile)
 
 
 class Shards(Step):

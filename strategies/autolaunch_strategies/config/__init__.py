@@ -30,7 +30,7 @@ from autolaunch_strategies.config.mesh_shape import (
 )
 from autolaunch_strategies.config.model_parallel import MP_NAMES, ModelParallel
 from autolaunch_strategies.config.options import option
-from autolaunch_strategies.config.parallel import RANDOM_NUMBERS, ParallelConfig, parallel_config
+from autolaunch_strategies.config.parallel import CUDA_GRAPHS, RANDOM_NUMBERS, ParallelConfig, parallel_config
 from autolaunch_strategies.config.pipeline import PP_NAMES, PipelineParallel
 from autolaunch_strategies.config.recompute import RECOMPUTE_MODES, Recompute, parse_recompute
 from autolaunch_strategies.config.schedules import SCHEDULE_SPECS, SCHEDULES, ScheduleSpec
@@ -44,6 +44,7 @@ __all__ = [
     "CP_BACKEND_SPECS",
     "CP_NAMES",
     "CP_SPELLINGS",
+    "CUDA_GRAPHS",
     "DEFAULT_ORDER",
     "MP_NAMES",
     "PP_NAMES",

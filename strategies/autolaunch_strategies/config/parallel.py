@@ -18,6 +18,10 @@ from autolaunch_strategies.config.recompute import Recompute, parse_recompute
 RANDOM_NUMBERS = ("by_rank", "by_position")
 """Whether dropout draws from a generator on each rank, or a number for each place in the run, equal on every mesh."""
 
+COMPILE_MODES = ("default", "max-autotune-no-cudagraphs", "max-autotune", "reduce-overhead")
+"""Of `torch.compile`; the last two run what is compiled as CUDA graphs."""
+CUDA_GRAPHS = COMPILE_MODES[2:]
+
 
 @dataclass
 class ParallelConfig:
@@ -70,6 +74,7 @@ def parallel_config(
         mp: a `ModelParallel`, its fields as a mapping, or none, auto, tensor_parallel, seq_parallel.
         pp: a `PipelineParallel`, its fields as a mapping, or none, exact, or the name of a schedule.
         cp: a `ContextParallel`, its fields as a mapping, or none, or the name of a backend.
+        compile: whether blocks are compiled, or one of `COMPILE_MODES`.
         random_numbers: one of `RANDOM_NUMBERS`.
         ep: over how many ranks the experts of a mixture are shared out.
 
@@ -93,6 +98,14 @@ def parallel_config(
             raise ConfigError(f"pp={pp}", "no such pipeline", ", ".join(PP_NAMES))
         pp = PP_NAMES[pp]
     pipeline = from_mapping(PipelineParallel, pp, "pp") if isinstance(pp, Mapping) else pp
+    if isinstance(compile, str) and compile not in COMPILE_MODES:
+        close = nearest(compile, COMPILE_MODES)
+        raise ConfigError(
+            f"compile={compile}",
+            "no such mode" + (f"; did you mean {close}?" if close else ""),
+            f"true, false, {', '.join(COMPILE_MODES)}",
+            f"compile={close or 'true'}",
+        )
     if random_numbers not in RANDOM_NUMBERS:
         close = nearest(str(random_numbers), RANDOM_NUMBERS)
         raise ConfigError(

@@ -72,6 +72,10 @@ class AttentionCalls(TorchFunctionMode):
         finally:
             self._chosen = before
 
+    def now(self) -> tuple[Layout, str] | None:
+        """What a call of attention would be answered by; None: by torch."""
+        return None if self.within is None else (self.within.layout, self._chosen or self.within.backend)
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Within it tensors are whole."""

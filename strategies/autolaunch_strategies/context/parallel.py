@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,10 @@ class ContextParallelModule:
     def repeating(self) -> AbstractContextManager[None]:
         """The context in which a block that runs now can run again, in a backward pass."""
         return nullcontext() if self.sequences is None else self.sequences.calls.repeating()
+
+    def now(self) -> Hashable:
+        """What attention depends on where it is called, beside what it is called with."""
+        return None if self.sequences is None else self.sequences.calls.now()
 
     def report(self, name: str, group: dist.ProcessGroup | None) -> None:
         """Once, after the first step, warn of what gathers sequences, and of a model in which none are sharded.

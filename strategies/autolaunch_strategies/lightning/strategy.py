@@ -429,7 +429,7 @@ class MeshStrategy(ParallelStrategy):
             self.construction.remember(module)
         with _constants_kept(module, self.precision_plugin):
             self.precision_plugin.convert_module(module)
-        if fitting and not self.parallel.compile:  # what counts would break the graph of a block
+        if fitting and (not self.parallel.compile or self.parallel.ep > 1):  # else what counts breaks graphs of blocks
             self._load = ExpertLoad(module)
         self._applied = apply_parallelism(
             module,
@@ -474,8 +474,8 @@ class MeshStrategy(ParallelStrategy):
         self.accelerator.teardown()
 
     def describe(self) -> dict[str, Any]:
-        """What was applied to the module, in order and with reasons, as plain data."""
-        return self._applied.account
+        """What was applied to the module, in order and with reasons, as plain data; what steps showed is in it, too."""
+        return self._applied.now()
 
     def worst_expert_load(self) -> tuple[str, float] | None:
         """(the layer of experts with the least even load, tokens of its busiest expert over those of the mean one).

@@ -228,7 +228,7 @@ class Space:
         meshes = _Table({axis: array.ravel() for axis, array in zip(AXES, grid, strict=True)} | {"microbatches": 1})
         fitting = meshes.where(~self._rules["devices"].refuses(meshes))
         meshes = fitting if len(fitting) else self._kept(meshes, "devices")
-        return self._kept(meshes, "compiled", "batch").only(*AXES)
+        return self._kept(meshes, "batch").only(*AXES)
 
     def _microbatches(self, rows: _Table) -> _Table:
         table = rows.distinct("dp").with_options(("microbatches",), self._parts_of_batch)
@@ -392,13 +392,6 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         refused_axis("mp"),
         refused_axis("pp"),
         refused_axis("cp"),
-        Rule(
-            "compiled",
-            "mp and cp with compile",
-            ("mp", "cp"),
-            lambda c: (c.mp > 1) & (c.cp > 1) & recipe.compiled,
-            lambda c: "blocks that are sharded along mp and cp are not compiled: compile=false, or mp=1 or cp=1",
-        ),
         Rule(
             "mp_sizes",
             "heads and other sizes % mp",

@@ -49,6 +49,9 @@ EXCHANGE_KERNELS = 1
 """Kernels that take as long to launch as one exchange."""
 COMPILED_MOVED, COMPILED_KERNELS = 0.6, 0.4
 """What compiled blocks still move and launch, as a share."""
+COMPILED_SHARDED = 0.4
+"""What compiled blocks still take of the further host time of DTensors, as a share: graphs hold plain parts, which are
+taken out of parameters, and gradients put together again, once per block (`tests/benchmarks/host_time.py`)."""
 UNALIGNED = 0.33
 """Share of the speed of 16-bit products whose sides are no multiples of 8."""
 HALF_OUTPUT, HALF_INNER, HALF_POSITIONS = 6e5, 150.0, 256.0
@@ -252,6 +255,7 @@ def _part_costs(
     exchanged = np.where(ways.mp > 1, part.exchanges * EXCHANGE_KERNELS, 0.0)
     # With sequences sharded between what mp shards, everything works on DTensors.
     sharded = np.where(ways.sequence_parallel & (part.sharded_kernels > 0), part.kernels, part.sharded_kernels)
+    sharded = sharded * (COMPILED_SHARDED if recipe.compiled else 1.0)
     host = (kernels + exchanged) * constants.kernel_s + np.where(ways.mp > 1, sharded * constants.mp_kernel_s, 0.0)
     host = host + np.where(ways.cp > 1, calls * constants.cp_s, 0.0)
     busy_f = compute_f + attention_f + elementwise_f + mp_f + cp_f

@@ -18,7 +18,7 @@ from autolaunch_strategies.tensor.sharding_errors import explained, remember_pla
 from autolaunch_strategies.tensor.styles.base import Region
 from autolaunch_strategies.tensor.styles.build import build_style
 from autolaunch_strategies.tensor.views import MixedTensors
-from autolaunch_strategies.torch_private.modes import is_active
+from autolaunch_strategies.torch_private.modes import is_active, without_torch_functions
 
 
 @dataclass
@@ -113,7 +113,8 @@ def account_of_plan(rules: list[Rule], matches: list[Match], warnings: list[str]
 
 @torch.no_grad()
 def _place_gradient(parameter: torch.Tensor) -> None:
-    gradient = parameter.grad
-    assert isinstance(parameter, DTensor)
-    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-        parameter.grad = gradient.redistribute(placements=parameter.placements)
+    with without_torch_functions():
+        gradient = parameter.grad
+        assert isinstance(parameter, DTensor)
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -60,3 +60,8 @@ def _say_what_is_kept(graph: torch.fx.GraphModule, saved: Collection[Any]) -> No
 def each_operator_is_seen() -> bool:
     """Whether something looks at every operator that runs now: tracing, shapes alone, selective recomputation."""
     return _get_current_dispatch_mode() is not None
+
+
+def is_eager_forced() -> bool:
+    """Whether nothing that is compiled may run now (`torch.compiler.set_stance("force_eager")`)."""
+    return torch._dynamo.eval_frame._stance.stance == "force_eager"

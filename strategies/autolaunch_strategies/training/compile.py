@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.training.traced_block import TracedForward
@@ -20,12 +21,38 @@ def apply_compile(blocks: Iterable[Block], mode: bool | str) -> None:
         block.module.forward = functools.wraps(block.module.forward)(compiler(block.module.forward))
 
 
+def parts_to_compile(blocks: Iterable[Block], held: Set[nn.Module]) -> tuple[list[Block], dict[str, str]]:
+    """(what is compiled by itself, name of a block that is not compiled as one -> why).
+
+    Args:
+        held: mixtures whose experts are shared out. Of a block with one its other children are compiled.
+    """
+    parts: list[Block] = []
+    reasons: dict[str, str] = {}
+    for block in blocks:
+        if held.isdisjoint(block.module.modules()):
+            parts.append(block)
+            continue
+        children = [
+            Block(f"{block.name}.{name}", child)
+            for name, child in block.module.named_children()
+            if held.isdisjoint(child.modules()) and next(child.parameters(), None) is not None
+        ]
+        parts += children
+        kinds = ", ".join(dict.fromkeys(type(child.module).__name__ for child in children)) or "nothing"
+        reasons[block.name] = (
+            "how many tokens each of its experts gets is known only while Python runs, so of it are compiled: " + kinds
+        )
+    return parts, reasons
+
+
 def compile_traced(
     forwards: Mapping[Block, Callable[..., Any]],
     mode: bool | str,
     group: dist.ProcessGroup,
     saved: Mapping[Block, Collection[Any]],
-) -> None:
+    around: Callable[[], Hashable] = lambda: None,
+) -> list[TracedForward]:
     """Trace a forward of every block by itself, and compile what each rank of mp computes of it.
 
     Blocks that come to the same graph share what it is compiled to. One that can't be traced runs as it is.
@@ -35,11 +62,18 @@ def compile_traced(
         group: the ranks of mp.
         saved: the operators whose results alone a block keeps for its backward pass; of others those that take least
             memory are kept.
+        around: what forwards depend on beside blocks and arguments.
+
+    Returns:
+        what stands in the place of the forwards.
     """
     compile_graph = _Shared(_compiler(mode))
+    all_traced = []
     for block, forward in forwards.items():
-        traced = TracedForward(block, forward, group, compile_graph, saved.get(block))
+        traced = TracedForward(block, forward, group, compile_graph, saved.get(block), around)
         block.module.forward = functools.wraps(block.module.forward)(traced)
+        all_traced.append(traced)
+    return all_traced
 
 
 def _compiler(mode: bool | str) -> Callable[[Any], Any]:

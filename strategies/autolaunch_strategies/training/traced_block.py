@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autolaunch_strategies.model.blocks import Block
-from autolaunch_strategies.torch_private.joint_graph import each_operator_is_seen, traced_jointly
-from autolaunch_strategies.torch_private.modes import outside_of_modes
+from autolaunch_strategies.torch_private.joint_graph import each_operator_is_seen, is_eager_forced, traced_jointly
+from autolaunch_strategies.torch_private.modes import outside_of_modes, without_torch_functions
+from autolaunch_strategies.torch_private.parts import Layout, layout_of, parts_of, with_layout
 from autolaunch_strategies.torch_private.tracing import errors_not_logged
 from autolaunch_strategies.tracing.unreadable import attributes_kept, reason_of
 
@@ -44,52 +44,39 @@ class _CanNotBeTraced(Exception):
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """What a DTensor is beside the part that this rank holds."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: DTensor) -> _Layout:
-        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
-
-    def around(self, part: torch.Tensor) -> DTensor:
-        return DTensor.from_local(
-            part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
-
-
-@dataclass(frozen=True)
 class _Constant:
     """What is no tensor."""
 
     value: Any
+    kind: type
+    """1, 1.0 and True are equal."""
 
 
-_Kind = _Layout | _Constant | None
+_Kind = Layout | _Constant | None
 """How a leaf comes out of a plain tensor, or without one; None: it is the tensor."""
 
 
 def _opened(leaves: list[Any]) -> tuple[list[torch.Tensor], list[_Kind]]:
     """The plain tensors in `leaves`, and what each leaf is. Differentiable."""
-    tensors: list[torch.Tensor] = []
+    tensors: list[Any] = []
     kinds: list[_Kind] = []
+    sharded: list[int] = []
     for leaf in leaves:
         if type(leaf) is DTensor:
-            tensors.append(leaf.to_local())
-            kinds.append(_Layout.of(leaf))
+            sharded.append(len(tensors))
+            tensors.append(leaf)
+            kinds.append(layout_of(leaf))
         elif isinstance(leaf, torch.Tensor):
             if type(leaf) not in (torch.Tensor, nn.Parameter) and not each_operator_is_seen():  # as tracing wraps them
                 raise _CanNotBeTraced(f"a {type(leaf).__name__} comes in or out")
             tensors.append(leaf)
             kinds.append(None)
         elif isinstance(leaf, _PLAIN):
-            kinds.append(_Constant(leaf))
+            kinds.append(_Constant(leaf, type(leaf)))
         else:
             raise _CanNotBeTraced(f"a {type(leaf).__name__} comes in or out")
+    for place, part in zip(sharded, parts_of([tensors[place] for place in sharded]), strict=True):
+        tensors[place] = part
     return tensors, kinds
 
 
@@ -101,7 +88,7 @@ def _closed(tensors: Collection[torch.Tensor], kinds: list[_Kind]) -> list[Any]:
         if isinstance(kind, _Constant):
             leaves.append(kind.value)
         else:
-            leaves.append(next(parts) if kind is None else kind.around(next(parts)))
+            leaves.append(next(parts) if kind is None else with_layout(next(parts), kind))
     return leaves
 
 
@@ -113,6 +100,10 @@ class _Traced:
     kinds: list[_Kind] = field(default_factory=list)
     spec: TreeSpec | None = None
 
+    def closed(self, outputs: Collection[torch.Tensor]) -> Any:
+        assert self.spec is not None
+        return tree_unflatten(_closed(outputs, self.kinds), self.spec)
+
 
 class TracedForward:
     """Stands in the place of a block's forward.
@@ -123,6 +114,7 @@ class TracedForward:
         traced: the forward that is traced; the block's own is what runs where that fails.
         compile_graph: is given each graph and returns what runs in its place.
         saved: operators whose results alone are kept for the backward pass; None: as it takes least memory.
+        around: what the forward depends on beside the block and its arguments, such as what modes know.
     """
 
     def __init__(
@@ -132,16 +124,18 @@ class TracedForward:
         group: dist.ProcessGroup,
         compile_graph: Callable[[torch.fx.GraphModule], Callable[..., Any]],
         saved: Collection[Any] | None = None,
+        around: Callable[[], Hashable] = lambda: None,
     ) -> None:
         self.name, self.module, self.forward = block.name, block.module, block.module.forward
         self.traced, self.group, self.compile_graph, self.saved = traced, group, compile_graph, saved
+        self.around = around
         self.reason = ""
         """Why the block runs as it is; empty while it does not."""
         self._graphs: dict[Hashable, _Traced] = {}
         self._modules = list(self.module.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.reason or each_operator_is_seen():
+        if self.reason or each_operator_is_seen() or is_eager_forced():
             return self.forward(*args, **kwargs)
         try:
             return self._run(args, kwargs)
@@ -152,26 +146,25 @@ class TracedForward:
         return self.forward(*args, **kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        places = [
-            (tensors, name)
-            for module in self._modules
-            for tensors in (module._parameters, module._buffers)
-            for name in tensors
-        ]
-        leaves, spec = tree_flatten((args, kwargs))
-        tensors, kinds = _opened([*(tensors[name] for tensors, name in places), *leaves])
-        signature = self._signature(tensors, kinds, spec)
-        traced = self._graphs.get(signature)
-        if traced is not None:
-            outputs = traced.run(*tensors)
-        elif len(self._graphs) == _MOST_GRAPHS:
+        with without_torch_functions():  # all that is looked at and run is plain: no mode has to see it
+            places = [
+                (tensors, name)
+                for module in self._modules
+                for tensors in (module._parameters, module._buffers)
+                for name in tensors
+            ]
+            leaves, spec = tree_flatten((args, kwargs))
+            tensors, kinds = _opened([*(tensors[name] for tensors, name in places), *leaves])
+            signature = self._signature(tensors, kinds, spec)
+            traced = self._graphs.get(signature)
+            if traced is not None:
+                return traced.closed(traced.run(*tensors))
+        if len(self._graphs) == _MOST_GRAPHS:
             raise _CanNotBeTraced(f"it is called in more than {_MOST_GRAPHS} ways (sizes of tensors, attributes)")
-        else:
-            traced = _Traced()
-            outputs = self._first_run(traced, tensors, places, kinds, spec)
-            self._graphs[signature] = traced
-        assert traced.spec is not None
-        return tree_unflatten(_closed(outputs, traced.kinds), traced.spec)
+        traced = _Traced()
+        outputs = self._first_run(traced, tensors, places, kinds, spec)
+        self._graphs[signature] = traced
+        return traced.closed(outputs)
 
     def _signature(self, tensors: list[torch.Tensor], kinds: list[_Kind], spec: TreeSpec) -> Hashable:
         """What has to be the same for a graph to hold."""
@@ -183,6 +176,7 @@ class TracedForward:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+            self.around(),
             tuple(map(_attributes, self._modules)),
         )
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from autolaunch_strategies.mesh.layout import Layout
-from autolaunch_strategies.torch_private.collectives import start_all_gather
+from autolaunch_strategies.torch_private.collectives import group_called, start_all_gather
+from autolaunch_strategies.torch_private.operators import define_operator
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -91,18 +92,45 @@ class GatherInOrder(torch.autograd.Function):
     def forward(
         ctx: Any, group: dist.ProcessGroup, layout: Layout, dim: int, *parts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.of = group, layout, dim
-        boolean = parts[0].dtype == torch.bool  # which not every backend sends
-        sent = [part.view(torch.uint8) if boolean else part for part in parts]
-        wholes = [in_order(arrived, layout, dim) for arrived in Gathering(sent, group).wait()]
-        return tuple(whole.view(torch.bool) if boolean else whole for whole in wholes)
+        ctx.how = group.group_name, [layout.size, layout.ranks, layout.ulysses], dim
+        return tuple(torch.ops.autolaunch.gather_in_order(parts, *ctx.how))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        group, layout, dim = ctx.of
-        summed = sum_at_owners(grads, group, layout, dim)
+        summed = torch.ops.autolaunch.sum_at_owners(grads, *ctx.how)
         return None, None, None, *(total.to(grad.dtype) for total, grad in zip(summed, grads, strict=True))
+
+
+def _gather_in_order(parts: list[torch.Tensor], group: str, layout: list[int], dim: int) -> list[torch.Tensor]:
+    boolean = parts[0].dtype == torch.bool  # which not every backend sends
+    sent = [part.view(torch.uint8) if boolean else part for part in parts]
+    arrived = Gathering(sent, group_called(group)).wait()
+    wholes = [in_order(pieces, Layout(*layout), dim).contiguous() for pieces in arrived]
+    return [whole.view(torch.bool) if boolean else whole for whole in wholes]
+
+
+def _sum_at_owners(wholes: list[torch.Tensor], group: str, layout: list[int], dim: int) -> list[torch.Tensor]:
+    return sum_at_owners(wholes, group_called(group), Layout(*layout), dim)
+
+
+def _with_length(tensor: torch.Tensor, dim: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.new_empty((*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]), dtype=dtype)
+
+
+define_operator(
+    "gather_in_order(Tensor[] parts, str group, int[] layout, int dim) -> Tensor[]",
+    _gather_in_order,
+    lambda parts, group, layout, dim: [_with_length(part, dim, Layout(*layout).size, part.dtype) for part in parts],
+)
+define_operator(
+    "sum_at_owners(Tensor[] wholes, str group, int[] layout, int dim) -> Tensor[]",
+    _sum_at_owners,
+    lambda wholes, group, layout, dim: [
+        _with_length(whole, dim, Layout(*layout).local, torch.promote_types(wholes[0].dtype, torch.float32))
+        for whole in wholes
+    ],
+)
 
 
 @lru_cache(maxsize=256)
@@ -171,17 +199,18 @@ class _Swapped(torch.autograd.Function):
         ctx: Any, group: dist.ProcessGroup, split: int, join: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.of = group, split, join
-        return tuple(_swap(tensors, group, split, join))
+        return tuple(torch.ops.autolaunch.swap_dims(tensors, group.group_name, split, join))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         group, split, join = ctx.of
-        return None, None, None, *_swap(grads, group, split=join, join=split)
+        return None, None, None, *torch.ops.autolaunch.swap_dims(grads, group.group_name, join, split)
 
 
-def _swap(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, split: int, join: int) -> list[torch.Tensor]:
+def _swap(tensors: list[torch.Tensor], name: str, split: int, join: int) -> list[torch.Tensor]:
     """Send the r-th part along `split` of each tensor to rank r; what comes is put together along `join`."""
+    group = group_called(name)
     ranks = group.size()
     parts = [tensor.chunk(ranks, split) for tensor in tensors]
     sent = pack([part[rank] for rank in range(ranks) for part in parts])
@@ -190,3 +219,14 @@ def _swap(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, split: int,
     shapes = [part[0].shape for part in parts]
     arrived = [unpack(flat, shapes) for flat in received.chunk(ranks)]
     return [torch.cat(pieces, join) for pieces in zip(*arrived, strict=True)]
+
+
+def _swapped_shapes(tensors: list[torch.Tensor], name: str, split: int, join: int) -> list[torch.Tensor]:
+    shapes, ranks = [list(tensor.shape) for tensor in tensors], group_called(name).size()
+    for shape in shapes:
+        shape[split] //= ranks
+        shape[join] *= ranks
+    return [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+
+
+define_operator("swap_dims(Tensor[] tensors, str group, int split, int join) -> Tensor[]", _swap, _swapped_shapes)

@@ -3,9 +3,9 @@
 How keys and values get from place to place is a `KeyExchange`. What is kept, the gradient from the log-sum-exp, and
 what torch sees of it are the same for all.
 
-The forward pass is one operator of torch: what it does inside is nobody else's business. Selective recomputation can
-then keep its outputs, as those of torch's own attention, and nothing travels again; and what it changes in place while
-it adds up parts is not taken for a change of something kept.
+Each pass is one operator of torch: what it does inside is nobody else's business. Selective recomputation can then keep
+the outputs of the forward one, as those of torch's own attention, and nothing travels again; what it changes in place
+while it adds up parts is not taken for a change of something kept; and graphs of blocks hold it as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from autolaunch_strategies.context.attention.tiles import Differentiated, Merged, padded
 from autolaunch_strategies.mesh.layout import Layout
 from autolaunch_strategies.torch_private.collectives import group_called
+from autolaunch_strategies.torch_private.operators import define_operator
 
 
 class KeyExchange(ABC):
@@ -58,11 +59,8 @@ class KeyExchange(ABC):
 
 
 _EXCHANGES: dict[str, type[KeyExchange]] = {}
-_LIBRARY = torch.library.Library("autolaunch", "FRAGMENT")
-_LIBRARY.define(
-    "context_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, str exchange, str group, int[] layout, bool causal, "
-    "float scale) -> (Tensor, Tensor)"
-)
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? mask"
+_HOW = "str exchange, str group, int[] layout, bool causal, float scale"
 
 
 def _run(
@@ -79,10 +77,56 @@ def _run(
     keys = _EXCHANGES[exchange](group_called(group), Layout(*layout), causal, mask)
     merged = Merged(q[:, :, : keys.layout.valid_at(keys.place)], v.shape[3], scale)
     keys.attend(merged, k, v)
-    return merged.result()
+    out, lse = merged.result()
+    return _by_position(out), lse.contiguous()
 
 
-_LIBRARY.impl("context_attention", _run, "CompositeExplicitAutograd")
+def _shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, exchange: str, group: str, layout: list[int], *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count = Layout(*layout).valid_at(group_called(group).rank())
+    b, h = q.shape[:2]
+    lse = q.new_empty((b, h, count), dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty((b, count, h, v.shape[3])).transpose(1, 2), lse
+
+
+def _run_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    exchange: str,
+    group: str,
+    layout: list[int],
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    keys = _EXCHANGES[exchange](group_called(group), Layout(*layout), causal, mask)
+    count = keys.layout.valid_at(keys.place)
+    parts = Differentiated(grad[:, :, :count], q[:, :, :count], out, lse, scale)
+    dk, dv = keys.differentiate(parts, k, v)
+    dq = padded(parts.result(), q.shape[2])
+    return _by_position(dq), _by_position(dk.to(k.dtype)), _by_position(dv.to(v.dtype))
+
+
+def _shapes_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(item.new_empty(item.transpose(1, 2).shape).transpose(1, 2) for item in (q, k, v))
+
+
+def _by_position(tensor: torch.Tensor) -> torch.Tensor:
+    """[b, h, s, d] laid out as [b, s, h, d], as models and kernels have it mostly: graphs hold one layout only."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+define_operator(f"context_attention({_TENSORS}, {_HOW}) -> (Tensor, Tensor)", _run, _shapes)
+define_operator(
+    f"context_attention_backward({_TENSORS}, Tensor grad, Tensor out, Tensor lse, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    _shapes_backward,
+)
 
 CONTEXT_ATTENTION = torch.ops.autolaunch.context_attention
 """The operator: (output, log-sum-exp), both new."""
@@ -127,19 +171,15 @@ class _OverPlaces(torch.autograd.Function):
         causal: bool,
         scale: float,
     ) -> torch.Tensor:
-        ctx.of = exchange, group, layout, causal, scale
-        sizes = [layout.size, layout.ranks, layout.ulysses]
-        out, lse = CONTEXT_ATTENTION(q, k, v, mask, exchange.__name__, group.group_name, sizes, causal, scale)
+        how = exchange.__name__, group.group_name, [layout.size, layout.ranks, layout.ulysses], causal, scale
+        out, lse = CONTEXT_ATTENTION(q, k, v, mask, *how)
+        ctx.how = how
         ctx.save_for_backward(q, k, v, mask, out, lse)
         return padded(out, q.shape[2])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        exchange, group, layout, causal, scale = ctx.of
         q, k, v, mask, out, lse = ctx.saved_tensors
-        keys = exchange(group, layout, causal, mask)
-        count = layout.valid_at(keys.place)
-        parts = Differentiated(grad[:, :, :count], q[:, :, :count], out, lse, scale)
-        dk, dv = keys.differentiate(parts, k, v)
-        return padded(parts.result(), q.shape[2]), dk.to(k.dtype), dv.to(v.dtype), *[None] * 6
+        gradients = torch.ops.autolaunch.context_attention_backward(q, k, v, mask, grad, out, lse, *ctx.how)
+        return *gradients, *[None] * 6
