@@ -52,6 +52,7 @@ from autolaunch_strategies.tracing.inputs import Steps
 from autolaunch_strategies.tracing.step import Step as TracedStep
 from autolaunch_strategies.training.batch_statistics import batch_norms, share_batch_statistics
 from autolaunch_strategies.training.compile import apply_compile, compile_traced
+from autolaunch_strategies.training.float8 import check_shards, convert, float8_layers
 from autolaunch_strategies.training.recompute import apply_recompute, recomputed_blocks, saved_operators
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,37 @@ class Step:
 
     def begin(self, site: Site) -> None:
         """What waits until every step has been applied and every parameter has its values."""
+
+
+class Converts(Step):
+    """Let linear layers of blocks multiply in float8."""
+
+    name = "convert (float8)"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        recipe = look.config.float8
+        self.layers, self.others = float8_layers(look.blocks) if recipe is not None else ({}, {})
+        self.warnings: list[str] = []
+        if recipe is not None and not look.config.compile:
+            self.warnings.append("float8 without compile=true is slower than bf16: a conversion is a pass of its own")
+        if recipe == "tensorwise" and look.config.mesh.size > 1:
+            self.warnings.append("scales are those of a rank's share of the batch: the loss is another on each mesh")
+
+    def account(self) -> dict[str, Any]:
+        if not self.layers:
+            return {}
+        kept = if_any("kept", self.others) | if_any("warnings", self.warnings)
+        return {"float8": {"recipe": self.config.float8, "layers": len(self.layers), **kept}}
+
+    def apply(self, site: Site) -> None:
+        for warning in self.warnings:
+            log.warning(warning)
+        if self.config.float8 is not None:
+            convert(self.layers, self.config.float8, site.device)
+
+    def begin(self, site: Site) -> None:
+        check_shards({name: layer for name, layer in self.layers.items() if not site.is_elsewhere(layer)})
 
 
 class CutStages(Step):
@@ -376,12 +408,13 @@ class Materialises(Step):
 
 
 STEPS: tuple[type[Step], ...] = (
-    CutStages, SharesStatistics, Styles, SharesExperts, BalancesRouters, Recomputes, Compiles, Shards, Materialises,
+    Converts, CutStages, SharesStatistics, Styles, SharesExperts, BalancesRouters, Recomputes, Compiles, Shards,
+    Materialises,
 )  # fmt: skip
 """In the order in which they are applied."""
 
-BEGIN: tuple[type[Step], ...] = (Styles, Shards, CutStages)
-"""In the order in which they begin: hooks on parameters, what runs on parts of sequences, stages around all of it."""
+BEGIN: tuple[type[Step], ...] = (Converts, Styles, Shards, CutStages)
+"""In the order in which they begin: a look at shards, hooks on parameters, what runs on parts of sequences, stages."""
 
 
 @contextmanager

@@ -115,8 +115,9 @@ def end_several_backwards(root: nn.Module, exchange: bool, all_reduce: bool) -> 
     if exchange:
         root.set_requires_all_reduce(all_reduce)
     state = root._get_fsdp_state()
-    if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
-        state._state_ctx.manual_backward_finalization_active = False  # torch 2.15: no pass has begun that would say it
+    context: Any = state._state_ctx
+    if getattr(context, "manual_backward_finalization_active", False) is None:
+        context.manual_backward_finalization_active = False  # torch 2.15: no pass has begun that would say it
     for item in state._state_ctx.all_states:
         for group in parameter_groups(item):
             group.post_backward()
