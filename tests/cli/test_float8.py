@@ -90,7 +90,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Commands:
 )
 def test_every_mesh_computes_what_one_process_does(command: Commands, arguments: str, first: dict[str, float]) -> None:
     alone, found = command("mesh=1"), command(*arguments.split())
-    assert found.plan["applied"]["float8"]["layers"] == 14
+    assert found.plan["reasons"]["float8"]["layers"] == 14
     assert_close(found, alone, slice(1), first)
     assert_close(found, alone, slice(4), NOISE)
 

@@ -100,6 +100,8 @@ class Site:
     """Of this rank."""
     construction: Construction | None = None
     files: WeightFiles | None = None
+    float8: dict[str, nn.Linear] = field(default_factory=dict)
+    """Layers that multiply in float8."""
     cut: CutModel | None = None
     pipeline: Pipeline | None = None
     model_parallel: ModelParallelModule | None = None
@@ -158,9 +160,7 @@ class Converts(Step):
             log.warning(warning)
         if self.config.float8 is not None:
             convert(self.layers, self.config.float8, site.device)
-
-    def begin(self, site: Site) -> None:
-        check_shards({name: layer for name, layer in self.layers.items() if not site.is_elsewhere(layer)})
+            site.float8 = self.layers
 
 
 class CutStages(Step):
@@ -253,6 +253,7 @@ class Styles(Step):
         for warning in (*(self.warnings if mesh is not None else ()), *self.context_warnings):
             log.warning(warning)
         applied = site.model_parallel = apply_plan(self.model, mesh, self.matches, site.is_elsewhere)
+        check_shards({name: layer for name, layer in site.float8.items() if not site.is_elsewhere(layer)})
         if applied.mode is not None and self.config.recompute.mode == "selective":
             applied.mode.replicate.remembers = False
         site.context_parallel = prepare_context(site.module, self.config.cp, site.mesh, self.marked, site.device)
@@ -413,8 +414,8 @@ STEPS: tuple[type[Step], ...] = (
 )  # fmt: skip
 """In the order in which they are applied."""
 
-BEGIN: tuple[type[Step], ...] = (Converts, Styles, Shards, CutStages)
-"""In the order in which they begin: a look at shards, hooks on parameters, what runs on parts of sequences, stages."""
+BEGIN: tuple[type[Step], ...] = (Styles, Shards, CutStages)
+"""In the order in which they begin: hooks on parameters, what runs on parts of sequences, stages around all of it."""
 
 
 @contextmanager
