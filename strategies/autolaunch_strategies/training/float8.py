@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -64,9 +65,8 @@ def convert(layers: Mapping[str, nn.Linear], recipe: str, device: torch.device) 
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
     # Gradients of weights are sums over tokens, of which there may be any number.
-    object.__setattr__(config, "pad_inner_dim", True)  # a frozen dataclass; its recipes have no such argument
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
     for layer in layers.values():
         converted = Float8Linear.from_float(layer, config=config)
         layer.__class__ = Float8Linear
