@@ -1169,6 +1169,21 @@ def test_a_machine_without_the_memory_for_as_many_processes(
     )
 
 
+def test_float8_without_its_library_or_anything_to_gain(
+    command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    code, _, err = command("precision=float8", "adapter=lora", "data=synthetic")
+    assert code == 2
+    assert_only_told(
+        err,
+        [
+            Told("precision=float8", "torchao is not installed", write="pip install 'autolaunch[float8]'"),
+            Told("precision=float8 with adapter=lora", "frozen", allowed=("bf16-mixed",), write="precision=bf16-mixed"),
+        ],
+    )
+
+
 def test_a_person_who_asks_for_tracebacks_gets_them(
     command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

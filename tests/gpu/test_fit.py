@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.commands import Run, assert_same_curve
 from tests.support.ranks import start
@@ -73,6 +74,26 @@ def test_bf16_mixed_is_close_to_fp32_and_not_the_same(fit: Fit, checkpoint: Path
         found, expected = ([row[name] for row in each.rows] for each in (run, on_gpu))
         assert found == pytest.approx(expected, rel=tolerance), name
     assert found != pytest.approx(expected, rel=FP32), "these are the norms of fp32"
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_float8_is_close_to_bf16_and_not_the_same(fit: Fit, checkpoint: Path, compiled: str) -> None:
+    pytest.importorskip("torchao", reason="float8 is torchao's")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no float8")
+    always = (
+        "trainer.accelerator=gpu", f"trainer.max_steps={LAST}", f"ckpt_path={checkpoint}", f"compile={compiled}",
+    )  # fmt: skip
+    float8, bf16 = (fit(*always, f"precision={name}") for name in ("float8", "bf16-mixed"))
+    for name, tolerance in (("loss", 5e-3), ("grad_norm", 5e-2)):
+        found, expected = ([row[name] for row in each.rows] for each in (float8, bf16))
+        assert found == pytest.approx(expected, rel=tolerance), name
+        assert found != expected, name
+
+
+def test_a_compiled_run_computes_what_an_eager_one_does(fit: Fit, checkpoint: Path, on_gpu: Run) -> None:
+    run = fit("trainer.accelerator=gpu", f"trainer.max_steps={LAST}", f"ckpt_path={checkpoint}", "compile=true")
+    assert_same_curve(run, on_gpu, after=FIRST, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])

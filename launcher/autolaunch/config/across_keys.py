@@ -30,10 +30,12 @@ from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.checkpoint.record import check_allowed
 from autolaunch_strategies.config import (
     AXES,
+    FLOAT8_RECIPES,
     SCHEDULES,
     ConfigError,
     ConfigErrors,
     MeshShape,
+    check_torchao,
     cp_backend,
     parallel_config,
     parse_mesh,
@@ -79,6 +81,7 @@ def check(
             errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
     with _collected(errors):
         parse_recompute(config["recompute"], config["recompute_save"])
+    errors += _float8(config)
     errors += _plans(config, mesh)
     errors += _schedule(config, where)
     errors += _accumulation(config, mesh, where)
@@ -255,6 +258,24 @@ def _layers(pp: Mapping[str, Any] | None, mesh: MeshShape, facts: ModelFacts) ->
         f"{facts.num_layers} layers cannot fill {stages}",
         f"pp of size {fitting} or less, or more layers" if fitting else "a schedule with one stage per rank",
     )
+
+
+def _float8(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Float8 without the library for it, or where no large matrix is trained."""
+    precision = config["precision"]
+    if precision not in FLOAT8_RECIPES:
+        return
+    try:
+        check_torchao()
+    except ConfigError as error:
+        yield error
+    if (adapter := config["adapter"]) is not None:
+        yield ConfigError(
+            f"precision={precision} with adapter={adapter['name']}",
+            "the large matrices are frozen, and float8 gains nothing with the small ones that are trained beside them",
+            "precision=bf16-mixed, or adapter=none",
+            "precision=bf16-mixed",
+        )
 
 
 def _plans(config: Mapping[str, Any], mesh: MeshShape | None) -> Iterator[ConfigError]:

@@ -19,6 +19,7 @@ from autolaunch_strategies.checkpoint.record import COMPARED
 from autolaunch_strategies.config import (
     AXES,
     DEFAULT_ORDER,
+    FLOAT8_RECIPES,
     RANDOM_NUMBERS,
     ContextParallel,
     DataParallel,
@@ -671,7 +672,10 @@ class Job:
     output_dir: str | None = option("Where everything is written (null: outputs/<name>/<date>_<time>).", None)
     seed: int = option("Seed of the initial weights, the data order and every random number.", 0, ge=0)
     precision: str = option(
-        "Arithmetic, by lightning's names.", "32-true", choices=("32-true", "bf16-mixed", "bf16-true")
+        "Arithmetic, by lightning's names; float8 (rowwise scales) and float8-tensorwise: linear layers of blocks "
+        "multiply in float8, all else is bf16-mixed.",
+        "32-true",
+        choices=("32-true", "bf16-mixed", "bf16-true", *FLOAT8_RECIPES),
     )
     recompute: Any = option("Activation checkpointing: none, full, a number n (every n-th block), selective.", "none")
     recompute_save: list[str] = option(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from autolaunch.config.cluster import hardware_of
 from autolaunch.planning.known_profiles import KnownProfile
 from autolaunch.planning.wanted import wanted_by
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import FLOAT8_RECIPES, ConfigError, lightning_precision
+from autolaunch_strategies.config.precision import AROUND_FLOAT8
 
 if TYPE_CHECKING:
     from autolaunch_strategies.planner.plan import Plan
@@ -40,7 +41,7 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
     optimizer = config["optimizer"]
     recipe = recipe_of(
         data["batch_size"],
-        config["precision"],
+        lightning_precision(config["precision"]),
         optimizer["_target_"] or optimizer["name"],
         optimizer["momentum"],
         config["dp"],
@@ -68,7 +69,7 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile
     arguments: dict[str, Any] = {
         "positions": config["data"].get("seq_len"),
         "own_plan": own_plan(config),
-        "precision": config["precision"],
+        "precision": lightning_precision(config["precision"]),
         "param_dtype": config["dp"]["param_dtype"],
         "device_type": device_type,
     }
@@ -106,6 +107,11 @@ def choice_of(config: Mapping[str, Any], typed: list[str]) -> tuple[list[str], d
     plan = plan_of(config, typed)
     account = document(plan)
     account["warnings"] = [*account["warnings"], *_remarks(plan)]
+    if config["precision"] in FLOAT8_RECIPES:
+        account["warnings"].append(
+            f"precision={config['precision']} is planned as {AROUND_FLOAT8}: memory is the same, and multiplications "
+            "take less time than is said here."
+        )
     if config["why"]:
         account["why"] = why(plan, asked_of(config["why"])).to_dict()
     chosen = overrides(plan.chosen, plan.profile, plan.recipe)

@@ -117,6 +117,12 @@ def _steps(account: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]:
         yield "cp", Text(warning, style="yellow")
     for names, reason in _alike(account.get("ep", {}).get("reasons", {})):
         yield "ep", f"{names}: ExpertParallel ({reason})"
+    if float8 := account.get("float8"):
+        yield "float8", f"{counted(float8['layers'], 'linear layer')}: {float8['recipe']}"
+        for names, reason in _alike(float8.get("kept", {})):
+            yield "float8", f"{names}: stays as it is ({reason})"
+        for warning in float8.get("warnings", ()):
+            yield "float8", Text(warning, style="yellow")
     for step in ("recompute", "compile"):
         if blocks := account[step].get("blocks"):
             yield step, f"{len(blocks)} of {len(account['blocks']['found'])} blocks: {account[step]['mode']}"

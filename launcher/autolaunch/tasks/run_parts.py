@@ -23,7 +23,7 @@ from autolaunch.tasks.optimizer_as_typed import OptimizerAsTyped
 from autolaunch.tasks.progress_notes import Moves
 from autolaunch.tasks.samples import Samples
 from autolaunch.tasks.weight_files import weight_files
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import FLOAT8_RECIPES, ConfigError, lightning_precision
 from autolaunch_strategies.lightning.strategy import MeshStrategy
 from autolaunch_strategies.model.construction import Construction
 
@@ -48,6 +48,7 @@ def build_strategy(config: Mapping[str, Any], recorded: Mapping[str, Any] | None
         compile=config["compile"],
         random_numbers=config["random_numbers"],
         ep=config["ep"],
+        float8=FLOAT8_RECIPES.get(config["precision"]),
         own_plan=own_plan(config),
         timeout=config["launch"]["collective_timeout"],
         first_step_timeout=config["launch"]["first_step_timeout"],
@@ -92,7 +93,7 @@ def build_trainer(
     return pl.Trainer(
         strategy=strategy,
         accelerator="cuda" if trainer["accelerator"] == "gpu" else trainer["accelerator"],
-        precision=config["precision"],
+        precision=lightning_precision(config["precision"]),
         accumulate_grad_batches=trainer["accumulate_grad_batches"] or config["data"].get("microbatches", 1),
         callbacks=[Moves(), steps, *callbacks, *own_callbacks],
         logger=[*loggers, *own_loggers],

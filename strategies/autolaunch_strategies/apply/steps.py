@@ -53,6 +53,7 @@ from autolaunch_strategies.tracing.inputs import Steps
 from autolaunch_strategies.tracing.step import Step as TracedStep
 from autolaunch_strategies.training.batch_statistics import batch_norms, share_batch_statistics
 from autolaunch_strategies.training.compile import apply_compile, compile_traced, parts_to_compile
+from autolaunch_strategies.training.float8 import check_shards, convert, float8_layers
 from autolaunch_strategies.training.recompute import apply_recompute, recomputed_blocks, saved_operators
 from autolaunch_strategies.training.traced_block import TracedForward
 
@@ -101,6 +102,8 @@ class Site:
     """Of this rank."""
     construction: Construction | None = None
     files: WeightFiles | None = None
+    float8: dict[str, nn.Linear] = field(default_factory=dict)
+    """Layers that multiply in float8."""
     cut: CutModel | None = None
     pipeline: Pipeline | None = None
     model_parallel: ModelParallelModule | None = None
@@ -133,6 +136,35 @@ class Step:
 
     def begin(self, site: Site) -> None:
         """What waits until every step has been applied and every parameter has its values."""
+
+
+class Converts(Step):
+    """Let linear layers of blocks multiply in float8."""
+
+    name = "convert (float8)"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        recipe = look.config.float8
+        self.layers, self.others = float8_layers(look.blocks) if recipe is not None else ({}, {})
+        self.warnings: list[str] = []
+        if recipe is not None and not look.config.compile:
+            self.warnings.append("float8 without compile=true is slower than bf16: a conversion is a pass of its own")
+        if recipe == "tensorwise" and look.config.mesh.size > 1:
+            self.warnings.append("scales are those of a rank's share of the batch: the loss is another on each mesh")
+
+    def account(self) -> dict[str, Any]:
+        if not self.layers:
+            return {}
+        kept = if_any("kept", self.others) | if_any("warnings", self.warnings)
+        return {"float8": {"recipe": self.config.float8, "layers": len(self.layers), **kept}}
+
+    def apply(self, site: Site) -> None:
+        for warning in self.warnings:
+            log.warning(warning)
+        if self.config.float8 is not None:
+            convert(self.layers, self.config.float8, site.device)
+            site.float8 = self.layers
 
 
 class CutStages(Step):
@@ -227,6 +259,7 @@ class Styles(Step):
         for warning in (*(self.warnings if mesh is not None else ()), *self.context_warnings):
             log.warning(warning)
         applied = site.model_parallel = apply_plan(self.model, mesh, self.matches, site.is_elsewhere)
+        check_shards({name: layer for name, layer in site.float8.items() if not site.is_elsewhere(layer)})
         if applied.mode is not None and self.config.recompute.mode == "selective":
             applied.mode.replicate.remembers = False
         site.context_parallel = prepare_context(site.module, self.config.cp, site.mesh, self.marked, site.device)
@@ -391,7 +424,8 @@ class Materialises(Step):
 
 
 STEPS: tuple[type[Step], ...] = (
-    CutStages, SharesStatistics, Styles, SharesExperts, BalancesRouters, Recomputes, Compiles, Shards, Materialises,
+    Converts, CutStages, SharesStatistics, Styles, SharesExperts, BalancesRouters, Recomputes, Compiles, Shards,
+    Materialises,
 )  # fmt: skip
 """In the order in which they are applied."""
 

@@ -32,6 +32,7 @@ from autolaunch_strategies.config.model_parallel import MP_NAMES, ModelParallel
 from autolaunch_strategies.config.options import option
 from autolaunch_strategies.config.parallel import CUDA_GRAPHS, RANDOM_NUMBERS, ParallelConfig, parallel_config
 from autolaunch_strategies.config.pipeline import PP_NAMES, PipelineParallel
+from autolaunch_strategies.config.precision import FLOAT8_RECIPES, check_torchao, lightning_precision
 from autolaunch_strategies.config.recompute import RECOMPUTE_MODES, Recompute, parse_recompute
 from autolaunch_strategies.config.schedules import SCHEDULE_SPECS, SCHEDULES, ScheduleSpec
 from autolaunch_strategies.config.spelling import on_command_line, to_write
@@ -46,6 +47,7 @@ __all__ = [
     "CP_SPELLINGS",
     "CUDA_GRAPHS",
     "DEFAULT_ORDER",
+    "FLOAT8_RECIPES",
     "MP_NAMES",
     "PP_NAMES",
     "RANDOM_NUMBERS",
@@ -68,7 +70,9 @@ __all__ = [
     "ScheduleSpec",
     "backends_that",
     "check_shards_as",
+    "check_torchao",
     "cp_backend",
+    "lightning_precision",
     "looks_like_mesh",
     "nearest",
     "on_command_line",

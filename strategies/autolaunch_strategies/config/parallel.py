@@ -13,6 +13,7 @@ from autolaunch_strategies.config.mesh_shape import MeshShape, mesh_of_sizes, pa
 from autolaunch_strategies.config.model_parallel import MP_NAMES, ModelParallel
 from autolaunch_strategies.config.options import from_mapping
 from autolaunch_strategies.config.pipeline import PP_NAMES, PipelineParallel
+from autolaunch_strategies.config.precision import FLOAT8_RECIPES
 from autolaunch_strategies.config.recompute import Recompute, parse_recompute
 
 RANDOM_NUMBERS = ("by_rank", "by_position")
@@ -37,6 +38,8 @@ class ParallelConfig:
     random_numbers: str = "by_rank"
     ep: int = 1
     """Over how many ranks of dp-shard x cp x mp the experts of a mixture are shared out."""
+    float8: str | None = None
+    """The recipe by which linear layers of blocks multiply in float8; None if they don't."""
 
     @property
     def expert_ranks(self) -> int:
@@ -65,6 +68,7 @@ def parallel_config(
     compile: bool | str = False,
     random_numbers: str = "by_rank",
     ep: int = 1,
+    float8: str | None = None,
 ) -> ParallelConfig:
     """Build a `ParallelConfig` from what people write in Python or YAML.
 
@@ -77,6 +81,7 @@ def parallel_config(
         compile: whether blocks are compiled, or one of `COMPILE_MODES`.
         random_numbers: one of `RANDOM_NUMBERS`.
         ep: over how many ranks the experts of a mixture are shared out.
+        float8: one of `FLOAT8_RECIPES`' recipes; None: nothing multiplies in float8.
 
     Raises:
         ConfigError: an unknown field, a wrong shape or a wrong value.
@@ -116,6 +121,8 @@ def parallel_config(
         )
     if not isinstance(ep, int) or isinstance(ep, bool) or ep < 1:
         raise ConfigError(f"ep={ep}", "not a degree", "a whole number of 1 or more", "ep=2")
+    if float8 is not None and float8 not in FLOAT8_RECIPES.values():
+        raise ConfigError(f"float8={float8}", "no such recipe", ", ".join(FLOAT8_RECIPES.values()), "float8=rowwise")
     return ParallelConfig(
         mesh,
         data_parallel,
@@ -126,4 +133,5 @@ def parallel_config(
         compile,
         random_numbers,
         ep,
+        float8,
     )

@@ -46,6 +46,17 @@ def countable_mixtures(model: nn.Module) -> list[Mixture]:
     return [mixture for mixture in _all(model) if isinstance(mixture, Mixture)]
 
 
+def find_routers(model: nn.Module) -> list[nn.Module]:
+    """The modules beside experts, stacked or listed, that have a row of weights for each of them."""
+    routers = []
+    for module in model.modules():
+        children = list(module.children())
+        counts = {len(child) for child in children if isinstance(child, nn.ModuleList)}
+        counts |= {mixture.experts for child in children if isinstance(mixture := _stacked("", child), Mixture)}
+        routers += [child for child in children if any(_is_router(child, count) for count in counts)]
+    return routers
+
+
 def _all(model: nn.Module) -> Iterator[Mixture | ConfigError]:
     for name, module in model.named_modules():
         if (mixture := _stacked(name, module) or _listed(name, module) or _elsewhere(name, module)) is not None:

@@ -95,6 +95,8 @@ class MeshStrategy(ParallelStrategy):
             numbers of plain Lightning), or what belongs to the place of an element in the run (by_position; the same on
             every mesh, and other ones than by_rank).
         ep: over how many ranks of dp x cp x mp the experts of a mixture are shared out.
+        float8: the recipe (rowwise, tensorwise) by which linear layers of blocks multiply in float8, by torchao; the
+            Trainer's precision is that of everything else.
         process_group_backend: torch.distributed's backend; by default gloo for CPU, nccl (and gloo) for GPU.
         timeout: seconds after which a collective that a rank never joins is an error, once the first training step is
             done; at least ten times as long as that step.
@@ -137,6 +139,7 @@ class MeshStrategy(ParallelStrategy):
         compile: bool | str = False,
         random_numbers: str = "by_rank",
         ep: int = 1,
+        float8: str | None = None,
         process_group_backend: str | None = None,
         timeout: float = 600.0,
         first_step_timeout: float = 1800.0,
@@ -154,7 +157,9 @@ class MeshStrategy(ParallelStrategy):
     ) -> None:
         if mesh == "auto":
             mesh = parse_mesh("-1")
-        self.parallel = parallel_config(mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers, ep)
+        self.parallel = parallel_config(
+            mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers, ep, float8
+        )
         self.place = Place(self.parallel, process_group_backend, timeout, first_step_timeout)
         self.collectives = Collectives(self.place)
         self.batches = Batches(batch_size)

@@ -115,6 +115,9 @@ def end_several_backwards(root: nn.Module, exchange: bool, all_reduce: bool) -> 
     if exchange:
         root.set_requires_all_reduce(all_reduce)
     state = root._get_fsdp_state()
+    context: Any = state._state_ctx
+    if getattr(context, "manual_backward_finalization_active", False) is None:
+        context.manual_backward_finalization_active = False  # torch 2.15: no pass has begun that would say it
     for item in state._state_ctx.all_states:
         for group in parameter_groups(item):
             group.post_backward()
@@ -133,7 +136,8 @@ def abandon_several_backwards(root: nn.Module, exchange: bool) -> None:
     for state in root._get_fsdp_state()._state_ctx.all_states:
         for group in parameter_groups(state):
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                if accumulates_apart(parameter):
+                    parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):  # not before it has been gathered once
                     parameter._unsharded_param.grad = None
 
@@ -193,6 +197,11 @@ def sharded_parameters(root: nn.Module) -> Iterator[UseOutside]:
         for group in parameter_groups(state):
             for parameter in group.fsdp_params:
                 yield UseOutside(state, group, parameter)
+
+
+def accumulates_apart(parameter: Any) -> bool:
+    """Whether gradients of several backward passes add up beside those of autograd, as before torch 2.15."""
+    return hasattr(parameter, "accumulate_unsharded_grad_if_needed")
 
 
 def parameter_groups(state: Any) -> list[Any]:

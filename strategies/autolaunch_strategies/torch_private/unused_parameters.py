@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from autolaunch_strategies.torch_private.fsdp import parameter_groups
+from autolaunch_strategies.torch_private.fsdp import accumulates_apart, parameter_groups
 
 
 class UnusedParameters:
@@ -71,7 +71,7 @@ class UnusedParameters:
                 self._left_out.add(item)
             item.unsharded_param.grad = torch.zeros_like(item.unsharded_param)
         if any(item.unsharded_accumulated_grad is not None for item in parameters):
-            for item in parameters:  # all of one dtype
+            for item in filter(accumulates_apart, parameters):  # all of one dtype
                 item.accumulate_unsharded_grad_if_needed()
                 item.to_accumulated_grad_if_needed()
 
