@@ -7,6 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 def _constant(value: float, sigma: float, help: str) -> Any:
     """A constant with its usual value; `sigma` is the standard deviation of its logarithm; a share is at most 1."""
@@ -31,7 +34,9 @@ class Constants:
     inter: float = _constant(0.7, 0.3, "Share of the bandwidth that collectives between nodes reach.")
     p2p: float = _constant(0.7, 0.3, "Share of the bandwidth that sends between two devices reach.")
     latency: float = _constant(1.0, 0.3, "Multiple of the latencies of the links.")
-    imbalance: float = _constant(1.3, 0.15, "Tokens of the fullest rank of ep over those of the mean one.")
+    imbalance: float = _constant(
+        1.3, 0.15, "Tokens of the busiest expert over those of the mean one, as expert_imbalance in metrics.csv."
+    )
     hidden_dp: float = _constant(0.8, 0.2, "Share of the exchange over dp that computation hides at most.")
     hidden_mp: float = _constant(0.05, 0.5, "Share of the exchange over mp that computation hides.")
     hidden_cp: float = _constant(0.7, 0.3, "Share of the exchange over cp that attention hides at most (ring).")
@@ -45,6 +50,13 @@ class Constants:
     slice_s: float = _constant(3e-3, 0.7, "Seconds for which ranks that share a processor run in turn.")
     context_bytes: float = _constant(2.0 * 2**30, 0.4, "Memory of a device that the runtime takes.")
     fragmentation: float = _constant(0.04, 0.5, "Share of the allocated memory that is lost between allocations.")
+
+    def fullest(self, experts: int, ep: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[n]: tokens of the fullest of `ep` ranks over those of the mean one.
+
+        What several experts of a rank have too many or too few evens out as in a sum of independent numbers.
+        """
+        return np.where(ep > 1, 1 + (self.imbalance - 1) / np.sqrt(max(experts, 1) / ep), 1.0)
 
 
 TIME_CONSTANTS = tuple(

@@ -256,7 +256,8 @@ def _put_activations(
     whole_mp = np.where(c.sequence_parallel == 1, c.mp, 1)
 
     ones = np.ones_like(c.mp)
-    fullest = np.where(c.ep > 1, constants.imbalance / c.mp, 1.0) / c.cp  # of what experts make of a sequence
+    # The share of a sequence that a rank's experts see.
+    fullest = constants.fullest(profile.experts, c.ep) / np.where(c.ep > 1, c.mp, 1) / c.cp
 
     def of(whole: float, sharded: float = 0.0, over: Ints = whole_mp) -> Floats:
         """Bytes on one rank of `whole` for one sequence: mp shards `sharded` of them, the rest is on `over` ranks."""

@@ -116,7 +116,7 @@ class _Ways:
     ulysses: Floats
     ep: Floats
     fullest: Floats
-    """Tokens that come to the experts of the fullest rank, over those of a rank of mp."""
+    """Tokens that come to the experts of the fullest rank, over those of a rank; ranks of mp have the same."""
     accumulates: NDArray[np.bool_]
     """Whether gradients are added to those of other microbatches."""
 
@@ -153,7 +153,7 @@ def _matmul_times(item: MatMul, ways: _Ways, device: _Device) -> tuple[Floats, F
     ones = np.ones_like(ways.batch)
     if item.routed:
         experts = item.count / ways.ep
-        rows = item.rows * ways.batch / ways.cp * ways.fullest * ways.ep
+        rows = np.ceil(item.rows * ways.batch / ways.cp * ways.fullest * ways.ep / 8) * 8
         shapes = ((rows, item.inner, item.columns), (rows, item.columns, item.inner), (item.inner, rows, item.columns))
         forward, back, weight = (device.matmul(*shape, experts, True) / device.grouped for shape in shapes)
         return forward, back, weight
@@ -357,7 +357,6 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
             *(c.backend, c.ulysses, c.ep),
         ]
     )
-    shared_out = c.ep[first] > 1
     ways = _Ways(
         batch=np.maximum(recipe.batch_size / (c.dp * c.microbatches)[first], 1.0),
         mp=c.mp[first].astype(np.float64),
@@ -367,7 +366,7 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
         backend=c.backend[first],
         ulysses=c.ulysses[first].astype(np.float64),
         ep=c.ep[first].astype(np.float64),
-        fullest=np.where(shared_out, constants.imbalance / c.mp[first], 1.0),
+        fullest=constants.fullest(profile.experts, c.ep[first]) / np.where(c.ep[first] > 1, c.mp[first], 1),
         accumulates=c.microbatches[first] > 1,
     )
     members = (profile.before, *profile.kinds, profile.after)
