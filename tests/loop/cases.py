@@ -280,6 +280,11 @@ for level in (0, 3):
 parity_case("four", "N13_tied_dp2_mp2_level3", tied, TENSOR, 2, 2, level=3)
 parity_case("four", "N14_fused_dp2_mp2_level2", Fused, FUSED, 2, 2, level=2, make=torch.optim.SGD)
 parity_case("four", "ranks_laid_out_otherwise", llama, TENSOR, 2, 2, transposed=True)
+MIXTURE = {"embed": RowWiseParallel(), "head": ColWiseParallel()}
+parity_case("two", "experts_dp2_ep2_level3", Mixture, {}, 2, 1, level=3, ep=2, parts=2)
+parity_case("two", "experts_mp2_ep2", Mixture, MIXTURE, 1, 2, ep=2)
+parity_case("four", "experts_dp2_mp2_ep2_level0", Mixture, MIXTURE, 2, 2, ep=2)
+parity_case("four", "experts_dp2_mp2_ep4_level2", Mixture, MIXTURE, 2, 2, level=2, ep=4)
 parity_case("eight", "N4_dp4_mp2_sequence_level3", llama, SEQUENCE, 4, 2, level=3)
 parity_case("eight", "N2_dp2_mp4", lambda: llama(num_kv_heads=4), TENSOR, 2, 4, level=1)
 
