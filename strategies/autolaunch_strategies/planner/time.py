@@ -154,9 +154,11 @@ def _matmul_times(item: MatMul, ways: _Ways, device: _Device) -> tuple[Floats, F
     if item.routed:
         experts = item.count / ways.ep
         rows = np.ceil(item.rows * ways.batch / ways.cp * ways.fullest * ways.ep / 8) * 8
-        shapes = ((rows, item.inner, item.columns), (rows, item.columns, item.inner), (item.inner, rows, item.columns))
-        forward, back, weight = (device.matmul(*shape, experts, True) / device.grouped for shape in shapes)
-        return forward, back, weight
+        inner, columns = item.inner * ones, item.columns * ones
+        forward = device.matmul(rows, inner, columns, experts, True)
+        back = device.matmul(rows, columns, inner, experts, True)
+        weight = device.matmul(inner, rows, columns, experts, True)
+        return forward / device.grouped, back / device.grouped, weight / device.grouped
     batched = item.divided == "count"
     rows = item.rows / ways.cp * (1 if batched else ways.batch)
     count = item.count * (ways.batch if batched else ones)
