@@ -104,9 +104,10 @@ def parse(argv: Sequence[str]) -> CommandLine:
     overrides = known.overrides if known.shell_completion else _overrides(known.overrides)
     if known.why is not None:
         overrides.append(f"why='{known.why}'")
+    pages = known.cfg or known.info or hydra_flags or known.help or known.version
     return CommandLine(
         overrides=overrides,
-        multirun=known.multirun,
+        multirun=known.multirun or ("task=compare" in overrides and not pages),  # it runs several jobs
         cfg=known.cfg,
         info=known.info,
         help=known.help,
@@ -118,6 +119,11 @@ def parse(argv: Sequence[str]) -> CommandLine:
         config_path=known.config_path.resolve() if known.config_path else None,
         config_name=known.config_name or "config",
     )
+
+
+def names_a_run(word: str) -> bool:
+    """Whether a word behind `compare` is the directory of a finished run, and no key or flag."""
+    return "=" not in word and not word.startswith("-")
 
 
 def _unknown_flag(typed: str, flags: list[str]) -> ConfigError:

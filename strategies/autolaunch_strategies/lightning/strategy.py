@@ -492,6 +492,10 @@ class MeshStrategy(ParallelStrategy):
             return None
         return idle_share(pipeline.clock, pipeline.pipe_rank, pipeline.group.size(), pipeline.device)
 
+    def lacks(self, module: nn.Module) -> bool:
+        """Whether other stages of a pipeline hold parameters of `module`, so that its output may be a placeholder."""
+        return self._applied.pipeline is not None and self._applied.pipeline.held.lacks(module)
+
     @property
     def parameter_count(self) -> int:
         """Number of parameters of the whole model."""
