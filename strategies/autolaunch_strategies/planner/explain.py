@@ -35,7 +35,7 @@ PART_WORDS = {
     "kernels": "launching kernels",
     "mp": "exchange over mp",
     "cp": "exchange over cp",
-    "ep": "tokens on their way to experts",
+    "ep": "tokens to experts",
     "pp": "sends between stages",
     "bubble": "waiting in the pipeline",
     "dp": "exchange over dp",
