@@ -110,6 +110,35 @@ PADDLE_SEQUENCE = {
 }
 
 
+class Experts(nn.Module):
+    """As in `transformers`: parameters of all experts in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 16) / 4), nn.Parameter(torch.randn(4, 16, 8) / 4)
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        mixed = torch.zeros_like(hidden)
+        for number in range(self.num_experts):
+            rows, places = torch.where(index == number)
+            made = torch.tanh(hidden[rows] @ self.up[number].T) @ self.down[number].T
+            mixed = mixed.index_add(0, rows, made * weights[rows, places, None])
+        return mixed
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.router, self.experts = nn.Linear(16, 4), Experts()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens).flatten(0, 1)
+        weights, index = self.router(x).softmax(dim=-1).topk(2)
+        return self.head(x + self.experts(x, index, weights)).view(*tokens.shape, -1)
+
+
 # --- training -----------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +220,7 @@ def parity(
     steps: int = 3,
     length: int = 12,
     make: Callable[..., Any] = torch.optim.AdamW,
+    ep: int = 1,
 ) -> dict[str, Any]:
     """Train on one process and on the mesh: losses and every weight must be equal."""
     torch.manual_seed(3)
@@ -203,6 +233,8 @@ def parity(
     mesh = mesh_of(dp, mp, transposed)
     optimizer = make(model.parameters(), lr=1e-2)
     config: dict[str, Any] = {"dp_config": {"sharding_level": level}}
+    if ep > 1:
+        config["ep"] = ep
     if mp > 1:
         config["mp_config"] = {"parallelize_plan": plan}
     before = copy.copy(config)
@@ -248,6 +280,11 @@ for level in (0, 3):
 parity_case("four", "N13_tied_dp2_mp2_level3", tied, TENSOR, 2, 2, level=3)
 parity_case("four", "N14_fused_dp2_mp2_level2", Fused, FUSED, 2, 2, level=2, make=torch.optim.SGD)
 parity_case("four", "ranks_laid_out_otherwise", llama, TENSOR, 2, 2, transposed=True)
+MIXTURE = {"embed": RowWiseParallel(), "head": ColWiseParallel()}
+parity_case("two", "experts_dp2_ep2_level3", Mixture, {}, 2, 1, level=3, ep=2, parts=2)
+parity_case("two", "experts_mp2_ep2", Mixture, MIXTURE, 1, 2, ep=2)
+parity_case("four", "experts_dp2_mp2_ep2_level0", Mixture, MIXTURE, 2, 2, ep=2)
+parity_case("four", "experts_dp2_mp2_ep4_level2", Mixture, MIXTURE, 2, 2, level=2, ep=4)
 parity_case("eight", "N4_dp4_mp2_sequence_level3", llama, SEQUENCE, 4, 2, level=3)
 parity_case("eight", "N2_dp2_mp4", lambda: llama(num_kv_heads=4), TENSOR, 2, 4, level=1)
 

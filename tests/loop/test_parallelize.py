@@ -62,6 +62,8 @@ def optimizers(group_of: GroupOf) -> Group:
             "same_as_torch_parallelize_module",
             "values_and_random_state_are_shared",
             "torch_mesh_is_taken",
+            "experts_dp2_ep2_level3",
+            "experts_mp2_ep2",
         ],
         lambda case: (
             case
@@ -73,6 +75,8 @@ def optimizers(group_of: GroupOf) -> Group:
                 "N18_accumulation_mp2",
                 "titan_tied",
                 "N2_mp2",
+                "experts_dp2_ep2_level3",
+                "experts_mp2_ep2",
             )
         ),
     ),
@@ -93,6 +97,8 @@ def test_on_two_processes(two: Group, case: str) -> None:
             "ranks_laid_out_otherwise",
             "titan_dp2_mp2_level0",
             "titan_dp2_mp2_level3",
+            "experts_dp2_mp2_ep2_level0",
+            "experts_dp2_mp2_ep4_level2",
         ],
         [
             "N3_N8_dp2_mp2_level1",

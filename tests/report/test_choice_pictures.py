@@ -99,7 +99,7 @@ def test_bars_are_as_long_as_their_times() -> None:
     drawn = [choice["chosen"], *choice["alternatives"]][:6]
     scale = 520 / drawn[5]["seconds"]
     for row, way in zip(rows.values(), drawn, strict=True):
-        known = [(name, seconds) for name in PARTS if (seconds := way["parts"][name])]
+        known = [(name, seconds) for name in PARTS if (seconds := way["parts"].get(name, 0.0))]
         for bar, (name, seconds) in zip(row, known, strict=True):
             assert about(bar).startswith(PARTS[name].words + ": ")
             assert bar.get("fill") == PARTS[name].colour

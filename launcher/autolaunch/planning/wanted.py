@@ -7,7 +7,7 @@ from typing import Any
 
 from autolaunch_strategies.config import AXES, CP_BACKENDS, ConfigError, parse_mesh, parse_recompute
 
-CHOSEN_GROUPS = ("mesh", "dp", "mp", "pp", "cp", "recompute")
+CHOSEN_GROUPS = ("mesh", "dp", "mp", "pp", "cp", "ep", "recompute")
 """Groups and keys of which the planner sets what nobody has typed (and `data.microbatches`)."""
 
 
@@ -39,8 +39,10 @@ def wanted_by(overrides: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
     for axis in AXES:
         if f"mesh.{axis}" in typed and config["mesh"][axis] != -1:
             wanted[axis] = (int(config["mesh"][axis]),)
-    if config["ep"] > 1:
-        _refuse({"ep": ""}, "ep", "the planner doesn't propose ep: it counts whole experts on every rank", "ep=1")
+    if "ep" in typed:
+        wanted["ep"] = (config["ep"],)
+    elif config["dp"]["reduce_dtype"] == "fp16":
+        wanted["ep"] = (1,)  # which is refused together
     _refuse(typed, "dp.shard", "the planner counts replicas", "dp.replicate=...")
     _refuse(typed, "pp.split_spec", "the planner says itself where to cut", "pp.split=balanced or pp.split=even")
     if _is_typed("dp", typed):

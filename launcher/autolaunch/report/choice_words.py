@@ -46,6 +46,7 @@ PARTS = {
     "kernels": Look("launching kernels", "#4A5568", "#FFFFFF"),
     "mp": Look("exchange over mp", "#E07A35", "#000000"),
     "cp": Look("exchange over cp", "#F6C79B", "#000000"),
+    "ep": Look("tokens to experts", "#B0522A", "#FFFFFF"),
     "pp": Look("sends between stages", "#8F3D0B", "#FFFFFF"),
     "bubble": Look("waiting in the pipeline", "#E3E1DA", "#000000"),
     "dp": Look("exchange over dp", "#F2CE4A", "#000000"),

@@ -57,7 +57,7 @@ from autolaunch_strategies.training.optimizers import (
 
 log = logging.getLogger(__name__)
 
-_KEYS = ("dp_config", "mp_config", "pp_config", "cp_config")
+_KEYS = ("dp_config", "mp_config", "pp_config", "cp_config", "ep")
 
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _MODES: dict[DeviceMesh, MixedTensors] = {}
@@ -105,7 +105,8 @@ def parallelize(
             ``pp_config={"split_spec": prefix, list or {name: SplitPoint.END}, "global_spec": name or list}``
             (and the other fields of `PipelineParallel`: loss, schedule, microbatches, ...), and
             ``cp_config={"parallelize_plan": {pattern: PrepareContextParallel() or ContextParallel()}}`` (and backend,
-            ulysses, pad of `config.ContextParallel`); styles are ours, torch's `ParallelStyle` objects, or as in YAML.
+            ulysses, pad of `config.ContextParallel`), and ``ep``: over how many ranks of dp x cp x mp the experts of
+            a mixture are shared out; styles are ours, torch's `ParallelStyle` objects, or as in YAML.
             Replicas average gradients also without a dp_config, an axis pp has stages without a pp_config, and along an
             axis cp sequences are sharded in every block without a cp_config. With None or nothing in it nothing is
             done. It is not changed.
@@ -220,7 +221,7 @@ def _checked(config: Any) -> dict[str, Any]:
             )
     chosen = {key: value for key, value in config.items() if value is not None}
     for key, value in chosen.items():
-        if not isinstance(value, Mapping):
+        if key != "ep" and not isinstance(value, Mapping):
             raise ConfigError(key, f"a mapping is needed, not {type(value).__name__}")
     return chosen
 
@@ -254,7 +255,8 @@ def _settings(chosen: dict[str, Any], mesh: ProcessMesh) -> ParallelConfig:
     plan = _plan(chosen, mesh)
     pp = dict(chosen.get("pp_config", {})) if "pp" in mesh.dim_names else None
     cp = context_config(chosen.get("cp_config", {}), read_plan(plan, "parallelize_plan")) if _has_cp(mesh) else None
-    config = parallel_config(mesh.to_shape(), dp, ModelParallel("parallelize", base="none", plan=plan), pp, cp)
+    mp = ModelParallel("parallelize", base="none", plan=plan)
+    config = parallel_config(mesh.to_shape(), dp, mp, pp, cp, ep=chosen.get("ep", 1))
     assert isinstance(config.dp, DataParallel) and isinstance(config.pp, PipelineParallel | None)
     raise_all(config_errors(config))
     return config

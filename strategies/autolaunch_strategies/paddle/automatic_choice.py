@@ -86,6 +86,8 @@ class Choice:
             lines.append(f"  pp: {mesh.pp} ranks, {settings.pp.schedule}, loss {settings.pp.loss}{parts}")
         if mesh.cp > 1 and settings.cp is not None:
             lines.append(f"  cp: sequences sharded over {mesh.cp} ranks, {settings.cp.backend}")
+        if settings.ep > 1:
+            lines.append(f"  ep: experts shared out over {settings.ep} ranks")
         if settings.recompute.mode != "none":
             lines.append(f"  recompute: {settings.recompute.mode}")
         return "\n".join([*lines, *(f"  because {reason}" for reason in self.reasons)])
@@ -218,6 +220,8 @@ class _Space:
             wanted["backend"] = (CP_BACKENDS.index(settled.cp.backend),)
             if settled.cp.ulysses is not None:
                 wanted["ulysses"] = (settled.cp.ulysses,)
+        if config.ep is not None:
+            wanted["ep"] = (config.ep,)
         if config.recompute is not None:
             mode = parse_recompute(config.recompute).mode
             named = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}
@@ -245,6 +249,7 @@ class _Space:
             pp,
             cp,
             config.recompute if config.recompute is not None else chosen.get("recompute", "none"),
+            ep=config.ep if config.ep is not None else chosen.get("ep", 1),
         )
         if config.sequence_parallel and settings.mp is not None:
             settings.mp = dataclasses.replace(settings.mp, sequence_parallel=True)
@@ -444,7 +449,7 @@ def _chosen(candidate: Candidate, profile: ModelProfile) -> dict[str, Any]:
     dp: dict[str, Any] = {"sharding_level": c.level}
     if c.level and c.replicate > 1:
         dp["replicate"] = c.replicate
-    chosen: dict[str, Any] = {"dp": dp, "recompute": c.recompute_name}
+    chosen: dict[str, Any] = {"dp": dp, "recompute": c.recompute_name, "ep": c.ep}
     if c.pp > 1:
         exact = c.pipeline_name == "exact"
         pp = {"name": c.pipeline_name, "microbatches": c.microbatches}

@@ -71,6 +71,8 @@ class ToDistributedConfig:
     """How attention sees sharded sequences: gather, ring, ulysses, usp, or the fields of `config.ContextParallel`."""
     recompute: str | int | None = None
     """Activation checkpointing: none, selective, full, or a number n for every n-th block."""
+    ep: int | None = None
+    """Over how many ranks the experts of a mixture are shared out: a divisor of dp x cp x mp and of their number."""
     hardware: Any = None
     """The machines: a `planner.hardware.Hardware`, or the keys of a file in conf/cluster as a mapping. By default this
     machine: what `autolaunch calibrate` has measured here, else the built-in profile of its devices."""
@@ -103,8 +105,9 @@ class ToDistributedConfig:
             raise ConfigError(f"config.axes={tuple(axes)}", f"no axis is called {wrong[0]!r}", ", ".join(AXES))
         self.axes = tuple(AXIS_SPELLINGS[axis] for axis in axes)
         parallel_config(
-            1 if self.mesh is None else self.mesh, self.dp, self.mp, self.pp, self.cp, self.recompute or "none"
-        )
+            1 if self.mesh is None else self.mesh, self.dp, self.mp, self.pp, self.cp, self.recompute or "none",
+            ep=1 if self.ep is None else self.ep,
+        )  # fmt: skip
 
 
 def checked_config(config: Any) -> ToDistributedConfig:

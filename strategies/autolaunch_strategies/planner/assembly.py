@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.experts.find import Mixture, find_mixtures
 from autolaunch_strategies.planner.first_look import FirstLook
 from autolaunch_strategies.planner.measured_pass import MeasuredPass, Span
 from autolaunch_strategies.planner.operators import Tally
@@ -37,6 +39,17 @@ class Assembly:
     """Of a sequence."""
     replaced: Mapping[str, str]
     """Parts that can't run on shapes alone, and why."""
+
+    def __post_init__(self) -> None:
+        self.mixtures: list[Mixture] = []
+        self.without_experts = ""
+        """Why ep can share out no experts."""
+        try:
+            self.mixtures = find_mixtures(self.subject.model)
+        except ConfigError as error:
+            self.without_experts = error.problem
+        if not self.mixtures:
+            self.without_experts = self.without_experts or "it has no mixture of experts"
 
     def profile(self, name: str) -> ModelProfile:
         """The profile, called `name`."""
@@ -192,7 +205,23 @@ class Assembly:
             sharded_peak_bytes=peak[1],
             exchanges=less.exchanges,
             exchange_bytes=(more.exchanged - less.exchanged) / less.exchanges if less.exchanges else 0.0,
+            expert_moved_bytes=more.routed_moved - less.routed_moved,
+            expert_saved_bytes=float(sum(more.routed_saved.values()) - sum(less.routed_saved.values())),
+            **self._experts(names),
         )
+
+    def _experts(self, names: Sequence[str]) -> dict[str, int]:
+        """Fields of `Part` for the mixtures that have the parameters `names`."""
+        owners = {f"{item.name}.{own}": item for item in self.mixtures for own, _ in item.module.named_parameters()}
+        here = [name for name in names if name in owners]
+        if not here:
+            return {}
+        mixtures = {owners[name].name: owners[name].experts for name in here}
+        return {
+            "experts": math.gcd(*mixtures.values()),
+            "mixtures": len(mixtures),
+            "expert_parameters": self._counts([name for name in here if name not in self.sharding.dims])[0],
+        }
 
     def _replaced_products(self, block: str) -> Iterator[MatMul]:
         """Products of the parts of a block that can't run on shapes alone, such as experts that ask who has tokens.
@@ -226,6 +255,8 @@ class Assembly:
 
     def _refused(self, heads: int | None) -> dict[str, str]:
         refused = {}
+        if self.without_experts:
+            refused["ep"] = self.without_experts
         if self.sharding.refused:
             refused["mp"] = self.sharding.refused
         if not self.look.order:

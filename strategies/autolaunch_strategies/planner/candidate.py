@@ -67,6 +67,8 @@ class Candidate:
     """Index in `CP_BACKENDS`."""
     ulysses: int = 1
     """Neighbours along cp that exchange heads (cp for ulysses, 1 for gather and ring)."""
+    ep: int = 1
+    """Over how many ranks of dp x cp x mp (of dp those of one replica) the experts of a mixture are shared out."""
 
     @property
     def ranks(self) -> int:
@@ -136,6 +138,7 @@ class Candidates:
     recompute: Ints
     backend: Ints
     ulysses: Ints
+    ep: Ints
 
     def __init__(self, **columns: Any) -> None:
         """Columns [n] by the names of `FIELDS`; scalars are repeated, absent ones have the default."""
@@ -165,3 +168,18 @@ class Candidates:
     def shard(self) -> Ints:
         """Over how many ranks the state is sharded: dp x cp / replicate; 1 at level 0."""
         return np.where(self.level == 0, 1, self.dp * self.cp // self.replicate)
+
+    @property
+    def expert_ranks(self) -> Ints:
+        """Among how many ranks experts are shared out and sharded, as `ParallelConfig.expert_ranks`."""
+        return self.dp // np.where(self.level == 0, 1, self.replicate) * self.cp * self.mp
+
+    @property
+    def expert_parts(self) -> Ints:
+        """Of how many parts of the experts a rank has one, before dp shards it: ep; without it mp, which gathers it."""
+        return np.where(self.ep > 1, self.ep, self.mp)
+
+    @property
+    def expert_shard(self) -> Ints:
+        """Over how many ranks the state of such a part is sharded: efsdp; 1 at level 0."""
+        return np.where(self.level == 0, 1, self.expert_ranks // self.expert_parts)

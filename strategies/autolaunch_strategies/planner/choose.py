@@ -69,6 +69,11 @@ def make_plan(
         )
     if chosen.mp[0] > hardware.domain_size:
         warnings.append(f"{chosen.mp[0]} ranks of mp are more than the {hardware.domain_size} devices of a fast domain")
+    if chosen.ep[0] > hardware.domain_size:
+        warnings.append(
+            f"Tokens leave the node on their way to their experts: {chosen.ep[0]} ranks of ep are more than the "
+            f"{hardware.domain_size} devices of a fast domain"
+        )
     return Plan(
         profile,
         recipe,

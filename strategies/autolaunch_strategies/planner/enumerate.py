@@ -8,6 +8,7 @@ would follow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -171,6 +172,7 @@ class Space:
             self._sequence_parallel,
             self._recomputes,
             self._levels,
+            self._experts,
         ):
             rows = start.match(options(start))
             for rule in self.rejections.rules:
@@ -188,6 +190,10 @@ class Space:
         parts = self._kept(parts, "schedule_microbatches", "few_microbatches", "dominated")
         rows = meshes.match(parts).match(self._levels(meshes))
         rows = rows.where(self._is_canonical(rows))
+        experts = self._experts(meshes)
+        if limit is not None and rows.matches(experts) > limit:
+            return None
+        rows = self._kept(rows.match(experts), "expert_ranks")
         for table in (self._contexts(meshes), self._sequence_parallel(meshes), self._recomputes(meshes)):
             if limit is not None and rows.matches(table) > limit:
                 return None
@@ -337,6 +343,17 @@ class Space:
         usual = [1] if self._thin else [0, 1]
         return [(number,) for number in self._values("sequence_parallel", usual)] if mp > 1 else [(0,)]
 
+    def _experts(self, rows: _Table) -> _Table:
+        table = rows.distinct("dp", "mp", "cp").with_options(("ep",), self._experts_of)
+        return self._kept(table, "ep_refused", "experts")
+
+    def _experts_of(self, dp: int, mp: int, cp: int) -> list[tuple[int, ...]]:
+        usual = divisors(math.gcd(self.profile.experts, dp * mp * cp)) if self.profile.experts else [1]
+        if self._thin:
+            within = [number for number in usual if number <= self.hardware.domain_size]
+            usual = sorted({1, within[-1], usual[-1]})
+        return [(number,) for number in self._values("ep", usual)]
+
     def _recomputes(self, rows: _Table) -> _Table:
         return rows.distinct("pp").with_options(("recompute",), self._recomputes_of)
 
@@ -392,6 +409,30 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         refused_axis("mp"),
         refused_axis("pp"),
         refused_axis("cp"),
+        Rule(
+            "ep_refused",
+            "ep with this model",
+            ("ep",),
+            lambda c: (c.ep > 1) & (not profile.experts),
+            lambda c: f"{profile.name} can't be divided along ep: {refused.get('ep', 'it has no mixture of experts')}",
+        ),
+        Rule(
+            "experts",
+            "experts % ep",
+            ("ep",),
+            lambda c: (c.ep > 1) & (profile.experts % c.ep != 0),
+            lambda c: f"{profile.experts} experts cannot be shared out evenly over {c.ep} ranks of ep",
+        ),
+        Rule(
+            "expert_ranks",
+            "(dp of one replica x cp x mp) % ep",
+            ("dp", "mp", "cp", "level", "replicate", "ep"),
+            lambda c: np.where(c.level == 0, c.dp, c.dp // c.replicate) * c.cp * c.mp % c.ep != 0,
+            lambda c: (
+                f"ep={c.ep} borrows ranks of dp (of one replica) x cp x mp, and does not divide these: "
+                f"{c.dp // (c.replicate if c.level else 1)} x {c.cp} x {c.mp}"
+            ),
+        ),
         Rule(
             "mp_sizes",
             "heads and other sizes % mp",

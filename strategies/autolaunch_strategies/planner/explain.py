@@ -35,6 +35,7 @@ PART_WORDS = {
     "kernels": "launching kernels",
     "mp": "exchange over mp",
     "cp": "exchange over cp",
+    "ep": "tokens to experts",
     "pp": "sends between stages",
     "bubble": "waiting in the pipeline",
     "dp": "exchange over dp",
@@ -47,6 +48,7 @@ KEYS = (
     "mesh",
     *AXES,
     "tp",
+    "ep",
     "level",
     "replicas",
     "pipeline",
@@ -146,7 +148,7 @@ def why(plan: Plan, asked: Mapping[str, Any]) -> Explanation:
 
     Args:
         asked: as people type it: sizes of axes (``mp`` or ``tp``, ``dp``, ``pp``, ``cp``, ``mesh``: ``4x2``), options
-            (``dp``: ``zero1``, ``pp``: ``1f1b``, ``cp``: ``ring``, ``mp``: ``seq_parallel``), ``recompute``,
+            (``dp``: ``zero1``, ``pp``: ``1f1b``, ``cp``: ``ring``, ``mp``: ``seq_parallel``), ``ep``, ``recompute``,
             ``microbatches``, ``level``, ``replicas``, ``virtual_stages``, ``split``.
 
     Raises:

@@ -29,6 +29,7 @@ from autolaunch_strategies.planner.candidate import (
     of_backends,
     of_schedules,
 )
+from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.profile import ModelProfile, Part, Recipe
 from autolaunch_strategies.planner.stages import Cut, cut
@@ -150,15 +151,52 @@ def _put_amounts(
         pieces[piece][columns.at[name].start + kind] += value
 
     _put_states(profile, recipe, hardware, c, put)
-    _put_activations(profile, recipe, c, put)
+    _put_activations(profile, recipe, hardware.constants, c, put)
 
 
 def _put_states(
     profile: ModelProfile, recipe: Recipe, hardware: Hardware, c: Candidates, put: Callable[..., None]
 ) -> None:
     """Parameters, gradients and optimizer state, as `data_parallel` treats them, and what exchanging them takes."""
+    parts = [("", kind, part) for kind, part in enumerate(profile.kinds)]
+    parts += [("_before", 0, profile.before), ("_after", 0, profile.after), ("_shared", 0, _shared(profile))]
+    largest: Any = 0.0
+    for suffix, kind, part in parts:
+        dense = _over_mp(part.parameters - part.expert_parameters, part.sharded_parameters, c.mp)
+        gathered = _put_state(recipe, hardware, c, put, suffix, kind, dense, c.shard, dense * recipe.cast_bytes)
+        if part.expert_parameters:
+            experts = part.expert_parameters / c.expert_parts
+            # Without ep a rank of mp computes with its own ones; compiled, with all, which the backward pass uses, too.
+            whole = np.where((c.ep == 1) & (c.mp > 1), recipe.gathered_bytes, 0.0) if recipe.compiled else 0.0
+            held = c.ep if recipe.compiled else c.expert_parts
+            copies = part.expert_parameters / held * (recipe.cast_bytes + whole)
+            gathered = gathered + _put_state(recipe, hardware, c, put, suffix, kind, experts, c.expert_shard, copies)
+        if not suffix:
+            largest = np.maximum(largest, gathered)
+    put("other", "gathered", largest)
+
+
+def _put_state(
+    recipe: Recipe,
+    hardware: Hardware,
+    c: Candidates,
+    put: Callable[..., None],
+    suffix: str,
+    kind: int,
+    count: Floats,
+    over: Ints,
+    copies: Floats,
+) -> Floats:
+    """Put what so many parameters of a rank take; the bytes of those that are gathered at once.
+
+    Args:
+        suffix, kind: which of the columns.
+        count: [n], before dp shards them.
+        over: [n]: over how many ranks it does.
+        copies: [n]: bytes in other types, or whole, that a pass makes of them.
+    """
     sharded = (c.level > 0) & (c.dp * c.cp > 1)
-    shard = np.where(sharded, c.shard, 1)
+    shard = np.where(sharded, over, 1)
     pipelined = c.pp > 1
     freed = sharded & (c.level == 3) & ~pipelined
     # Gradients of whole parameters add up in the type of their exchange until there is one.
@@ -177,37 +215,29 @@ def _put_states(
     apart = np.where(whole & (recipe.reduce_bytes == recipe.gathered_bytes), 0.0, own)
     exchanged = np.where(sharded, apart + np.where(whole, 0.0, recipe.reduce_bytes * recipe.trained), 0.0)
 
-    parts = [("", kind, part) for kind, part in enumerate(profile.kinds)]
-    parts += [("_before", 0, profile.before), ("_after", 0, profile.after), ("_shared", 0, _shared(profile))]
-    largest: Any = 0.0
-    for suffix, kind, part in parts:
-        count = _over_mp(part.parameters, part.sharded_parameters, c.mp)
-        for column in (f"state{suffix}", f"end{suffix}"):
-            put("parameters", column, count * per_parameter, kind)
-            put("optimizer", column, count * optimizer, kind)
-        put("gradients", f"state{suffix}", count * np.where(one_pass, 0.0, in_pass), kind)
-        for column in (f"gradients{suffix}", f"stale{suffix}"):
-            put("gradients", column, count * np.where(one_pass, in_pass, 0.0), kind)
-        put("gradients", f"end{suffix}", count * gradient, kind)
-        put("other", f"end{suffix}", count * at_end, kind)
-        put("parameters", f"state{suffix}", count * np.where(freed, 0.0, gathered) if not suffix else count * gathered,
-            kind)  # fmt: skip
-        if suffix:
-            if suffix != "_before":  # a look-up in a table needs no copy of it
-                put("parameters", f"state{suffix}", count * recipe.cast_bytes)
-            continue
-        # Gathered for now: a block, and the next one on its way.
-        moving = count * (exchanged + np.where(freed, 2 * gathered, 0.0))
-        largest = np.maximum(largest, count * gathered)
-        for column in ("works", "repeats"):
-            put("other", column, moving, kind)
-        cast = count * recipe.cast_bytes
-        again = c.recompute == NO_RECOMPUTE if recipe.cast_bytes else False
-        put("parameters", "casts", cast * (again | (c.recompute > FULL)), kind)
-        put("parameters", "all_casts", cast, kind)
-        put("other", "repeats", cast, kind)
-        put("other", "works", cast * ~again if recipe.cast_bytes else 0.0, kind)
-    put("other", "gathered", largest)
+    for column in (f"state{suffix}", f"end{suffix}"):
+        put("parameters", column, count * per_parameter, kind)
+        put("optimizer", column, count * optimizer, kind)
+    put("gradients", f"state{suffix}", count * np.where(one_pass, 0.0, in_pass), kind)
+    for column in (f"gradients{suffix}", f"stale{suffix}"):
+        put("gradients", column, count * np.where(one_pass, in_pass, 0.0), kind)
+    put("gradients", f"end{suffix}", count * gradient, kind)
+    put("other", f"end{suffix}", count * at_end, kind)
+    put("parameters", f"state{suffix}", count * (gathered if suffix else np.where(freed, 0.0, gathered)), kind)
+    if suffix:
+        if suffix != "_before":  # a look-up in a table needs no copy of it
+            put("parameters", f"state{suffix}", copies)
+        return count * gathered
+    # Gathered for now: a block, and the next one on its way.
+    moving = count * (exchanged + np.where(freed, 2 * gathered, 0.0))
+    for column in ("works", "repeats"):
+        put("other", column, moving, kind)
+    again = c.recompute == NO_RECOMPUTE
+    put("parameters", "casts", copies * (again | (c.recompute > FULL)), kind)
+    put("parameters", "all_casts", copies, kind)
+    put("other", "repeats", copies, kind)
+    put("other", "works", copies * ~again, kind)
+    return count * gathered
 
 
 def _shared(profile: ModelProfile) -> Part:
@@ -216,7 +246,9 @@ def _shared(profile: ModelProfile) -> Part:
     return Part("shared", count, min(count, profile.before.sharded_parameters))
 
 
-def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: Callable[..., None]) -> None:
+def _put_activations(
+    profile: ModelProfile, recipe: Recipe, constants: Constants, c: Candidates, put: Callable[..., None]
+) -> None:
     """What is kept for the backward pass, and what passes need beyond it."""
     on_rank = -(-recipe.batch_size // c.dp)
     sequences = -(-on_rank // c.microbatches)
@@ -225,14 +257,18 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
     whole_mp = np.where(c.sequence_parallel == 1, c.mp, 1)
 
     ones = np.ones_like(c.mp)
+    # The share of a sequence that a rank's experts see.
+    fullest = constants.fullest(profile.experts, c.ep) / np.where(c.ep > 1, c.mp, 1) / c.cp
 
     def of(whole: float, sharded: float = 0.0, over: Ints = whole_mp) -> Floats:
         """Bytes on one rank of `whole` for one sequence: mp shards `sharded` of them, the rest is on `over` ranks."""
         return ((whole - sharded) / over + sharded / c.mp) / c.cp
 
     def kept_by(part: Part) -> tuple[Floats, Floats, Floats]:
-        gathered = min(part.exchanges * part.exchange_bytes, part.saved_bytes - part.sharded_saved_bytes)
-        saved = of(part.saved_bytes - gathered, part.sharded_saved_bytes) + of(gathered, 0.0, ones)
+        others = part.saved_bytes - part.expert_saved_bytes
+        gathered = min(part.exchanges * part.exchange_bytes, others - part.sharded_saved_bytes)
+        saved = of(others - gathered, part.sharded_saved_bytes) + of(gathered, 0.0, ones)
+        saved = saved + part.expert_saved_bytes * fullest
         selective = of(part.selective_bytes, part.sharded_selective_bytes)
         return saved, np.minimum(selective, saved), np.minimum(of(part.output_bytes), saved)
 
@@ -240,6 +276,8 @@ def _put_activations(profile: ModelProfile, recipe: Recipe, c: Candidates, put: 
         saved, selective, inputs = kept_by(part)
         kept = np.where(c.recompute == FULL, inputs, np.where(c.recompute == SELECTIVE, selective, saved))
         peak = of(part.peak_bytes, part.sharded_peak_bytes) + _attention_over_cp(part, profile.element_bytes, c)
+        # Rows on their way there, and those that have come.
+        peak = peak + np.where(c.ep > 1, 2 * part.routed_elements * profile.element_bytes * fullest, 0.0)
         put("activations", "kept", flying * kept, kind)
         put("activations", "kept_done", -sequences * kept, kind)
         put("activations", "input", flying * inputs, kind)

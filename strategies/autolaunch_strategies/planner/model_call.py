@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from autolaunch_strategies.experts.find import countable_mixtures
 from autolaunch_strategies.model.example_inputs import BATCH, POSITIONS, ExampleInputs
 from autolaunch_strategies.planner.device_functions import functions_of
 from autolaunch_strategies.planner.operators import FAKES, Tape
@@ -61,6 +62,7 @@ class ModelCall:
             stack.enter_context(on_shapes_alone())
             state = self._state(tape)
             fake_args, fake_kwargs = fake_inputs(args, kwargs, dtype)
+            stack.enter_context(_experts_seen([item.module for item in countable_mixtures(model)], tape))
             stack.enter_context(parts_intercepted(self.subject.blocks, block))
             stack.enter_context(_default_dtype(dtype))
             stack.enter_context(functions_of(self.device_type, tape, autocast))
@@ -86,6 +88,28 @@ class ModelCall:
         for name, tensor in state.items():
             tape.add_state(name, tensor, self.sharding.dims.get(name))
         return state
+
+
+@contextmanager
+def _experts_seen(modules: Iterable[nn.Module], tape: Tape) -> Iterator[None]:
+    """Within it the tape knows when one of `modules` runs."""
+
+    def begin(*_: Any) -> None:
+        tape.in_experts = True
+
+    def end(*_: Any) -> None:
+        tape.in_experts = False
+
+    hooks = [
+        hook
+        for module in modules
+        for hook in (module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True))
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -50,6 +50,10 @@ class Tally:
     """Memory -> (bytes, whether sharded)."""
     gathered: set[int] = field(default_factory=set)
     """Memory of whole inputs of column-wise layers: they are gathered where sequence parallelism shards the rest."""
+    routed_moved: float = 0.0
+    """Of `moved`, what the experts of a mixture have moved."""
+    routed_saved: dict[int, int] = field(default_factory=dict)
+    """Of `saved`, what they have made: memory -> bytes."""
     selective: list[float] = field(default_factory=lambda: [0.0, 0.0])
     exchanges: int = 0
     exchanged: float = 0.0
@@ -75,6 +79,8 @@ class Tape(Observer):
         self.backward = False
         """In a backward pass only memory and sharding are followed."""
         self.quiet = False
+        self.in_experts = False
+        """Whether the experts of a mixture are running."""
         self.unseen = False
         """Memory that is made now is registered later."""
         self.events: list[tuple[int, bool, int]] = []
@@ -88,6 +94,8 @@ class Tape(Observer):
         """Into how many parts views cut dims that mp shards."""
         self._alive: dict[int, tuple[weakref.ref, int, bool]] = {}
         self._dims: dict[int, dict[Any, int]] = {}
+        self._routed: set[int] = set()
+        """Memory that the experts of a mixture have made."""
 
     # --- memory ---
 
@@ -116,10 +124,16 @@ class Tape(Observer):
         if key in self._alive or key in self.parameters:
             return
         size, born = storage.nbytes(), len(self.events)
+        if self.in_experts:
+            self._routed.add(key)
+        if not self.backward:  # what was saved here before is gone: no backward pass will come to it
+            self.tally.saved.pop(key, None)
+            self.tally.routed_saved.pop(key, None)
 
         def freed(_: Any) -> None:
             if (entry := self._alive.pop(key, None)) is not None:
                 self._dims.pop(key, None)
+                self._routed.discard(key)
                 self.events.append((-size, entry[2], born))
 
         self._alive[key] = (weakref.ref(storage, freed), size, sharded)
@@ -128,8 +142,10 @@ class Tape(Observer):
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A hook for what autograd saves."""
         key = storage_key(tensor)
-        if key not in self.parameters:
-            self.tally.saved.setdefault(key, self.bytes_of(tensor))
+        if key not in self.parameters and key not in self.tally.saved:
+            self.tally.saved[key] = self.bytes_of(tensor)
+            if key in self._routed:
+                self.tally.routed_saved[key] = self.tally.saved[key][0]
         return tensor
 
     @contextmanager
@@ -226,6 +242,7 @@ class Tape(Observer):
             moved = sum(_size(tensor) for tensor in {id(item): item for item in inputs}.values())
             moved += sum(_size(tensor) for tensor in outputs)
         tally.moved[0] += moved
+        tally.routed_moved += moved if self.in_experts else 0
         tally.moved[1] += moved if sharded else 0
 
     def attention(self, query: Any, key: Any, value: Any, causal: bool) -> None:
@@ -301,7 +318,7 @@ class Tape(Observer):
         experts = right.shape[0]
         self.tally.matmuls.append(
             MatMul(max(1, left.shape[0] // experts), right.shape[1], right.shape[2],
-                   left.shape[0] / max(1, left.shape[0] // experts), kept=False)
+                   left.shape[0] / max(1, left.shape[0] // experts), kept=False, routed=True)
         )  # fmt: skip
 
     def _convolution(self, args: Any, result: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,8 @@ class MatMul:
     """What mp shards: `columns`, `inner`, `count`; nothing if empty."""
     kept: bool = True
     """Whether `recompute=selective` keeps its output; else it is computed again."""
+    routed: bool = False
+    """Whether these are the products of `count` experts in one kernel, each with `rows` tokens if all get as many."""
 
     @property
     def flops(self) -> float:
@@ -95,6 +98,21 @@ class Part:
     """All-reduces along mp in its forward pass (row-wise outputs); as many in its backward pass."""
     exchange_bytes: float = 0
     """Of one of them."""
+    experts: int = 0
+    """Of the mixture in it that ep can share out; 0 if there is none."""
+    mixtures: int = 0
+    """How many such mixtures it has."""
+    expert_parameters: int = 0
+    """Of `parameters` without `sharded_parameters`, those of the experts."""
+    expert_moved_bytes: float = 0
+    """Of `moved_bytes`, what experts move."""
+    expert_saved_bytes: float = 0
+    """Of `saved_bytes`, what experts keep."""
+
+    @property
+    def routed_elements(self) -> int:
+        """Numbers in the rows of one sequence that come to its experts: positions x experts per token x width."""
+        return int(next((item.rows * item.count * item.inner for item in self.matmuls if item.routed), 0))
 
     @property
     def flops(self) -> float:
@@ -130,12 +148,17 @@ class ModelProfile:
     heads: int | None = None
     """Attention heads, which ulysses shares out; None without fused attention."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Axis (`mp`, `pp`, `cp`) -> why this model can't be divided along it."""
+    """Axis (`mp`, `pp`, `cp`) or degree (`ep`) -> why this model can't be divided along it."""
 
     @property
     def parameters(self) -> int:
         """Of the whole model, tied weights once."""
         return self.before.parameters + sum(self.kinds[kind].parameters for kind in self.blocks) + self.after.parameters
+
+    @property
+    def experts(self) -> int:
+        """What ep has to divide: the experts of every mixture; 0 if there are none that it can share out."""
+        return math.gcd(*(part.experts for part in (self.before, *self.kinds, self.after)))
 
     @property
     def flops(self) -> float:

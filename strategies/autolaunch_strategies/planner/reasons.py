@@ -20,6 +20,7 @@ def reasons(plan: Plan) -> list[str]:
     fields += ["virtual_stages"] if chosen.virtual_stages > 2 else []
     fields += ["backend"] if chosen.cp > 1 else []
     fields += ["sequence_parallel"] if chosen.mp > 1 else []
+    fields += ["ep"] if plan.profile.experts else []
     fields += ["recompute", "microbatches"]
     return [*sentences, *(sentence for name in fields if (sentence := _against_others(plan, name)))]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 SIZES = (
-    "dp", "mp", "pp", "cp", "replicate", "microbatches", "virtual_stages", "ulysses",
+    "dp", "mp", "pp", "cp", "replicate", "microbatches", "virtual_stages", "ulysses", "ep",
     "microbatch", "positions", "blocks", "width", "peak_tflops",
 )  # fmt: skip
 """In which runs differ by a factor: fields of `Candidate`, positions of one microbatch on one device, positions of a

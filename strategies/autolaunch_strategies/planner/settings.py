@@ -36,6 +36,8 @@ def overrides(candidate: Candidate, profile: ModelProfile, recipe: Recipe) -> li
         settings.append(f"cp={c.backend_name}")
         if c.context_backend.is_mixed:
             settings.append(f"cp.ulysses={c.ulysses}")
+    if profile.experts:
+        settings.append(f"ep={c.ep}")
     settings.append(f"recompute={c.recompute_name}")
     settings.append(f"data.microbatches={c.microbatches if c.pp == 1 else 1}")
     return settings

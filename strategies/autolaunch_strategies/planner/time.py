@@ -35,7 +35,7 @@ from autolaunch_strategies.planner.stages import cut
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-PARTS = ("compute", "attention", "elementwise", "kernels", "mp", "cp", "pp", "bubble", "dp", "optimizer", "fixed")
+PARTS = ("compute", "attention", "elementwise", "kernels", "mp", "cp", "ep", "pp", "bubble", "dp", "optimizer", "fixed")
 """Where a step's time goes. `kernels` is what launching them adds to what devices do; `pp` what sends and the actions
 of a schedule add; `bubble` the wait of a pipeline's busiest rank for the others. Where ranks share processors, `mp`,
 `cp` and `dp` include the wait for whoever comes last."""
@@ -100,7 +100,7 @@ def flops_per_step(profile: ModelProfile, recipe: Recipe, recompute: int = 0) ->
 
 # --- one part of the model, one microbatch -----------------------------------------------------------------------
 
-_COMPONENTS = ("compute", "attention", "elementwise", "kernels", "mp", "cp")
+_COMPONENTS = ("compute", "attention", "elementwise", "kernels", "mp", "cp", "ep")
 _PHASES = ("forward", "backward", "weights")
 """Sums of components by phase: backward is that for inputs, recomputation included."""
 
@@ -117,6 +117,11 @@ class _Ways:
     recompute: Ints
     backend: Ints
     ulysses: Floats
+    ep: Floats
+    held: Floats
+    """Ranks that share the experts of a mixture out: those of ep, or without it those of mp, unless it is compiled."""
+    fullest: Floats
+    """Tokens that come to the experts of the fullest rank, over those of a rank; ranks of mp have the same."""
     accumulates: NDArray[np.bool_]
     """Whether gradients are added to those of other microbatches."""
 
@@ -135,6 +140,7 @@ class _Device:
         balance = (flops.get(half) or peak) / hardware.memory_bytes_per_s / _BALANCE
         self.half_output, self.half_inner = HALF_OUTPUT * balance, HALF_INNER * balance
         self.aligned = 8 if kind not in ("fp32", "tf32") and hardware.device == "cuda" else 1
+        self.grouped = constants.grouped
         self.element_bytes = {"fp32": 4, "tf32": 4, "fp8": 1}.get(kind, 2)
 
     def matmul(self, rows: Floats, inner: Floats, columns: Floats, count: Floats, together: bool) -> Floats:
@@ -150,6 +156,14 @@ class _Device:
 def _matmul_times(item: MatMul, ways: _Ways, device: _Device) -> tuple[Floats, Floats, Floats]:
     """Forward, gradient of the input, gradient of the weight (products without a weight: of the other input, 0)."""
     ones = np.ones_like(ways.batch)
+    if item.routed:
+        experts = item.count / ways.held
+        rows = np.ceil(item.rows * ways.batch / ways.cp * ways.fullest * ways.held / 8) * 8
+        inner, columns = item.inner * ones, item.columns * ones
+        forward = device.matmul(rows, inner, columns, experts, True)
+        back = device.matmul(rows, columns, inner, experts, True)
+        weight = device.matmul(inner, rows, columns, experts, True)
+        return forward / device.grouped, back / device.grouped, weight / device.grouped
     batched = item.divided == "count"
     rows = item.rows / ways.cp * (1 if batched else ways.batch)
     count = item.count * (ways.batch if batched else ones)
@@ -197,6 +211,21 @@ def _cp_times(part: Part, ways: _Ways, element_bytes: float, hardware: Hardware)
     return forward, backward, hides
 
 
+def _ep_times(part: Part, ways: _Ways, profile: ModelProfile, hardware: Hardware) -> Floats:
+    """Seconds in which tokens go to their experts and come back, once: the backward pass takes as long.
+
+    Ranks along mp have the same tokens and do a part of them each; then they gather what all of them have made.
+    """
+    if not part.routed_elements or not (ways.ep > 1).any():
+        return np.zeros_like(ways.batch)
+    size = ways.batch * part.routed_elements * profile.element_bytes / ways.cp * ways.fullest
+    there = collective_time(hardware, "all_to_all", ways.ep, 1, size)
+    whole = ways.batch * part.output_bytes / ways.cp
+    gathered = collective_time(hardware, "all_gather", ways.mp, 1, whole)
+    once = 2 * there + part.mixtures * (gathered + hardware.constants.ep_s)
+    return np.where(ways.ep > 1, once, 0.0)
+
+
 def _part_costs(
     part: Part, ways: _Ways, profile: ModelProfile, recipe: Recipe, hardware: Hardware, recomputes: bool
 ) -> Floats:
@@ -207,6 +236,9 @@ def _part_costs(
 
     def local(total: float, sharded: float) -> Floats:
         return np.asarray((total - sharded) * whole_share + sharded / ways.mp)
+
+    def with_experts(total: float, sharded: float, of_experts: float) -> Floats:
+        return local(total - of_experts, sharded) + of_experts * ways.fullest
 
     full = np.where(ways.recompute >= FULL, 1 / np.maximum(ways.recompute, 1), 0.0) if recomputes else zero
     selective = np.where(ways.recompute == SELECTIVE, 1.0, 0.0) if recomputes else zero
@@ -227,9 +259,11 @@ def _part_costs(
     attention_b = attention_f * (BACKWARD_ATTENTION + full)
 
     fused = COMPILED_MOVED if recipe.compiled else 1.0
-    moved = fused * local(part.moved_bytes, part.sharded_moved_bytes) * ways.batch / ways.cp
+    moved = with_experts(part.moved_bytes, part.sharded_moved_bytes, part.expert_moved_bytes)
+    moved = fused * moved * ways.batch / ways.cp
     again = full + selective * part.selective_share
-    weights = part.parameters - part.sharded_parameters + part.sharded_parameters / ways.mp
+    weights = part.parameters - part.expert_parameters - part.sharded_parameters + part.sharded_parameters / ways.mp
+    weights = weights + part.expert_parameters / ways.held
     cast = weights * (recipe.gathered_bytes + recipe.cast_bytes) if recipe.cast_bytes else zero
     gradients = weights * recipe.trained * (recipe.gradient_bytes + ways.accumulates * recipe.gradient_bytes)
     elementwise_f = (moved + cast) / device.memory_rate
@@ -243,7 +277,15 @@ def _part_costs(
         pair = pair + collective_time(hardware, "reduce_scatter", ways.mp, 1, size)
         reduced = np.where(ways.sequence_parallel, pair, reduced)
     mp_f = part.exchanges * reduced * max(1 - constants.hidden_mp, 0.0)
-    mp_b = mp_f * (1 + full)
+    of_mixtures = zero
+    if part.expert_parameters:  # each rank of mp has a part of them; compiled, it gathers the others
+        parts = collective_time(hardware, "all_gather", ways.mp, 1, part.expert_parameters * recipe.gathered_bytes)
+        results = part.mixtures * collective_time(hardware, "all_reduce", ways.mp, 1, size)
+        of_mixtures = np.where(ways.ep > 1, 0.0, parts if recipe.compiled else results)
+    mp_b = mp_f * (1 + full) + of_mixtures * (full + selective + (not recipe.compiled))
+    mp_f = mp_f + of_mixtures
+    ep_f = _ep_times(part, ways, profile, hardware)
+    ep_b = ep_f * (1 + full + selective)
 
     forward, backward, hides = _cp_times(part, ways, profile.element_bytes, hardware)
     hidden = min(constants.hidden_cp, 1.0) * hides
@@ -258,8 +300,8 @@ def _part_costs(
     sharded = sharded * (COMPILED_SHARDED if recipe.compiled else 1.0)
     host = (kernels + exchanged) * constants.kernel_s + np.where(ways.mp > 1, sharded * constants.mp_kernel_s, 0.0)
     host = host + np.where(ways.cp > 1, calls * constants.cp_s, 0.0)
-    busy_f = compute_f + attention_f + elementwise_f + mp_f + cp_f
-    busy_b = compute_b + attention_b + elementwise_b + mp_b + cp_b
+    busy_f = compute_f + attention_f + elementwise_f + mp_f + cp_f + ep_f
+    busy_b = compute_b + attention_b + elementwise_b + mp_b + cp_b + ep_b
     busy_w = compute_w + elementwise_w
     host_b = host * (BACKWARD_KERNELS + again)
     if hardware.device == "cpu":  # one processor launches and computes
@@ -276,6 +318,7 @@ def _part_costs(
             extra_f + extra_b,
             mp_f + mp_b,
             cp_f + cp_b,
+            ep_f + ep_b,
             busy_f + extra_f,
             busy_b + extra_b * (1 - share_w),
             busy_w + extra_b * share_w,
@@ -315,8 +358,12 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
         return StepTime(np.zeros(0), {name: np.zeros(0) for name in PARTS})
     micro = c.microbatches.astype(np.float64)
     first, way = _distinct(
-        [c.dp * c.microbatches, c.microbatches > 1, c.mp, c.cp, c.sequence_parallel, c.recompute, c.backend, c.ulysses]
+        [
+            *(c.dp * c.microbatches, c.microbatches > 1, c.mp, c.cp, c.sequence_parallel, c.recompute),
+            *(c.backend, c.ulysses, c.ep),
+        ]
     )
+    held = np.where((c.ep[first] > 1) | recipe.compiled, c.ep[first], c.mp[first])
     ways = _Ways(
         batch=np.maximum(recipe.batch_size / (c.dp * c.microbatches)[first], 1.0),
         mp=c.mp[first].astype(np.float64),
@@ -325,6 +372,9 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
         recompute=c.recompute[first],
         backend=c.backend[first],
         ulysses=c.ulysses[first].astype(np.float64),
+        ep=c.ep[first].astype(np.float64),
+        held=held.astype(np.float64),
+        fullest=constants.fullest(profile.experts, held) / np.where(held > 1, c.mp[first], 1),
         accumulates=c.microbatches[first] > 1,
     )
     members = (profile.before, *profile.kinds, profile.after)
@@ -358,7 +408,7 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
     filling = 2 * send + actions / c.virtual_stages * constants.action_s
     parts["bubble"] = _bubble(c, busiest[number:], together[number:]) + (c.pp - 1) * filling + micro * loss
     parts["dp"] = _dp_time(profile, recipe, hardware, c, inside, busiest[number:])
-    parts["optimizer"] = _optimizer_time(recipe, hardware, c, inside.parameters)
+    parts["optimizer"] = _optimizer_time(recipe, hardware, c, inside)
     parts["fixed"] = constants.step_s + micro * constants.microbatch_s
     parts = {name: parts[name] for name in PARTS}
     seconds = np.sum(list(parts.values()), axis=0)
@@ -382,7 +432,11 @@ class _Contents:
     members: Floats
     """[1 + kinds + 1, n]: how often it has the part before the blocks, blocks of each kind, the part after them."""
     parameters: Floats
-    """[n]: most of all pipe ranks, after mp."""
+    """[n]: most of all pipe ranks, after mp; without `experts`."""
+    experts: Floats
+    """[n]: of the experts that ep shares out: most of all pipe ranks, those of one rank of ep."""
+    mixtures: Floats
+    """[n]"""
     blocks: Floats
     """[n]"""
 
@@ -395,9 +449,10 @@ def _contents(profile: ModelProfile, c: Candidates, totals: Floats, way: Ints, l
         loss: [n] seconds of the last part that all ranks wait for; they count for none.
     """
     n, parts = len(c), (profile.before, *profile.kinds, profile.after)
-    whole = np.array([part.parameters - part.sharded_parameters for part in parts], dtype=np.float64)
+    whole = np.array([part.parameters - part.sharded_parameters - part.expert_parameters for part in parts], float)
+    of_experts = np.array([part.expert_parameters for part in parts], dtype=np.float64)
     sharded = np.array([part.sharded_parameters for part in parts], dtype=np.float64)
-    members, parameters = np.zeros((len(parts), n)), np.zeros(n)
+    members, parameters, experts = np.zeros((len(parts), n)), np.zeros(n), np.zeros(n)
     first, group = _distinct([c.pp, c.virtual_stages, c.split, c.pipeline])
     order = np.argsort(group, kind="stable")
     bounds = np.searchsorted(group[order], np.arange(len(first) + 1))
@@ -412,8 +467,14 @@ def _contents(profile: ModelProfile, c: Candidates, totals: Floats, way: Ints, l
         members[:, own] = rows[busiest].T
         # Tied weights are on the last stage, too.
         split = rows @ sharded + profile.shared_parameters * (rows[:, -1] > rows[:, 0])
-        parameters[own] = ((rows @ whole)[:, None] + split[:, None] / c.mp[own]).max(axis=0)
-    return _Contents(members, parameters, members[1:-1].sum(axis=0))
+        # Without ep experts are sharded as all else is, and in parts along mp.
+        alone = (c.ep[own] == 1) / c.mp[own]
+        parameters[own] = (
+            (rows @ whole)[:, None] + split[:, None] / c.mp[own] + (rows @ of_experts)[:, None] * alone
+        ).max(axis=0)
+        experts[own] = np.where(c.ep[own] > 1, (rows @ of_experts).max() / c.ep[own], 0.0)
+    mixtures = np.array([part.mixtures for part in parts]) @ members
+    return _Contents(members, parameters, experts, mixtures, members[1:-1].sum(axis=0))
 
 
 def _held(profile: ModelProfile, pipeline: str, pp: int, virtual: int, split: int) -> Floats:
@@ -475,35 +536,47 @@ def _dp_time(
     size = c.dp * c.cp
     forward, backward = phases[0], phases[1] + phases[2]
     shard = c.shard
-    gradients = inside.parameters * recipe.trained * recipe.reduce_bytes
-    gathered = inside.parameters * recipe.gathered_bytes
-    groups = inside.blocks + 1
+    groups, of_experts = inside.blocks + 1, inside.mixtures
 
     def exposed(seconds: Floats, under: Floats) -> Floats:
         """A share of the shorter one is hidden (a smooth minimum)."""
         shorter = seconds * under / np.maximum(soft_max(seconds, under), 1e-30)
         return np.asarray(seconds - min(constants.hidden_dp, 1.0) * np.minimum(shorter, seconds))
 
-    def collective(kind: str, ranks: Ints, stride: Ints, total: Floats) -> Floats:
+    def collective(kind: str, ranks: Ints, stride: Ints, total: Floats, number: Floats) -> Floats:
         """Seconds to exchange `total` bytes of parameters in their groups, one collective for each group."""
-        return groups * collective_time(hardware, kind, ranks, stride, total / groups)
+        number = np.maximum(number, 1)
+        return np.asarray(number * collective_time(hardware, kind, ranks, stride, total / number))
 
-    reduced = exposed(collective_time(hardware, "all_reduce", size, c.mp, gradients), backward)
-    result = np.where(c.level == 0, reduced, 0.0)
+    def both(kind: str, bytes_each: Any, dense: tuple[Ints, Ints, Any], experts: tuple[Ints, Ints, Any]) -> Floats:
+        """Of what ep does not share out, and of experts: each with ranks, stride and number of groups."""
+        seconds = collective(kind, dense[0], dense[1], inside.parameters * bytes_each, dense[2])
+        if inside.experts.any():
+            ranks = np.where(c.ep > 1, experts[0], 1)
+            seconds = seconds + collective(kind, ranks, experts[1], inside.experts * bytes_each, experts[2])
+        return seconds
+
+    gradient_bytes = recipe.trained * recipe.reduce_bytes
+    efsdp = c.expert_ranks // c.ep  # ranks with the same experts, of one replica
+    reduced = both("all_reduce", gradient_bytes, (size, c.mp, 1), (efsdp, c.ep, 1))
+    result = np.where(c.level == 0, exposed(reduced, backward), 0.0)
     sharded = c.level > 0
     if sharded.any():
-        gather = collective("all_gather", shard, c.mp, gathered)
-        scatter = collective("reduce_scatter", shard, c.mp, gradients)
-        replicas = collective("all_reduce", np.where(sharded, c.replicate, 1), c.mp * shard, gradients / shard)
+        apart = (shard, c.mp, groups), (efsdp, c.ep, of_experts)
+        gather = both("all_gather", recipe.gathered_bytes, *apart)
+        scatter = both("reduce_scatter", gradient_bytes, *apart)
+        among = np.where(sharded, c.replicate, 1)
+        one = shard * c.mp  # ranks of a replica
+        replicas = both("all_reduce", gradient_bytes / shard, (among, one, groups), (among, one, of_experts))
         gathers, again, scatters = _sharded_exchanges(c)
-        host = groups * constants.group_s
+        host = (groups + np.where(c.ep > 1, of_experts, 0)) * constants.group_s
         time = gathers * (exposed(gather, forward) + host)
         # Parameters that were freed are gathered beside the exchange of gradients, under the same backward pass.
         beside = np.where(again > 0, gather, 0.0)
         time = time + scatters * (exposed(scatter + beside, backward) + host)
         time = time + exposed(replicas, backward)
         result = np.where(sharded & (size > 1), time, result)
-    return np.where(size > 1, result, 0.0)
+    return np.where((size > 1) | (efsdp > 1) & (c.ep > 1), result, 0.0)
 
 
 def _sharded_exchanges(c: Candidates) -> tuple[Floats, Floats, Floats]:
@@ -515,10 +588,10 @@ def _sharded_exchanges(c: Candidates) -> tuple[Floats, Floats, Floats]:
     return np.maximum(again, 1.0), again, scatters
 
 
-def _optimizer_time(recipe: Recipe, hardware: Hardware, c: Candidates, parameters: Floats) -> Floats:
+def _optimizer_time(recipe: Recipe, hardware: Hardware, c: Candidates, inside: _Contents) -> Floats:
     """State is read and written, gradients are read (twice: their norm), parameters written."""
     per_parameter = 2 * recipe.optimizer_bytes + 2 * recipe.gradient_bytes + 2 * recipe.parameter_bytes
-    moved = parameters * recipe.trained / c.shard * per_parameter
+    moved = (inside.parameters / c.shard + inside.experts / c.expert_shard) * recipe.trained * per_parameter
     return np.asarray(moved / (hardware.memory_bytes_per_s * hardware.constants.memory))
 
 
@@ -563,6 +636,8 @@ def _waiting(
         "dp": np.where(c.dp * c.cp > 1, exchanged, 0.0),
         "mp": np.where(c.mp > 1, exchanges * passes * np.where(c.sequence_parallel > 0, 2, 1), 0.0),
         "cp": np.where(c.cp > 1, calls * passes, 0.0),
+        # Counts, tokens there and back; there and back again in the backward pass.
+        "ep": np.where(c.ep > 1, inside.mixtures * (2 * passes + micro), 0.0),
     }
     # Those who often wait for one group keep another one waiting: they are as far apart as all of them together.
     often = np.where(counts["dp"] > 1, c.dp * c.cp, np.where(counts["cp"] > 1, c.cp, 1))
