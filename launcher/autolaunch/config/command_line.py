@@ -71,6 +71,7 @@ def _parser() -> _Parser:
     add("--config-path", "-cp", type=Path)
     add("--config-name", "-cn")
     add("--why")
+    add("--full", action="store_true")
     add("--hydra-help", action="store_true")
     add("--shell-completion", "-sc", action="store_true")
     return parser
@@ -104,6 +105,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
     overrides = known.overrides if known.shell_completion else _overrides(known.overrides)
     if known.why is not None:
         overrides.append(f"why='{known.why}'")
+    if known.full:
+        overrides.append("full=true")
     return CommandLine(
         overrides=overrides,
         multirun=known.multirun,

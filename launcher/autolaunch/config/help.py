@@ -42,6 +42,7 @@ _FLAGS = (
     ("--cfg job", "the whole config, without running anything (--package KEY for a part of it)"),
     ("-m", "run every combination of the values separated by commas"),
     ("--why MP=4,PP=2", "plan cluster=...: why these values were not chosen"),
+    ("--full", "plan cluster=...: every figure, pictures, and what the plan does to each part of the model"),
     ("--config-dir DIR", "use your own files beside conf/: DIR/model/mine.yaml, DIR/experiment/e1.yaml"),
     ("--config-name NAME", "begin with your own NAME.yaml instead of config.yaml"),
     ("--version, --hydra-help", ""),

@@ -53,7 +53,7 @@ MOST_RULES = 12
 FITS = {"yes": "green", "tight": "yellow", "no": "red"}
 
 
-def show_choice(choice: Mapping[str, Any], console: Console, written: Sequence[Path] = ()) -> None:
+def show_choice(choice: Mapping[str, Any], console: Console, written: Sequence[Path] = (), *, full: bool = False) -> None:
     """Show what was chosen, what is predicted of it, what else there is, and why.
 
     Args:
