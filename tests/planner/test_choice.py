@@ -17,8 +17,9 @@ from autolaunch_strategies.planner.choose import diverse, make_plan, pick
 from autolaunch_strategies.planner.document import document, rounded
 from autolaunch_strategies.planner.explain import asked_of, fields_of, why
 from autolaunch_strategies.planner.plan import Looked, Plan, simplicity
-from autolaunch_strategies.planner.reasons import in_bytes, in_seconds
+from autolaunch_strategies.planner.reasons import PART_WORDS, in_bytes, in_seconds
 from autolaunch_strategies.planner.settings import overrides
+from autolaunch_strategies.planner.time import step_time
 from tests.planner.candidates import GIB, llama, machines, model, recipe
 from tests.support.config_candidate import candidate_of
 
@@ -233,17 +234,32 @@ def test_reasons_compare_with_the_best_of_everything_else(plan: Plan) -> None:
     others = pool.candidates.mp != plan.chosen.mp
     best = pool.seconds[others].min()
     other = int(pool.candidates.mp[others][pool.seconds[others].argmin()])
-    sentence = next(text for text in said if text.startswith(f"mp={plan.chosen.mp}: "))
+    sentence = next(text for text in said if text.startswith(f"mp={plan.chosen.mp}"))
     difference = best / plan.seconds - 1
     assert f"mp={other}" in sentence
     assert f"{abs(difference):.1%}" in sentence
     assert ("within the noise" in sentence) == (difference <= 0.03)
 
 
+def test_reasons_name_what_costs_time() -> None:
+    """Told by the parts of a step: what the best way with another value has more of, and what it saves."""
+    plan = make_plan(llama("70b"), recipe(1024), machines(1024))
+    said, found = document(plan)["chosen"]["reasons"], plan.looked
+    pool = found.select(found.fits)
+    other = pool.select(pool.candidates.mp != plan.chosen.mp).select([0])
+    parts = step_time(plan.profile, plan.recipe, plan.hardware, other.candidates).parts
+    more = {name: (float(parts[name][0]) - plan.parts[name]) / plan.seconds for name in parts}
+    worst = max(more, key=lambda name: more[name])
+    assert said[0].startswith(f"mp={plan.chosen.mp}") and f"mp={int(other.candidates.mp[0])}" in said[0]
+    assert f"adds {more[worst]:.1%} of {PART_WORDS[worst]}" in said[0]
+    assert len(said) == len(set(said)) < 8  # what is the same way is told once
+
+
 def test_reasons_say_what_does_not_fit() -> None:
     said = document(make_plan(llama("70b"), recipe(128), machines(32), {"dp": (32,)}))["chosen"]["reasons"]
     level = next(text for text in said if text.startswith("dp="))
     assert level.startswith("dp=fsdp: nothing else fits; dp=zero2 comes closest and needs ")
+    assert " GiB more parameters" in level  # which fsdp shards, and zero2 does not
     assert level.endswith(" where 73.6 GiB may be used.")
 
 

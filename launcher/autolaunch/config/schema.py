@@ -691,7 +691,7 @@ class Job:
     )
     why: str | None = option("With `plan cluster=...`: why not this one, e.g. `mp=4,pp=2` (as --why).", None)
     full: bool = option(
-        "With `plan cluster=...`: every figure, pictures, and what the plan does to each part of the model (as --full).",
+        "With `plan cluster=...`: every figure, pictures, and what is done to each part of the model (as --full).",
         False,
     )
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     """Write `<output_dir>/plan.yaml` for the mesh that the job names, in this one process; returns the summary.
 
-    With a pipeline also `<output_dir>/schedule.svg`. Where the planner chose the mesh, its choice and no more, for which
-    the model need not be built; with `full` the rest as well, and pictures of the choice.
+    With a pipeline also `<output_dir>/schedule.svg`. Where the planner chose the mesh, its choice and no more, for
+    which the model need not be built; with `full` the rest as well, and pictures of the choice.
     """
     started = time.time()
     if job.choice is not None:
-        path = _show_choice(job, job.choice)  # before torch is imported, which takes longer than the choice
+        path = _write_choice(job, job.choice)  # which has been shown
         if not job.config["full"]:
             return _written(job, job.choice["model"]["parameters"], path, started)
     from autolaunch.report.screen import show_plan
@@ -71,21 +71,17 @@ def _written(
     return summary
 
 
-def _show_choice(job: ResolvedJob, choice: dict[str, Any]) -> Path:
-    """Show it, with everything and pictures if `full` is set; the path of the plan."""
-    from autolaunch.report.choice_screen import show_choice, show_why
+def _write_choice(job: ResolvedJob, choice: dict[str, Any]) -> Path:
+    """Write the choice, with pictures if `full` is set, and say how to run it; the path of the plan."""
+    from autolaunch.report.choice_screen import show_written
 
-    full = job.config["full"]
-    path = write_plan(job.output_dir, job.config, {"choice": choice}, job.choices)
-    written = [path]
-    if full:
+    written = [write_plan(job.output_dir, job.config, {"choice": choice}, job.choices)]
+    if job.config["full"]:
         from autolaunch.report.choice_html import write_choice
 
         written += write_choice(job.output_dir, choice)
-    show_choice(choice, Terminal(), written, full=full)
-    if choice.get("why") is not None:
-        show_why(choice["why"], Terminal())
-    return path
+    show_written(choice, Terminal(), written)
+    return written[0]
 
 
 def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeline | None]:
