@@ -38,7 +38,7 @@ _EXAMPLES = (
 _STYLES_OF = {"mp.plan": tuple(STYLES), "cp.plan": CONTEXT_STYLES}
 
 _FLAGS = (
-    ("--info KEY", "what a group or key means: --info trainer, --info trainer.max_steps"),
+    ("help KEY, --info KEY", "what a group or key means: --info trainer, --info trainer.max_steps"),
     ("--cfg job", "the whole config, without running anything (--package KEY for a part of it)"),
     ("-m", "run every combination of the values separated by commas"),
     ("--why MP=4,PP=2", "plan cluster=...: why these values were not chosen"),
@@ -159,7 +159,9 @@ def print_info(key: str, directories: Sequence[Path], console: Console) -> None:
         _print_group(key, chosen, directories, console)
     schemas = schemas_of(key)
     if schemas:
-        for schema in schemas.values():
+        for name, schema in schemas.items():
+            if chosen in schemas and name != chosen:
+                continue
             _print_schema(key, schema, console)
     else:
         for parent, item in _fields(key):

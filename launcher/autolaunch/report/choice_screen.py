@@ -93,8 +93,10 @@ def show_written(choice: Mapping[str, Any], console: Console, written: Sequence[
     """
     page = Page(console)
     page.command(command_of(choice, shown(written[0]) if written else ""))
-    first, *others = written or [None]
-    if first and others:
+    if not written:
+        return
+    first, *others = written
+    if others:
         names = [item.name if item.parent == first.parent else shown(item) for item in others]
         page.rows([("written", ", ".join([shown(first), *names]))])
     else:
