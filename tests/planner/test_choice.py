@@ -200,7 +200,8 @@ def test_nothing_fits_says_what_comes_closest() -> None:
         pytest.param("70b", 64, 8, {}, {"cluster"}, id="devices"),
         pytest.param("8b", 64, 8, {"recompute": (0,), "dp": (8,), "microbatches": (1,)},
                      {"data.microbatches", "data.batch_size", "cluster"}, id="batch"),
-        pytest.param("8b", 16, 8, {"recompute": (0,), "dp": (8,), "level": (0,)}, {"mesh", "dp", "cluster"}, id="sharding"),
+        pytest.param("8b", 16, 8, {"recompute": (0,), "dp": (8,), "level": (0,)},
+                     {"mesh", "dp", "cluster"}, id="sharding"),
     ],
 )  # fmt: skip
 def test_nothing_fits_says_what_would(size: str, batch: int, devices: int, typed: Any, lines: set[str]) -> None:

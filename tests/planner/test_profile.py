@@ -237,6 +237,46 @@ def test_kinds_of_blocks_and_tied_weights() -> None:
     assert "scaled_dot_product_attention" in profile.refused["cp"]
 
 
+class Countable(nn.Module):
+    """A block that counts how often it runs, and does more where it is told so."""
+
+    ran = 0
+
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.linear, self._twice = nn.Linear(8, 8), twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Countable.ran += 1
+        return self.linear(self.linear(x)) if self._twice else self.linear(x)
+
+
+class Counted(nn.Module):
+    def __init__(self, *, called_again: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([*(Countable() for _ in range(6)), *(Countable(twice=True) for _ in range(6))])
+        self.called_again = called_again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.layers[3](x) if self.called_again else x
+
+
+@pytest.mark.parametrize(("called_again", "kinds"), [(False, [0] * 6 + [1] * 6), (True, None)])
+def test_of_blocks_that_are_alike_one_runs(called_again: bool, kinds: list[int] | None) -> None:
+    Countable.ran = 0
+    model = Counted(called_again=called_again)
+    found = profile_module(model, example=torch.zeros(2, 4, 8))
+    flops = [found.kinds[kind].flops for kind in found.blocks]
+    assert flops[6] == 2 * flops[0]
+    if called_again:  # then what a block does is seen each time
+        assert found.blocks[3] not in (found.blocks[0], found.blocks[6]) and flops[3] == 2 * flops[0]
+    else:
+        assert list(found.blocks) == kinds
+        assert Countable.ran <= 8  # two kinds in each of three passes, and some attempts
+
+
 def test_experts_count_as_often_as_tokens_go_to_them() -> None:
     block = profile_of("mixtral", MODELS["mixtral"]()).kinds[0]
     experts = [item for item in block.matmuls if item.columns in (128, 32) and item.count > 1]

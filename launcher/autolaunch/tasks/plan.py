@@ -87,8 +87,8 @@ def _write_choice(job: ResolvedJob, choice: dict[str, Any]) -> Path:
 def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeline | None]:
     """(what would be applied, how many parameters there are, the timeline of the pipeline if there is one)."""
     from autolaunch.models import build_module
+    from autolaunch.models.own_plan import own_plan
     from autolaunch.report.pipeline import foreseen_timeline
-    from autolaunch.tasks.run_parts import own_plan
     from autolaunch_strategies.apply.order import foresee
     from autolaunch_strategies.config import parallel_config
     from autolaunch_strategies.model.construction import Construction
