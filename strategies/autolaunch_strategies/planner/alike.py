@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
+"""Attributes that torch gives every module, and the one by which calls of blocks are intercepted."""
 
 
 def structure(block: nn.Module, sharded: Mapping[str, int | None]) -> Hashable:

@@ -17,8 +17,8 @@ from autolaunch_strategies.torch_private.tracing import storage_key
 from autolaunch_strategies.tracing.tensors import Labels
 
 
-class _Again(Exception):
-    """A block is called a second time."""
+class _Again(BaseException):
+    """A block is called a second time. No error of the model's, so that nobody on the way takes it for one."""
 
 
 class FirstLook:
