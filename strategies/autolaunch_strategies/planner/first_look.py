@@ -135,7 +135,7 @@ class FirstLook:
     def _kinds(self, model_call: ModelCall) -> dict[str, str]:
         """By class, by shapes and sharding of the parameters, and by the operators that ran."""
         firsts: dict[Any, str] = {}
-        kinds = {}
+        kinds: dict[str, str] = {}
         for name, tally in self.blocks.items():
             if name in self._stands_for:
                 kinds[name] = kinds[self._stands_for[name]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -66,14 +67,18 @@ def _freed(look: Look, recipe: Recipe, hardware: Hardware, wanted: Mapping[str, 
         if not any(name in wanted for name in names):
             continue
         found = look(recipe, hardware, {name: values for name, values in wanted.items() if name not in names})
-        if (change := _change(found, lambda candidate, names=names: _line(candidate, names))) is not None:
+        if (change := _change(found, partial(_line, names))) is not None:
             yield change
 
 
-def _line(candidate: Candidate, names: tuple[str, ...]) -> str:
+def _line(names: tuple[str, ...], candidate: Candidate) -> str:
     if names == _AXES:
         return f"mesh={candidate.mesh.name}"
     return _PREFIXES.get(names[0], "") + setting(candidate, names[0])
+
+
+def _as_it_is(line: str, _: Candidate) -> str:
+    return line
 
 
 def _smaller_batch(
@@ -83,7 +88,7 @@ def _smaller_batch(
     size, smallest = recipe.batch_size // 2, None
     while size >= 1:
         found = look(dataclasses.replace(recipe, batch_size=size), hardware, wanted)
-        change = _change(found, lambda _, size=size: f"data.batch_size={size}")
+        change = _change(found, partial(_as_it_is, f"data.batch_size={size}"))
         if change is None:
             break
         smallest = change
@@ -105,8 +110,7 @@ def _more_devices(
         nodes, each = (1, 2 * each) if nodes == 1 and 2 * each <= FULL_NODE else (2 * nodes, each)
         larger = dataclasses.replace(hardware, nodes=nodes, devices_per_node=each)
         found = look(recipe, larger, {name: values for name, values in wanted.items() if name != "devices"})
-        line = f"cluster={hardware.name}x{nodes * each}"
-        change = _change(found, lambda _, line=line: line)
+        change = _change(found, partial(_as_it_is, f"cluster={hardware.name}x{nodes * each}"))
         if change is not None and change.fits:
             yield change
             return
