@@ -1,10 +1,12 @@
-"""Where the config groups lie, and how a file in them is called in a message."""
+"""Where the config groups lie, how messages call a file in them, and which path a misspelt one was meant to be."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+
+from autolaunch_strategies.config import nearest
 
 CONF = next(path for path in (Path(__file__).parent / "conf", Path(__file__).parents[2] / "conf") if path.is_dir())
 """The config groups: beside this module in a wheel, at the top of a checkout."""
@@ -15,6 +17,26 @@ def shown(file: Path) -> str:
     if file.is_relative_to(CONF):
         return str(Path("conf") / file.relative_to(CONF))
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
+
+
+def nearest_path(place: Path) -> Path | None:
+    """What is there and was most likely meant by a path at which there is nothing; None if nothing is like it."""
+    first = next((part for part in (*reversed(place.parents), place) if not part.exists()), None)
+    if first is None:
+        return place
+    try:
+        beside = [
+            entry for entry in first.parent.iterdir() if entry.name[0] != "." and (first == place or entry.is_dir())
+        ]
+    except OSError:
+        return None
+    # Compared without the ending, which would make all files of a kind look alike.
+    same_kind = [entry for entry in beside if entry.suffix == first.suffix]
+    for entries in (same_kind, beside):
+        stems = {entry.stem: entry for entry in sorted(entries)}
+        if close := nearest(first.stem, stems, cutoff=0.7):
+            return nearest_path(stems[close] / place.relative_to(first))
+    return None
 
 
 def user_cache() -> Path:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autolaunch_strategies.config import ConfigError, DataParallel, MeshShape, ParallelConfig
     from autolaunch_strategies.lightning.ema import EMA
+    from autolaunch_strategies.lightning.expert_bias import ExpertBias
     from autolaunch_strategies.lightning.strategy import MeshStrategy
     from autolaunch_strategies.loop.items import items_per_rank
     from autolaunch_strategies.loop.parallelize import clip_grad_norm_, parallelize
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "ContextParallel",
     "DataParallel",
+    "ExpertBias",
     "InputSpec",
     "MeshShape",
     "MeshStrategy",
@@ -56,6 +58,7 @@ __all__ = [
 
 _HOMES = {
     "EMA": "lightning.ema",
+    "ExpertBias": "lightning.expert_bias",
     "MeshStrategy": "lightning.strategy",
     "SplitPoint": "pipeline.split",
     "to_distributed": "paddle.to_distributed",

@@ -85,7 +85,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     for backend in arguments.backends:
-        by_hand, ours, ratio, fastest, processor, more, more_work = take_turns(backend, arguments)
+        by_hand, ours, ratio, fastest, processor, more, more_work = measure(backend, arguments)
         if os.environ["RANK"] == "0":
             print(
                 f"{os.environ['WORLD_SIZE']:>5} {backend:>8} {by_hand * 1e3:>8.1f} ms {ours * 1e3:>8.1f} ms "
@@ -96,8 +96,18 @@ def run_rank(arguments: argparse.Namespace) -> None:
     os._exit(0)  # gloo aborts if groups outlive the process group
 
 
-def take_turns(backend: str, arguments: argparse.Namespace) -> tuple[float, ...]:
+def measure(backend: str, arguments: argparse.Namespace) -> tuple[float, ...]:
     """Seconds per step by hand and of ours, three ratios (median, fastest, processor), and two differences."""
+    by_hand, ours = take_turns(backend, arguments)
+    pairs = list(zip(by_hand, ours, strict=True))
+    ratio, processor = (statistics.median(second[kind] / first[kind] for first, second in pairs) for kind in (0, 1))
+    more, more_work = (statistics.median(second[kind] - first[kind] for first, second in pairs) for kind in (0, 1))
+    first, second = (statistics.median(wall for wall, _ in turn) for turn in (by_hand, ours))
+    return first, second, ratio, min(ours)[0] / min(by_hand)[0], processor, more, more_work / dist.get_world_size()
+
+
+def take_turns(backend: str, arguments: argparse.Namespace) -> tuple[list[tuple[float, float]], ...]:
+    """Of each turn by hand, and of each of ours: seconds per step, and processor seconds of all ranks."""
     import lightning.pytorch as pl
 
     from autolaunch_strategies import MeshStrategy
@@ -177,12 +187,7 @@ def take_turns(backend: str, arguments: argparse.Namespace) -> tuple[float, ...]
         for order in ("cumulative", "tottime"):
             pstats.Stats(turns.profile).sort_stats(order).print_stats(60)
     dist.barrier()
-    by_hand, ours = (turns.times[name][TURNS_TO_WARM_UP:] for name in ("by hand", "ours"))
-    pairs = list(zip(by_hand, ours, strict=True))
-    ratio, processor = (statistics.median(second[kind] / first[kind] for first, second in pairs) for kind in (0, 1))
-    more, more_work = (statistics.median(second[kind] - first[kind] for first, second in pairs) for kind in (0, 1))
-    first, second = (statistics.median(wall for wall, _ in turn) for turn in (by_hand, ours))
-    return first, second, ratio, min(ours)[0] / min(by_hand)[0], processor, more, more_work / ranks
+    return tuple(turns.times[name][TURNS_TO_WARM_UP:] for name in ("by hand", "ours"))
 
 
 def _model(sizes: dict[str, Any]) -> Any:
@@ -243,13 +248,16 @@ def _attention_replaced(attention: Callable[..., Any]) -> Iterator[None]:
 TORCH_ATTENTION = F.scaled_dot_product_attention
 
 
-def _ring(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool) -> Any:
+# All are causal: what the model says of masks, it takes from positions that it believes to be those of whole sequences.
+
+
+def _ring(q: Any, k: Any, v: Any, **options: Any) -> Any:
     from tests.context.torch_ring import TorchRing
 
-    return TorchRing.apply(q, k, v, dist.group.WORLD, is_causal)
+    return TorchRing.apply(q, k, v, dist.group.WORLD, True)
 
 
-def _gathered(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool) -> Any:
+def _gathered(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """Each half of this rank's rows attends to all keys up to the last one that it sees."""
     ranks, rank, chunk = dist.get_world_size(), dist.get_rank(), q.shape[2] // 2
     # [rank, k or v, b, h, half, chunk, d]: first halves stand in order, second ones backwards
@@ -263,13 +271,13 @@ def _gathered(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool) -> Any:
     return torch.cat(outs, 2)
 
 
-def _by_heads(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool) -> Any:
+def _by_heads(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """An all-to-all before attention and one after it."""
     ranks = dist.get_world_size()
     # [3, b, h, s, d] -> [rank, 3, b, h/n, s, d], and with the parts of all ranks along s again
     parts = torch.stack(torch.stack([q, k, v]).chunk(ranks, 2))
     q, k, v = _AllToAll.apply(parts).movedim(0, 3).flatten(3, 4)
-    out = TORCH_ATTENTION(q, k, v, is_causal=is_causal)
+    out = TORCH_ATTENTION(q, k, v, is_causal=True)
     return _AllToAll.apply(torch.stack(out.chunk(ranks, 2))).movedim(0, 1).flatten(1, 2)
 
 

@@ -1,17 +1,22 @@
-"""Processor time per block under mp, with tensors so small that it is the host's: what a GPU would wait for.
+"""Processor time per block, with tensors so small that it is the host's: what a GPU would wait for.
 
-    python tests/benchmarks/host_time.py [--ranks 2] [--rounds 12] [--plan seq_parallel] [--backend inductor]
+    python tests/benchmarks/host_time.py [dp0 dp3 1f1b exact ring ...] [--ranks 2] [--rounds 12] [--backend inductor]
 
-A step of eight tiny llama blocks (forward, backward, AdamW) in four ways, which take turns in one set of processes, so
-that the machine's drift hits all: torch's own styles (`mp_step_time`), ours, ours with compile=true, and plain local
-tensors with two all-reduces per block, as Megatron does it, which is what can be reached. Printed are medians over
-turns, per block, and what each is of torch's styles. Before that, losses are compared.
+A step of eight tiny llama blocks: forward, backward, AdamW. Ours under Lightning's Trainer and the loops by hand of
+`step_time` (dp0, dp3), `pp_step_time` (1f1b, exact) and `cp_step_time` (ring) take turns in one set of processes, so
+that the machine's drift hits both. Printed are the medians of processor ms of all ranks for each block and microbatch
+that they run, and of the ratio of neighbouring turns.
+
+Of mp (seq_parallel, tensor_parallel), without a Trainer: torch's own styles (`mp_step_time`), ours, ours with
+compile=true, and plain local tensors with two all-reduces per block, as Megatron does it, which is what can be reached;
+and what each is of torch's styles. Losses are compared everywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import logging
 import os
 import statistics
 import subprocess
@@ -22,9 +27,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import cp_step_time
 import mp_step_time
+import pp_step_time
+import step_time
 from mp_step_time import ByHand, Loop, Ours
 
+BESIDE, PLANS = ("dp0", "dp3", "1f1b", "exact", "ring"), ("seq_parallel", "tensor_parallel")
 BLOCKS, STEPS_PER_TURN = 8, 3
 SIZES = {
     "size": "debug",
@@ -41,24 +50,55 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12, help="turns of each; the first two are warm-up")
-    parser.add_argument("--plan", default="seq_parallel", choices=("seq_parallel", "tensor_parallel"))
+    parser.add_argument("what", nargs="*", metavar="WHAT", help=f"{', '.join((*BESIDE, *PLANS))} (default: all)")
     parser.add_argument("--backend", default="inductor", help="of torch.compile; eager runs the graphs as they are")
     arguments = parser.parse_args()
+    if unknown := set(arguments.what) - {*BESIDE, *PLANS}:
+        parser.error(f"unknown: {', '.join(unknown)}")
     if "RANK" in os.environ:
-        run_rank(arguments)
+        warnings.filterwarnings("ignore")
+        logging.disable(logging.WARNING)
+        arguments.plan = arguments.what[0]
+        (beside_a_loop if arguments.plan in BESIDE else run_plan)(arguments)
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-    subprocess.run([*command, __file__, *sys.argv[1:]], check=True, env=mp_step_time._environment())
+    options = [f"--rounds={arguments.rounds}", f"--ranks={arguments.ranks}", f"--backend={arguments.backend}"]
+    for what in arguments.what or (*BESIDE, *PLANS):
+        subprocess.run([*command, __file__, what, *options], check=True, env=cp_step_time._environment())
 
 
-def run_rank(arguments: argparse.Namespace) -> None:
+def beside_a_loop(arguments: argparse.Namespace) -> None:
+    """dp, pp and cp beside the loops by hand of their own benchmarks."""
+    what, ranks, microbatches = arguments.plan, int(os.environ["WORLD_SIZE"]), 1
+    each = argparse.Namespace(rounds=arguments.rounds, tiny=True, length=32, steps=5, profile=False)
+    if what.startswith("dp"):
+        step_time.SIZES, step_time.BATCH, step_time.LENGTH = SIZES, 2 * ranks, 32
+        turns = step_time.take_turns(ranks, int(what[2:]), arguments.rounds)
+        turns = tuple([(wall, processor * ranks) for wall, processor in part] for part in turns)
+    elif what == "ring":
+        cp_step_time.TINY = {**cp_step_time.TINY, "num_layers": BLOCKS}
+        turns = cp_step_time.take_turns(what, each)
+    else:
+        each.microbatches = microbatches = 4
+        turns = pp_step_time.take_turns(what, each)
+    if os.environ["RANK"] == "0":
+        runs = BLOCKS * microbatches * (1 if what in pp_step_time.SCHEDULES else ranks)
+        by_hand, ours = ([processor * 1e3 / runs for _, processor in part] for part in turns)
+        ratio = statistics.median(second / first for first, second in zip(by_hand, ours, strict=True))
+        by_hand, ours = statistics.median(by_hand), statistics.median(ours)
+        print(f"{what:16} by hand {by_hand:7.3f} ms   ours {ours:7.3f} ms   {ratio:5.2f}", flush=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run_plan(arguments: argparse.Namespace) -> None:
+    """mp, in four ways."""
     import torch
     import torch.distributed as dist
 
     from autolaunch_strategies.config import parallel_config
     from autolaunch_strategies.mesh.rank_mesh import RankMesh
 
-    warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch.compile = functools.partial(torch.compile, backend=arguments.backend)
     dist.init_process_group("gloo")

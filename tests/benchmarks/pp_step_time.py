@@ -70,7 +70,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     for schedule in arguments.schedules:
-        turns = take_turns(schedule, arguments)
+        turns = measure(schedule, arguments)
         if os.environ["RANK"] == "0":
             by_hand, ours, ratio, fastest, processor = turns
             print(
@@ -82,8 +82,20 @@ def run_rank(arguments: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def take_turns(schedule: str, arguments: argparse.Namespace) -> tuple[float, float, float, float, float]:
+def measure(schedule: str, arguments: argparse.Namespace) -> tuple[float, float, float, float, float]:
     """Medians of seconds per step by hand and of ours, and three ratios: median, fastest, of processor time."""
+    by_hand, ours = take_turns(schedule, arguments)
+    ratios = [
+        statistics.median(second[kind] / first[kind] for first, second in zip(by_hand, ours, strict=True))
+        for kind in (0, 1)
+    ]
+    first, second = (statistics.median(wall for wall, _ in turn) / STEPS_PER_TURN for turn in (by_hand, ours))
+    fastest = min(ours)[0] / min(by_hand)[0]
+    return first, second, ratios[0], fastest, ratios[1]
+
+
+def take_turns(schedule: str, arguments: argparse.Namespace) -> tuple[list[tuple[float, float]], ...]:
+    """Of each turn by hand, and of each of ours: seconds, and processor seconds of all ranks."""
     import lightning.pytorch as pl
     import torch
     import torch.distributed as dist
@@ -171,14 +183,7 @@ def take_turns(schedule: str, arguments: argparse.Namespace) -> tuple[float, flo
             print(f"--- rank {rank}", flush=True)
             pstats.Stats(turns.profile).sort_stats("cumulative").print_stats(400)
             pstats.Stats(turns.profile).sort_stats("tottime").print_stats(40)
-    by_hand, ours = (turns.times[name][TURNS_TO_WARM_UP:] for name in ("by hand", "ours"))
-    ratios = [
-        statistics.median(second[kind] / first[kind] for first, second in zip(by_hand, ours, strict=True))
-        for kind in (0, 1)
-    ]
-    first, second = (statistics.median(wall for wall, _ in turn) / STEPS_PER_TURN for turn in (by_hand, ours))
-    fastest = min(ours)[0] / min(by_hand)[0]
-    return first, second, ratios[0], fastest, ratios[1]
+    return tuple(turns.times[name][TURNS_TO_WARM_UP:] for name in ("by hand", "ours"))
 
 
 def _model(sizes: dict[str, Any]) -> Any:

@@ -31,7 +31,7 @@ from tests.support.messages import Told, assert_only_told, assert_told
 from tests.support.tiers import one_in
 
 STYLES = (
-    "ColWiseParallel, RowWiseParallel, GatherWhenUsed, SequenceParallelBegin, SequenceParallelEnd, "
+    "ColWiseParallel, RowWiseParallel, GatherWhenUsed, DivideExperts, SequenceParallelBegin, SequenceParallelEnd, "
     "SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, ContextParallel, "
     "PrepareLayerInput, PrepareLayerOutput"
 )

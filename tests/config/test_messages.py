@@ -25,20 +25,21 @@ FILES = {
     "mine/experiment/bad_mesh.yaml": "# @package _global_\ndefaults:\n  - override /mesh: 2x0\n",
     "mine/hydra/launcher/fake.yaml": "_target_: nowhere.Launcher\n",
     "texts.jsonl": '{"text": "a"}\n',
+    "mine/pretrained/config.json": "{}",
     "mine/model/nameless.yaml": "hidden_size: 64\n",
     "mine/model/unknown.yaml": "name: lama\nhidden_size: 64\n",
     "mine/model/short.yaml": "name: llama\nhidden_size: 64\nnum_heads: 4\n",
 }
 """What lies in the working directory: the mistakes of a user's own YAML files."""
 
-TASKS = "fit, validate, test, predict, lr_find, generate, plan, calibrate, export, eval"
+TASKS = "fit, validate, test, predict, lr_find, compare, generate, plan, calibrate, export, eval"
 GROUPS = (
     "adapter, callbacks, cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, "
     "search, trainer"
 )
 DP_OPTIONS = "ddp, fsdp, hsdp, zero1, zero2"
 STYLES = (
-    "ColWiseParallel, RowWiseParallel, GatherWhenUsed, SequenceParallelBegin, SequenceParallelEnd, "
+    "ColWiseParallel, RowWiseParallel, GatherWhenUsed, DivideExperts, SequenceParallelBegin, SequenceParallelEnd, "
     "SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, ContextParallel, "
     "PrepareLayerInput, PrepareLayerOutput"
 )
@@ -901,6 +902,14 @@ WRONG = [
         ["data=tokens"],
         Told("data=tokens", "no file is given", allowed=("data.path", ".bin", ".npy"), write="data.path=tokens.bin"),
         id="tokens-without-path",
+    ),
+    pytest.param(
+        ["model=hf", "model.path=./mine/pretraned", "data=chat", "data.path=chats.jsonl", "data.seq_len=8"],
+        [
+            Told("model.path=./mine/pretraned", "no such directory", write="model.path=mine/pretrained"),
+            Told("data.path=chats.jsonl", "no such file"),
+        ],
+        id="no-such-model-nor-its-tokenizer",
     ),
     pytest.param(
         ["ckpt_path=outputs/none"],

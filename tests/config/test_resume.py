@@ -140,6 +140,10 @@ def test_absent_and_empty_paths(tmp_path: Path) -> None:
     assert problem_with(absent) == "does not exist"
     assert problem_with(empty) == "is an empty file"
     assert_told(refusal(str(absent), tmp_path), f"ckpt_path={absent}", str(absent), "does not exist")
+    assert_told(refusal("lst", tmp_path), "ckpt_path=lst", "does not exist", write="ckpt_path=last")
+    there = checkpoint(tmp_path / "checkpoints", 100)
+    for asked, meant in ((there.with_name("step_000100.ckpt"), there), (tmp_path / "chekpoints" / there.name, there)):
+        assert_told(refusal(str(asked), tmp_path), f"ckpt_path={asked}", "does not exist", write=f"ckpt_path={meant}")
 
 
 def test_complete_checkpoints_are_sorted_by_time_and_skip_links(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ COMMANDS = [
     pytest.param(
         ["trian", "model=llama"],
         "autolaunch trian: no such task; did you mean fit?\n"
-        "  allowed: fit, validate, test, predict, lr_find, generate, plan, calibrate, export, eval\n"
+        "  allowed: fit, validate, test, predict, lr_find, compare, generate, plan, calibrate, export, eval\n"
         "  write:   autolaunch fit model=llama",
         id="task",
     ),
@@ -152,9 +152,9 @@ COMMANDS = [
     pytest.param(
         ["+mp.plan={fc1: ColumnParallel, fc2: {ColWiseParallel: {gather: true}}}"],
         "mp.plan: fc1: no style is called 'ColumnParallel'; did you mean ColWiseParallel?\n"
-        "  allowed: ColWiseParallel, RowWiseParallel, GatherWhenUsed, SequenceParallelBegin, SequenceParallelEnd, "
-        "SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, ContextParallel, PrepareLayerInput, "
-        "PrepareLayerOutput\n"
+        "  allowed: ColWiseParallel, RowWiseParallel, GatherWhenUsed, DivideExperts, SequenceParallelBegin, "
+        "SequenceParallelEnd, SequenceParallelEnable, SequenceParallelDisable, PrepareContextParallel, "
+        "ContextParallel, PrepareLayerInput, PrepareLayerOutput\n"
         "mp.plan: fc2: ColWiseParallel has no argument 'gather'\n"
         "  allowed: gather_output, shard_dim",
         id="plan",

@@ -263,9 +263,22 @@ def test_bad_rows_are_named_by_file_and_line(kind: str, row: Any, facts: list[st
 
 def test_several_bad_rows_are_told_at_once() -> None:
     write_lines("chats.jsonl", ["{", GOOD, "[", *["{}"] * 9])
-    with pytest.raises(ConfigErrors) as caught:
-        open_sequences(chat_config(), 0)
-    assert [error.where for error in caught.value.errors] == [f"chats.jsonl:{line}" for line in (1, 3, 4, 5, 6)]
+    same = Told("chats.jsonl:4", "also chats.jsonl:5, chats.jsonl:6", write=None)
+    for streaming in (False, True):
+        with pytest.raises(ConfigErrors) as caught:
+            open_rows_or_stream(chat_config(streaming=streaming))
+        assert [error.where for error in caught.value.errors] == ["chats.jsonl:1", "chats.jsonl:3", same.key]
+        assert_told(caught.value, same.key, *same.facts, write=None)
+    beforehand = check_data(chat_config(), 1, SimpleNamespace(vocab_size=None, max_seq_len=None))
+    told = [
+        Told(f"chats.jsonl:{line}", "not JSON", write="data.on_bad=skip, to leave such rows out") for line in (1, 3)
+    ]
+    assert_only_told(ConfigErrors(beforehand), [*told, Told(same.key, *same.facts, "6 more", write=None)])
+
+
+def open_rows_or_stream(config: dict[str, Any]) -> None:
+    training: Any = open_sequences(config, 0).training
+    next(training.steps(None, 1, tell=False))
 
 
 def test_files_that_are_no_json_or_not_utf8() -> None:
@@ -299,12 +312,26 @@ WRONG = [
     pytest.param("chat", {"path": "notes.md"}, Told("data.path=notes.md", ".md", allowed=(".jsonl",)), id="text file"),
     pytest.param("chat", {"path": "bad.jsonl"}, Told("bad.jsonl:2", "question", write=None), id="first row"),
     pytest.param(
+        "chat",
+        {"path": "chats.json"},
+        Told("data.path=chats.json", "no such file", write="data.path=chats.jsonl"),
+        id="another ending",
+    ),
+    pytest.param(
+        "chat",
+        {"path": "here/chat.jsonl"},
+        Told("data.path=here/chat.jsonl", "no such file", write="data.path=there/chats.jsonl"),
+        id="slips in both names",
+    ),
+    pytest.param(
         "chat", {"columns": {"promt": "a"}}, Told("data.columns.promt", "prompt", write=None), id="unknown part"
     ),
     pytest.param(
         "chat", {"columns": {"prompt": "a"}}, Told("data.columns={'prompt': 'a'}", write=None), id="half a pair"
     ),
-    pytest.param("documents", {"text_key": "body"}, Told("texts.jsonl:1", "body", "text"), id="no such column"),
+    pytest.param(
+        "documents", {"text_key": "body"}, Told("texts.jsonl:1", "body", write="data.text_key=text"), id="absent"
+    ),
 ]
 
 
@@ -315,6 +342,8 @@ def test_before_any_process_starts(kind: str, changes: dict[str, Any], told: Tol
     write_lines("bad.jsonl", ["", {"question": "a"}])
     Path("notes.md").write_text("a")
     Path("empty").mkdir()
+    Path("there").mkdir()
+    write_lines("there/chats.jsonl", [GOOD])
     save_tokenizer(Path("plain"), None)
     config = chat_config(**changes) if kind == "chat" else document_config(**changes)
     assert_only_told(ConfigErrors(check_data(config, 1, SimpleNamespace(vocab_size=300, max_seq_len=64))), told)

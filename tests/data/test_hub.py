@@ -22,6 +22,7 @@ from autolaunch.config.schema import DATA
 from autolaunch.data import hub
 from autolaunch.data.present import check_data
 from autolaunch.data.rows_of_files import open_rows, open_sequences
+from autolaunch.data.sources import find_sources
 from autolaunch_strategies.config import ConfigErrors
 from tests.support.messages import Told, assert_only_told
 
@@ -38,6 +39,7 @@ def without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reaches(monkeypatch, None)
     hub._splits.cache_clear()
     hub._loaded.cache_clear()
+    hub._streamed.cache_clear()
 
 
 def reaches(monkeypatch: pytest.MonkeyPatch, endpoint: str | None) -> None:
@@ -61,18 +63,18 @@ def first_tokens(data: dict[str, Any]) -> list[int]:
     return sequences.batch(np.arange(len(sequences)))["input_ids"][:, 0].tolist()
 
 
-def in_the_cache() -> None:
-    """What `datasets` leaves behind when it has downloaded owner/texts."""
+def in_the_cache(subset: str = "default", commit: str = "") -> None:
+    """What `datasets` leaves behind when it has downloaded a subset of owner/texts."""
     Path("texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     datasets.load_dataset("json", data_files={"train": "texts.jsonl", "test": "texts.jsonl"})
     (made,) = (file.parent for file in Path("hub").glob("json/*/*/*/dataset_info.json"))
-    there = Path("hub/owner___texts/default/0.0.0") / made.name
+    there = Path("hub/owner___texts") / subset / "0.0.0" / (commit or made.name)
     there.parent.mkdir(parents=True)
     made.rename(there)
     for file in there.glob("json-*.arrow"):
         file.rename(file.with_name(file.name.replace("json-", "texts-")))
     info = json.loads((there / "dataset_info.json").read_text())
-    (there / "dataset_info.json").write_text(json.dumps({**info, "dataset_name": "texts"}))
+    (there / "dataset_info.json").write_text(json.dumps({**info, "dataset_name": "texts", "config_name": subset}))
 
 
 def test_a_dataset_that_was_downloaded_before() -> None:
@@ -93,6 +95,24 @@ def test_a_dataset_that_was_downloaded_before() -> None:
         seen += [int(drawn.block.batch(np.asarray([drawn.index]))["input_ids"][0, 0]) for drawn in chosen]
         state = json.loads(json.dumps(state))
     assert seen == codes
+
+
+def test_another_stream_is_not_gone_on_with() -> None:
+    def known_by(subset: str, split: str = "train") -> bytes:
+        hub._streamed.cache_clear()
+        ((rows,),) = (
+            source.rows for source in find_sources(config(streaming=True, subset=subset, split=split), "path")
+        )
+        return rows.head(4096)
+
+    for subset in ("english", "french"):
+        in_the_cache(subset, "a" * 40)
+    begun = known_by("english")
+    assert known_by("english") == begun
+    assert len({begun, known_by("english", "test"), known_by("french")}) == 3
+    there = Path("hub/owner___texts/english/0.0.0")
+    (there / ("a" * 40)).rename(there / ("b" * 40))
+    assert known_by("english") != begun  # a later revision
 
 
 class _Refuses(http.server.BaseHTTPRequestHandler):

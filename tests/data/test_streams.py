@@ -181,9 +181,9 @@ def test_wrong_sources(changes: dict[str, Any], told: Told) -> None:
 def test_what_goes_wrong_in_a_stream() -> None:
     write("texts.jsonl", 40, 20)
     with Path("texts.jsonl").open("a") as file:
-        file.write("{oops}\n")
+        file.write("{oops}\n[1]\n")
     for workers in (0, 1):
-        with pytest.raises(ConfigError, match=r"^texts.jsonl:21: not JSON"):
+        with pytest.raises(ConfigErrors, match=r"(?s)^texts.jsonl:21: not JSON.*\ntexts.jsonl:22: a list"):
             first_tokens(streamed(num_workers=workers), 16)
     assert len(first_tokens(streamed(on_bad="skip"), 5)) == 10
     with pytest.raises(ConfigError, match="fewer than 64 sequences"):

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from autolaunch_strategies import MeshStrategy
+from autolaunch_strategies import ExpertBias, MeshStrategy
 from tests.support.cases import OUT, serve
 from tests.support.zoo import VOCABULARY, WIDTH, gradients, whole
 
-EXPERTS, STEPS, BATCH, LENGTH, CLIP = 8, 3, 8, 6, 0.5
+EXPERTS, STEPS, BATCH, LENGTH, CLIP, RATE = 8, 3, 8, 6, 0.5, 0.1
 _SIZES: dict[str, Any] = {
     "hidden_size": WIDTH, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 32,
@@ -36,7 +38,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": EXPERTS, "head_dim": 8},
     "glm4_moe": {"n_routed_experts": EXPERTS, "head_dim": 8, "first_k_dense_replace": 1},
     "granitemoe": {"num_local_experts": EXPERTS},
-}
+    "jamba": {
+        "num_experts": EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1,
+        "expert_layer_offset": 0, "mamba_d_state": 4, "mamba_d_conv": 2, "mamba_dt_rank": 4,
+    },
+    "nemotron_h": {
+        "n_routed_experts": EXPERTS, "layers_block_type": ["mamba", "moe", "attention", "moe"], "num_hidden_layers": 4,
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "conv_kernel": 2,
+        "chunk_size": 4, "head_dim": 8, "moe_shared_expert_intermediate_size": 16,
+    },
+}  # fmt: skip
 
 
 class Expert(nn.Module):
@@ -117,11 +128,11 @@ def data() -> torch.Tensor:
     return ids
 
 
-def alone(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+def alone(name: str, changes: dict[str, Any], rate: float = 0) -> dict[str, Any]:
     model = made(name, changes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses, norms, first = [], [], {}
-    load = counted(model)
+    load, before = counted(model), dict[str, Any]()
     for ids in data().split(BATCH):
         loss = loss_of(model, ids)
         loss.backward()
@@ -130,6 +141,9 @@ def alone(name: str, changes: dict[str, Any]) -> dict[str, Any]:
         losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
+        for key, count in (since(load, before) if rate else {}).items():
+            router = model.get_submodule(key.removeprefix("model.").removesuffix("experts") + "gate")
+            router.e_score_correction_bias += rate * torch.sign(count.float().mean() - count)
     return {"losses": losses, "norms": norms, "gradients": first, "weights": weights(model), "load": worst(load)}
 
 
@@ -146,13 +160,20 @@ def counted(model: nn.Module) -> dict[str, torch.Tensor]:
     return counts
 
 
+def since(counts: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    new = {name: count - before.get(name, 0) for name, count in counts.items()}
+    before.update(counts)
+    return new
+
+
 def worst(counts: dict[str, torch.Tensor]) -> tuple[str, float]:
     ratios = {name: float(count.max() / count.float().mean()) for name, count in counts.items()}
     return max(ratios.items(), key=lambda item: item[1])
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(item) for name, item in model.named_parameters()}
+    biases = {name: item.clone() for name, item in model.named_buffers() if name.endswith("correction_bias")}
+    return {name: whole(item) for name, item in model.named_parameters()} | biases
 
 
 class Module(pl.LightningModule):
@@ -185,10 +206,11 @@ class Watch(pl.Callback):
 
 
 def trained(module: Module, mesh: str, steps: int, ckpt_path: str | None = None, **settings: Any) -> pl.Trainer:
-    accumulate = settings.pop("accumulate", 1)
+    accumulate, rate = settings.pop("accumulate", 1), settings.pop("rate", 0)
+    callbacks: list[pl.Callback] = [Watch(), *([ExpertBias(rate)] if rate else [])]
     trainer = pl.Trainer(
         strategy=MeshStrategy(mesh=mesh, timeout=60, **settings), accelerator="cpu", max_steps=steps, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Watch()],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
         gradient_clip_val=CLIP, accumulate_grad_batches=accumulate,
     )  # fmt: skip
     trainer.fit(module, DataLoader(list(data()), batch_size=BATCH // accumulate), ckpt_path=ckpt_path)
@@ -228,7 +250,10 @@ def found_in(module: Module) -> dict[str, Any]:
 
 
 def case(name: str, mesh: str, changes: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    return {"expected": alone(name, changes), "found": on_mesh(name, changes, mesh, **settings)}
+    expected = alone(name, changes, settings.get("rate", 0))
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        found = on_mesh(name, changes, mesh, **settings)
+    return {"expected": expected, "found": found | {"exchanges": exchange.call_count}}
 
 
 def parsed(text: str) -> Any:
@@ -239,16 +264,24 @@ def parsed(text: str) -> Any:
         return functools.partial(resumed, (one, int(first)), (other, int(then)))
     pairs = dict(item.split("=") for item in rest[0].split(",")) if rest else {}
     settings: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in pairs.items()}
+    if settings.pop("bias", 0):
+        settings["rate"] = RATE
     changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if settings.pop("aux", 0) else {}
     return functools.partial(case, name, mesh, changes, settings)
 
 
 GROUPS: dict[str, list[str]] = {
-    "2": ["mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring"],
+    "2": [
+        "mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring", "jamba:2:ep=2,aux=1", "nemotron_h:2:ep=2,recompute=full",
+        "gpt_oss:1x2:ep=1,mp=seq_parallel",
+    ],
     "4": [
-        "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2", "olmoe:4:ep=2,dp=0",
-        "glm4_moe:4:ep=2,replicate=2", "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1",
+        "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2,bias=1", "olmoe:4:ep=2,dp=0",
+        "glm4_moe:4:ep=2,replicate=2,bias=1,recompute=full,accumulate=2",
+        "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1",
         "mixtral:1x4:ep=2,recompute=selective,accumulate=8",
+        "gpt_oss:2x2:ep=1,dp=3,recompute=selective", "qwen3_moe:1x2x2:ep=1,pp=1f1b",
+        "mixtral:1x2x1x2:ep=1,cp=ring,recompute=full,aux=1",
         "granitemoe:2x1x2:ep=2,pp=1f1b", "mixtral:2x1x2:ep=2,aux=1", "mixtral:2x1x1x2:ep=4,cp=ulysses,aux=1",
         "resume:4ep2:2x2ep4", "resume:2x2ep2:4ep1",
     ],

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from autolaunch_strategies import ExpertBias, MeshStrategy
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.apply.order import foresee
 from autolaunch_strategies.config import ConfigError, parallel_config
-from tests.experts.cases import EXPERTS, GROUPS, made
+from tests.experts.cases import EXPERTS, GROUPS, STEPS, Module, made
 from tests.support.ranks import Group
 
 MESHES = [pytest.param(ranks, case, id=case) for ranks, cases in GROUPS.items() for case in cases]
@@ -44,7 +46,12 @@ def test_a_mixture_trains_as_on_one_process(groups: dict[str, Group], ranks: str
         if "load" in result and "cp=" not in case:  # there the padding of sequences counts, too
             assert result["load"][0] == expected["load"][0]
             assert result["load"][1] == pytest.approx(expected["load"][1])
-        assert result["held"] * degree(case) * stages(case) <= expected_numbers(expected)
+        if "recompute" in case and "ep=1" not in case:  # counts and rows go, rows come back; then two gradients
+            layers = sum(name.endswith("experts.down_proj") for name in expected["weights"])
+            batches = STEPS * (int(case.split("accumulate=")[1].split(",")[0]) if "accumulate" in case else 1)
+            again = 2 if "recompute=full" in case else 0  # without the counts
+            assert result["exchanges"] == layers * batches * (5 + again)
+        assert result["held"] * parts(case) * size(case, 2) <= expected_numbers(expected)
 
 
 def joined(results: list[Any], key: str) -> dict[str, torch.Tensor]:
@@ -57,17 +64,28 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=nearly, msg=lambda text: f"{what}: {text}")
 
 
-def degree(case: str) -> int:
-    return int(case.split("ep=")[1].split(",")[0]) if "ep=" in case else int(case.rpartition("ep")[2])
+def parts(case: str) -> int:
+    """Over how many ranks experts are shared out: of the degree, or of mp."""
+    degree = int(case.split("ep=")[1].split(",")[0]) if "ep=" in case else int(case.rpartition("ep")[2])
+    return degree if degree > 1 else size(case, 1)
 
 
-def stages(case: str) -> int:
+def size(case: str, axis: int) -> int:
+    """Of the axis at this place of the mesh."""
     sizes = case.split(":")[1].split("x")
-    return int(sizes[2]) if len(sizes) > 2 else 1
+    return int(sizes[axis]) if len(sizes) > axis and sizes[axis].isdigit() else 1
 
 
 def expected_numbers(expected: Any) -> int:
     return sum(tensor.numel() for name, tensor in expected["weights"].items() if ".experts." in name)
+
+
+def test_a_bias_that_can_not_follow_the_load_is_refused() -> None:
+    trainer = SimpleNamespace(strategy=MeshStrategy(mesh="1"))
+    with pytest.raises(ConfigError, match="no mixture of experts in the model has a router with a buffer 'e_score"):
+        ExpertBias().setup(trainer, Module(made("mixtral", {})), "fit")
+    with pytest.raises(ConfigError, match="more than 0"):
+        ExpertBias(rate=0)
 
 
 def test_what_would_be_done_names_the_experts_and_says_why() -> None:
@@ -98,11 +116,13 @@ def test_a_degree_that_does_not_fit_is_refused(config: dict[str, Any], problem: 
         ("mixtral", 16, "8 experts can't be shared out evenly over 16 ranks"),
         ("llama4", 2, "called with (hidden_states)"),
         ("own", 2, "each is a module of its own"),
+        ("switch", 2, "each is a module of its own"),
+        ("dbrx", 2, "its parameters are not [experts, ...]"),
     ],
 )
 def test_a_model_that_a_degree_does_not_fit_is_refused(name: str, ep: int, problem: str) -> None:
     with torch.device("meta"), pytest.raises(ConfigError, match=r"write: +ep=") as raised:
-        model = made(name, {}) if name != "llama4" else llama4()
+        model = UNFIT[name]() if name in UNFIT else made(name, {})
         foresee(model, parallel_config(str(ep), ep=ep))
     assert problem in str(raised.value)
 
@@ -114,3 +134,21 @@ def llama4() -> Any:
     return Llama4ForCausalLM(
         Llama4TextConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, vocab_size=64, num_local_experts=4)
     )
+
+
+def switch() -> Any:
+    from transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+
+    return SwitchTransformersSparseMLP(SwitchTransformersConfig(d_model=32, d_ff=16, num_experts=4))
+
+
+def dbrx() -> Any:
+    from transformers import DbrxConfig
+    from transformers.models.dbrx.modeling_dbrx import DbrxFFN
+
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}
+    return DbrxFFN(DbrxConfig(d_model=32, ffn_config=sizes))
+
+
+UNFIT: dict[str, Callable[[], Any]] = {"llama4": llama4, "switch": switch, "dbrx": dbrx}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autolaunch_strategies.lightning.items import ItemCounts, weighed
+from autolaunch_strategies.lightning.items import ItemCounts
+from autolaunch_strategies.training.weights import weighed
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autolaunch.models import build_model
+from autolaunch.models.conversion import as_in_files
 from autolaunch.models.documents import check_keeps_documents_apart
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
 from autolaunch.models.pretrained import SafetensorsWeights
+from autolaunch.tasks.export import _write_shards
 from autolaunch_strategies.config import ConfigError
+from tests.experts.cases import made
 from tests.support.messages import Told, assert_only_told
 
 transformers = pytest.importorskip("transformers")
@@ -439,3 +443,22 @@ def test_packing_is_refused_where_documents_would_see_each_other(
         with torch.no_grad():
             packed, alone = model.eval()(ids, position_ids=positions).logits[:, 4:], model(ids[:, 4:]).logits
         assert not torch.allclose(packed, alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_an_exported_mixture_has_the_names_of_save_pretrained_and_loads_bitwise(name: str, tmp_path: Path) -> None:
+    model: Any = made(name, {})
+    weights = {key: value.detach() for key, value in model.state_dict().items()}
+    metas = {key: value.to("meta") for key, value in weights.items()}
+
+    def read(names: list[str]) -> dict[str, torch.Tensor]:
+        return as_in_files(model, {key: weights[key] for key in names})
+
+    _, files, _ = _write_shards(tmp_path, metas, read, shard_bytes=30_000)
+    model.save_pretrained(tmp_path / "theirs")
+    found = {key for file in tmp_path.glob("*.safetensors") for key in load_file(file)}
+    assert files > 1 and found == set(load_file(tmp_path / "theirs" / "model.safetensors"))
+    model.config.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[key], weights[key]) for key in weights)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -55,7 +56,7 @@ def loader(samples: int = 40, batch_size: int = 2) -> DataLoader[Any]:
 
 
 def fit(output_dir: Path, module: pl.LightningModule, *callbacks: pl.Callback, **arguments: Any) -> StepMetrics:
-    step_metrics = StepMetrics()
+    step_metrics = arguments.pop("steps", None) or StepMetrics()
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "max_steps": 6,
@@ -108,6 +109,26 @@ def test_microbatches_are_averaged_and_only_every_nth_step_is_logged(tmp_path: P
     assert step_metrics.latest is not None
     assert (step_metrics.latest.step, step_metrics.latest.tokens) == (5, 150)
     assert step_metrics.latest.loss == pytest.approx(means[4], rel=1e-6)
+
+
+def _note_latest(steps: StepMetrics, shown: list[int], *_: Any) -> None:
+    shown.append(steps.latest.step if steps.latest else 0)
+
+
+def test_values_that_are_read_a_step_late_are_the_same(tmp_path: Path) -> None:
+    validate = {"val_check_interval": 9, "check_val_every_n_epoch": None, "limit_val_batches": 1.0}
+    found = {}
+    for late in (False, True):
+        module, directory = Regression(log=True), tmp_path / str(late)
+        checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+        steps, shown = StepMetrics(late), list[int]()
+        seen = LambdaCallback(on_train_batch_end=partial(_note_latest, steps, shown))
+        fit(directory, module, checkpoint, seen, steps=steps, accumulate_grad_batches=3, max_steps=7, **validate)
+        saved = torch.load(directory / "step=4.ckpt", weights_only=False)["callbacks"]["StepMetrics"]
+        untimed = [{name: value for name, value in row.items() if name != "step_time_s"} for row in rows(directory)]
+        found[late] = untimed, list(steps.losses), list(steps.steps), saved, steps.latest and steps.latest.tokens
+        assert shown[2::3] == [step - late for step in range(1, 7)]
+    assert found[True] == found[False]
 
 
 def test_the_last_step_of_an_epoch_may_have_fewer_microbatches(tmp_path: Path) -> None:

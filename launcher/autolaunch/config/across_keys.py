@@ -14,9 +14,9 @@ from typing import Any
 
 from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
-from autolaunch.config.optimizer_groups import check_groups
+from autolaunch.config.optimizer_groups import check_groups, check_library
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
-from autolaunch.config.schema import IN_ONE_PROCESS, MISSING, Eval, Generate, LrFind, defaults_of, last_step
+from autolaunch.config.schema import IN_ONE_PROCESS, MISSING, Compare, Eval, Generate, LrFind, defaults_of, last_step
 from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
@@ -91,6 +91,7 @@ def check(
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
     errors += check_groups(config, where)
+    errors += check_library(config, mesh)
     errors += _generation(config, where)
     errors += _evaluation(config, where)
     errors += _adapter(config, mesh)
@@ -98,6 +99,7 @@ def check(
     errors += _planning(config, where)
     errors += _search(config, where)
     errors += _lr_find(config, where)
+    errors += _unused(config, "compare", Compare, "", where)
     errors += check_slurm(config, output_dir, where, started_ranks)
     if config["module"] is None:
         facts: ModelFacts | None = None
@@ -301,7 +303,7 @@ def _dotted(rule: Any) -> str:
 
 
 def _schedule(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
-    if config["module"] is not None or config["task"] not in ("fit", "plan"):
+    if config["module"] is not None or config["task"] not in ("fit", "plan", "compare"):
         return
     scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
     decays = scheduler["name"] != "constant"

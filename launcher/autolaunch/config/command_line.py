@@ -110,9 +110,10 @@ def parse(argv: Sequence[str]) -> CommandLine:
         overrides.append(f"why='{known.why}'")
     if known.full:
         overrides.append("full=true")
+    pages = known.cfg or known.info or hydra_flags or known.help or known.version
     return CommandLine(
         overrides=overrides,
-        multirun=known.multirun,
+        multirun=known.multirun or ("task=compare" in overrides and not pages),  # it runs several jobs
         cfg=known.cfg,
         info=known.info,
         help=known.help,
@@ -136,6 +137,11 @@ def _asked_for_help(known: argparse.Namespace) -> CommandLine:
         config_dir=known.config_dir.resolve() if known.config_dir else None,
         config_path=known.config_path.resolve() if known.config_path else None,
     )
+
+
+def names_a_run(word: str) -> bool:
+    """Whether a word behind `compare` is the directory of a finished run, and no key or flag."""
+    return "=" not in word and not word.startswith("-")
 
 
 def _unknown_flag(typed: str, flags: list[str]) -> ConfigError:

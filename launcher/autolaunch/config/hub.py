@@ -20,7 +20,7 @@ from typing import Any
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.data.documents import expanded
 from autolaunch.data.tokenizers import TOKENIZER_FILES
-from autolaunch.models.hf_config import INDEX_FILE, SINGLE_FILE, WEIGHT_FILES, name_and_commit
+from autolaunch.models.hf_config import INDEX_FILE, SINGLE_FILE, WEIGHT_FILES, directory_meant, name_and_commit
 from autolaunch_strategies.config import ConfigError
 
 _SMALL_FILES = ("config.json", "generation_config.json", INDEX_FILE, *TOKENIZER_FILES)
@@ -149,7 +149,7 @@ def _told(name: str, revision: str | None) -> Iterator[None]:
     """Turn what `huggingface_hub` raises into one message."""
     from huggingface_hub import constants, errors
 
-    where, endpoint = f"model.path={name}", constants.ENDPOINT
+    where, endpoint, directory = f"model.path={name}", constants.ENDPOINT, directory_meant(expanded(name))
     try:
         yield
     except errors.GatedRepoError as error:
@@ -164,7 +164,7 @@ def _told(name: str, revision: str | None) -> Iterator[None]:
             where,
             f"there is no such directory here, and no such model at {endpoint} that this user may see",
             "a directory; OWNER/NAME of a model; for a private one, a token that may read it",
-            "hf auth login, or HF_TOKEN=... before the command",
+            directory or "hf auth login, or HF_TOKEN=... before the command",
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ConfigError(
@@ -180,7 +180,7 @@ def _told(name: str, revision: str | None) -> Iterator[None]:
             where,
             f"there is no such directory here, it is not whole in the cache {constants.HF_HUB_CACHE}, and {why}",
             "a directory; a cache in HF_HOME that was filled where there is a network; a mirror in HF_ENDPOINT",
-            f"hf download {name}, where there is a network",
+            directory or f"hf download {name}, where there is a network",
         ) from error
     except errors.HFValidationError as error:
         raise ConfigError(where, f"there is no such directory here, and no model is called so: {error}") from error

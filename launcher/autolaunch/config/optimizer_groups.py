@@ -1,14 +1,15 @@
-"""The groups of parameters in `optimizer.groups`, as far as they can be checked without the model. Torch-free."""
+"""Groups of parameters, and optimizers of other libraries: what can be checked without the model. Torch-free."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from autolaunch.config.against_schema import alike, field_types
 from autolaunch.config.schema import Optimizer
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, MeshShape
 from autolaunch_strategies.config.values import Where, checked_value, written
 
 OPTIONS = {
@@ -33,6 +34,26 @@ def check_groups(config: Mapping[str, Any], where: Where) -> Iterator[ConfigErro
         return
     for index, group in enumerate(groups):
         yield from _check_group(f"optimizer.groups[{index}]", group, optimizer)
+
+
+def check_library(config: Mapping[str, Any], mesh: MeshShape | None) -> Iterator[ConfigError]:
+    """Optimizers of bitsandbytes where parameters or their state would be sharded: they have no such operations."""
+    target = config["optimizer"].get("_target_") or ""
+    if config["task"] not in ("fit", "lr_find", "compare") or not target.startswith("bitsandbytes.") or mesh is None:
+        return
+    level = (config["dp"] or {}).get("sharding_level", 0)
+    if mesh.mp > 1:
+        sharding, write = f"mesh={mesh.name}", f"mesh={replace(mesh, dp=mesh.dp * mesh.mp, mp=1).name} dp=ddp"
+    elif mesh.dp * mesh.cp > 1 and level:
+        sharding, write = f"dp.sharding_level={level}", "dp=ddp"
+    else:
+        return
+    yield ConfigError(
+        f"optimizer._target_={target} with {sharding}",
+        "parameters and their state would be sharded, for which bitsandbytes has no operations",
+        "dp=ddp, pp, and cp with dp=ddp; or torchao.optim.AdamW8bit, which shards everything",
+        write,
+    )
 
 
 def _check_group(key: str, group: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from autolaunch.config.against_schema import alike
 from autolaunch.config.schema import Job
+from autolaunch.directories import nearest_path
 from autolaunch_strategies.checkpoint.files import (
     MANIFEST,
     REPLACED,
@@ -18,7 +19,7 @@ from autolaunch_strategies.checkpoint.files import (
     read_manifest,
 )
 from autolaunch_strategies.checkpoint.record import COMPARED, changes, in_words, record_of, refuse_changes
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.config.values import written
 
 COMPARING_TASKS = ("fit", "plan")
@@ -218,11 +219,22 @@ def _candidates(directory: Path) -> list[Path]:
     return sorted(entries, key=order_of_writing)
 
 
+def _meant(path: Path, asked: str) -> str:
+    """What `ckpt_path` was most likely meant to be where nothing is at the path that it says; or an empty string."""
+    if nearest(asked, ["last"], cutoff=0.6):
+        return "last"
+    close = nearest_path(path)
+    serves = close is not None and ((close / "checkpoints").is_dir() or problem_with(close) is None)
+    return str(close) if serves else ""
+
+
 def _check(path: Path, where: str) -> None:
     problem = problem_with(path)
     if problem is None:
         return
     whole = [item for item in complete_checkpoints(path.parent) if item != path]
+    if not path.exists() and (meant := _meant(path, where.removeprefix("ckpt_path="))):
+        raise ConfigError(where, f"{path} {problem}", "last, a complete checkpoint, or a run", f"ckpt_path={meant}")
     raise ConfigError(
         where,
         f"{path} {problem}",

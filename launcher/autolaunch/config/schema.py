@@ -33,6 +33,7 @@ TASKS = {
     "test": "run the test data through a trained model",
     "predict": "write the model's predictions of the validation data to <output_dir>/predictions",
     "lr_find": "train a few steps with a rate that grows, and suggest optimizer.lr by how the loss falls",
+    "compare": "train a few steps with each of the values that a key is given, and say where they part",
     "generate": "let a model go on with prompts, on any mesh",
     "plan": "show what a run would do, and write it to plan.yaml, without starting it; with cluster= choose it, too",
     "calibrate": "measure this machine for the planner, and write it as a cluster",
@@ -566,6 +567,14 @@ class LrFind:
 
 
 @dataclass
+class Compare:
+    """compare: how long is trained, and what counts as equal."""
+
+    steps: int = option("How many optimizer steps; in place of trainer.max_steps.", 5, ge=1)
+    tolerance: float = option("The largest relative difference of losses and gradient norms.", 1e-4, ge=0)
+
+
+@dataclass
 class Generate:
     """What `autolaunch generate` writes: to generated.jsonl and the screen."""
 
@@ -697,6 +706,7 @@ class Job:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resume: Resume = field(default_factory=Resume)
     lr_find: LrFind = field(default_factory=LrFind)
+    compare: Compare = field(default_factory=Compare)
     generate: Generate = field(default_factory=Generate)
     eval: Eval = field(default_factory=Eval)
     mesh: Mesh = field(default_factory=Mesh)

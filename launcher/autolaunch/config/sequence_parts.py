@@ -24,7 +24,7 @@ def check_sequence_parts(
     if facts is None:
         return
     yield from _heads(config, cp, mesh, facts)
-    if facts.attention_dropout is not None and config["task"] in ("fit", "lr_find"):
+    if facts.attention_dropout is not None and config["task"] in ("fit", "lr_find", "compare"):
         yield from _dropout(config, cp, mesh, facts)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from autolaunch.directories import nearest_path
 from autolaunch_strategies.config import ConfigError
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".tex")
@@ -53,11 +53,8 @@ def find_files(path: Any, suffixes: Iterable[str], key: str = "data.path") -> li
         if not files:
             raise ConfigError(where, "no file with anything in it matches")
     else:
-        # Compared without the ending, which would make all files of a kind look alike.
-        siblings = [file.stem for file in place.parent.glob(f"*{place.suffix}")]
-        close = difflib.get_close_matches(place.stem, siblings, n=1, cutoff=0.7)
-        write = f"{key}={place.with_name(close[0] + place.suffix)}" if close else ""
-        raise ConfigError(where, "no such file or directory", write=write)
+        close = nearest_path(place)
+        raise ConfigError(where, "no such file or directory", write=f"{key}={close}" if close else "")
     for file in files:
         name = where if file == place else f"{where}: {file}"
         if not os.access(file, os.R_OK):

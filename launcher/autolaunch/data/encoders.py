@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from autolaunch.data.conversations import Messages, conversation
-from autolaunch.data.rows import BadRow
+from autolaunch.data.rows import BadRow, text_of
 from autolaunch.data.tokenizers import BYTES_END, end_of_text, no_template
 from autolaunch_strategies.config import ConfigError
 
@@ -62,18 +62,11 @@ class DocumentEncoder:
         return [problem or self._example(next(encoded)) for problem in bad]
 
     def _problem(self, row: Mapping[str, Any]) -> BadRow | None:
-        if self.text_key not in row:
-            columns = ", ".join(map(str, row)) or "(none)"
-            text = [key for key, value in row.items() if isinstance(value, str)]
-            return BadRow(
-                f"no column {self.text_key}; there are {columns}",
-                "the column with the text",
-                f"data.text_key={text[0]}" if len(text) == 1 else "",
-            )
-        text = row[self.text_key]
-        if not isinstance(text, str):
-            return BadRow(f"{self.text_key} is a {type(text).__name__}, not text")
-        return None if text.strip() else BadRow(f"{self.text_key} is empty")
+        try:
+            text_of(row, self.text_key)
+        except BadRow as problem:
+            return problem
+        return None
 
     def _ids(self, texts: list[str]) -> Sequence[Sequence[int]]:
         if self.tokenizer is None:

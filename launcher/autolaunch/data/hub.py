@@ -70,11 +70,15 @@ class HubShard:
         title: how messages call it.
         dataset: a `datasets.IterableDataset`.
         index: of the part.
+        subset: the one of the datasets under the name that it is.
+        revision: the commit of the hub at which it is read.
     """
 
     title: str
     dataset: Any
     index: int
+    subset: str
+    revision: str
 
     @property
     def name(self) -> str:
@@ -93,13 +97,13 @@ class HubShard:
         return f"{self.title}, row {number}"
 
     def content(self) -> str:
-        return self.title  # more is not known before it is read
+        return f"{self.title}\0{self.subset}\0{self.revision}"  # more is not known before it is read
 
     def size(self) -> int:
         return self.dataset.num_shards
 
     def head(self, count: int) -> bytes:
-        return self.title.encode()
+        return self.content().encode()
 
 
 def hub_shards(name: str, subset: str | None, split: str | None, where: str) -> list[HubShard]:
@@ -108,10 +112,13 @@ def hub_shards(name: str, subset: str | None, split: str | None, where: str) -> 
     Args, Raises: see `hub_rows`.
     """
     split = chosen_split(split, _splits(name, subset, where), where)
-    dataset = _loaded(name, subset, split, where, streaming=True)
+    builder, dataset = _streamed(name, subset, split, where)
     count = dataset.num_shards
     parts = [""] if count == 1 else [f", part {index + 1} of {count}" for index in range(count)]
-    return [HubShard(f"{name} ({split}{part})", dataset, index) for index, part in enumerate(parts)]
+    return [
+        HubShard(f"{name} ({split}{part})", dataset, index, builder.config.name, str(builder.hash))
+        for index, part in enumerate(parts)
+    ]
 
 
 def hub_rows(name: str, subset: str | None, split: str | None, where: str) -> HubRows:
@@ -170,9 +177,17 @@ def _splits(name: str, subset: str | None, where: str) -> list[str]:
 
 
 @cache
-def _loaded(name: str, subset: str | None, split: str, where: str, streaming: bool = False) -> Any:
+def _loaded(name: str, subset: str | None, split: str, where: str) -> Any:
     with _Explained(name, where):
-        return _library(where).load_dataset(name, subset, split=split, streaming=streaming)
+        return _library(where).load_dataset(name, subset, split=split)
+
+
+@cache
+def _streamed(name: str, subset: str | None, split: str, where: str) -> tuple[Any, Any]:
+    """(the builder of the library, which knows what it is that is read; the dataset)."""
+    with _Explained(name, where):
+        builder = _library(where).load_dataset_builder(name, subset)
+        return builder, builder.as_streaming_dataset(split=split)
 
 
 class _Explained:

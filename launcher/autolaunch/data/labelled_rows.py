@@ -87,6 +87,29 @@ class Labels:
         return float(label)
 
 
+def check_labelled_columns(row: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Check what can be checked of a row without knowing which labels there are.
+
+    Args:
+        config: the fields of `autolaunch.config.schema.ClassificationData`.
+
+    Raises:
+        BadRow: a column is missing, or a text is none or empty.
+    """
+    for key in ("text_key", "pair_key", "label_key"):
+        if config[key] is not None and config[key] not in row:
+            columns = ", ".join(list(map(str, row))[:_SHOWN]) or "(none)"
+            raise BadRow(f"no column {config[key]}; there are {columns}", f"data.{key}: the name of a column")
+    for key in ("text_key", "pair_key"):
+        value = None if config[key] is None else row[config[key]]
+        if value is None and key == "pair_key":
+            continue
+        if not isinstance(value, str):
+            raise BadRow(f"{config[key]} is a {type(value).__name__}, not text")
+        if not value.strip():
+            raise BadRow(f"{config[key]} is empty")
+
+
 def labelled(row: Mapping[str, Any], config: Mapping[str, Any], labels: Labels) -> Labelled:
     """A row as texts and label.
 
@@ -94,21 +117,11 @@ def labelled(row: Mapping[str, Any], config: Mapping[str, Any], labels: Labels) 
         config: the fields of `autolaunch.config.schema.ClassificationData`.
 
     Raises:
-        BadRow: a column is missing, a text is none or empty, or the label does not fit.
+        BadRow: see `check_labelled_columns`; or the label does not fit.
     """
-    for key in ("text_key", "pair_key", "label_key"):
-        if config[key] is not None and config[key] not in row:
-            columns = ", ".join(list(map(str, row))[:_SHOWN]) or "(none)"
-            raise BadRow(f"no column {config[key]}; there are {columns}", f"data.{key}: the name of a column")
-    text, pair = row[config["text_key"]], None if config["pair_key"] is None else row[config["pair_key"]]
-    for key, value in (("text_key", text), ("pair_key", pair)):
-        if value is None and key == "pair_key":
-            continue
-        if not isinstance(value, str):
-            raise BadRow(f"{config[key]} is a {type(value).__name__}, not text")
-        if not value.strip():
-            raise BadRow(f"{config[key]} is empty")
-    return Labelled(text, pair, labels.value(row[config["label_key"]]))
+    check_labelled_columns(row, config)
+    pair = None if config["pair_key"] is None else row[config["pair_key"]]
+    return Labelled(row[config["text_key"]], pair, labels.value(row[config["label_key"]]))
 
 
 def labels_of(config: Mapping[str, Any]) -> Labels:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from autolaunch.data.order import BatchOrder, random_keys
 from autolaunch.data.streams import Drawn, next_epoch
 from autolaunch.data.windows import Batches, Sequences, Unnumbered
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, ConfigErrors
 
 Batch = dict[str, torch.Tensor]
 """input_ids and labels, int64 [b, s]; label t is the token after input t, or (`data.labels=same`) the token at t."""
@@ -111,7 +111,7 @@ class StreamLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch's is a class, of which only the iterator is used
         # A generator starts at its first next(): a position that is loaded after iter() still counts.
         for state, batch in super().__iter__():
-            if isinstance(state, ConfigError):
+            if isinstance(state, ConfigError | ConfigErrors):
                 raise state
             self.load_state_dict(state)
             yield batch
@@ -134,10 +134,10 @@ class _StreamedBatches(IterableDataset[Any]):
         self.streams, self.order, self.tell = streams, order, tell
         self.state: dict[str, Any] = {"streams": None, "microbatch": 0}
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Any] | ConfigError, Batch]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, Any] | ConfigError | ConfigErrors, Batch]]:
         try:
             yield from self._batches()
-        except ConfigError as error:  # torch would put the traceback of a worker into its message
+        except (ConfigError, ConfigErrors) as error:  # torch would put the traceback of a worker into its message
             yield error, {}
 
     def _batches(self) -> Iterator[tuple[dict[str, Any], Batch]]:

@@ -21,7 +21,7 @@ from rich.progress import Progress
 
 from autolaunch.data.encoders import Encoder, Example
 from autolaunch.data.progress import moved
-from autolaunch.data.rows import BadRow, Rows
+from autolaunch.data.rows import MOST_TOLD, BadRow, Rows, bad_row_errors
 from autolaunch.data.windows import TokenFile
 from autolaunch.directories import writable_cache
 from autolaunch_strategies.config import ConfigError, raise_all
@@ -29,9 +29,6 @@ from autolaunch_strategies.config import ConfigError, raise_all
 _FORMAT = 1
 _ROWS = 512
 """Rows that are tokenised at once: the library works on them in parallel."""
-
-MOST_TOLD = 5
-"""Bad rows that are named before the rest is not looked at."""
 
 _LIBRARIES = ("transformers", "tokenizers")
 
@@ -172,7 +169,7 @@ def _version(library: str) -> str:
 
 def _write(directory: Path, rows: Sequence[Rows], key: str, encoder: Encoder, on_bad: str, most_told: int) -> None:
     started, tokens, examples = time.monotonic(), 0, 0
-    errors: list[ConfigError] = []
+    refused: list[tuple[str, BadRow]] = []
     bad = 0
     first_bad: list[str] = []
     names = ("tokens.bin", "trained.bin", "ends.bin", "places.bin")
@@ -183,8 +180,8 @@ def _write(directory: Path, rows: Sequence[Rows], key: str, encoder: Encoder, on
                 bad += 1
                 place = rows[part].place(number)
                 if on_bad == "refuse":
-                    errors.append(bad_row_error(place, outcome))
-                    if len(errors) == most_told:
+                    refused.append((place, outcome))
+                    if len(refused) == most_told:
                         break
                 elif len(first_bad) < most_told:
                     first_bad.append(f"{place}: {outcome}")
@@ -198,7 +195,7 @@ def _write(directory: Path, rows: Sequence[Rows], key: str, encoder: Encoder, on
     finally:
         for file in opened:
             file.close()
-    raise_all(errors)
+    raise_all(bad_row_errors(refused))
     if not examples:
         reason = f"all {bad} rows are bad; the first: {first_bad[0]}" if bad else "there are no rows in it"
         raise ConfigError(f"{key}={', '.join(part.name for part in rows)}", reason)
@@ -209,12 +206,6 @@ def _write(directory: Path, rows: Sequence[Rows], key: str, encoder: Encoder, on
         "kept for the next run",
         file=sys.stderr,
     )
-
-
-def bad_row_error(place: str, bad: BadRow) -> ConfigError:
-    """The error for a bad row that is not to be skipped."""
-    skip = "data.on_bad=skip, to leave such rows out"
-    return ConfigError(place, str(bad), bad.allowed, f"{bad.write}; or {skip}" if bad.write else skip)
 
 
 def in_memory(rows: Sequence[Rows], examples: Sequence[tuple[int, int, Example]], pad: int) -> Prepared:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from autolaunch.data.counts import (
     window_count,
 )
 from autolaunch.data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, expanded, find_files, standard_library_documents
-from autolaunch.data.rows import LINES, BadRow, FileRows, Rows
+from autolaunch.data.labelled_rows import check_labelled_columns
+from autolaunch.data.rows import LINES, BadRow, FileRows, Rows, bad_row_errors, text_of
 from autolaunch.data.sources import find_sources
 from autolaunch.data.tokenizers import (
     BYTES_END,
@@ -32,6 +35,8 @@ from autolaunch_strategies.config import ConfigError
 
 BYTES_VOCABULARY = BYTES_END + 1
 _SAMPLE_BYTES = 2**20
+_SAMPLE_ROWS = 1000
+"""Of all files together that are looked at beforehand; at least one of each."""
 
 
 def check_data(data_cfg: dict[str, Any], dp: int, facts: Any) -> list[ConfigError]:
@@ -41,14 +46,15 @@ def check_data(data_cfg: dict[str, Any], dp: int, facts: Any) -> list[ConfigErro
         data_cfg: every key of one of the schemas of `autolaunch.config.schema.DATA`; a data module of one's own is not
             checked.
         dp: size of the data parallel axis.
-        facts: what is known about the model: `vocab_size` and `max_seq_len`, an int or None (not known) each.
+        facts: what is known about the model: `vocab_size` and `max_seq_len`, an int or None (not known) each. None for
+            a model that is refused itself: then nothing is said of a tokenizer that might have been the model's.
     """
     if "_target_" in data_cfg:
         return []
     errors = _batch_errors(data_cfg, dp) + _length_errors(data_cfg, getattr(facts, "max_seq_len", None))
     vocab_size = getattr(facts, "vocab_size", None)
     if data_cfg["name"] in ("documents", "chat", "classification"):
-        return errors + _row_errors(data_cfg, vocab_size)
+        return errors + _row_errors(data_cfg) + _rows_tokenizer_errors(data_cfg, vocab_size, facts is not None)
     check = {"text": _text_errors, "tokens": _token_errors, "synthetic": _synthetic_errors}[data_cfg["name"]]
     return errors + check(data_cfg, vocab_size)
 
@@ -221,8 +227,8 @@ def _tokenizer_errors(tokenizer: str, vocab_size: int | None) -> list[ConfigErro
     return _vocabulary_error(where, size, vocab_size)
 
 
-def _row_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
-    """Of documents, chats and labelled texts: files, the first row of each, the tokenizer and the chat template."""
+def _row_errors(config: dict[str, Any]) -> list[ConfigError]:
+    """Of documents, chats and labelled texts: files, and their first rows."""
     errors = check_columns(config["columns"]) if config["name"] == "chat" else []
     errors += _streaming_errors(config)
     if config["path"] is None:
@@ -238,11 +244,10 @@ def _row_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigEr
         try:
             sources = [] if config[key] is None else find_sources(config, key)
             if not errors and config["on_bad"] == "refuse":
-                parts = (rows for source in sources for rows in source.rows)
-                errors += [error for rows in parts if (error := _first_row_error(rows, config))]
+                errors += _first_rows_errors([rows for source in sources for rows in source.rows], config)
         except ConfigError as error:
             errors.append(error)
-    return errors + _rows_tokenizer_errors(config, vocab_size)
+    return errors
 
 
 def _streaming_errors(config: dict[str, Any]) -> list[ConfigError]:
@@ -264,29 +269,52 @@ def _streaming_errors(config: dict[str, Any]) -> list[ConfigError]:
     return errors
 
 
-def _first_row_error(rows: Rows, config: dict[str, Any]) -> ConfigError | None:
-    """What is wrong with the first row of a file, if that is cheap to read: most mistakes are made in all rows."""
-    if isinstance(rows, FileRows) and rows.file.suffix.lower() not in LINES:
-        return None
-    number, row, _ = next(rows.read(), (0, {}, None))
-    bad = row if isinstance(row, BadRow) else None
-    if number == 0:
-        return ConfigError(rows.name, "there are no rows in it")
+def _first_rows_errors(sources: Sequence[Rows], config: dict[str, Any]) -> list[ConfigError]:
+    """What is wrong with rows that are cheap to read: the first of every source, and more of files of lines."""
+    errors: list[ConfigError] = []
+    bad: list[tuple[str, BadRow]] = []
+    left = _SAMPLE_ROWS
+    for rows in sources:
+        if isinstance(rows, FileRows) and rows.file.suffix.lower() not in LINES:
+            continue
+        read = itertools.islice(rows.read(), max(1, left) if isinstance(rows, FileRows) else 1)
+        looked_at, here = 0, []
+        for number, row, mark in read:
+            looked_at += 1
+            if (problem := _problem(row, config)) is not None:
+                here.append((rows.place(number), problem))
+            if isinstance(rows, FileRows) and mark[1] > _SAMPLE_BYTES:
+                break
+        left -= looked_at
+        if not looked_at:
+            errors.append(ConfigError(rows.name, "there are no rows in it"))
+        elif len(here) == looked_at:  # not some bad rows, but another kind of file than was meant
+            errors += bad_row_errors(here[:1], may_skip=False)
+        else:
+            bad += here
+    return errors + bad_row_errors(bad)
+
+
+def _problem(row: Mapping[str, Any] | BadRow, config: dict[str, Any]) -> BadRow | None:
+    """What can be told to be wrong with a row without a tokenizer."""
+    if isinstance(row, BadRow):
+        return row
     try:
-        if not isinstance(row, BadRow) and config["name"] == "chat":
+        if config["name"] == "chat":
             conversation(row, config["columns"])
-    except BadRow as error:
-        bad = error
-    keys = [config[key] for key in ("text_key", "pair_key", "label_key") if config.get(key) is not None]
-    if not isinstance(row, BadRow) and (absent := [key for key in keys if key not in row]):
-        bad = BadRow(f"no column {absent[0]}; there are {', '.join(map(str, row)) or '(none)'}")
-    return None if bad is None else ConfigError(rows.place(number), str(bad), bad.allowed, bad.write)
+        elif config["name"] == "documents":
+            text_of(row, config["text_key"])
+        else:
+            check_labelled_columns(row, config)
+    except BadRow as problem:
+        return problem
+    return None
 
 
-def _rows_tokenizer_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
+def _rows_tokenizer_errors(config: dict[str, Any], vocab_size: int | None, has_model: bool) -> list[ConfigError]:
     tokenizer, is_chat = config["tokenizer"], config["name"] == "chat"
     if is_chat and tokenizer in (None, "bytes"):
-        return [no_tokenizer()]
+        return [no_tokenizer()] if has_model or tokenizer == "bytes" else []
     if tokenizer in (None, "bytes"):
         return _vocabulary_error("data.tokenizer=bytes", BYTES_VOCABULARY, vocab_size)
     where, place = f"data.tokenizer={tokenizer}", expanded(tokenizer)

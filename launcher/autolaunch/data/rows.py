@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,9 @@ LINES, LISTS, TABLES = (".jsonl", ".ndjson"), (".json",), (".parquet", ".arrow")
 ROW_SUFFIXES = (*LINES, *LISTS, *TABLES)
 """Files of rows: JSON objects or the columns of a table."""
 
+MOST_TOLD = 5
+"""Bad rows that are named before the rest is not looked at."""
+
 _PIECE = 2**24
 
 _SAVED_DATASET = "dataset_info.json"
@@ -31,6 +34,51 @@ class BadRow(ValueError):
     def __init__(self, problem: str, allowed: str = "", write: str = "") -> None:
         super().__init__(problem)
         self.allowed, self.write = allowed, write
+
+
+def bad_row_errors(bad: Sequence[tuple[str, BadRow]], may_skip: bool = True) -> list[ConfigError]:
+    """The errors for bad rows that are not to be skipped: one for rows of which the same is wrong.
+
+    Args:
+        bad: the place of each, and what is wrong with it; the first `MOST_TOLD` are named, the others counted.
+        may_skip: whether leaving them out would leave anything.
+    """
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for place, problem in bad[:MOST_TOLD]:
+        places.setdefault((str(problem), problem.allowed, problem.write), []).append(place)
+    more = len(bad) - MOST_TOLD
+    errors = []
+    for number, ((reason, allowed, write), (place, *others)) in enumerate(places.items(), start=1):
+        reason += f"; also {', '.join(others)}" if others else ""
+        if number == len(places) and more > 0:
+            reason += f"; and {more:,} more bad rows were seen"
+        if may_skip:
+            skip = "data.on_bad=skip, to leave such rows out"
+            write = f"{write}; or {skip}" if write else skip
+        errors.append(ConfigError(place, reason, allowed, write))
+    return errors
+
+
+def text_of(row: Mapping[str, Any], text_key: str) -> str:
+    """The text of a document.
+
+    Raises:
+        BadRow: there is no such column, or no text in it.
+    """
+    if text_key not in row:
+        columns = ", ".join(map(str, row)) or "(none)"
+        texts = [key for key, value in row.items() if isinstance(value, str)]
+        raise BadRow(
+            f"no column {text_key}; there are {columns}",
+            "the column with the text",
+            f"data.text_key={texts[0]}" if len(texts) == 1 else "",
+        )
+    text = row[text_key]
+    if not isinstance(text, str):
+        raise BadRow(f"{text_key} is a {type(text).__name__}, not text")
+    if not text.strip():
+        raise BadRow(f"{text_key} is empty")
+    return text
 
 
 def find_row_files(path: Any, key: str, with_text: bool) -> list[Path]:

@@ -14,9 +14,9 @@ import numpy as np
 from autolaunch.data.encoders import Encoder
 from autolaunch.data.examples import ExampleSequences
 from autolaunch.data.order import permuted, shared_out
-from autolaunch.data.prepared import MOST_TOLD, Prepared, bad_row_error, in_memory
-from autolaunch.data.rows import BadRow, Rows
-from autolaunch_strategies.config import ConfigError
+from autolaunch.data.prepared import Prepared, in_memory
+from autolaunch.data.rows import MOST_TOLD, BadRow, Rows, bad_row_errors
+from autolaunch_strategies.config import ConfigError, raise_all
 
 BLOCK_ROWS = 1024
 """`data.shuffle_buffer` where nothing is said."""
@@ -75,7 +75,7 @@ class RowStream:
         """(a sequence, the position behind it) of each sequence from `at` on, in this epoch or in all that follow.
 
         Raises:
-            ConfigError: a row is bad, and that was not to be skipped; or an epoch has no sequences.
+            ConfigError, ConfigErrors: rows are bad, and that was not to be skipped; or an epoch has no sequences.
         """
         while True:
             is_empty = at == Position(at.epoch)
@@ -122,6 +122,7 @@ class RowStream:
     def _encoded(self, rows: Sequence[tuple[int, int, Any]]) -> Prepared:
         encoded = iter(self.encoder.encode([row for _, _, row in rows if not isinstance(row, BadRow)]))
         examples = []
+        refused: list[tuple[str, BadRow]] = []
         for part, number, row in rows:
             outcome = row if isinstance(row, BadRow) else next(encoded)
             if not isinstance(outcome, BadRow):
@@ -129,10 +130,12 @@ class RowStream:
                 continue
             place = self.rows[part].place(number)
             if self.on_bad == "refuse":
-                raise bad_row_error(place, outcome)
+                refused.append((place, outcome))
+                continue
             self.bad += 1
             if self.tell and self.bad <= MOST_TOLD:
                 print(f"{place} is left out (data.on_bad=skip): {outcome}", file=sys.stderr)
+        raise_all(bad_row_errors(refused))
         return in_memory(self.rows, examples, self.encoder.pad)
 
 

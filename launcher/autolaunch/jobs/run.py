@@ -46,6 +46,7 @@ from autolaunch.config.trained import TAKING_TASKS, check_model, takes_from_job,
 from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
+from autolaunch.jobs.compare import compare_jobs, refuse_single_job
 from autolaunch.jobs.directory import check_what_is_there
 from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends
 from autolaunch.jobs.named_parts import check_named_parts
@@ -305,6 +306,9 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
             "output_dir=outputs/sweep",
         )
     _refuse_intervals(line, config)
+    compares = config.task == "compare"
+    if compares:
+        refuse_single_job(line.overrides, swept)
     directory = _output_dir(config, config.hydra.sweep)
     directory = _claim(directory, config, config.hydra.sweep)
     with _locked(directory, config):
@@ -322,7 +326,8 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
                 print_table(ends, directory, Terminal())
             elif [item.name for item in directory.iterdir()] == [LOCK_FILE]:
                 shutil.rmtree(directory)
-    return code or (FAILED if any(end.exit_code for end in ends) else 0)
+    code = code or (FAILED if any(end.exit_code for end in ends) else 0)
+    return code or (compare_jobs(ends, config.compare.tolerance) if compares else 0)
 
 
 def _runs_every_combination(config: DictConfig) -> bool:

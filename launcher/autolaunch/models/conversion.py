@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from autolaunch_strategies.experts.find import countable_mixtures
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -96,6 +98,20 @@ def sources(model: Any, names: Collection[str], wanted: Mapping[str, torch.Tenso
                 shape = tuple(wanted[target].shape)
                 sources_by_target[target] = Converted(target, shape, tuple(collected), first, converter, model.config)
     return sources_by_target
+
+
+def as_in_files(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of `model` as `save_pretrained` writes them: each expert of a mixture by its own name and global number.
+
+    Other models keep their own names, under which `transformers` loads them as well, and so do those of which some
+    tensor of the files becomes several weights: these may not all be in `tensors`.
+    """
+    _, converters = _declared(model)
+    if not (converters or countable_mixtures(model)) or any(len(item.target_patterns) > 1 for item in converters):
+        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
 
 
 def _declared(model: Any) -> tuple[list[Any], list[Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autolaunch.directories import nearest_path
 from autolaunch_strategies.config import ConfigError
 
 INDEX_FILE, SINGLE_FILE = WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
@@ -75,10 +76,16 @@ def merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     return result
 
 
+def directory_meant(path: Path) -> str:
+    """The line with the model directory that `model.path` was most likely meant to be; or an empty string."""
+    close = nearest_path(path)
+    return f"model.path={close}" if close is not None and (close / "config.json").is_file() else ""
+
+
 def _read_json(directory: Path, where: str) -> dict[str, Any]:
     allowed = "a directory with config.json and safetensors, or OWNER/NAME of a model of the hub"
     if not directory.is_dir():
-        raise ConfigError(where, "there is no such directory", allowed)
+        raise ConfigError(where, "there is no such directory", allowed, directory_meant(directory))
     if not (directory / "config.json").is_file():
         raise ConfigError(where, "there is no config.json in it", allowed)
     try:

@@ -7,7 +7,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,15 +16,45 @@ import torch
 from autolaunch.report.metrics_csv import MetricsCsv, StepRecord
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """The values of a step on their way from the device, and what the host knows of it."""
+
+    trainer: pl.Trainer
+    step: int
+    steps: int
+    """Since the record before."""
+    names: tuple[str, ...]
+    values: torch.Tensor
+    """Of each name, [n]; in the host's memory once they have arrived."""
+    arrival: torch.cuda.Event | None
+    lr: float | None
+    for_loggers: bool
+    imbalance: float | None
+
+    def read(self) -> dict[str, float]:
+        """Wait until they are there."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return dict(zip(self.names, self.values.tolist(), strict=True))
+
+
 class StepMetrics(pl.Callback):
     """Measures loss, gradient norm, learning rate, tokens and time at every `trainer.log_every_n_steps`-th step.
 
     The values go to every logger of the Trainer; `latest` and the histories are there for the progress line and the
-    summary. Every rank needs this callback: there is one collective per logged step, and nothing waits for the device
-    on other steps.
+    summary. Every rank needs this callback: there is one collective per logged step.
+
+    On a GPU the host never waits for the step that it has just begun: the values of a step are read when the next one
+    has been begun, or in `catch_up`, which is called before anything is saved, validated or ended.
+
+    Args:
+        late: whether values are read a step late; by default they are on a GPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, late: bool | None = None) -> None:
+        self._late = late
+        self._measured: _Measured | None = None
         self.latest: StepRecord | None = None
         self.tokens = 0
         # One entry per record; arrays, because a run may have millions of them.
@@ -62,7 +92,7 @@ class StepMetrics(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._csv is not None:
+        if self._csv is not None and self._measured is None:
             self._csv.write_row()  # whatever was logged at the step before has arrived by now
         if self._paused_at is not None:
             self._excluded += time.perf_counter() - self._paused_at
@@ -99,33 +129,60 @@ class StepMetrics(pl.Callback):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             if trainer.strategy.root_device.type != "cpu":
                 torch.accelerator.synchronize()  # the device may still be at work on the steps to be timed
+            self.catch_up()
             self._pause(time.perf_counter())
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        self.catch_up()
         if self._csv is not None:
             self._csv.write_row()  # a run that is killed from here on resumes behind this row
         self._pause(self._last_event)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.catch_up()
         if self._step > self._recorded_step:
-            self._record(trainer, grad_norm=None)  # validation may have dropped the gradients
+            self._measured = self._measure(trainer, grad_norm=None)  # validation may have dropped the gradients
+            self.catch_up()
         if self._csv is not None:
             self._csv.write_row()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.catch_up(wait=False)
         if self._csv is not None:
             self._csv.write_row()
 
     def state_dict(self) -> dict[str, Any]:
         # Ranks have equal shares here; the exact sum is only known at logged steps. What a step has had of its batches
         # that is not done counts for nothing: a resumed run makes it again.
+        self.catch_up()
         finished = self._uncounted_tokens - self._tokens_of_unfinished_step
         return {"tokens": self.tokens + finished * self._data_parallel}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.tokens = state_dict["tokens"]
+
+    def catch_up(self, wait: bool = True) -> None:
+        """Take in what was measured of the latest logged step; nothing happens if that was done.
+
+        Args:
+            wait: for the device, where it has not come so far.
+        """
+        measured = self._measured
+        if measured is None or not (wait or measured.arrival is None or measured.arrival.query()):
+            return
+        self._measured = None
+        values = asdict(self._record(measured)) | {"expert_imbalance": measured.imbalance}
+        if not measured.for_loggers or not measured.trainer.is_global_zero:
+            return
+        known = {name: value for name, value in values.items() if value is not None}
+        for logger in measured.trainer.loggers:
+            if isinstance(logger, MetricsCsv):
+                logger.add(known)
+            else:
+                shown = {name: value for name, value in known.items() if name != "step"}
+                logger.log_metrics(shown, step=measured.step - 1)  # lightning counts from 0
 
     # --- what the summary reads ----------------------------------------------------------------------------------
 
@@ -150,6 +207,7 @@ class StepMetrics(pl.Callback):
     # --- one step ------------------------------------------------------------------------------------------------
 
     def _end_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.catch_up()  # before the row of its step ends
         previous, self._step = self._step, trainer.global_step  # with several optimizers it moves by more than one
         if self._loss_sum is not None:
             expected = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
@@ -163,52 +221,64 @@ class StepMetrics(pl.Callback):
             self._csv.begin_row(self._step)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if every and self._step // every > previous // every:
-            values = asdict(self._record(trainer, getattr(trainer.strategy, "last_grad_norm", None)))
             worst = getattr(trainer.strategy, "worst_expert_load", lambda: None)()
-            if worst is not None:
-                self.worst_expert_load = worst
-                values["expert_imbalance"] = worst[1]
-            if trainer.is_global_zero:
-                for logger in trainer.loggers:
-                    if isinstance(logger, MetricsCsv):
-                        logger.add(values)
-                    else:
-                        known = {k: v for k, v in values.items() if v is not None and k != "step"}
-                        logger.log_metrics(known, step=self._step - 1)  # lightning counts from 0
+            self.worst_expert_load = worst or self.worst_expert_load
+            grad_norm = getattr(trainer.strategy, "last_grad_norm", None)
+            self._measured = self._measure(trainer, grad_norm, for_loggers=True, imbalance=worst and worst[1])
+            if not (trainer.strategy.root_device.type == "cuda" if self._late is None else self._late):
+                self.catch_up()
 
-    def _record(self, trainer: pl.Trainer, grad_norm: torch.Tensor | float | None) -> StepRecord:
-        """Measure the step that has just ended. A collective over the data parallel ranks."""
+    def _measure(
+        self,
+        trainer: pl.Trainer,
+        grad_norm: torch.Tensor | None,
+        for_loggers: bool = False,
+        imbalance: float | None = None,
+    ) -> _Measured:
+        """Begin to measure the step that has just ended. A collective over the data parallel ranks."""
         device = trainer.strategy.root_device
         wide = torch.float32 if device.type == "mps" else torch.float64
-        loss = torch.tensor(torch.nan) if self._loss_sum is None else self._loss_sum
-        here = torch.stack(
-            [loss.to(device, wide), torch.tensor(float(self._uncounted_tokens), dtype=wide, device=device)]
-        )
-        mean_loss, mean_tokens = trainer.strategy.reduce(here, reduce_op="mean").tolist()
-        grad_norm = None if grad_norm is None else float(grad_norm)
-        now = time.perf_counter()  # after the values have arrived: the device is done with the step
-
-        new_tokens = round(mean_tokens * self._data_parallel)
-        self.tokens += new_tokens
+        tokens = torch.full((), self._uncounted_tokens, dtype=wide, device=device)
+        loss = torch.full_like(tokens, math.nan) if self._loss_sum is None else self._loss_sum.to(device, wide)
+        reduced: torch.Tensor = trainer.strategy.reduce(torch.stack([tokens, loss]), reduce_op="mean")
+        further = {"grad_norm": grad_norm, "lr": self._lr}
+        on_device = {name: item for name, item in further.items() if isinstance(item, torch.Tensor)}
+        values = torch.stack([*reduced, *(item.detach().to(device, wide).reshape(()) for item in on_device.values())])
+        arrival = None
+        if device.type == "cuda":
+            values = torch.empty(len(values), dtype=wide, pin_memory=True).copy_(values, non_blocking=True)
+            arrival = torch.cuda.Event()
+            arrival.record(torch.cuda.current_stream(device))
         self._uncounted_tokens = 0
+        names = ("tokens", "no loss" if self._loss_sum is None else "loss", *on_device)
+        lr = None if self._lr is None or "lr" in on_device else float(self._lr)
+        steps = self._step - self._recorded_step
+        self._recorded_step = self._step
+        return _Measured(trainer, self._step, steps, names, values, arrival, lr, for_loggers, imbalance)
+
+    def _record(self, measured: _Measured) -> StepRecord:
+        values = measured.read()
+        now = time.perf_counter()  # after the values have arrived: the device is done with the step
+        new_tokens = round(values["tokens"] * self._data_parallel)
+        self.tokens += new_tokens
         paused = self._excluded + (now - self._paused_at if self._paused_at is not None else 0.0)
-        elapsed, steps = now - self._since - paused, self._step - self._recorded_step
+        elapsed = now - self._since - paused
         record = StepRecord(
-            step=self._step,
-            loss=None if self._loss_sum is None else mean_loss,
-            grad_norm=grad_norm,
-            lr=None if self._lr is None else float(self._lr),
+            step=measured.step,
+            loss=values.get("loss"),
+            grad_norm=values.get("grad_norm"),
+            lr=values.get("lr", measured.lr),
             tokens=self.tokens,
-            step_time_s=elapsed / steps,
+            step_time_s=elapsed / measured.steps,
         )
-        is_finite = all(value is None or math.isfinite(value) for value in (record.loss, grad_norm))
-        self.not_finite_since = None if is_finite else self.not_finite_since or self._step
-        self.steps.append(self._step)
-        self.losses.append(mean_loss)
+        is_finite = all(value is None or math.isfinite(value) for value in (record.loss, record.grad_norm))
+        self.not_finite_since = None if is_finite else self.not_finite_since or measured.step
+        self.steps.append(measured.step)
+        self.losses.append(values.get("loss", math.nan))
         self.seconds.append(elapsed)
-        self.steps_timed.append(steps)
+        self.steps_timed.append(measured.steps)
         self.tokens_timed.append(new_tokens)
-        self.latest, self._recorded_step, self._since, self._excluded = record, self._step, now, 0.0
+        self.latest, self._since, self._excluded = record, now, 0.0
         if self._paused_at is not None:
             self._paused_at = now
         return record

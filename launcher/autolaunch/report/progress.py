@@ -28,6 +28,7 @@ from rich.text import Text
 
 from autolaunch.report.memory import peak_memory_bytes
 from autolaunch.report.metrics import StepMetrics
+from autolaunch.report.metrics_csv import StepRecord
 from autolaunch.report.page import WIDEST
 from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch.report.terminal import Terminal
@@ -53,6 +54,7 @@ class ProgressLine(ProgressBar):
         self._training: TaskID | None = None
         self._evaluation: TaskID | None = None
         self._shown_step = 0
+        self._record: StepRecord | None = None
         self._line_due = 0.0
         self._evaluated_since = 0.0
         self._validation: dict[str, float] = {}
@@ -81,7 +83,7 @@ class ProgressLine(ProgressBar):
         if not self._enabled or trainer.global_step == self._shown_step:
             return
         self._shown_step = trainer.global_step
-        measured = self._metrics.latest is not None and self._metrics.latest.step == self._shown_step
+        measured, self._record = self._metrics.latest is not self._record, self._metrics.latest
         if self._bar is not None and self._training is not None:
             self._bar.update(self._training, completed=self._shown_step)
             if measured:

@@ -53,7 +53,7 @@ def collect_summary(
     }
     if training and step_metrics is not None and step_metrics.worst_expert_load is not None:
         layer, imbalance = step_metrics.worst_expert_load
-        summary["experts"] = {"worst_layer": layer, "imbalance": imbalance, "dropped_tokens": 0}
+        summary["experts"] = {"worst_layer": layer, "imbalance": imbalance}
     if metrics is not None:
         summary["metrics"] = {name: float(value) for name, value in metrics.items()}
     if error is not None:

@@ -16,6 +16,7 @@ RUNNERS: dict[str, str] = {
     "test": "autolaunch.tasks.fit:run",
     "predict": "autolaunch.tasks.fit:run",
     "lr_find": "autolaunch.tasks.lr_find:run",
+    "compare": "autolaunch.tasks.compare:run",
     "generate": "autolaunch.tasks.generate:run",
     "plan": "autolaunch.tasks.plan:run",
     "eval": "autolaunch.tasks.evaluate:run",

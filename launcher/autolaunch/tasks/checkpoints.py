@@ -185,6 +185,7 @@ class Checkpoints(ModelCheckpoint):
         Args:
             finished: whether a step was just done; if not, the checkpoint is of the moment in which it began.
         """
+        self.steps.catch_up()
         if self.steps.not_finite_since is not None:
             return
         name = f"step_{trainer.global_step:07d}.ckpt"

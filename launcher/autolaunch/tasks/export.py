@@ -23,6 +23,7 @@ from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
 from autolaunch.models import build_module
 from autolaunch.models.adapter_config import unquantised
+from autolaunch.models.conversion import as_in_files
 from autolaunch.models.hf_export import write_transformers_files
 from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch.report.summary_file import write_summary
@@ -138,7 +139,7 @@ def export_checkpoint(
         if adapted is not None:
             weights = MergedWeights(config, module, construction, stored.read(stored.metas))
             metas, read = weights.metas(), lambda names: {name: weights.read(name) for name in names}
-        total, files, dtypes = _write_shards(beside, metas, read, shard_bytes)
+        total, files, dtypes = _write_shards(beside, metas, lambda names: as_in_files(model, read(names)), shard_bytes)
         write_transformers_files(beside, config["model"], model, dtypes.pop() if len(dtypes) == 1 else "float32")
         own = model.parameters() if adapted is None else [metas[name] for name in metas]
         parameters = sum(parameter.numel() for parameter in own)
@@ -191,14 +192,19 @@ def _write_shards(
     read: Callable[[list[str]], dict[str, torch.Tensor]],
     shard_bytes: int,
 ) -> tuple[int, int, set[str]]:
-    """Write weights to model.safetensors, or to several files and an index; returns (bytes, files, types)."""
+    """Write weights to model.safetensors, or to several files and an index; returns (bytes, files, types).
+
+    Args:
+        metas: the weights by name.
+        read: some of them, under the names that they have in the files.
+    """
     shards = list(_shards(metas, shard_bytes))
     weight_map, total, dtypes = {}, 0, set()
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: tensor.contiguous() for name, tensor in read(names).items()}
         save_file(tensors, directory / file, {"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
+        weight_map.update(dict.fromkeys(tensors, file))
         total += sum(tensor.nbytes for tensor in tensors.values())
         dtypes |= {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     if len(shards) > 1:

@@ -48,7 +48,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         "scheduler": {**config["scheduler"], "name": "constant", "warmup_steps": 0},
         "checkpoint": {**config["checkpoint"], "enabled": False},
     }
-    steps = StepMetrics()
+    steps = StepMetrics(late=False)
     rising = RisingRates(keys["min"], keys["max"], keys["steps"], steps)
     summary = fit.run(replace(job, config=training), place, steps, [rising])
     suggested = suggestion(rising.rates, rising.smoothed)

@@ -35,6 +35,9 @@ class EndsWhenNotFinite(pl.Callback):
         since = self.steps.not_finite_since
         if since is None or trainer.global_step - since + 1 < self.patience:
             return
+        self.steps.catch_up()
+        if self.steps.not_finite_since is None:  # the last one was, after all
+            return
         record, callback = self.steps.latest, trainer.checkpoint_callback
         assert record is not None
         saved = getattr(callback, "last_model_path", "")

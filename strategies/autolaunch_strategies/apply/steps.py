@@ -27,6 +27,7 @@ from autolaunch_strategies.context.parallel import (
 )
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule, apply_data_parallel, sharding_reasons
 from autolaunch_strategies.experts.auxiliary import balance_whole_batch, balanced_models
+from autolaunch_strategies.experts.divided import divide_experts
 from autolaunch_strategies.experts.find import Mixture
 from autolaunch_strategies.experts.parallel import (
     ExpertParallelModule,
@@ -189,6 +190,8 @@ class Styles(Step):
         self.model, prefix = planned_part(look.module)
         self.rules, whole = _rules(look, self.model)
         self.matches, warnings = matched(self.model, self.rules, prefix)
+        if not look.config.compile:  # which tokens a rank computes is known only while Python runs
+            self.rules, self.matches = divide_experts(self.model, self.rules, self.matches, look.config.mesh.mp)
         modules = dict(self.model.named_modules())
         experts = {part for mixture in look.mixtures for part in mixture.module.modules()}
         parts = {parameter: look.config.ep for module in experts for parameter in module.parameters()}
@@ -297,7 +300,12 @@ class Recomputes(Step):
         compiles, selective = self.config.compile, self.config.recompute.mode == "selective"
         if compiles and model.mode is not None and not selective:
             compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), {})
-        apply_recompute(chosen, self.config.recompute, lambda: both(context.repeating(), model.running()))
+        apply_recompute(
+            chosen,
+            self.config.recompute,
+            lambda: both(context.repeating(), model.running()),
+            exchanges=bool(site.expert_parallel.dispatches),
+        )
         if compiles and model.mode is not None and selective:  # their graphs compute again what they have not kept
             saved = dict.fromkeys(chosen, saved_operators(self.config.recompute.save))
             compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), saved)

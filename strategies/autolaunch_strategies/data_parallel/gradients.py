@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from autolaunch_strategies.data_parallel.groups import GradientGroup
+from autolaunch_strategies.torch_private.collectives import host_device
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients travel in pieces of about this size, so that communication overlaps with the backward pass."""
@@ -71,10 +72,13 @@ class GradientAverage:
             self._fill_buckets()
         while self._next < len(self._buckets):
             self._start(self._next)
-        for bucket, flat, work in self._running:
+        for _, _, work in self._running:
             if work is not None:
                 work.wait()
-            unpack_gradients(bucket.parameters, flat.div_(bucket.group.divisor))
+        for divisor in {bucket.group.divisor for bucket, _, _ in self._running}:
+            torch._foreach_div_([flat for bucket, flat, _ in self._running if bucket.group.divisor == divisor], divisor)
+        for bucket, flat, _ in self._running:
+            unpack_gradients(bucket.parameters, flat)
         self._forget_pass()
 
     def remove(self) -> None:
@@ -131,36 +135,68 @@ def _buckets(groups: Mapping[nn.Parameter, GradientGroup]) -> list[_Bucket]:
     return buckets
 
 
+@torch.no_grad()
 def pack_gradients(parameters: Sequence[nn.Parameter], device: torch.device | None = None) -> torch.Tensor:
     """This rank's part of the gradients in one 1-D tensor, and behind them for each parameter 1 if it has one, else 0.
+
+    Gradients become views of it where they can: what they were before is freed, and nothing is copied back.
 
     Args:
         parameters: of one dtype.
         device: where the tensor is; by default where the parameters are.
     """
+    gradients = [parameter.grad for parameter in parameters]
     pieces = [
-        (torch.zeros_like(_local(parameter)) if parameter.grad is None else _dense(_local(parameter.grad))).flatten()
-        for parameter in parameters
+        (torch.zeros_like(_local(parameter)) if gradient is None else _dense(_local(gradient))).flatten()
+        for parameter, gradient in zip(parameters, gradients, strict=True)
     ]
-    has_gradient = pieces[0].new_tensor([float(parameter.grad is not None) for parameter in parameters])
-    return torch.cat([piece.to(device or piece.device) for piece in (*pieces, has_gradient)])
+    has_gradient = torch.ones(len(parameters), dtype=pieces[0].dtype, device=pieces[0].device)
+    for index, gradient in enumerate(gradients):
+        if gradient is None:
+            has_gradient[index].zero_()
+    flat = torch.cat([piece.to(device or piece.device) for piece in (*pieces, has_gradient)])
+    for parameter, piece in zip(
+        parameters, flat.split([piece.numel() for piece in pieces] + [len(pieces)]), strict=False
+    ):
+        if parameter.grad is not None and _can_be_view(parameter, flat):
+            parameter.grad = piece.view_as(parameter)
+    return flat
 
 
+@torch.no_grad()
 def unpack_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
     """Put what `pack_gradients` made, once it is summed over ranks, in the place of the gradients.
 
-    A parameter that has a gradient on none of them keeps none.
+    A parameter that has a gradient on none of them keeps none. Only a rank that has none of a parameter waits to be
+    told whether another one has.
     """
+    present: list[float] | None = None
     pieces = flat.split([*(_local(parameter).numel() for parameter in parameters), len(parameters)])
+    copied: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
     for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=False)):
-        if pieces[-1][index] == 0:
-            continue
         if parameter.grad is None:
+            present = pieces[-1].tolist() if present is None else present
+            if not present[index]:
+                continue
+            if _can_be_view(parameter, flat):
+                parameter.grad = piece.view_as(parameter)
+                continue
             parameter.grad = torch.zeros_like(parameter)
+        elif not parameter.grad.is_sparse and _local(parameter.grad).data_ptr() == piece.data_ptr():
+            continue
         elif parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.to_dense()
+            parameter.grad = torch.zeros_like(parameter)
         local = _local(parameter.grad)
-        local.copy_(piece.view_as(local))
+        copied.append(local)
+        sources.append(piece.view_as(local))
+    if copied:
+        torch._foreach_copy_(copied, sources)
+
+
+def _can_be_view(parameter: nn.Parameter, flat: torch.Tensor) -> bool:
+    plain = not isinstance(parameter, DTensor) and parameter.is_contiguous()
+    return plain and (parameter.dtype, parameter.device) == (flat.dtype, flat.device)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -234,11 +270,17 @@ def gradient_norm(
         total = torch.zeros((), device=device)
     precision = total.dtype
     if pipeline_group is not None:
-        # One dtype for all, whatever a stage has; which one the others have travels along.
-        both = torch.stack([total.double(), torch.full_like(total, precision == torch.float64, dtype=torch.float64)])
-        dist.all_reduce(both, op=operator, group=pipeline_group)
-        total, precision = both[0], torch.float64 if both[1] > 0 else torch.float32
+        precision = _widest(precision, pipeline_group, total.device)
+        total = total.double()
+        dist.all_reduce(total, op=operator, group=pipeline_group)
     return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).to(precision)
+
+
+def _widest(precision: torch.dtype, group: dist.ProcessGroup, device: torch.device) -> torch.dtype:
+    """One type for all, whatever a stage has. Hosts agree on it where they can: nobody waits for a norm."""
+    wide = torch.tensor(int(precision == torch.float64), device=host_device(device, group))
+    dist.all_reduce(wide, op=dist.ReduceOp.MAX, group=group)
+    return torch.float64 if wide else torch.float32
 
 
 @torch.no_grad()
@@ -252,15 +294,28 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: float | torch
     """Multiply all gradients by a number or a 0-dim tensor."""
     if isinstance(factor, float) and factor == 1:
         return
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local = _local(parameter.grad)
-            local.mul_(factor.to(local.device) if isinstance(factor, torch.Tensor) else factor)
+    for gradients in _of_one_kind(parameters):
+        kind = gradients[0]
+        if isinstance(factor, torch.Tensor):  # of another type it would be applied to one gradient after the other
+            by = factor.to(kind.device, kind.dtype if kind.dtype in (torch.float32, torch.float64) else None)
+            torch._foreach_mul_(gradients, by)
+        else:
+            torch._foreach_mul_(gradients, factor)
 
 
 @torch.no_grad()
 def clip_values(parameters: Iterable[nn.Parameter], limit: float) -> None:
     """Clamp every element of every gradient to [-limit, limit]."""
+    for gradients in _of_one_kind(parameters):
+        torch._foreach_clamp_min_(gradients, -limit)
+        torch._foreach_clamp_max_(gradients, limit)
+
+
+def _of_one_kind(parameters: Iterable[nn.Parameter]) -> Iterable[list[torch.Tensor]]:
+    """This rank's parts of the gradients, by device and type."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            _local(parameter.grad).clamp_(-limit, limit)
+            local = _local(parameter.grad)
+            kinds[local.device, local.dtype].append(local)
+    return kinds.values()

@@ -135,6 +135,8 @@ class DataParallelModule:
 
     def forget_gathered(self) -> None:
         """Free every gathered parameter. After an optimizer step their values are old."""
+        if not isinstance(self.root, FSDPModule):
+            return
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 end_left_forward(module)  # a stage leaves the forward of its model behind its own part

@@ -7,16 +7,16 @@ with weight one. What a token's experts return is weighted and summed on the ran
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autolaunch_strategies.experts.exchange import all_shares, exchange, own_share
+from autolaunch_strategies.experts.kept import kept
+from autolaunch_strategies.tensor.own_experts import made_by_own
 from autolaunch_strategies.tensor.views import plain
 
 
@@ -62,10 +62,11 @@ class Dispatch:
     def _mixed(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, chosen = index.shape
         order = index.flatten().argsort(stable=True)
-        sent, received, arriving = self._counts(index)
+        sent, received, arriving = kept(lambda: self._counts(index))
         rows = exchange(hidden[order // chosen], sent, received, self.group)
         numbers = torch.arange(self.local, device=index.device).repeat(self.group.size())
-        made = self._of_own(rows, numbers.repeat_interleave(arriving.flatten(), output_size=sum(received)), weights)
+        numbers = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
+        made = made_by_own(self.module, self._forward, self.local, rows, numbers, weights)
         back = exchange(made, received, sent, self.group)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         mixed = back[place].view(tokens, chosen, -1) * weights.unsqueeze(-1)
@@ -79,27 +80,3 @@ class Dispatch:
         dist.all_to_all_single(arriving, counts, group=self.group)
         sent, received = torch.stack([counts.sum(dim=1), arriving.sum(dim=1)]).tolist()  # the host waits once
         return sent, received, arriving
-
-    def _of_own(self, rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """What the experts of this rank make of `rows`, each of the expert that `numbers` says."""
-        is_empty = len(rows) == 0
-        if is_empty:  # its result is dropped, but backward comes through here, to where all ranks meet
-            rows, numbers = rows.new_zeros((1, *rows.shape[1:])) + rows.sum(), numbers.new_zeros(1)
-        with _own_parameters(self.module, self.local):
-            made = self._forward(rows, numbers.unsqueeze(-1), weights.new_ones((len(rows), 1)))
-        return made[:0] if is_empty else made
-
-
-@contextmanager
-def _own_parameters(module: nn.Module, experts: int) -> Iterator[None]:
-    """Within it a module sees its part of each parameter as a plain tensor, and that it has so many experts."""
-    sharded, count = dict(module._parameters), module.__dict__["num_experts"]
-    try:
-        for name, parameter in sharded.items():
-            if isinstance(parameter, DTensor):
-                module._parameters[name] = parameter.to_local()
-        module.__dict__["num_experts"] = experts
-        yield
-    finally:
-        module._parameters.update(sharded)
-        module.__dict__["num_experts"] = count

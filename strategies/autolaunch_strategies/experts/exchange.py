@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autolaunch_strategies.experts.kept import kept
 from autolaunch_strategies.torch_private.collectives import all_gather_single
 
 
@@ -25,9 +26,13 @@ class _Exchange(torch.autograd.Function):
         context: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
         context.how = received, sent, group
-        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-        return arrived
+
+        def arrive() -> torch.Tensor:
+            arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+            dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+            return arrived
+
+        return kept(arrive, rows=True).detach()  # what is kept stays no part of a graph
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:

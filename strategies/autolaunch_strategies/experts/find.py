@@ -48,7 +48,7 @@ def countable_mixtures(model: nn.Module) -> list[Mixture]:
 
 def _all(model: nn.Module) -> Iterator[Mixture | ConfigError]:
     for name, module in model.named_modules():
-        if (mixture := _stacked(name, module) or _listed(name, module)) is not None:
+        if (mixture := _stacked(name, module) or _listed(name, module) or _elsewhere(name, module)) is not None:
             yield mixture
 
 
@@ -64,7 +64,7 @@ def _stacked(name: str, module: nn.Module) -> Mixture | ConfigError | None:
         return _refusal(name, module, "its experts share parameters of another module")
     if name.rpartition(".")[2] == "base_layer":
         return _refusal(name, module, "an adapter of its parameters is around it")
-    arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+    arguments = _arguments(module)
     if len(arguments) != 3:
         called = ", ".join(arguments)
         return _refusal(name, module, f"it is called with ({called}), and not with (hidden, index, weights) of tokens")
@@ -72,16 +72,36 @@ def _stacked(name: str, module: nn.Module) -> Mixture | ConfigError | None:
 
 
 def _listed(name: str, module: nn.Module) -> ConfigError | None:
-    """A list of modules of one kind, and beside it a matrix with as many rows, the router, is a mixture, too."""
+    """Modules of one kind, and beside them a matrix with as many rows, the router, are a mixture, too.
+
+    They are not shared out: parameters have the names of single experts, and what goes by names (states of optimizers,
+    checkpoints, norms of gradients, exports) takes for granted that ranks of a stage have the same ones.
+    """
     for key, child in module.named_children():
-        if not isinstance(child, nn.ModuleList) or len(child) < 2:
+        if not isinstance(child, nn.ModuleList | nn.ModuleDict):
             continue
-        kinds = {_kind(expert) for expert in child}
-        others = (other for other in module.children() if other is not child)
-        if len(kinds) == 1 and next(iter(kinds))[1] and any(_is_router(other, len(child)) for other in others):
+        experts = [item for item in child.children() if next(item.parameters(), None) is not None]
+        others = (part for other in module.children() if other is not child for part in other.modules())
+        is_one_kind = len({_kind(expert) for expert in experts}) == 1
+        if is_one_kind and len(experts) > 1 and any(_is_router(other, len(experts)) for other in others):
             whose = f"{name}.{key}".lstrip(".")
             return _refusal(whose, child, "each is a module of its own, which the model's own loop calls")
     return None
+
+
+def _elsewhere(name: str, module: nn.Module) -> ConfigError | None:
+    """Called as experts are, but with no parameters of its own, as those of DBRX."""
+    count = module.__dict__.get("num_experts")
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if not isinstance(count, int) or is_list or next(module.parameters(recurse=False), None) is not None:
+        return None
+    if len(_arguments(module)) != 3 or next(module.parameters(), None) is None:
+        return None
+    return _refusal(name, module, "its parameters are not [experts, ...], but those of modules within it")
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def _kind(expert: nn.Module) -> tuple[type, tuple[tuple[str, tuple[int, ...]], ...]]:

@@ -25,11 +25,31 @@ class ExpertLoad:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._mixtures = countable_mixtures(model)
-        self._counts: dict[str, torch.Tensor] = {}
-        for mixture in self._mixtures:
+        self.mixtures = countable_mixtures(model)
+        self._totals: dict[str, torch.Tensor] = {}
+        """Layers of this stage -> how many tokens each expert has got on this rank, from the beginning."""
+        self._reported: dict[str, torch.Tensor] = {}
+        for mixture in self.mixtures:
             index = list(inspect.signature(type(mixture.module).forward).parameters)[2]
-            mixture.module.register_forward_pre_hook(_counting(self._counts, mixture, index), with_kwargs=True)
+            mixture.module.register_forward_pre_hook(_counting(self._totals, mixture, index), with_kwargs=True)
+
+    @torch.no_grad()
+    def tokens(self, before: dict[str, torch.Tensor], mesh: RankMesh) -> dict[str, torch.Tensor]:
+        """Layers of this stage -> tokens of each expert [experts] over all ranks, float32, since the last call.
+
+        Collective over the ranks of the stage.
+
+        Args:
+            before: what the one who asks has been told so far, empty at first; it is brought up to date.
+        """
+        if not self._totals:
+            return {}
+        new = {name: total - before.get(name, 0) for name, total in self._totals.items()}
+        before.update((name, total.clone()) for name, total in self._totals.items())
+        everywhere = torch.cat(list(new.values())).float()
+        if (ranks := mesh.group(*SHARDING_AXES)) is not None:
+            dist.all_reduce(everywhere, group=ranks)
+        return dict(zip(new, everywhere.split([len(counts) for counts in new.values()]), strict=True))
 
     @torch.no_grad()
     def worst(self, mesh: RankMesh, device: torch.device) -> tuple[str, float] | None:
@@ -37,24 +57,18 @@ class ExpertLoad:
 
         Of everything since the last call; None if nothing has been counted. Collective over the mesh.
         """
-        if not self._mixtures:
+        if not self.mixtures:
             return None
-        uneven = torch.zeros(len(self._mixtures), device=device)
-        ranks, stages = mesh.group(*SHARDING_AXES), mesh.group("pp")
-        for place, mixture in enumerate(self._mixtures):
-            counts = self._counts.get(mixture.name)
-            if counts is None:  # of another stage
-                continue
-            total = counts.float()
-            if ranks is not None:
-                dist.all_reduce(total, group=ranks)
-            uneven[place] = total.max() / total.mean().clamp(min=1e-9)
-        if stages is not None:
+        tokens = self.tokens(self._reported, mesh)
+        uneven = torch.zeros(len(self.mixtures), device=device)
+        for place, mixture in enumerate(self.mixtures):
+            if (counts := tokens.get(mixture.name)) is not None:  # else it is of another stage
+                uneven[place] = counts.max() / counts.mean().clamp(min=1e-9)
+        if (stages := mesh.group("pp")) is not None:
             dist.all_reduce(uneven, op=dist.ReduceOp.MAX, group=stages)
-        self._counts.clear()
         values = uneven.tolist()
         place = values.index(max(values))
-        return (self._mixtures[place].name, values[place]) if values[place] else None
+        return (self.mixtures[place].name, values[place]) if values[place] else None
 
 
 def _counting(counts: dict[str, torch.Tensor], mixture: Mixture, argument: str) -> Any:

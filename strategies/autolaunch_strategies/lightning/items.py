@@ -76,13 +76,6 @@ class ItemCounts:
         return _divisor(next(iter(self._totals.values())))
 
 
-def weighed(loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
-    """`loss` times `weight`, in the type of `loss` (if it is one of fractions)."""
-    if isinstance(weight, torch.Tensor):
-        return loss * weight.to(loss.device, loss.dtype if loss.is_floating_point() else None)
-    return loss if weight == 1 else loss * weight
-
-
 def _divisor(total: torch.Tensor) -> torch.Tensor:
     """`total`, or 1 where there is nothing to divide."""
     return total.where(total > 0, 1.0)

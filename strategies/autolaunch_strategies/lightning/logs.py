@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autolaunch_strategies.training.weights import shares_of
+
 LOG_ARGUMENTS = (
     "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
     "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
@@ -33,7 +35,7 @@ class LogCall:
 class Part:
     """What one run of the step logged, and how many samples it saw."""
 
-    samples: float
+    samples: float | Tensor
     records: list[LogCall] = field(default_factory=list)
 
 
@@ -48,8 +50,8 @@ class Entry:
     options: tuple[tuple[str, Any], ...]
 
 
-Structure = tuple[tuple[Entry, ...], tuple[tuple[str, torch.dtype], ...]]
-"""The log calls of a step and the names and types of what travels with them."""
+Structure = tuple[tuple[Entry, ...], tuple[tuple[str, torch.dtype | None], ...]]
+"""The log calls of a step and the names and types of what travels with them: None for a number of the host's."""
 
 
 def type_of(value: Tensor | float | None) -> torch.dtype | None:
@@ -65,17 +67,17 @@ def merged(parts: Iterable[Part]) -> list[LogCall]:
     parts = [part for part in parts if part.records]
     if len(parts) <= 1:
         return parts[0].records if parts else []
-    calls: dict[tuple[str, int], list[tuple[float, LogCall]]] = {}
+    calls: dict[tuple[str, int], list[tuple[float | Tensor, LogCall]]] = {}
     for part in parts:
         times: dict[str, int] = {}
         for record in part.records:
             times[record.name] = times.get(record.name, -1) + 1
             weight = part.samples if record.batch_size is None else record.batch_size
-            calls.setdefault((record.name, times[record.name]), []).append((float(weight), record))
+            calls.setdefault((record.name, times[record.name]), []).append((weight, record))
     return [_merged_call(runs) for runs in calls.values()]
 
 
-def _merged_call(runs: Sequence[tuple[float, LogCall]]) -> LogCall:
+def _merged_call(runs: Sequence[tuple[float | Tensor, LogCall]]) -> LogCall:
     weights, records = zip(*runs, strict=True)
     first, latest = records[0], records[-1]
     if len(records) == 1 or latest.path is not None:
@@ -91,8 +93,6 @@ def _merged_call(runs: Sequence[tuple[float, LogCall]]) -> LogCall:
         case "max" | "min":
             value = getattr(torch.stack(values), name)()
         case _:
-            total = sum(weights)
-            shares = [weight / total if total else 1 / len(weights) for weight in weights]
-            value = torch.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
+            value = torch.stack([share * value for share, value in zip(shares_of(weights), values, strict=True)]).sum()
     dtype = first.value.dtype if isinstance(first.value, Tensor) and first.value.is_floating_point() else type_of(0.0)
     return replace(first, value=value.to(dtype), batch_size=batch_size)

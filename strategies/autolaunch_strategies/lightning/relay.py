@@ -33,6 +33,7 @@ from autolaunch_strategies.lightning.replacement import Replacement
 from autolaunch_strategies.pipeline.broadcast import StageBroadcast
 from autolaunch_strategies.pipeline.failure import StageFailedError
 from autolaunch_strategies.tensor.views import plain
+from autolaunch_strategies.torch_private.collectives import host_device
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ class StageRelay:
             else:
                 attributes["log"] = own
 
-    def microbatch(self, samples: float) -> None:
+    def microbatch(self, samples: float | Tensor) -> None:
         """The step is about to run for `samples` of the batch's samples.
 
         What several runs log under one name becomes one value, by its `reduce_fx`; a mean is weighted by samples, or
@@ -179,14 +180,15 @@ class StageRelay:
             for metric, state in states.items():
                 vars(metric).update(tree_map(lambda value, on=metric.device: arrived(value, on), state))
 
-    def share(self, extra: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Log what the last stage recorded, on every rank. One broadcast; two more when its structure is a new one.
+    def share(self, extra: Mapping[str, Tensor | int] | None = None) -> dict[str, Any]:
+        """Log what the last stage recorded, on every rank. Takes more broadcasts when its structure is a new one.
 
         Args:
-            extra: 0-dim tensors of the last stage that travel along (other ranks' are ignored).
+            extra: 0-dim tensors, and numbers that the host needs, of the last stage that travel along (other ranks' are
+                ignored).
 
         Returns:
-            `extra` of the last stage, on every rank, in its dtypes.
+            `extra` of the last stage, on every rank, in its types.
 
         Raises:
             StageFailedError: on the other ranks, when the last stage called `fail` instead.
@@ -253,8 +255,10 @@ class StageRelay:
             return
         self._parts[-1].records.append(record)
 
-    def _pack(self, records: Sequence[LogCall], extra: Mapping[str, Tensor]) -> tuple[Structure, list[Any]]:
-        entries, values = [], []
+    def _pack(
+        self, records: Sequence[LogCall], extra: Mapping[str, Tensor | int]
+    ) -> tuple[Structure, list[Any], list[int]]:
+        entries, values, numbers = [], [], []
         for record in records:
             dtype = type_of(record.value)
             entries.append(
@@ -266,24 +270,30 @@ class StageRelay:
                     tuple(sorted(record.options.items())),
                 )
             )
-            values += [item for item in (record.value, record.batch_size) if item is not None]
-        scalars = {name: plain(value.detach()).reshape(()) for name, value in extra.items()}
-        values += scalars.values()
-        return (tuple(entries), tuple((name, value.dtype) for name, value in scalars.items())), values
+            values += [] if record.value is None else [record.value]
+            numbers += [] if record.batch_size is None else [record.batch_size]
+        further: list[tuple[str, torch.dtype | None]] = []
+        for name, item in extra.items():
+            if isinstance(item, Tensor):
+                values.append(plain(item.detach()).reshape(()))
+            else:
+                numbers.append(item)
+            further.append((name, item.dtype if isinstance(item, Tensor) else None))
+        return (tuple(entries), tuple(further)), values, numbers
 
-    def _replay(self, structure: Structure, values: Tensor) -> dict[str, Tensor]:
-        numbers = iter(values.unbind())
+    def _replay(self, structure: Structure, values: Tensor, numbers: Sequence[int]) -> dict[str, Any]:
+        scalars, counts = iter(values.unbind()), iter(numbers)
         entries, extras = structure
         for entry in entries:
             options = dict(entry.options)
-            value: Any = None if entry.dtype is None else next(numbers).to(entry.dtype)
+            value: Any = None if entry.dtype is None else next(scalars).to(entry.dtype)
             if entry.has_batch_size:
-                options["batch_size"] = int(next(numbers))
+                options["batch_size"] = next(counts)
             if entry.path is not None:
                 metric = self._metric(entry.path)
                 metric._forward_cache, value = value, metric
             self.module.log(entry.name, value, **options)
-        return {name: next(numbers).to(dtype) for name, dtype in extras}
+        return {name: next(counts) if dtype is None else next(scalars).to(dtype) for name, dtype in extras}
 
     # --- metrics ----------------------------------------------------------------------------------------------------
 
@@ -338,6 +348,6 @@ class StageRelay:
 
     def anywhere(self, condition: bool) -> bool:
         """Whether it holds on any rank of the group. Collective."""
-        flag = torch.tensor(int(condition), device=self.device)
+        flag = torch.tensor(int(condition), device=host_device(self.device, self.group))
         dist.all_reduce(flag, dist.ReduceOp.MAX, self.group)
         return bool(flag)

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from autolaunch_strategies.checkpoint.files import MANIFEST, METADATA
 from autolaunch_strategies.checkpoint.whole import whole_checkpoint
-from autolaunch_strategies.lightning.items import weighed
 from autolaunch_strategies.tensor.views import plain
+from autolaunch_strategies.training.weights import weighed
 
 
 def replace_functions() -> None:

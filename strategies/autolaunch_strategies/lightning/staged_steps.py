@@ -85,7 +85,7 @@ class StagedSteps:
             return self.batch.whole(lambda: _with_loss(step(*args, **kwargs)))
 
     def _by_schedule(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> LossAndOutput:
-        def run(part: Any, items: float) -> LossAndOutput:
+        def run(part: Any, items: float | torch.Tensor) -> LossAndOutput:
             if self.pipeline.is_last:
                 self.relay.microbatch(items)
             loss, output = _with_loss(step(part, *args, **kwargs))
@@ -104,7 +104,7 @@ class StagedSteps:
 
         for parameter in self._whose_gradients_will_be_dropped():
             parameter.grad = None
-        scale = float(self.weight()) / self.module.trainer.accumulate_grad_batches
+        scale = self.weight() / self.module.trainer.accumulate_grad_batches
         with self.relay.recording():
             trained = self.batch.by_schedule(batch, run, whole_loss, scale, self.count)
         if self.pipeline.drew_in_replay:

@@ -49,7 +49,7 @@ from autolaunch_strategies.lightning.ema import check_averages
 from autolaunch_strategies.lightning.first_step import FirstStep
 from autolaunch_strategies.lightning.gradient_norms import replace_grad_norm
 from autolaunch_strategies.lightning.hooks import gradients_are_read
-from autolaunch_strategies.lightning.items import ItemCounts, weighed
+from autolaunch_strategies.lightning.items import ItemCounts
 from autolaunch_strategies.lightning.metrics import StepValues, exchange_metrics_over
 from autolaunch_strategies.lightning.place import Place
 from autolaunch_strategies.lightning.positions import Positions
@@ -72,7 +72,8 @@ from autolaunch_strategies.pipeline.idle import idle_share
 from autolaunch_strategies.pipeline.structure import batch_size
 from autolaunch_strategies.plan.choose import planned_part
 from autolaunch_strategies.tensor.views import plain
-from autolaunch_strategies.training.optimizers import adapt_optimizer
+from autolaunch_strategies.training.optimizers import adapt_optimizer, prefer_fused
+from autolaunch_strategies.training.weights import weighed
 
 
 class MeshStrategy(ParallelStrategy):
@@ -385,6 +386,7 @@ class MeshStrategy(ParallelStrategy):
             refuse_callbacks(trainer, self.shape, self.parallel.dp.sharding_level)
         self.model = module
         self._parallelize(module, fitting)
+        self._model_name = type(planned_part(module)[0]).__name__
         self._step_values = StepValues()
         if self.shape.mp * self.shape.pp * self.shape.cp > 1:
             exchange_metrics_over(self.rank_mesh.group("dp"), module)
@@ -482,6 +484,17 @@ class MeshStrategy(ParallelStrategy):
         """
         return None if self._load is None else self._load.worst(self.rank_mesh, self.root_device)
 
+    def expert_tokens(self, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Names of this stage's layers of experts -> [experts], how many tokens each has got in training, on all ranks.
+
+        None are counted with `compile`. Collective over the ranks of a stage.
+
+        Args:
+            before: what the one who asks was told so far, empty at first; it is brought up to date, so that the counts
+                are those since the last call.
+        """
+        return {} if self._load is None else self._load.tokens(before, self.rank_mesh)
+
     def measured_idle_share(self) -> float | None:
         """The share of a training step, from 0 to 1, in which the ranks of a pipeline computed nothing.
 
@@ -491,6 +504,10 @@ class MeshStrategy(ParallelStrategy):
         if pipeline is None:
             return None
         return idle_share(pipeline.clock, pipeline.pipe_rank, pipeline.group.size(), pipeline.device)
+
+    def lacks(self, module: nn.Module) -> bool:
+        """Whether other stages of a pipeline hold parameters of `module`, so that its output may be a placeholder."""
+        return self._applied.pipeline is not None and self._applied.pipeline.held.lacks(module)
 
     @property
     def parameter_count(self) -> int:
@@ -590,8 +607,7 @@ class MeshStrategy(ParallelStrategy):
                     output = self._steps.training_step(method, *args, **kwargs)
                 else:
                     output = self._steps.evaluation_step(step, method, *args, **kwargs)
-        model, _ = planned_part(self._applied.module)
-        self._applied.context_parallel.report(type(model).__name__, self.rank_mesh.group("pp"))
+        self._applied.context_parallel.report(self._model_name, self.rank_mesh.group("pp"))
         return output
 
     def backward(
@@ -673,6 +689,7 @@ class MeshStrategy(ParallelStrategy):
                 drop_placeholders(optimizer, pipeline.held)
         for optimizer in self.optimizers:
             adapt_optimizer(optimizer)
+            prefer_fused(optimizer)
             optimizer.register_step_post_hook(self._after_step)
 
     def weights_changed(self) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from autolaunch_strategies.lightning.step_start import StepStart
-from autolaunch_strategies.torch_private.collectives import default_store
+from autolaunch_strategies.torch_private.collectives import default_store, host_device
 
 POLL_SECONDS = 0.02
 OTHERS_SECONDS = 2.0
@@ -84,7 +84,7 @@ class Votes:
         """Whether a checkpoint is to be written after this step, the same on every rank."""
         self._asked_to_save = False
         self._alone = alone
-        self._device = torch.device("cpu") if "cpu:" in dist.get_backend_config() else device
+        self._device = host_device(device)
         # Methods of one trainer are replaced: lightning has no hook for what happens at SIGTERM.
         connector = trainer._signal_connector
         validation = trainer.fit_loop.epoch_loop.val_loop

@@ -95,7 +95,7 @@ class StagedLoop:
                 "loss = model.forward_backward(step, *batch)",
             )
 
-        def run(part: Any, items: float) -> LossAndOutput:
+        def run(part: Any, items: float | torch.Tensor) -> LossAndOutput:
             loss = loss_of(step(*part[0], **part[1]))
             _refuse_without_graph(loss)
             return loss, None
@@ -133,13 +133,18 @@ class _LossExchange:
     def __init__(self, pipeline: Pipeline) -> None:
         self._broadcast = StageBroadcast(pipeline.group, pipeline.last_rank, pipeline.device)
 
-    def share(self, extra: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        types = tuple((name, value.dtype) for name, value in extra.items())
-        types, values = self._broadcast.values(types, list(extra.values()))
-        return {
+    def share(self, extra: Mapping[str, torch.Tensor | int]) -> dict[str, Any]:
+        tensors = {name: item for name, item in extra.items() if isinstance(item, torch.Tensor)}
+        counts = {name: item for name, item in extra.items() if not isinstance(item, torch.Tensor)}
+        structure = tuple((name, item.dtype) for name, item in tensors.items()), tuple(counts)
+        (types, names), values, numbers = self._broadcast.values(
+            structure, list(tensors.values()), list(counts.values())
+        )
+        shared = {
             name: value if dtype == torch.float64 else value.float()
             for (name, dtype), value in zip(types, values, strict=False)
         }
+        return {**shared, **dict(zip(names, numbers, strict=True))}
 
     def fail(self, error: Exception, where: str) -> None:
         """A ConfigError as it is; of another one it is not known whether it can be sent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,10 @@ class RankMesh:
     shard: int
     device_mesh: DeviceMesh
     ulysses: int = 1
+    _sub_meshes: dict[tuple[str, ...], DeviceMesh | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Those that were asked for: steps ask for groups, and torch makes a mesh of tensors each time."""
 
     @classmethod
     def build(
@@ -97,6 +101,11 @@ class RankMesh:
 
     def sub_mesh(self, *axes: str) -> DeviceMesh | None:
         """The 1-D mesh of this rank's peers along `axes` taken together; None if they have one rank in all."""
+        if axes not in self._sub_meshes:
+            self._sub_meshes[axes] = self._sub_mesh(axes)
+        return self._sub_meshes[axes]
+
+    def _sub_mesh(self, axes: tuple[str, ...]) -> DeviceMesh | None:
         assert self.device_mesh.mesh_dim_names is not None
         sizes = dict(zip(self.device_mesh.mesh_dim_names, self.device_mesh.shape, strict=True))
         wanted = {part for axis in axes for part in _DIMS[axis]}

@@ -22,6 +22,8 @@ from autolaunch_strategies.pipeline.objects import open_dataclasses
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.shared import SharedGradients
 from autolaunch_strategies.pipeline.structure import batch_size
+from autolaunch_strategies.torch_private.collectives import host_device
+from autolaunch_strategies.training.weights import shares_of, weighed
 
 Gradients = dict[nn.Parameter, torch.Tensor]
 
@@ -32,8 +34,8 @@ LossAndOutput = tuple[torch.Tensor | None, Any]
 class Exchange(Protocol):
     """How the last stage says what came of a batch. Every call is collective over the stages."""
 
-    def share(self, extra: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """0-dim tensors of the last stage, on every rank."""
+    def share(self, extra: Mapping[str, torch.Tensor | int]) -> dict[str, Any]:
+        """0-dim tensors, and numbers that the host needs, of the last stage, on every rank."""
         ...
 
     def fail(self, error: Exception, where: str) -> None:
@@ -100,7 +102,7 @@ class StagedBatch:
             if self.pipeline.is_last and self.pipeline.others_wait:
                 self.exchange.fail(error, where)
             raise
-        values = {"drew": torch.tensor(float(self.pipeline.drew_behind_call()))}
+        values: dict[str, Any] = {"drew": int(self.pipeline.drew_behind_call())}
         if loss is not None:
             values["loss"] = loss.detach()
         values = self.exchange.share(values)
@@ -121,7 +123,7 @@ class StagedBatch:
         self._trained = trained
 
     def _anywhere(self, condition: bool) -> bool:
-        flag = torch.tensor(int(condition), device=self.pipeline.device)
+        flag = torch.tensor(int(condition), device=host_device(self.pipeline.device, self.pipeline.group))
         dist.all_reduce(flag, dist.ReduceOp.MAX, self.pipeline.group)
         return bool(flag)
 
@@ -138,9 +140,9 @@ class StagedBatch:
     def by_schedule(
         self,
         batch: Any,
-        step: Callable[[Any, float], LossAndOutput],
+        step: Callable[[Any, float | torch.Tensor], LossAndOutput],
         whole_loss: Callable[[], torch.Tensor | None],
-        scale: float = 1.0,
+        scale: float | torch.Tensor = 1.0,
         count: Callable[[Any], Any] | None = None,
     ) -> TrainedBatch:
         """Run a step forward and backward for every microbatch, by the schedule; `backward` gives its gradients.
@@ -172,8 +174,8 @@ class StagedBatch:
     def _train(
         self,
         batch: Any,
-        step: Callable[[Any, float], LossAndOutput],
-        scale: float,
+        step: Callable[[Any, float | torch.Tensor], LossAndOutput],
+        scale: float | torch.Tensor,
         count: Callable[[Any], Any] | None,
     ) -> TrainedBatch:
         open_dataclasses(batch)
@@ -183,10 +185,10 @@ class StagedBatch:
         batched = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves)
         parts = cut_leaves(leaves, batched, schedule.microbatches)
         samples = [batch_size(part) for part in parts] if schedule.microbatches > 1 else [size]
-        items: list[float] = [*samples]
+        items: list[float | torch.Tensor] = [*samples]
         if count is not None and schedule.microbatches > 1:
-            items = torch.stack([torch.as_tensor(count(tree_unflatten(part, spec))) for part in parts]).tolist()
-        shares = [here / (sum(items) or 1) for here in items]
+            items = [torch.as_tensor(count(tree_unflatten(part, spec)), device=self.pipeline.device) for part in parts]
+        shares = shares_of(items)
 
         def run(number: int) -> LossAndOutput:
             with drawing_of_part(sum(samples[:number]), samples[number], size):
@@ -203,7 +205,7 @@ class StagedBatch:
             )
         if not self.pipeline.is_last:
             return TrainedBatch(microbatches, samples, None)
-        losses = [loss * share for loss, share in zip(microbatches.losses, shares, strict=True)]
+        losses = [weighed(loss, share) for loss, share in zip(microbatches.losses, shares, strict=True)]
         return TrainedBatch(microbatches, samples, torch.stack(losses).sum())
 
     # --- backward ---------------------------------------------------------------------------------------------------

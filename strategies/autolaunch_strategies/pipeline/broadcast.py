@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autolaunch_strategies.torch_private.collectives import host_device
+
 _NEW, _FAILED = -1, -2
 
 _MOST_KNOWN_STRUCTURES = 512
@@ -17,81 +19,103 @@ _MOST_KNOWN_STRUCTURES = 512
 class StageBroadcast:
     """Broadcasts from the last stage. Every call is collective over `group`; what other ranks pass is ignored.
 
-    Numbers travel in a packet, [number of their structure, values...]. It is always as long as the longest structure
-    known to all needs: the receivers have to know its length beforehand.
+    Values stay on the device, and nobody waits for it. What the host needs travels between hosts: [number of the
+    structure, whole numbers...]. Messages are always as long as the longest structure known to all needs: the receivers
+    have to know their length beforehand. Where the device is the host, both are one message.
 
     Args:
         group: the ranks that hold the stages of one replica.
         last: the rank within it that holds the last stage.
-        device: where collectives of `group` take place.
+        device: where values are.
     """
 
     def __init__(self, group: dist.ProcessGroup, last: int, device: torch.device) -> None:
         self.group, self.last, self.device = group, last, device
+        self._host = host_device(device, group)
         self._structures: list[Hashable] = []
-        self._numbers: dict[Hashable, int] = {}
-        self._room = 0
+        self._places: dict[Hashable, int] = {}
+        self._most_values = self._most_numbers = 0
 
-    def values(self, structure: Hashable = None, values: Sequence[Tensor | float] = ()) -> tuple[Any, Tensor]:
-        """A structure, which says what the values are, and the values, [n] in fp64, on every rank.
+    def values(
+        self, structure: Hashable = None, values: Sequence[Tensor | float] = (), numbers: Sequence[int] = ()
+    ) -> tuple[Any, Tensor, list[int]]:
+        """A structure, which says what the rest is, values, [n] in fp64 on the device, and numbers, on every rank.
 
-        One broadcast; two more when the structure is a new one.
+        There may be more values and numbers than were sent. More is sent when the structure is a new one.
 
         Raises:
             Exception: on the other ranks, what the last stage passed to `fail` instead.
         """
-        return self._send(structure, values) if self.group.rank() == self.last else self._receive()
+        return self._send(structure, values, numbers) if self.group.rank() == self.last else self._receive()
 
     def fail(self, error: Exception) -> None:
         """In place of `values`, on the last stage: the others raise `error`, which has to survive pickling."""
-        self._broadcast(self._packet(_FAILED))
+        self._exchange([_FAILED])
         self.object(error)
 
     def object(self, item: Any = None) -> Any:
         """An object on every rank."""
         objects = [item]
-        dist.broadcast_object_list(objects, group=self.group, group_src=self.last, device=self.device)
+        dist.broadcast_object_list(objects, group=self.group, group_src=self.last, device=self._host)
         return objects[0]
 
-    def _send(self, structure: Hashable, values: Sequence[Tensor | float]) -> tuple[Hashable, Tensor]:
+    def _send(
+        self, structure: Hashable, values: Sequence[Tensor | float], numbers: Sequence[int]
+    ) -> tuple[Hashable, Tensor, list[int]]:
         content = torch.zeros(0, dtype=torch.float64, device=self.device)
         if values:
-            content = torch.stack([torch.as_tensor(value).to(self.device, torch.float64) for value in values])
-        number = self._numbers.get(structure, _NEW)
-        packet = self._packet(number)
-        if number != _NEW:
-            packet[1 : 1 + len(values)] = content
-        self._broadcast(packet)
-        if number == _NEW:
-            self.object((structure, len(values)))
+            content = torch.stack([self._value(value) for value in values])
+        place = self._places.get(structure, _NEW)
+        if place == _NEW:
+            self._exchange([_NEW])
+            self.object((structure, list(numbers), len(values)))
             self._broadcast(content)
-            self._learn(structure, len(values))
-        return structure, content
+            self._learn(structure, len(values), len(numbers))
+        else:
+            self._exchange([place, *numbers], content)
+        return structure, content, list(numbers)
 
-    def _receive(self) -> tuple[Hashable, Tensor]:
-        packet = self._packet(_NEW)
-        self._broadcast(packet)
-        number = int(packet[0])
-        if number == _FAILED:
+    def _receive(self) -> tuple[Hashable, Tensor, list[int]]:
+        (place, *numbers), content = self._exchange()
+        if place == _FAILED:
             raise self.object()
-        if number != _NEW:
-            return self._structures[number], packet[1:]
-        structure, length = self.object()
+        if place != _NEW:
+            return self._structures[place], content, numbers
+        structure, numbers, length = self.object()
         content = torch.zeros(length, dtype=torch.float64, device=self.device)
         self._broadcast(content)
-        self._learn(structure, length)
-        return structure, content
+        self._learn(structure, length, len(numbers))
+        return structure, content, numbers
 
-    def _packet(self, number: int) -> Tensor:
-        packet = torch.zeros(1 + self._room, dtype=torch.float64, device=self.device)
-        packet[0] = number
-        return packet
+    def _value(self, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(self.device, torch.float64)
+        return torch.full((), value, dtype=torch.float64, device=self.device)
 
-    def _learn(self, structure: Hashable, length: int) -> None:
+    def _exchange(self, header: Sequence[int] = (), content: Tensor | None = None) -> tuple[list[int], Tensor]:
+        """(the place of a structure and the numbers, the values) that the last stage passes here."""
+        sent = torch.zeros(1 + self._most_numbers, dtype=torch.float64)
+        sent[: len(header)] = torch.tensor(header, dtype=torch.float64)
+        values = torch.zeros(self._most_values, dtype=torch.float64, device=self.device)
+        if content is not None:
+            values[: len(content)] = content
+        if self._host == self.device:
+            packet = torch.cat([sent.to(self.device), values])
+            self._broadcast(packet)
+            sent, values = packet.split([len(sent), len(values)])
+        else:
+            self._broadcast(sent)
+        place, *numbers = map(int, sent.tolist())
+        if place >= 0 and self._host != self.device:
+            self._broadcast(values)
+        return [place, *numbers], values
+
+    def _learn(self, structure: Hashable, values: int, numbers: int) -> None:
         if len(self._structures) < _MOST_KNOWN_STRUCTURES:  # names with numbers in them would never end
-            self._numbers[structure] = len(self._structures)
+            self._places[structure] = len(self._structures)
             self._structures.append(structure)
-            self._room = max(self._room, length)
+            self._most_values = max(self._most_values, values)
+            self._most_numbers = max(self._most_numbers, numbers)
 
     def _broadcast(self, tensor: Tensor) -> None:
         if tensor.numel():

@@ -49,8 +49,10 @@ from autolaunch_strategies.schedules.schedule import (
 )
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
+from autolaunch_strategies.torch_private.collectives import host_device
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 from autolaunch_strategies.training.batch_statistics import batch_norms
+from autolaunch_strategies.training.weights import weighed
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +109,7 @@ class Pipeline:
         self.config, self.rank_of_stage, self.group, self.device = config, rank_of_stage, group, device
         self.axes = axes
         self.model = root.get_submodule(cutting.name.removesuffix("."))
+        self.host = host_device(device, group)
         self.pipe_rank = pipe_rank(rank_of_stage, group.size(), group.rank())
         self.stages = stages_of(rank_of_stage, self.pipe_rank)
         self.calls = 0
@@ -251,7 +254,7 @@ class Pipeline:
         """
         trained = repr([parameter.requires_grad for parameter in self.model.parameters()]).encode()
         own = int.from_bytes(hashlib.blake2b(trained, digest_size=7).digest(), "little")
-        of_stages = torch.zeros(self.group.size(), dtype=torch.int64, device=self.device)
+        of_stages = torch.zeros(self.group.size(), dtype=torch.int64, device=self.host)
         of_stages[self.group.rank()] = own
         dist.all_reduce(of_stages, group=self.group)
         self._trained = tuple(of_stages.tolist())
@@ -280,7 +283,7 @@ class Pipeline:
     def _refuse_own_output(self, inputs: Any) -> None:
         """Raise ConfigError for a call with what an earlier call of the step returned, and needs a gradient of."""
         used = leaves_of(*(leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, torch.Tensor)))
-        is_own = torch.tensor(int(any(filled.is_in(used) for filled, _ in self._filled)), device=self.device)
+        is_own = torch.tensor(int(any(filled.is_in(used) for filled, _ in self._filled)), device=self.host)
         dist.all_reduce(is_own, dist.ReduceOp.MAX, self.group)
         if is_own:
             raise ConfigError(
@@ -486,7 +489,7 @@ class Pipeline:
 
     def _agreed(self, again: bool, outside: Sequence[str], calls: Sequence[bool]) -> list[int]:
         """Which calls are to be differentiated; or every stage raises what is wrong on one of them."""
-        flags = torch.tensor([again, bool(outside), *calls], dtype=torch.int64, device=self.device)
+        flags = torch.tensor([again, bool(outside), *calls], dtype=torch.int64, device=self.host)
         dist.all_reduce(flags, dist.ReduceOp.MAX, self.group)
         is_again, is_outside, *wanted = flags.tolist()
         if is_again:
@@ -579,7 +582,7 @@ class Pipeline:
         self,
         schedule: Schedule,
         step: Callable[[int], Any],
-        factors: Sequence[float],
+        factors: Sequence[float | torch.Tensor],
         keys: Sequence[Any],
         keep_outputs: bool,
     ) -> Microbatches:
@@ -644,7 +647,12 @@ class Pipeline:
         return results
 
     def _step_of(
-        self, job: Job, arrival: _Arrival | None, step: Callable[[int], Any], factor: float, results: Microbatches
+        self,
+        job: Job,
+        arrival: _Arrival | None,
+        step: Callable[[int], Any],
+        factor: float | torch.Tensor,
+        results: Microbatches,
     ) -> None:
         """Run the user's step for one job: up to its call of the model, on the last stage to its end."""
 
@@ -671,7 +679,7 @@ class Pipeline:
             results.rest.append(rest)
             if results.works is not None:
                 results.works.append(Work([], [part.detach() for part in work.outputs], work.header))
-            work.outputs = [loss * factor]
+            work.outputs = [weighed(loss, factor)]
 
     def replay(self, microbatches: Microbatches, step: Callable[[], Any]) -> Any:
         """What `step`, run once on the whole batch, returns if the model's output is put together from microbatches.

@@ -39,6 +39,8 @@ class SharedGradients:
 
         A parameter that has a gradient nowhere keeps none.
         """
+        if not self._sets:
+            return
         parameters = dict(self.root.named_parameters())
         for ranks in sorted(self._sets):
             trained = [parameters[name] for name in self._sets[ranks] if parameters[name].requires_grad]

@@ -22,6 +22,7 @@ STYLES: dict[str, dict[str, type]] = {
     "ColWiseParallel": {"gather_output": bool, "shard_dim": int},
     "RowWiseParallel": {"is_input_parallel": bool},
     "GatherWhenUsed": {"parameters": list},
+    "DivideExperts": {},
     "SequenceParallelBegin": {"need_transpose": bool},
     "SequenceParallelEnd": {"need_transpose": bool},
     "SequenceParallelEnable": {},

@@ -88,6 +88,15 @@ class Positions:
 
 
 @lru_cache(maxsize=64)
+def _first_of_run(positions: Positions, rank: int) -> int | None:
+    """The first entry that `rank` holds, if what it holds is one piece; else None."""
+    with outside_of_modes():
+        held = positions.of_rank(rank)
+        count = len(held)
+        return None if count and int(held[-1] - held[0]) + 1 != count else int(held[0]) if count else 0
+
+
+@lru_cache(maxsize=64)
 def _kept_entries(positions: Positions, rank: int, device: torch.device) -> torch.Tensor:
     with outside_of_modes():
         return _entries(positions, rank).to(device)
@@ -223,12 +232,9 @@ def cut(whole: torch.Tensor, dim: int, positions: Positions, group: dist.Process
     """
     assert whole.shape[dim] == positions.size
     rank = group.rank()
-    held = positions.of_rank(rank)
-    count = len(held)
-    if count == 0 or int(held[-1] - held[0]) + 1 == count:
-        first = (
-            int(held[0]) if count else 0
-        )  # a copy, contiguous, as other ranks have: models view, and change in place
+    count, first = positions.counts[rank], _first_of_run(positions, rank)
+    if first is not None:
+        # A copy, contiguous, as other ranks have: models view, and change in place.
         return on_parts(
             whole,
             lambda tensor: tensor.narrow(dim, first, count).clone(memory_format=torch.contiguous_format),

@@ -44,6 +44,16 @@ def start_all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.Pro
     return gather(received, sent, group=group, async_op=True)
 
 
+def host_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors are whose values the host needs at once: in its own memory, if the group has a backend for it."""
+    host = torch.device("cpu")
+    try:  # what a configuration says of a group, a part of it may have lost when it was split off
+        (group or dist.distributed_c10d._get_default_group())._get_backend(host)
+    except RuntimeError:
+        return device
+    return host
+
+
 def group_called(name: str) -> dist.ProcessGroup:
     """The process group whose `group_name` is `name`."""
     resolve: Any = dist.distributed_c10d._resolve_process_group

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -16,6 +17,17 @@ def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     if len(axes) == 1:
         return mesh[axes[0]]
     return mesh[axes]._flatten("_".join(axes))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, not differentiable; any other tensor as it is.
+
+    `to_local` would make an object for autograd each time, which costs ten times as much.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def local_index(tensor: DTensor) -> tuple[slice, ...]:

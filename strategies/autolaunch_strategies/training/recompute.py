@@ -14,25 +14,33 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from autolaunch_strategies.config import ConfigError, Recompute
 from autolaunch_strategies.context.attention.operator import CONTEXT_ATTENTION
 from autolaunch_strategies.context.parallel import both
+from autolaunch_strategies.experts.kept import Kept
 from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.model.random_positions import drawing_again
 from autolaunch_strategies.training.save_groups import SAVE_GROUPS
 
 
 def apply_recompute(
-    blocks: Iterable[Block], recompute: Recompute, running: Callable[[], AbstractContextManager] = nullcontext
+    blocks: Iterable[Block],
+    recompute: Recompute,
+    running: Callable[[], AbstractContextManager] = nullcontext,
+    exchanges: bool = False,
 ) -> None:
     """Let blocks compute their activations again in the backward pass.
 
     Args:
         blocks: those of `recomputed_blocks` that this rank has.
         running: gives the context in which a forward pass that begins now runs; a backward pass is not within it.
+        exchanges: tokens travel to experts within them. How many go where is not asked again; with `selective`, rows
+            that have travelled are kept, too.
 
     Raises:
         ConfigError: selective with a name that is neither a group nor an aten operator.
     """
     selective = _selective(recompute.save) if recompute.mode == "selective" else None
     context_fn = functools.partial(_contexts, selective, running)
+    if exchanges:
+        context_fn = functools.partial(_contexts_with_kept, context_fn, selective is not None)
     for block in blocks:
         _replace_forward(block.module, functools.partial(_checkpointed, context_fn, selective))
 
@@ -60,6 +68,13 @@ def _contexts(
     """The contexts of a block's forward pass, which begins now, and of its repetition."""
     first, again = (nullcontext(), nullcontext()) if selective is None else selective()
     return first, both(both(running(), again), drawing_again())
+
+
+def _contexts_with_kept(
+    contexts: Callable[[], tuple[AbstractContextManager, AbstractContextManager]], rows: bool
+) -> tuple[AbstractContextManager, AbstractContextManager]:
+    (first, again), exchanged = contexts(), Kept(rows)
+    return both(first, exchanged.first()), both(again, exchanged.again())
 
 
 def _checkpointed(context_fn: Callable, selective: Callable | None, forward: Callable) -> Callable:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.plan.rules import StyleSpec
-from autolaunch_strategies.tensor.styles import context, hooks, sequence, tensor
+from autolaunch_strategies.tensor.styles import context, experts, hooks, sequence, tensor
 from autolaunch_strategies.tensor.styles.base import Region, Style
 
 
@@ -83,7 +83,7 @@ def _instantiated(value: Any) -> Any:
 
 
 def _find(name: str) -> Any:
-    for module in (tensor, sequence, hooks, context):
+    for module in (tensor, experts, sequence, hooks, context):
         if "." not in name and hasattr(module, name):
             return getattr(module, name)
     home, _, attribute = name.rpartition(".")

@@ -1,0 +1,213 @@
+"""Whether runs went the same way, and if not, where they part. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from autolaunch_strategies.config import ConfigError
+
+MOMENTS = "compare.json"
+"""What a run of `compare` went through: see `read_run`."""
+
+BATCH, WEIGHT, OUTPUT, GRADIENT = "batch", "weight", "output", "gradient"
+
+Moments = tuple[float, float]
+"""Mean and root mean square of a tensor."""
+
+_NOISE = 1e-3
+"""Of the largest root mean square of its kind: what is smaller is rounding (such as the gradient of a key's bias)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run."""
+
+    label: str
+    rows: dict[int, dict[str, float]]
+    """Step -> loss and grad_norm, as far as they were logged."""
+    steps: list[dict[str, dict[str, Moments]]]
+    """Of each step kind -> name -> moments; empty for a run of another task than `compare`."""
+    classes: dict[str, str]
+    """Of its modules."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest relative difference of two runs, and the first one beyond the tolerance."""
+
+    largest: float
+    step: int | None = None
+    """The first step at which loss or gradient norm differ by more; None if none does."""
+    of: str = ""
+    values: tuple[float, float] = (0.0, 0.0)
+    relative: float = 0.0
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first tensor in which two runs differ, in the order in which a step computes them."""
+
+    kind: str
+    name: str
+    moments: tuple[Moments, Moments]
+    relative: float
+    before: float
+    """The largest difference of what came before it."""
+    count: int
+    """How many tensors came before it."""
+
+
+def read_run(directory: Path, label: str) -> Run:
+    """What a run's directory says of its course.
+
+    Raises:
+        ConfigError: there is no metrics.csv with a loss.
+    """
+    path, kept = directory / "metrics.csv", directory / MOMENTS
+    rows: dict[int, dict[str, float]] = {}
+    if path.is_file():
+        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a killed process leaves half a row behind
+        for row in csv.DictReader(whole.splitlines()):
+            rows[int(row["step"])] = {key: float(row[key]) for key in ("loss", "grad_norm") if row.get(key)}
+    if not any(rows.values()):
+        raise ConfigError(
+            str(directory), "no training to compare: no loss in its metrics.csv", "the directory of a run"
+        )
+    moments: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    return Run(label, rows, moments.get("steps", []), moments.get("classes", {}))
+
+
+def difference(first: Run, second: Run, tolerance: float) -> Difference:
+    """How far two runs are apart, over the steps that both have logged.
+
+    Raises:
+        ConfigError: there is no such step.
+    """
+    common = [step for step in first.rows if step in second.rows]
+    if not common:
+        raise ConfigError(f"{first.label} and {second.label}", "have no logged step in common")
+    largest = 0.0
+    for step in common:
+        for key in ("loss", "grad_norm"):
+            pair = first.rows[step].get(key), second.rows[step].get(key)
+            if pair[0] is None or pair[1] is None:
+                continue
+            relative = _relative(pair[0], pair[1], max(abs(pair[0]), abs(pair[1])))
+            if not relative <= tolerance:
+                named = "gradient norm" if key == "grad_norm" else key
+                return Difference(max(largest, relative), step, named, (pair[0], pair[1]), relative)
+            largest = max(largest, relative)
+    return Difference(largest)
+
+
+def parting(first: Run, second: Run, step: int, tolerance: float) -> Parting | None:
+    """The first tensor of a step in which they differ; None if none does, or nothing was kept of it."""
+    before, count = 0.0, 0
+    if max(step, 1) > min(len(first.steps), len(second.steps)):
+        return None
+    tables = first.steps[step - 1], second.steps[step - 1]
+    for kind in (BATCH, WEIGHT, OUTPUT, GRADIENT):
+        both = [{**table.get(kind, {})} for table in tables]
+        smallest = _NOISE * max((moments[1] for table in both for moments in table.values()), default=0.0)
+        for name in both[0]:
+            if name not in both[1]:
+                continue
+            (mean, rms), (other_mean, other_rms) = both[0][name], both[1][name]
+            scale = max(rms, other_rms, 0.0 if kind == BATCH else smallest)
+            relative = max(_relative(mean, other_mean, scale), _relative(rms, other_rms, scale))
+            if not relative <= tolerance:
+                return Parting(kind, name, ((mean, rms), (other_mean, other_rms)), relative, before, count)
+            before, count = max(before, relative), count + 1
+    return None
+
+
+def likely_cause(first: Run, second: Run, step: int, where: Parting | None, tolerance: float) -> str:
+    """What such a difference comes from more often than not."""
+    if not first.steps or not second.steps:
+        return "what modules computed was not kept: `autolaunch compare` with these keys, and their values side by side"
+    if where is None:
+        return "outputs of modules and gradients are the same: the loss is a mean over a part of the batch"
+    if where.kind == BATCH:
+        return "other data, or another order: what of data.*, seed or the loader depends on the ranks?"
+    if where.kind == WEIGHT:
+        if step == 1:
+            return "other weights from the start: what the model draws or loads depends on the ranks"
+        return "the optimizer: the same gradients, and other weights after them"
+    if where.kind == GRADIENT:
+        factor = _common_factor(first.steps[step - 1][GRADIENT], second.steps[step - 1][GRADIENT], tolerance)
+        if factor is not None:
+            return f"all gradients are {factor:.4g} times as large: the loss is a mean over a part of the batch"
+        return "its backward pass, or that of what comes behind it"
+    kind = first.classes.get(where.name, "")
+    if "drop" in kind.lower():
+        return "dropout: other elements are dropped (random_numbers=by_position draws alike on every mesh)"
+    rest = "it sees a part of the batch, or its rules in mp.plan, its random numbers, its kernel differ"
+    return f"{kind or 'this module'} computes something else with the same weights: {rest}"
+
+
+def print_comparison(runs: Sequence[Run], tolerance: float, console: Console) -> bool:
+    """Print how far each run is from the first one, and where it parts. Returns whether all are equal."""
+    first, equal = runs[0], True
+    console.print(Text(f"\ncompared with {first.label}, {_steps(first)}:", style="bold"), soft_wrap=True)
+    for run in runs[1:]:
+        apart = difference(first, run, tolerance)
+        if apart.step is None:
+            line = f"  {run.label}  equal to {_digits(apart.largest)}"
+            console.print(Text(line, style="green"), soft_wrap=True)
+            continue
+        equal = False
+        values = " and ".join(f"{value:.7g}" for value in apart.values)
+        by = f"{_digits(apart.relative)}, tolerance {tolerance:.0e}"
+        line = f"  {run.label}  differs at step {apart.step}: {apart.of} {values} ({by})"
+        console.print(Text(line, style="red"), soft_wrap=True)
+        where = parting(first, run, apart.step, tolerance)
+        for told in [] if where is None else _told(where, first):
+            console.print(f"    {told}", highlight=False, soft_wrap=True, markup=False)
+        cause = likely_cause(first, run, apart.step, where, tolerance)
+        console.print(f"    likely: {cause}", highlight=False, soft_wrap=True, markup=False)
+    return equal
+
+
+def _told(where: Parting, run: Run) -> list[str]:
+    """Where two runs part, in lines."""
+    of = {BATCH: f"{where.name} in the batch", OUTPUT: f"output of {where.name} ({run.classes.get(where.name)})"}
+    (mean, rms), (other_mean, other_rms) = where.moments
+    lines = [
+        f"first in: {of.get(where.kind, f'{where.kind} of {where.name}')}",
+        f"          mean {mean:.7g} and {other_mean:.7g}, root mean square {rms:.7g} and {other_rms:.7g}",
+    ]
+    if where.count:
+        lines.append(f"          {where.count} tensors before it are equal to {_digits(where.before)}")
+    return lines
+
+
+def _relative(first: float, second: float, scale: float) -> float:
+    if first == second or (math.isnan(first) and math.isnan(second)):
+        return 0.0
+    return abs(first - second) / scale if scale else math.inf
+
+
+def _common_factor(first: Mapping[str, Moments], second: Mapping[str, Moments], tolerance: float) -> float | None:
+    """By which every gradient of the second run is larger; None if they don't agree on one."""
+    largest = max((moments[1] for moments in first.values()), default=0.0)
+    factors = [second[name][1] / rms for name, (_, rms) in first.items() if name in second and rms > _NOISE * largest]
+    if not factors or max(factors) - min(factors) > max(10 * tolerance, 1e-6) * max(factors):
+        return None
+    return sorted(factors)[len(factors) // 2]
+
+
+def _digits(relative: float) -> str:
+    return "the last bit" if relative == 0 else f"{relative:.0e}"
+
+
+def _steps(run: Run) -> str:
+    return f"{len(run.rows)} step{'s' if len(run.rows) != 1 else ''}"

@@ -1,0 +1,38 @@
+"""Experts along mp where no degree shares them out: what a plan gathers, for want of a rule, is divided instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from autolaunch_strategies.experts.find import countable_mixtures
+from autolaunch_strategies.plan.derive import SOURCE as DERIVED
+from autolaunch_strategies.plan.rest import can_be_shared
+from autolaunch_strategies.plan.rules import Match, Rule, StyleSpec
+from autolaunch_strategies.plan.transformers_plans import SOURCE as OF_TRANSFORMERS
+
+_WHY = "each rank computes with some of the experts; results are added up"
+
+
+def divide_experts(
+    model: nn.Module, rules: list[Rule], matches: Iterable[Match], ranks: int
+) -> tuple[list[Rule], list[Match]]:
+    """(rules, matches) of a plan in which experts are divided that it would gather; rules of a user stay.
+
+    Args:
+        ranks: along mp, each of which needs an expert.
+    """
+    matches = list(matches)
+    mixtures = {item.name for item in countable_mixtures(model) if can_be_shared(item.experts, ranks)}
+    divided: dict[int, Rule] = {}
+    for rule in rules:
+        named = {match.module for match in matches if match.rule is rule}
+        gathers = [style.name for style in rule.styles] == ["GatherWhenUsed"]
+        if gathers and rule.source in (DERIVED, OF_TRANSFORMERS) and named <= mixtures:
+            divided[id(rule)] = replace(rule, styles=(StyleSpec("DivideExperts"),), reason=_WHY)
+    return (
+        [divided.get(id(rule), rule) for rule in rules],
+        [replace(match, rule=divided.get(id(match.rule), match.rule)) for match in matches],
+    )

@@ -1,0 +1,98 @@
+"""Routers that learn to use all experts alike without a loss for it: their biases follow the load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.experts.find import countable_mixtures
+
+
+class ExpertBias(pl.Callback):
+    """Moves the bias by which a router chooses its experts after each step: ``bias += rate sign(mean - tokens)``.
+
+    As for DeepSeek-V3 (arXiv 2412.19437, 2.1.2), which has no auxiliary loss. `transformers` uses such a bias and never
+    changes it. The tokens are those of the whole step: of all ranks and all batches of it, each once, be it computed
+    again or not. Needs a `MeshStrategy`.
+
+    Args:
+        rate: by how much a bias moves in a step.
+        name: of the bias, a buffer [experts] of a router beside its experts.
+
+    Raises:
+        ConfigError: the rate is not positive.
+    """
+
+    def __init__(self, rate: float = 0.001, name: str = "e_score_correction_bias") -> None:
+        if rate <= 0:
+            raise ConfigError(
+                f"ExpertBias: rate={rate}", "out of range", "more than 0", "callbacks.expert_bias.rate=0.001"
+            )
+        self.rate, self.name = rate, name
+        self._counted: dict[str, torch.Tensor] = {}
+        self._routers: dict[str, nn.Module] = {}
+        self._handle: RemovableHandle | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Find the routers, while the model is whole.
+
+        Raises:
+            ConfigError: nothing in the model has such a bias, or nothing is counted.
+        """
+        if stage != "fit":
+            return
+        strategy: Any = trainer.strategy
+        if not hasattr(strategy, "expert_tokens"):
+            raise ConfigError(
+                "ExpertBias", f"{type(strategy).__name__} does not count the tokens of experts", "MeshStrategy"
+            )
+        if strategy.parallel.compile:
+            raise ConfigError(
+                "callbacks=expert_bias with compile",
+                "tokens of experts are counted only while Python runs",
+                "compile=false",
+                "compile=false",
+            )
+        self._routers = dict(self._found(pl_module))
+        if not self._routers:
+            raise ConfigError(
+                "callbacks=expert_bias",
+                f"no mixture of experts in the model has a router with a buffer {self.name!r}",
+                "models whose routers have such a bias (deepseek_v3, glm4_moe, ...), or its name in `name`",
+            )
+
+    def _found(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Names of mixtures -> the module beside them that has the bias."""
+        for mixture in countable_mixtures(model):
+            around = model.get_submodule(mixture.name.rpartition(".")[0])
+            for module in around.modules():
+                bias = module._buffers.get(self.name)
+                if bias is not None and bias.shape == (mixture.experts,):
+                    yield mixture.name, module
+                    break
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Watch the optimizer, which exists now; of several the first."""
+        strategy: Any = trainer.strategy
+        self._counted.clear()
+        self._handle = trainer.optimizers[0].register_step_post_hook(lambda *_: self._update(strategy))
+
+    @torch.no_grad()
+    def _update(self, strategy: Any) -> None:
+        for name, tokens in strategy.expert_tokens(self._counted).items():
+            if name not in self._routers:
+                continue
+            bias = getattr(self._routers[name], self.name)
+            bias.add_((self.rate * (tokens.mean() - tokens).sign()).to(bias.dtype))
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Watch no longer."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None

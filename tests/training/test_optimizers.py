@@ -1,0 +1,60 @@
+"""Optimizers of sharded parameters: the numbers of one device, whatever stands beside them in a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from autolaunch_strategies.training.optimizers import _BY_ELEMENT, adapt_optimizer, prefer_fused
+from tests.support.one_rank import mesh_of_one_rank
+
+
+def trained(kind: Any, parameters: list[nn.Parameter], fused: bool) -> Any:
+    """The optimizer after three steps, the last parameter with a gradient from the second one on."""
+    optimizer = kind(parameters, lr=0.01)
+    adapt_optimizer(optimizer)
+    if fused:
+        prefer_fused(optimizer)
+    for step in range(3):
+        for parameter in parameters[: None if step else -1]:
+            parameter.grad = parameter.detach() * (step - 0.5) + 0.25
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", sorted(_BY_ELEMENT, key=lambda kind: kind.__name__))
+def test_sharded_and_plain_parameters_of_a_group_are_updated_as_on_one_device(kind: Any) -> None:
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((4, 3), (3,), (2, 2), (5,))]
+    with mesh_of_one_rank() as mesh:
+        placements = ([Shard(0)], [Replicate()], None, [Shard(0)])
+        mixed = [
+            nn.Parameter(value.clone() if placed is None else distribute_tensor(value.clone(), mesh, placed))
+            for value, placed in zip(values, placements, strict=True)
+        ]
+        expected = [nn.Parameter(value.clone()) for value in values]
+        one, here = trained(kind, expected, fused=False), trained(kind, mixed, fused=True)
+        assert bool(here.param_groups[0].get("fused")) == (kind in (torch.optim.Adam, torch.optim.AdamW))
+        assert all(mine is parameter for mine, parameter in zip(here.param_groups[0]["params"], mixed, strict=True))
+        assert here.state.keys() == {mine for mine, other in zip(mixed, expected, strict=True) if other in one.state}
+        for parameter, other in zip(mixed, expected, strict=True):
+            pairs = [(parameter, other), *((here.state[parameter][name], it) for name, it in one.state[other].items())]
+            for value, wanted in pairs:
+                if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.dim()):
+                    assert isinstance(value, DTensor) == isinstance(parameter, DTensor)
+                plain = value.full_tensor() if isinstance(value, DTensor) else value
+                torch.testing.assert_close(torch.as_tensor(plain), torch.as_tensor(wanted), check_dtype=False)
+
+
+def test_a_way_that_somebody_chose_stays() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+    for options in ({"foreach": True}, {"foreach": False}, {"fused": False}, {"capturable": True}):
+        optimizer = torch.optim.AdamW([{"params": parameters[:1], **options}, {"params": parameters[1:]}])
+        prefer_fused(optimizer)
+        assert [group["fused"] for group in optimizer.param_groups] == [options.get("fused"), True]
+    optimizer = torch.optim.AdamW([{"params": parameters}, {"params": [nn.Parameter(torch.zeros(1, device="meta"))]}])
+    prefer_fused(optimizer)
+    assert [group["fused"] for group in optimizer.param_groups] == [True, None]
