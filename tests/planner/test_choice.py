@@ -17,8 +17,9 @@ from autolaunch_strategies.planner.choose import diverse, make_plan, pick
 from autolaunch_strategies.planner.document import document, rounded
 from autolaunch_strategies.planner.explain import asked_of, fields_of, why
 from autolaunch_strategies.planner.plan import Looked, Plan, simplicity
-from autolaunch_strategies.planner.reasons import in_bytes, in_seconds
+from autolaunch_strategies.planner.reasons import PART_WORDS, in_bytes, in_seconds
 from autolaunch_strategies.planner.settings import overrides
+from autolaunch_strategies.planner.time import step_time
 from tests.planner.candidates import GIB, llama, machines, model, recipe
 from tests.support.config_candidate import candidate_of
 
@@ -189,10 +190,36 @@ def test_nothing_fits_says_what_comes_closest() -> None:
     error = raised.value
     assert error.where == "405b on 8 x h100"
     assert error.problem.startswith("nothing fits: a device has 80.0 GiB, and the least that one needs is ")
-    assert "more devices or devices with more memory" in error.allowed
+    assert "a smaller batch needs no less, and nothing is left to recompute" in error.allowed
     assert "closest comes mesh=" in error.allowed
-    with pytest.raises(ConfigError, match=r"fewer fixed settings \(mp\)"):
-        make_plan(llama("405b"), recipe(8), machines(8), {"mp": (1,)})
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "devices", "typed", "lines"),
+    [
+        pytest.param("70b", 64, 8, {}, {"cluster"}, id="devices"),
+        pytest.param("8b", 64, 8, {"recompute": (0,), "dp": (8,), "microbatches": (1,)},
+                     {"data.microbatches", "data.batch_size", "cluster"}, id="batch"),
+        pytest.param("8b", 16, 8, {"recompute": (0,), "dp": (8,), "level": (0,)},
+                     {"mesh", "dp", "cluster"}, id="sharding"),
+    ],
+)  # fmt: skip
+def test_nothing_fits_says_what_would(size: str, batch: int, devices: int, typed: Any, lines: set[str]) -> None:
+    """One of the lines may be written; as many devices as are named do, and half of them do not."""
+
+    def fits(count: int) -> bool:
+        try:
+            return bool(make_plan(llama(size), recipe(batch), machines(count), typed).looked.fits.any())
+        except ConfigError:
+            return False
+
+    with pytest.raises(ConfigError) as raised:
+        make_plan(llama(size), recipe(batch), machines(devices), typed)
+    told = raised.value.allowed.partition(";")[0].removeprefix("what would fit: ")
+    found = dict(line.partition(" ")[0].split("=") for line in told.split(", "))
+    assert found.keys() == lines and raised.value.write in told
+    count = int(found["cluster"].removeprefix("h100x"))
+    assert fits(count) and not fits(count // 2)
 
 
 def test_what_is_at_the_edge_of_memory_is_chosen_with_a_warning() -> None:
@@ -233,17 +260,33 @@ def test_reasons_compare_with_the_best_of_everything_else(plan: Plan) -> None:
     others = pool.candidates.mp != plan.chosen.mp
     best = pool.seconds[others].min()
     other = int(pool.candidates.mp[others][pool.seconds[others].argmin()])
-    sentence = next(text for text in said if text.startswith(f"mp={plan.chosen.mp}: "))
+    sentence = next(text for text in said if text.startswith(f"mp={plan.chosen.mp}"))
     difference = best / plan.seconds - 1
     assert f"mp={other}" in sentence
     assert f"{abs(difference):.1%}" in sentence
     assert ("within the noise" in sentence) == (difference <= 0.03)
 
 
+def test_reasons_name_what_costs_time() -> None:
+    """Told by the parts of a step: what the best way with another value has more of, and what it saves."""
+    plan = make_plan(llama("70b"), recipe(1024), machines(1024))
+    said, found = document(plan)["chosen"]["reasons"], plan.looked
+    pool = found.select(found.fits)
+    others = (pool.candidates.mp > 1) & (pool.candidates.sequence_parallel != plan.chosen.sequence_parallel)
+    other = pool.select(others).select([0])
+    parts = step_time(plan.profile, plan.recipe, plan.hardware, other.candidates).parts
+    more = {name: (float(parts[name][0]) - plan.parts[name]) / plan.seconds for name in parts}
+    worst = max(more, key=lambda name: more[name])
+    sentence = next(text for text in said if text.startswith("mp=seq_parallel: mp=tensor_parallel"))
+    assert f"adds {more[worst]:.1%} of {PART_WORDS[worst]}" in sentence
+    assert len(said) == len(set(said))  # what is the same way is told once
+
+
 def test_reasons_say_what_does_not_fit() -> None:
     said = document(make_plan(llama("70b"), recipe(128), machines(32), {"dp": (32,)}))["chosen"]["reasons"]
     level = next(text for text in said if text.startswith("dp="))
     assert level.startswith("dp=fsdp: nothing else fits; dp=zero2 comes closest and needs ")
+    assert " GiB more parameters" in level  # which fsdp shards, and zero2 does not
     assert level.endswith(" where 73.6 GiB may be used.")
 
 

@@ -26,11 +26,13 @@ from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
 from autolaunch_strategies.config import ConfigError, ModelParallel
 from autolaunch_strategies.plan.choose import plan_for
+from autolaunch_strategies.planner import first_look
 from autolaunch_strategies.planner.measured_pass import default_loss
 from autolaunch_strategies.planner.module_profile import profile_module
 from autolaunch_strategies.planner.profile import MatMul, ModelProfile
 from autolaunch_strategies.planner.profile_cache import cached_profile, fingerprint
 from autolaunch_strategies.planner.recipe import recipe_of
+from autolaunch_strategies.torch_private.calls import run_call
 from tests.support.tiers import tiered
 
 POSITIONS, VOCABULARY = 32, 96
@@ -236,6 +238,45 @@ def test_kinds_of_blocks_and_tied_weights() -> None:
     assert profile.shared_parameters == VOCABULARY * 16 == profile.before.parameters
     assert profile.after.parameters == 0
     assert "scaled_dot_product_attention" in profile.refused["cp"]
+
+
+class Widening(nn.Module):
+    """A block that does more where it is told so."""
+
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.linear, self._twice = nn.Linear(8, 8), twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.linear(x)) if self._twice else self.linear(x)
+
+
+class Stacked(nn.Module):
+    def __init__(self, *, called_again: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([*(Widening() for _ in range(6)), *(Widening(twice=True) for _ in range(6))])
+        self.called_again = called_again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.layers[3](x) if self.called_again else x
+
+
+@pytest.mark.parametrize(("called_again", "ran"), [(False, 2), (True, 2 + 13)])
+def test_of_blocks_that_are_alike_one_runs(called_again: bool, ran: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless one is called again: what it does may depend on that, so all are run."""
+    calls: list[nn.Module] = []
+
+    def counting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module)
+        return run_call(module, *args, **kwargs)
+
+    monkeypatch.setattr(first_look, "run_call", counting)
+    found = profile_module(Stacked(called_again=called_again), example=torch.zeros(2, 4, 8))
+    assert len(calls) == ran
+    flops = [found.kinds[kind].flops / found.kinds[found.blocks[0]].flops for kind in found.blocks]
+    assert flops == ([1, 1, 1, 2, 1, 1] if called_again else [1] * 6) + [2] * 6
 
 
 def test_experts_count_as_often_as_tokens_go_to_them() -> None:

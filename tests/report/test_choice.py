@@ -17,7 +17,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from autolaunch.report.choice_screen import show_choice, show_why
+from autolaunch.report.choice_screen import MOST_REASONS, show_choice, show_why, show_written
 from autolaunch.report.choice_words import PARTS, command_of, parts_of, thinned
 from autolaunch.report.page import Phrases, rows_shown
 from autolaunch.report.readable import TimeUnit, difference, share_of, step_time
@@ -44,7 +44,16 @@ def shown(show: Callable[[Console], None], width: int = 80, encoding: str = "utf
 
 
 def lines_of(choice: dict[str, Any], width: int = 80, encoding: str = "utf-8") -> list[str]:
-    return shown(lambda console: show_choice(choice, console), width, encoding)
+    """All of a choice, and the command that runs it."""
+    return page_of(choice, width, encoding, full=True)
+
+
+def page_of(choice: dict[str, Any], width: int = 100, encoding: str = "utf-8", full: bool = False) -> list[str]:
+    def show(console: Console) -> None:
+        show_choice(choice, console, full=full)
+        show_written(choice, console)
+
+    return shown(show, width, encoding)
 
 
 def section(lines: list[str], title: str) -> list[str]:
@@ -67,6 +76,27 @@ def test_the_decision() -> None:
         "│ memory    56.3 GiB of 74.0 GiB, 76% on the fullest rank                      │",
         "╰──────────────────────────────────────────────────────────────────────────────╯",
     ]
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_what_is_shown_first_is_one_page(case: str) -> None:
+    choice = CHOICES[case]()
+    lines = page_of(choice)
+    ran = lines.index("run it") if "run it" in lines else len(lines)
+    of_the_command = len(lines) - ran - 3 if "run it" in lines else 0  # with a plan it is one line
+    assert len(lines) - of_the_command <= 40
+    if choice.get("chosen"):
+        assert sum(line.startswith("- ") for line in section([*lines, "why"], "why")) <= MOST_REASONS
+        assert "what was looked at" not in lines and "where a step's time goes" not in lines
+
+
+def test_the_page_has_the_fullest_stage_and_three_other_ways() -> None:
+    lines = page_of(usual())
+    bar, legend = section(lines, "memory of a rank in the fullest stage of the pipeline, limit 74.0 GiB")
+    assert bar.endswith("|  56.3 GiB  76%") and legend.startswith("P parameters  G gradients")
+    ways = [row.split() for row in section(lines, "alternatives")[1:]]
+    assert [way[1] for way in ways] == ["dp32xmp8xpp4", "dp8xmp8xpp16", "dp32xmp4xpp8"]  # of each mesh one
+    assert " ".join(ways[0]).endswith("4.31 s +2.4% 71.9 GiB tight")
 
 
 def test_where_the_time_goes() -> None:
@@ -154,7 +184,7 @@ def test_reasons_counts_and_warnings() -> None:
 def test_the_command_runs_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "my plans" / "plan.yaml"
-    lines = shown(lambda console: show_choice(usual(), console, [path, path.with_name("plan.html")]))
+    lines = shown(lambda console: show_written(usual(), console, [path, path.with_name("plan.html")]))
     assert section(lines, "run it") == [
         "autolaunch '+plan=my plans/plan.yaml'",
         "written  my plans/plan.yaml, plan.html",
@@ -313,7 +343,7 @@ def test_settings_below_an_option_that_went() -> None:
 
 
 def test_words_for_parts_are_those_of_the_planner() -> None:
-    from autolaunch_strategies.planner.explain import PART_WORDS
+    from autolaunch_strategies.planner.reasons import PART_WORDS
     from autolaunch_strategies.planner.time import PARTS as ALL
 
     assert {name: look.words for name, look in PARTS.items()} == {**PART_WORDS, "optimizer": "optimizer"}

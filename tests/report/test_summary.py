@@ -22,7 +22,8 @@ from autolaunch.jobs import start
 from autolaunch.launch.end import RunEnd
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.metrics_csv import MetricsCsv
-from autolaunch.report.summary import collect_summary, write_summary
+from autolaunch.report.summary import collect_summary
+from autolaunch.report.summary_file import write_summary
 
 KEYS = [
     "task",

@@ -588,6 +588,13 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
             "`plan` with a cluster",
             "autolaunch plan cluster=local --why ...",
         )
+    if config["full"] and (cluster is None or task != "plan"):
+        yield ConfigError(
+            where("full", True),
+            "has no effect: only the planner's choice has a short account and a full one",
+            "`plan` with a cluster",
+            "autolaunch plan cluster=local --full",
+        )
 
 
 def _lr_find(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
@@ -631,34 +638,32 @@ def _restarts(
     if config["launch"]["name"] != "local":
         return
     restarts, least = config["launch"]["max_restarts"], config["launch"]["min_devices"]
-    key = where("launch.max_restarts", restarts)
     if restarts and started_ranks is not None:
         yield ConfigError(
-            key,
+            where("launch.max_restarts", restarts),
             "ranks that torchrun or srun has started can be started again by these alone",
             "torchrun --max-restarts, sbatch --requeue; both with one output_dir, and ckpt_path=last to go on",
             f"torchrun --max-restarts={restarts} ... -m autolaunch ... output_dir=outputs/one ckpt_path=last",
         )
     elif restarts and config["search"] is not None:
         yield ConfigError(
-            key,
+            where("launch.max_restarts", restarts),
             "a trial that fails is an answer, and is not started again",
             "restarts of single runs and of the jobs of other sweeps",
             "launch.max_restarts=0",
         )
     if least is None:
         return
-    key = where("launch.min_devices", least)
     if not restarts:
         yield ConfigError(
-            key,
+            where("launch.min_devices", least),
             "only a restart can go on with fewer ranks",
             "launch.max_restarts beside it",
             f"launch.max_restarts=3 launch.min_devices={least}",
         )
     if mesh is not None and least > mesh.size:
         yield ConfigError(
-            key,
+            where("launch.min_devices", least),
             f"mesh={mesh.name} has {_count(mesh.size, 'rank')} before anything fails",
             f"1 to {mesh.size}",
             f"launch.min_devices={mesh.size}",

@@ -71,6 +71,7 @@ def _parser() -> _Parser:
     add("--config-path", "-cp", type=Path)
     add("--config-name", "-cn")
     add("--why")
+    add("--full", action="store_true")
     add("--hydra-help", action="store_true")
     add("--shell-completion", "-sc", action="store_true")
     return parser
@@ -83,7 +84,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
         ConfigError: an unknown flag or task, or a word that is neither.
     """
     parser = _parser()
-    known, unknown = parser.parse_known_intermixed_args(list(argv))
+    argv = ["--help", *argv[1:]] if argv[:1] == ["help"] else list(argv)
+    known, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         raise _unknown_flag(unknown[0], [flag for action in parser._actions for flag in action.option_strings])
     for flag in ("config_dir", "config_path"):
@@ -101,9 +103,13 @@ def parse(argv: Sequence[str]) -> CommandLine:
     hydra_flags = ["--hydra-help"] * known.hydra_help + ["--shell-completion"] * known.shell_completion
     if known.info in HYDRA_INFO:
         hydra_flags += ["--info", known.info]
+    if known.help:
+        return _asked_for_help(known)
     overrides = known.overrides if known.shell_completion else _overrides(known.overrides)
     if known.why is not None:
         overrides.append(f"why='{known.why}'")
+    if known.full:
+        overrides.append("full=true")
     pages = known.cfg or known.info or hydra_flags or known.help or known.version
     return CommandLine(
         overrides=overrides,
@@ -118,6 +124,18 @@ def parse(argv: Sequence[str]) -> CommandLine:
         config_dir=known.config_dir.resolve() if known.config_dir else None,
         config_path=known.config_path.resolve() if known.config_path else None,
         config_name=known.config_name or "config",
+    )
+
+
+def _asked_for_help(known: argparse.Namespace) -> CommandLine:
+    """`--help`, or `--help trainer`, which asks for the page of a key."""
+    words = [word for word in known.overrides if word not in (*TASKS, *HYDRA_INFO)]
+    return CommandLine(
+        overrides=[],
+        info=words[0] if len(words) == 1 else None,
+        help=len(words) != 1,
+        config_dir=known.config_dir.resolve() if known.config_dir else None,
+        config_path=known.config_path.resolve() if known.config_path else None,
     )
 
 
@@ -166,6 +184,10 @@ def _overrides(words: list[str]) -> list[str]:
                 ", ".join(TASKS),
                 " ".join(["autolaunch", close or "fit", *words[1:]]),
             )
+        elif word in TASKS and words[0] in TASKS:
+            others = [other for other in words[1:] if other is not word]
+            problem = f"one run has one task, and {words[0]} stands before it"
+            raise ConfigError(word, problem, write=" ".join(["autolaunch", word, *others]))
         elif word in TASKS:
             others = [other for other in words if other is not word]
             raise ConfigError(word, "the task is the first word", write=" ".join(["autolaunch", word, *others]))

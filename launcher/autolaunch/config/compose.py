@@ -36,6 +36,7 @@ from autolaunch.config.against_schema import alike, field_types, keys_text, node
 from autolaunch.config.command_line import CommandLine, unquoted, users_want_tracebacks
 from autolaunch.config.origin import Origin
 from autolaunch.config.schema import FAMILIES, MISSING, TASKS, Job
+from autolaunch.config.slips import slip
 from autolaunch.config.sources import ExperimentFileSource, MeshSearchPath, register
 from autolaunch.directories import CONF, shown
 from autolaunch_strategies.config import CP_BACKEND_SPECS, ConfigError, nearest, raise_all
@@ -346,7 +347,7 @@ def _refusal(override: str, error: Exception, config: Mapping[str, Any], loader:
         )
     if typed.startswith("hydra."):
         return ConfigError(override, _first_line(error.__cause__ or error))
-    return _no_such_key(override, typed, value, config, loader)
+    return slip(override, typed, value) or _no_such_key(override, typed, value, config, loader)
 
 
 _OTHER_NAMES = {
@@ -387,6 +388,8 @@ def _no_such_option(override: str, path: str, loader: ConfigLoader) -> ConfigErr
         )
     if absent := _absent_plugin(override, path):
         return absent
+    if meant := slip(override, group, typed):  # pp=2
+        return meant
     options = loader.get_group_options(group, ObjectType.CONFIG)
     close = _OTHER_NAMES.get(path) or nearest(option, options)
     return ConfigError(

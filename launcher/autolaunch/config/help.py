@@ -38,10 +38,11 @@ _EXAMPLES = (
 _STYLES_OF = {"mp.plan": tuple(STYLES), "cp.plan": CONTEXT_STYLES}
 
 _FLAGS = (
-    ("--info KEY", "what a group or key means: --info trainer, --info trainer.max_steps"),
+    ("help KEY, --info KEY", "what a group or key means: --info trainer, --info trainer.max_steps"),
     ("--cfg job", "the whole config, without running anything (--package KEY for a part of it)"),
     ("-m", "run every combination of the values separated by commas"),
     ("--why MP=4,PP=2", "plan cluster=...: why these values were not chosen"),
+    ("--full", "plan cluster=...: every figure, pictures, and what the plan does to each part of the model"),
     ("--config-dir DIR", "use your own files beside conf/: DIR/model/mine.yaml, DIR/experiment/e1.yaml"),
     ("--config-name NAME", "begin with your own NAME.yaml instead of config.yaml"),
     ("--version, --hydra-help", ""),
@@ -158,7 +159,9 @@ def print_info(key: str, directories: Sequence[Path], console: Console) -> None:
         _print_group(key, chosen, directories, console)
     schemas = schemas_of(key)
     if schemas:
-        for schema in schemas.values():
+        for name, schema in schemas.items():
+            if chosen in schemas and name != chosen:
+                continue
             _print_schema(key, schema, console)
     else:
         for parent, item in _fields(key):

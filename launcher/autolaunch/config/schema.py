@@ -705,6 +705,10 @@ class Job:
         None,
     )
     why: str | None = option("With `plan cluster=...`: why not this one, e.g. `mp=4,pp=2` (as --why).", None)
+    full: bool = option(
+        "With `plan cluster=...`: every figure, pictures, and what is done to each part of the model (as --full).",
+        False,
+    )
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resume: Resume = field(default_factory=Resume)
     lr_find: LrFind = field(default_factory=LrFind)

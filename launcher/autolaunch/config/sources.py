@@ -261,8 +261,7 @@ class ClusterSource(_GroupSource):
         if name == THIS_MACHINE:
             return {"name": LOCAL}
         file = self._profile_file(name)
-        content = OmegaConf.to_container(OmegaConf.load(file)) if file is not None else {}
-        assert isinstance(content, dict)
+        content = _read_once(file, file.stat().st_mtime_ns) if file is not None else {}
         own = {str(key): value for key, value in content.items() if key != "defaults"}
         values: dict[str, Any] = {}
         defaults = content.get("defaults") or []
@@ -272,6 +271,14 @@ class ClusterSource(_GroupSource):
             elif isinstance(item, str) and item != name:
                 values |= self._profile(item)
         return values
+
+
+@cache
+def _read_once(file: Path, _changed: int) -> dict[str, Any]:
+    """What a file says, unless it has changed; a config that the planner chooses for is composed twice."""
+    content = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
 
 
 def _is_cluster_file(option: str) -> bool:

@@ -172,6 +172,8 @@ def _with_choice(
     hydra = composed.config.hydra
     job = resolve_job(composed.config, hydra, _output_dir(composed.config, hydra.run), None, composed.origin)
     chosen, choice = choice_of(job.config, line.overrides)
+    if job.config["task"] == "plan":
+        _show_choice(choice, job.config["full"])
     settled = typed_keys(chosen)  # said twice, Hydra would refuse a group
     kept = [item for item in line.overrides if not typed_keys([item]).keys() & settled.keys()]
     if job.config["task"] != "plan":
@@ -179,6 +181,16 @@ def _with_choice(
         kept = [item for item in kept if not any(key.split(".")[0] == "cluster" for key in typed_keys([item]))]
     line = replace(line, overrides=[*kept, *map(quoted_mesh, chosen)])
     return line, compose(line), choice
+
+
+def _show_choice(choice: dict[str, Any], full: bool) -> None:
+    """Show it at once: to write it down, the config is composed and checked again with it."""
+    from autolaunch.report.choice_screen import show_choice, show_why
+
+    show_choice(choice, Terminal(), full=full)
+    if choice.get("why") is not None:
+        show_why(choice["why"], Terminal())
+    sys.stdout.flush()
 
 
 def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = None) -> Path:

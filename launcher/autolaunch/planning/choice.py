@@ -6,12 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autolaunch.config.cluster import hardware_of
+from autolaunch.models.hf_tasks import task_of
 from autolaunch.planning.known_profiles import KnownProfile
 from autolaunch.planning.wanted import wanted_by
 from autolaunch_strategies.config import FLOAT8_RECIPES, ConfigError, lightning_precision
 from autolaunch_strategies.config.precision import AROUND_FLOAT8
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from autolaunch_strategies.planner.plan import Plan
     from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 
@@ -57,13 +60,18 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile
     """(the profile, the share of the parameters that is trained), from the model itself."""
     from torch.nn.parameter import UninitializedParameter
 
-    from autolaunch.models import build_module
-    from autolaunch.tasks.run_parts import own_plan
+    from autolaunch.models import build_adapted_model, build_module
+    from autolaunch.models.own_plan import own_plan
     from autolaunch_strategies.model.construction import Construction
     from autolaunch_strategies.planner.profile_cache import cached_profile
+    from autolaunch_strategies.planner.subject import Holder
 
+    language_model = config["model"].get("name") in ("llama", "hf") and task_of(config["model"]) in (None, "causal_lm")
     with Construction(config["seed"]).recording():
-        module = build_module(config)
+        if language_model and not config["module"] and "_target_" not in config["model"]:
+            module: nn.Module = Holder(build_adapted_model(config)[0])
+        else:
+            module = build_module(config)
     parameters = [parameter for parameter in module.parameters() if not isinstance(parameter, UninitializedParameter)]
     count = max(1, sum(parameter.numel() for parameter in parameters))
     arguments: dict[str, Any] = {

@@ -20,6 +20,7 @@ from autolaunch.report.choice_words import (
     WayWords,
     command_of,
     decision_rows,
+    different_rows,
     limit_in_sight,
     look_of,
     looked_at,
@@ -47,38 +48,59 @@ from autolaunch.report.readable import (
 from autolaunch.report.settings_words import mesh_words, option_words
 
 MOST_ALTERNATIVES = 10
+MOST_REASONS = FEW_ALTERNATIVES = 3
+"""On the short page."""
+
 MOST_OF_FRONT = 8
 MOST_RULES = 12
 
 FITS = {"yes": "green", "tight": "yellow", "no": "red"}
 
 
-def show_choice(choice: Mapping[str, Any], console: Console, written: Sequence[Path] = ()) -> None:
-    """Show what was chosen, what is predicted of it, what else there is, and why.
+def show_choice(choice: Mapping[str, Any], console: Console, *, full: bool = False) -> None:
+    """Show what was chosen, what is predicted of it, why, and what else there is: on one page, or all of it.
 
     Args:
         choice: `planner.document`.
-        written: the plan, which the shown command runs, and its pages; without any, the command has the settings.
+        full: every reason, part of a step, stage, alternative and rule; else the most telling ones.
     """
     page = Page(console)
     chosen = choice.get("chosen")
     if chosen:
         page.panel("plan", "cyan", decision_rows(choice))
-        page.text(mfu_convention(choice), "dim")
-        page.sentences("why", chosen.get("reasons") or ())
-        _show_time(page, chosen)
-        _show_memory(page, chosen)
+        reasons = chosen.get("reasons") or ()
+        if full:
+            page.text(mfu_convention(choice), "dim")
+        page.sentences("why", reasons if full else reasons[:MOST_REASONS])
+        if full:
+            _show_time(page, chosen)
+        _show_memory(page, chosen, full)
     else:
         page.panel("plan: nothing fits", "red", decision_rows(choice))
-    _show_ranking(page, choice)
-    _show_front(page, choice)
-    _show_counts(page, choice)
+    _show_ranking(page, choice, full)
+    if full:
+        _show_front(page, choice)
+        _show_counts(page, choice)
     page.sentences("warnings", choice.get("warnings") or (), "yellow")
+
+
+def show_written(choice: Mapping[str, Any], console: Console, written: Sequence[Path] = ()) -> None:
+    """Show the command that runs the choice, and where it was written.
+
+    Args:
+        choice: `planner.document`.
+        written: the plan, which the command runs, and its pages; without any, the command has the settings.
+    """
+    page = Page(console)
     page.command(command_of(choice, shown(written[0]) if written else ""))
-    if written:
-        first, *others = written
+    if not written:
+        return
+    first, *others = written
+    if others:
         names = [item.name if item.parent == first.parent else shown(item) for item in others]
         page.rows([("written", ", ".join([shown(first), *names]))])
+    else:
+        page.text("More of it, with pictures: the same with --full. Why not another way: --why mp=4,pp=2.", "dim")
 
 
 def show_why(explanation: Mapping[str, Any], console: Console) -> None:
@@ -123,19 +145,25 @@ def _show_time(page: Page, chosen: Mapping[str, Any]) -> None:
         page.line(line)
 
 
-def _show_memory(page: Page, chosen: Mapping[str, Any]) -> None:
+def _show_memory(page: Page, chosen: Mapping[str, Any], full: bool) -> None:
+    """A bar for each stage of the pipeline; for the fullest one alone, unless all is to be shown."""
     stages = memory_of_stages(chosen)
     if not stages:
         return
+    title = memory_title(stages)
+    if not full and len(stages) > 1:
+        title = "memory of a rank in the fullest stage of the pipeline"
+        stages = [max(stages, key=lambda stage: stage.total)]
     limit, near = memory_limit(chosen), limit_in_sight(chosen, stages)
-    page.title(memory_title(stages) + (f", limit {readable_bytes(limit)}" if limit else ""))
+    page.title(title + (f", limit {readable_bytes(limit)}" if limit else ""))
     ranks, blocks = ("rank", *(stage.rank for stage in stages)), ("blocks", *(stage.blocks for stage in stages))
     sizes, shares = [stage.size for stage in stages], [stage.share for stage in stages]
     rank_wide, blocks_wide, size_wide, share_wide = (max(map(len, column)) for column in (ranks, blocks, sizes, shares))
-    room = max(page.width - rank_wide - blocks_wide - size_wide - share_wide - 8, 8)
+    room = max(page.width - (rank_wide + blocks_wide + 4 if full else 0) - size_wide - share_wide - 4, 8)
     totals = [stage.total for stage in stages]
     scale = room / max(*totals, near or 0.0, 1.0)
-    page.line(Text(f"{'rank':>{rank_wide}}  {'blocks':>{blocks_wide}}", style="dim"))
+    if full:
+        page.line(Text(f"{'rank':>{rank_wide}}  {'blocks':>{blocks_wide}}", style="dim"))
     signs = set[str]()
     for index in rows_shown(len(stages), keep=totals.index(max(totals))):
         if index is None:
@@ -144,7 +172,7 @@ def _show_memory(page: Page, chosen: Mapping[str, Any]) -> None:
         stage = stages[index]
         bar = _memory_bar(stage, near, scale, room)
         signs |= set(bar.plain)
-        line = Text(f"{stage.rank:>{rank_wide}}  {stage.blocks:>{blocks_wide}}  ")
+        line = Text(f"{stage.rank:>{rank_wide}}  {stage.blocks:>{blocks_wide}}  " if full else "")
         line.append_text(bar)
         line.append(f"  {stage.size:>{size_wide}}  {stage.share:>{share_wide}}")
         page.line(line)
@@ -156,11 +184,16 @@ def _show_memory(page: Page, chosen: Mapping[str, Any]) -> None:
     page.text(legend)
 
 
-def _show_ranking(page: Page, choice: Mapping[str, Any]) -> None:
-    rows = ranked_rows(choice)[: MOST_ALTERNATIVES + 1]
-    if len(rows) > (1 if choice.get("chosen") else 0):
-        page.title("the choice and its alternatives" if choice.get("chosen") else "what comes closest")
+def _show_ranking(page: Page, choice: Mapping[str, Any], full: bool) -> None:
+    rows, chosen = ranked_rows(choice)[: MOST_ALTERNATIVES + 1], choice.get("chosen")
+    if len(rows) <= (1 if chosen else 0):
+        return
+    if full or not chosen:
+        page.title("the choice and its alternatives" if chosen else "what comes closest")
         page.print(_ranking(page, rows, choice))
+    elif others := different_rows(rows)[1 : FEW_ALTERNATIVES + 1]:
+        page.title("alternatives")
+        page.print(_ranking(page, others, choice, short=True))
 
 
 def _show_front(page: Page, choice: Mapping[str, Any]) -> None:
@@ -178,10 +211,18 @@ def _show_front(page: Page, choice: Mapping[str, Any]) -> None:
         page.print(_ranking(page, thinned(front, MOST_OF_FRONT), choice, numbered=False))
 
 
-def _ranking(page: Page, rows: Sequence[Mapping[str, Any]], choice: Mapping[str, Any], numbered: bool = True) -> Table:
-    """Ways to run it as a table; of all but the chosen one, the options that are other than there."""
+def _ranking(
+    page: Page, rows: Sequence[Mapping[str, Any]], choice: Mapping[str, Any], numbered: bool = True, short: bool = False
+) -> Table:
+    """Ways to run it as a table; of all but the chosen one, the options that are other than there.
+
+    Args:
+        short: one line for each.
+    """
     look: dict[str, Any] = {"show_edge": False, "pad_edge": False, "collapse_padding": True, "padding": (0, 1)}
     table = Table(box=SIMPLE_HEAD, header_style="dim", **look)
+    if short:
+        table = Table(box=None, header_style="dim", **look)
     if numbered:
         table.add_column("", justify="right", no_wrap=True)
     table.add_column("mesh", overflow="fold")
@@ -193,7 +234,11 @@ def _ranking(page: Page, rows: Sequence[Mapping[str, Any]], choice: Mapping[str,
         table.add_column("fits", no_wrap=True)
     for number, way in enumerate(WayWords.of(rows, choice), start=1):
         phrases = [] if way.chosen else [page.writable(option) for option in way.options]  # the panel says the chosen's
-        options = Phrases(phrases, page.writable(way.note), "" if way.chosen else "dim")
+        options: RenderableType = Phrases(phrases, page.writable(way.note), "" if way.chosen else "dim")
+        if short:
+            options = Text(
+                ", ".join(filter(None, [*phrases, page.writable(way.note)])), no_wrap=True, overflow="ellipsis"
+            )
         cells: list[RenderableType] = [Text(page.writable(way.mesh)), options, way.time, way.slower, way.memory]
         if numbered:
             cells = [str(number), *cells, Text(way.fits, style=FITS.get(way.fits, ""))]

@@ -96,6 +96,15 @@ def ranked_rows(choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*([{**chosen, "slower_by": 0.0, "note": CHOSEN}] if chosen else []), *alternatives]
 
 
+def different_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of ways that have their mesh and what they recompute in common, the first."""
+    kinds: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    for row in rows:
+        recomputed = (item for item in row["overrides"] if item.startswith("recompute="))
+        kinds.setdefault((mesh_name(row["mesh"]), *recomputed), row)
+    return list(kinds.values())
+
+
 def pareto_front(choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The ways that nothing beats in both time and memory, the fastest first."""
     front = [row for row in choice.get("pareto") or () if is_number(row["seconds"]) and is_number(row["memory_bytes"])]

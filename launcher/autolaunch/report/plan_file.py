@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
+from omegaconf._utils import OmegaConfDumper
 
 from autolaunch.job import write_beside
 from autolaunch_strategies.config import AXES
@@ -24,7 +27,7 @@ SECTIONS = {
 
 OF_ONE_RUN = (
     *("task", "output_dir", "ckpt_path", "resume", "export_path", "hydra", "experiment", "defaults", "reasons"),
-    *("cluster", "search", "why", "lr_find", "compare", "generate", "eval"),
+    *("cluster", "search", "why", "full", "lr_find", "compare", "generate", "eval"),
 )
 """Keys that say which run it was and not how to do it again."""
 
@@ -103,8 +106,22 @@ def _is_ours(group: str, option: str | None) -> bool:
 
 
 def _yaml(values: Mapping[str, Any]) -> str:
-    # OmegaConf's own dumper, because its reader takes more words for numbers than YAML does (1e3).
-    return OmegaConf.to_yaml(OmegaConf.create(_plain(values)))
+    return yaml.dump(_plain(values), Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
+
+
+@cache
+def _dumper() -> type[yaml.Dumper]:
+    """Writes texts as OmegaConf does, whose reader takes more words for numbers than YAML does (1e3); in C, if it can.
+
+    A plan has thousands of lines, and OmegaConf's own dumper takes as long for them as the planner for the plan.
+    """
+
+    class Dumper(getattr(yaml, "CDumper", yaml.Dumper)):  # type: ignore[misc]  # a base that is found when it runs
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    Dumper.add_representer(str, OmegaConfDumper.str_representer)
+    return Dumper
 
 
 def _plain(value: Any) -> Any:

@@ -1,20 +1,15 @@
-"""`summary.json`: how a run ended, in a few figures."""
+"""How a run ended, in a few figures: what `summary_file` writes."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from autolaunch.job import write_beside
 from autolaunch.report.memory import peak_memory_bytes
 from autolaunch.report.metrics import StepMetrics
 
@@ -76,20 +71,6 @@ def collect_summary(
         dist.broadcast_object_list(shared, src=0, device=strategy.root_device)
         summary = shared[0]
     return summary
-
-
-def write_summary(output_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> Path:
-    """Write `<output_dir>/summary.json` and return its path; NaN and infinity, which JSON lacks, become null."""
-    path = Path(output_dir) / "summary.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_beside(path, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
-    return path
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _mesh_name(trainer: pl.Trainer) -> str:

@@ -87,7 +87,7 @@ def write_best(directory: Path, base: ResolvedJob, best: Standing, facts: Mappin
     """
     trial = next(item for item in reversed(best.trials) if item.outcome.status == MEASURED)
     job = ResolvedJob.read(directory / trial.directory / ".hydra" / "job.json")
-    own = {key: value for key, value in base.config.items() if key not in ("search", "cluster", "why")}
+    own = {key: value for key, value in base.config.items() if key not in ("search", "cluster", "why", "full")}
     config = {**own, **{key: job.config[key] for key in _OF_THE_CANDIDATE}, "output_dir": str(job.output_dir)}
     groups = {group: option for group, option in base.choices.items() if group not in ("search", "cluster")}
     choices = groups | {group: job.choices[group] for group in _OF_THE_CANDIDATE if group in job.choices}

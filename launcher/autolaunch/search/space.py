@@ -53,6 +53,7 @@ _OF_NO_ACCOUNT = (
     "search",
     "cluster",
     "why",
+    "full",
     "name",
     "output_dir",
     "launch",

@@ -15,7 +15,7 @@ from autolaunch.data.tokenizers import tokenizer_files
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.launch.place import Place
 from autolaunch.machine.devices import visible_devices
-from autolaunch.report.summary import write_summary
+from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks import export
 from autolaunch_strategies.checkpoint.record import record_of

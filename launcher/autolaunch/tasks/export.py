@@ -26,7 +26,7 @@ from autolaunch.models.adapter_config import unquantised
 from autolaunch.models.conversion import as_in_files
 from autolaunch.models.hf_export import write_transformers_files
 from autolaunch.report.readable import readable_bytes, readable_count
-from autolaunch.report.summary import write_summary
+from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.export_adapter import MergedWeights, write_adapter
 from autolaunch.tasks.trusted import check_targets

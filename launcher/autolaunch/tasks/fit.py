@@ -32,7 +32,8 @@ from autolaunch.report.pipeline import foreseen_timeline, pipeline_summary, with
 from autolaunch.report.plan_file import write_plan
 from autolaunch.report.progress import ProgressLine
 from autolaunch.report.screen import show_end, show_start
-from autolaunch.report.summary import collect_summary, write_summary
+from autolaunch.report.summary import collect_summary
+from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, quiet_lightning
 from autolaunch.tasks.trusted import check_targets

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.launch.place import Place
 from autolaunch.report.metrics import StepMetrics
-from autolaunch.report.summary import collect_summary, write_summary
+from autolaunch.report.summary import collect_summary
+from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.generation import Sampling
 from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, quiet_lightning

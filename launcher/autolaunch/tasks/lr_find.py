@@ -19,7 +19,7 @@ import torch
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.launch.place import Place
 from autolaunch.report.metrics import StepMetrics
-from autolaunch.report.summary import write_summary
+from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks import fit
 from autolaunch_strategies.config import ConfigError

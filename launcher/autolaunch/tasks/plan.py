@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
 from autolaunch.report.plan_file import write_plan
+from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
+from autolaunch_strategies.config import AXES, MeshShape
 
 if TYPE_CHECKING:
     from autolaunch_strategies.model.counts import Counts
@@ -19,14 +22,15 @@ if TYPE_CHECKING:
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     """Write `<output_dir>/plan.yaml` for the mesh that the job names, in this one process; returns the summary.
 
-    With a pipeline also `<output_dir>/schedule.svg`; where the planner chose the mesh, pictures of its choice.
+    With a pipeline also `<output_dir>/schedule.svg`. Where the planner chose the mesh, its choice and no more, for
+    which the model need not be built; with `full` the rest as well, and pictures of the choice.
     """
     started = time.time()
     if job.choice is not None:
-        _show_choice(job, job.choice)  # before torch is imported, which takes longer than the choice
+        path = _write_choice(job, job.choice)  # which has been shown
+        if not job.config["full"]:
+            return _written(job, job.choice["model"]["parameters"], path, started)
     from autolaunch.report.screen import show_plan
-    from autolaunch.report.summary import write_summary
-    from autolaunch_strategies.config import AXES, MeshShape
 
     config = job.config
     account, counts, schedule = _foreseen(config)
@@ -40,39 +44,51 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     if job.choice is not None:
         account = {"choice": job.choice, **account}
     path = write_plan(job.output_dir, config, account, job.choices)
-    mesh = MeshShape(**{axis: config["mesh"][axis] for axis in AXES})
-    summary = {
-        "task": "plan",
-        "status": "finished",
-        "world_size": mesh.size,
-        "mesh": mesh.name,
-        "parameters": counts.parameters,
-        "plan": str(path),
-        **({"pipeline": pipeline_summary(account)} if schedule is not None else {}),
-        **({"predicted_step_time_s": job.choice["chosen"]["seconds"]} if job.choice is not None else {}),
-        "seconds": time.time() - started,
-    }
-    write_summary(job.output_dir, summary)
+    pipeline = {} if schedule is None else {"pipeline": pipeline_summary(account)}
+    summary = _written(job, counts.parameters, path, started, pipeline)
     if job.choice is None:
         show_plan(account, config, Terminal(), counts.parameters, path, schedule, picture, counts.trained)
     return summary
 
 
-def _show_choice(job: ResolvedJob, choice: dict[str, Any]) -> None:
-    from autolaunch.report.choice_html import write_choice
-    from autolaunch.report.choice_screen import show_choice, show_why
+def _written(
+    job: ResolvedJob, parameters: int, path: Path, started: float, more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The summary, which is in its file then."""
+    mesh = MeshShape(**{axis: job.config["mesh"][axis] for axis in AXES})
+    summary = {
+        "task": "plan",
+        "status": "finished",
+        "world_size": mesh.size,
+        "mesh": mesh.name,
+        "parameters": parameters,
+        "plan": str(path),
+        **(more or {}),
+        **({"predicted_step_time_s": job.choice["chosen"]["seconds"]} if job.choice is not None else {}),
+        "seconds": time.time() - started,
+    }
+    write_summary(job.output_dir, summary)
+    return summary
 
-    path = write_plan(job.output_dir, job.config, {"choice": choice}, job.choices)
-    show_choice(choice, Terminal(), [path, *write_choice(job.output_dir, choice)])
-    if choice.get("why") is not None:
-        show_why(choice["why"], Terminal())
+
+def _write_choice(job: ResolvedJob, choice: dict[str, Any]) -> Path:
+    """Write the choice, with pictures if `full` is set, and say how to run it; the path of the plan."""
+    from autolaunch.report.choice_screen import show_written
+
+    written = [write_plan(job.output_dir, job.config, {"choice": choice}, job.choices)]
+    if job.config["full"]:
+        from autolaunch.report.choice_html import write_choice
+
+        written += write_choice(job.output_dir, choice)
+    show_written(choice, Terminal(), written)
+    return written[0]
 
 
 def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeline | None]:
     """(what would be applied, how many parameters there are, the timeline of the pipeline if there is one)."""
     from autolaunch.models import build_module
+    from autolaunch.models.own_plan import own_plan
     from autolaunch.report.pipeline import foreseen_timeline
-    from autolaunch.tasks.run_parts import own_plan
     from autolaunch_strategies.apply.order import foresee
     from autolaunch_strategies.config import parallel_config
     from autolaunch_strategies.model.construction import Construction

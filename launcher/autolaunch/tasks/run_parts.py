@@ -16,6 +16,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 from autolaunch.instantiate import build
 from autolaunch.job import ResolvedJob
 from autolaunch.models import build_module
+from autolaunch.models.own_plan import own_plan
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.tasks.checkpoints import Checkpoints
 from autolaunch.tasks.not_finite import EndsWhenNotFinite
@@ -59,14 +60,6 @@ def build_strategy(config: Mapping[str, Any], recorded: Mapping[str, Any] | None
         allow_on_resume=config["resume"]["allow"],
         data_position=config["checkpoint"]["data_position"],
     )
-
-
-def own_plan(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The plan for mp that the job's model comes with, if it brings one of the wanted kind."""
-    if config["mp"] is None or config["module"]:
-        return None
-    plans = config["model"].get("mp_plans") or {}
-    return plans.get("seq_parallel" if config["mp"]["sequence_parallel"] else "tensor_parallel")
 
 
 def build_trainer(

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 
 from autolaunch_strategies.config import ConfigError, PipelineParallel, nearest
 from autolaunch_strategies.model.blocks import Blocks
 from autolaunch_strategies.model.example_inputs import ExampleInputs
+from autolaunch_strategies.model.lightning_module import has_no_forward
 from autolaunch_strategies.pipeline.absent import Absent
 from autolaunch_strategies.pipeline.record import Recording, record
 from autolaunch_strategies.pipeline.split import candidate_names, choose_cuts, split_call
@@ -93,7 +93,7 @@ def pipelined_part(root: nn.Module, blocks: Blocks, pp: PipelineParallel) -> str
     holding = list(dict.fromkeys(name.partition(".")[0] for name in parents))
     if len(holding) > 1:  # a frozen teacher beside the model, say, is none of it
         holding = [child for child in holding if any(p.requires_grad for p in root.get_submodule(child).parameters())]
-    if len(holding) > 1 and type(root).forward in (nn.Module.forward, pl.LightningModule.forward):
+    if len(holding) > 1 and has_no_forward(root):
         # It is no model itself: its largest one is cut, and the others are whole on every stage.
         models = [child for child in holding if not _is_list(root.get_submodule(child))]
         return max(models, key=lambda child: _size(root.get_submodule(child)), default="")

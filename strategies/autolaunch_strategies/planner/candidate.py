@@ -176,7 +176,7 @@ class Candidates:
 
     @property
     def expert_parts(self) -> Ints:
-        """Of how many parts of the experts a rank has one, before dp shards it: ep; without it mp, which gathers it."""
+        """Of how many parts of the experts a rank has one, before dp shards it: ep; without it mp."""
         return np.where(self.ep > 1, self.ep, self.mp)
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.planner.candidate import FIELDS, Candidate, Candidates
+from autolaunch_strategies.planner.candidate import FIELDS, Candidates
 from autolaunch_strategies.planner.enumerate import Rejections, Space, codes, divisors
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.memory import peak_memory
@@ -17,6 +17,7 @@ from autolaunch_strategies.planner.plan import TIGHT, Looked, Plan, simplicity
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.reasons import in_bytes
 from autolaunch_strategies.planner.settings import overrides
+from autolaunch_strategies.planner.shortage import changes
 from autolaunch_strategies.planner.time import step_time
 from autolaunch_strategies.planner.uncertainty import spread
 
@@ -185,12 +186,32 @@ def _look(
     where = f"{profile.name} on {hardware.devices} x {hardware.name}"
     if not len(looked):
         raise ConfigError(where, "there is no way to run this: " + _nothing_runs(rejections))
-    closest = looked.select(np.argsort(looked.memory_bytes, kind="stable")[:1])
+    closest = looked.candidates[int(looked.memory_bytes.argmin())]
+
+    def look_at(recipe: Recipe, hardware: Hardware, wanted: Mapping[str, Sequence[int]]) -> Looked:
+        return look(profile, recipe, hardware, wanted, memory_share)[1]
+
+    helps = changes(look_at, recipe, hardware, wanted, float(looked.memory_bytes.min()))
+    fits = [str(change) for change in helps if change.fits]
+    close = [str(change) for change in helps if not change.fits]
     raise ConfigError(
         where,
         _nothing_fits(looked),
-        f"{_what_helps(closest.candidates[0], hardware, wanted)}; closest comes "
-        + " ".join(overrides(closest.candidates[0], profile, recipe)),
+        "; ".join(
+            [
+                *([f"what would fit: {', '.join(fits)}"] if fits else []),
+                *([f"the change that comes closest: {', '.join(close)}"] if close else []),
+                *(
+                    ["a smaller batch needs no less, and nothing is left to recompute"]
+                    if all(change.line.startswith("cluster=") for change in helps)
+                    else []
+                ),
+                "else shorter sequences, a smaller model, an optimizer with less state, or narrower types "
+                "(precision=bf16-true)",
+                "closest comes " + " ".join(overrides(closest, profile, recipe)),
+            ]
+        ),
+        next((change.line for change in helps if change.fits), ""),
     )
 
 
@@ -214,18 +235,6 @@ def _nothing_runs(rejections: Rejections) -> str:
 def _nothing_fits(looked: Looked) -> str:
     least = float(looked.memory_bytes.min())
     return f"nothing fits: a device has {in_bytes(looked.limit)}, and the least that one needs is {in_bytes(least)}"
-
-
-def _what_helps(candidate: Candidate, hardware: Hardware, wanted: Mapping[str, Sequence[int]]) -> str:
-    c, helps = candidate, []
-    asked = [name for name in wanted if name != "devices"]
-    if asked:
-        helps.append(f"fewer fixed settings ({', '.join(asked)})")
-    helps.append("more devices or devices with more memory")
-    if c.microbatches * c.dp > 0:
-        helps.append("shorter sequences")
-    helps.append("a smaller model, an optimizer with less state, or narrower types (precision=bf16-true)")
-    return ", ".join(helps)
 
 
 def _sorted(looked: Looked) -> Looked:

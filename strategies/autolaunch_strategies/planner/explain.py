@@ -24,25 +24,9 @@ from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINE
 from autolaunch_strategies.planner.choose import look, pick
 from autolaunch_strategies.planner.document import rounded
 from autolaunch_strategies.planner.plan import Looked, Plan
-from autolaunch_strategies.planner.reasons import in_bytes, in_seconds
+from autolaunch_strategies.planner.reasons import PART_WORDS, in_bytes, in_seconds
 from autolaunch_strategies.planner.settings import LEVELS, overrides
 from autolaunch_strategies.planner.time import step_time
-
-PART_WORDS = {
-    "compute": "matrix products",
-    "attention": "attention",
-    "elementwise": "elementwise work",
-    "kernels": "launching kernels",
-    "mp": "exchange over mp",
-    "cp": "exchange over cp",
-    "ep": "tokens to experts",
-    "pp": "sends between stages",
-    "bubble": "waiting in the pipeline",
-    "dp": "exchange over dp",
-    "optimizer": "the optimizer",
-    "fixed": "fixed costs",
-}
-"""What the parts of `time.PARTS` are, in a sentence."""
 
 KEYS = (
     "mesh",

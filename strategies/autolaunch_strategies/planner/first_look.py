@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from autolaunch_strategies.planner.alike import structure
 from autolaunch_strategies.planner.model_call import ModelCall
 from autolaunch_strategies.planner.operators import Tally, Tape
 from autolaunch_strategies.torch_private.calls import run_call
+from autolaunch_strategies.torch_private.tracing import storage_key
 from autolaunch_strategies.tracing.tensors import Labels
 
 
+class _Again(BaseException):
+    """A block is called a second time. No error of the model's, so that nobody on the way takes it for one."""
+
+
 class FirstLook:
-    """What a forward pass without gradients shows.
+    """What a forward pass without gradients shows. Of blocks that are alike the first is run.
 
     Args:
         args, kwargs: what the model is called with.
@@ -26,6 +32,26 @@ class FirstLook:
     """
 
     def __init__(self, model_call: ModelCall, args: Any, kwargs: Mapping[str, Any]) -> None:
+        try:
+            self._run(model_call, args, kwargs, {})
+        except _Again:  # what a block does may depend on how often it was called
+            self._run(model_call, args, kwargs, None)
+
+    def _run(
+        self,
+        model_call: ModelCall,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        ran: dict[Hashable, tuple[str, TreeSpec, list[Any]]] | None,
+    ) -> None:
+        """
+        Args:
+            ran: structure and arguments of a block -> the one that ran, and what it returned; None runs all of them.
+        """
+        self._ran = ran
+        self._stands_for: dict[str, str] = {}
+        """Block that was not run -> the one that is alike."""
+        self._subject, self._sharding = model_call.subject, model_call.sharding
         self.calls: list[str] = []
         """Blocks in the order of their calls."""
         self.before, self.after = Tally(), Tally()
@@ -57,6 +83,8 @@ class FirstLook:
         if self.calls:  # it was not what follows the last block
             self.before.matmuls += self.after.matmuls
             self.after.matmuls.clear()
+        if name in self.blocks and self._ran is not None:
+            raise _Again
         self.calls.append(name)
         self._tape.tally = self.blocks.setdefault(name, Tally())
         leaves, spec = tree_flatten((args, kwargs))
@@ -64,18 +92,54 @@ class FirstLook:
             if isinstance(leaf, torch.Tensor):
                 self._arguments.setdefault(name, {})[place] = leaf
                 self._readers.add(leaf, frozenset({name}))
-        self._tape.tally.operators.append(
-            (str(spec), *(leaf.shape if isinstance(leaf, torch.Tensor) else repr(leaf)[:80] for leaf in leaves))
+        called_with = (
+            str(spec),
+            *(leaf.shape if isinstance(leaf, torch.Tensor) else repr(leaf)[:80] for leaf in leaves),
         )
-        output = run_call(module, *args, **kwargs)
+        self._tape.tally.operators.append(called_with)
+        output = self._output(name, module, args, kwargs, called_with, leaves)
         self._tape.tally = self.after
         return output
+
+    def _output(
+        self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], called_with: Any, leaves: list[Any]
+    ) -> Any:
+        """What a block returns: as one that is alike did, if one has run with such arguments."""
+        if self._ran is None:
+            return run_call(module, *args, **kwargs)
+        sharded = {own: self._sharding.dims.get(f"{name}.{own}") for own, _ in module.named_parameters()}
+        types = tuple(
+            (leaf.dtype, leaf.stride(), self._tape.dim_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)
+        )
+        key = structure(module, sharded), called_with, types
+        if key in self._ran:
+            self._stands_for[name], spec, shapes = self._ran[key]
+            return self._stand_in(spec, shapes)
+        output = run_call(module, *args, **kwargs)
+        outputs, spec = tree_flatten(output)
+        given = {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        tensors = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
+        if len(tensors) == len(outputs) and not any(storage_key(leaf) in given for leaf in tensors):
+            shapes = [(leaf.shape, leaf.stride(), leaf.dtype, self._tape.dim_of(leaf)) for leaf in tensors]
+            self._ran[key] = name, spec, shapes
+        return output
+
+    def _stand_in(self, spec: TreeSpec, shapes: list[Any]) -> Any:
+        with self._tape.unheard():
+            outputs = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype, _ in shapes]
+            for tensor, (*_, dim) in zip(outputs, shapes, strict=True):
+                if dim is not None:
+                    self._tape.shard(tensor, dim)
+        return tree_unflatten(outputs, spec)
 
     def _kinds(self, model_call: ModelCall) -> dict[str, str]:
         """By class, by shapes and sharding of the parameters, and by the operators that ran."""
         firsts: dict[Any, str] = {}
-        kinds = {}
+        kinds: dict[str, str] = {}
         for name, tally in self.blocks.items():
+            if name in self._stands_for:
+                kinds[name] = kinds[self._stands_for[name]]
+                continue
             module = model_call.subject.blocks[name]
             shapes = tuple((own, tuple(parameter.shape)) for own, parameter in module.named_parameters())
             dims = tuple(model_call.sharding.dims.get(f"{name}.{own}") for own, _ in shapes)

@@ -18,7 +18,7 @@ from autolaunch_strategies.planner.profile import Attention, MatMul
 from autolaunch_strategies.planner.sharded_dims import GATHERED, REDUCED, SAME, sharded_outputs, sharded_product
 from autolaunch_strategies.torch_private.tracing import storage_key
 from autolaunch_strategies.tracing.recorder import Observer, Operation
-from autolaunch_strategies.training.recompute import SAVE_GROUPS
+from autolaunch_strategies.training.save_groups import SAVE_GROUPS
 
 _NO_KERNEL = {
     "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "empty", "empty_like", "empty_strided",

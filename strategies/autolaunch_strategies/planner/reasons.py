@@ -2,18 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
 from autolaunch_strategies.planner.candidate import Candidate
+from autolaunch_strategies.planner.memory import memory_account
 from autolaunch_strategies.planner.plan import Plan
+from autolaunch_strategies.planner.time import step_time
 
 _LEVELS = ("dp=ddp", "dp=zero1", "dp=zero2", "dp=fsdp")
 
+PART_WORDS = {
+    "compute": "matrix products",
+    "attention": "attention",
+    "elementwise": "elementwise work",
+    "kernels": "launching kernels",
+    "mp": "exchange over mp",
+    "cp": "exchange over cp",
+    "ep": "tokens to experts",
+    "pp": "sends between stages",
+    "bubble": "waiting in the pipeline",
+    "dp": "exchange over dp",
+    "optimizer": "the optimizer",
+    "fixed": "fixed costs",
+}
+"""What the parts of `time.PARTS` are, in a sentence."""
+
+_MESH = ("mp", "pp", "cp", "ep")
+
+SEEN = 0.005
+"""Share of a step, or of a device's memory, below which a difference is not told as a cause."""
+
 
 def reasons(plan: Plan) -> list[str]:
-    """Sentences: why this way among those that are as fast, then for each setting what any other value costs."""
-    sentences = [_among_the_fastest(plan)]
+    """Sentences, the most telling first: what the best way with another value of a setting would cost, and by what (the
+    mesh before the rest); and why this way among those that are as fast. Settings whose best other value is the same
+    way are told in one."""
+    compared: dict[tuple[bool, int], list[str]] = {}  # (whether it fits, index) -> what is told of it
+    for name in _settings(plan):
+        if (other := _best_other(plan, name)) is not None:
+            compared.setdefault(other, []).append(name)
+    told = [(False, plan.noise, _among_the_fastest(plan))]
+    for (fits, index), names in compared.items():
+        slower = float(plan.looked.seconds[index]) / plan.seconds - 1 if fits else float("inf")
+        axes = [name for name in names if name in _MESH]
+        of_mesh, names = bool(axes) and slower > plan.noise, axes or names  # schedules go with the mesh
+        told.append((of_mesh, slower, (_what_it_costs if fits else _what_it_lacks)(plan, names, index)))
+    return [sentence for *_, sentence in sorted(told, key=lambda item: item[:2], reverse=True)]
+
+
+def _settings(plan: Plan) -> list[str]:
+    """Fields of the chosen candidate that have a meaning for it, in the order in which they are told."""
     chosen = plan.chosen
     fields = ["mp", "pp", "cp", "level"]
     fields += ["pipeline"] if chosen.pp > 1 else []
@@ -21,8 +62,7 @@ def reasons(plan: Plan) -> list[str]:
     fields += ["backend"] if chosen.cp > 1 else []
     fields += ["sequence_parallel"] if chosen.mp > 1 else []
     fields += ["ep"] if plan.profile.experts else []
-    fields += ["recompute", "microbatches"]
-    return [*sentences, *(sentence for name in fields if (sentence := _against_others(plan, name)))]
+    return [*fields, "recompute", "microbatches"]
 
 
 def setting(candidate: Candidate, name: str) -> str:
@@ -75,16 +115,16 @@ def _among_the_fastest(plan: Plan) -> str:
     return f"{ways}: this is the simplest of them, {slower:.1%} slower than the fastest."
 
 
-def _against_others(plan: Plan, name: str) -> str:
-    """What the best way with any other value of a field costs; empty if there is no such way at all."""
+def _best_other(plan: Plan, name: str) -> tuple[bool, int] | None:
+    """(whether it fits, index) of the fastest way with any other value of a field, or of the one that comes closest to
+    fitting; None if there is no such way at all."""
     looked, chosen = plan.looked, plan.chosen
-    here = setting(chosen, name)
     others: NDArray[np.bool_] = getattr(looked.candidates, name) != getattr(chosen, name)
     if name == "level":
         # What has one rank to share with is level 0, whatever was asked for; that is the mesh's doing, not the level's.
         alone = looked.candidates.dp * looked.candidates.cp == 1
         if chosen.dp * chosen.cp == 1:
-            return ""
+            return None
         others &= ~alone
     if name in ("pipeline", "virtual_stages"):
         others &= looked.candidates.pp > 1
@@ -93,25 +133,81 @@ def _against_others(plan: Plan, name: str) -> str:
     if name == "backend":
         others &= looked.candidates.cp > 1
     if not others.any():
-        return ""
+        return None
     fitting = np.flatnonzero(others & looked.pool)
-    if not len(fitting):
-        closest = np.flatnonzero(others)[looked.memory_bytes[others].argmin()]
-        there = setting(looked.candidates[int(closest)], name)
-        need = in_bytes(float(looked.memory_bytes[closest]))
-        room = in_bytes(looked.share * looked.limit)
-        return f"{here}: nothing else fits; {there} comes closest and needs {need} where {room} may be used."
-    best = int(fitting[looked.seconds[fitting].argmin()])
-    there = setting(looked.candidates[best], name)
-    seconds = float(looked.seconds[best])
+    if len(fitting):
+        return True, int(fitting[looked.seconds[fitting].argmin()])
+    return False, int(np.flatnonzero(others)[looked.memory_bytes[others].argmin()])
+
+
+def _values(candidate: Candidate, names: list[str]) -> str:
+    return ", ".join(setting(candidate, name) for name in names)
+
+
+def _there(plan: Plan, other: Candidate, names: list[str]) -> str:
+    """The other values, and what else goes best with them."""
+    with_it = [
+        name
+        for name in (*_MESH, "recompute")
+        if name not in names and getattr(other, name) != getattr(plan.chosen, name)
+    ]
+    return _values(other, names) + (f" (best with {_values(other, with_it)})" if with_it else "")
+
+
+def _what_it_lacks(plan: Plan, names: list[str], index: int) -> str:
+    """Of what does not fit: how much it needs, and what takes more than in the chosen way."""
+    looked, other = plan.looked, plan.looked.candidates[index]
+    need, room = in_bytes(float(looked.memory_bytes[index])), in_bytes(looked.share * looked.limit)
+    there = _there(plan, other, names)
+    more = _first_clauses(_memory_differences(plan, other), SEEN * looked.limit, "more", in_bytes)
+    by = f" ({more})" if more else ""
+    here = _values(plan.chosen, names)
+    return f"{here}: nothing else fits; {there} comes closest and needs {need}{by} where {room} may be used."
+
+
+def _what_it_costs(plan: Plan, names: list[str], index: int) -> str:
+    """Of what fits: how much longer it takes, by which parts of a step, and what it would save."""
+    looked, other = plan.looked, plan.looked.candidates[index]
+    seconds = float(looked.seconds[index])
     difference = seconds / plan.seconds - 1
+    here, there = _values(plan.chosen, names), _there(plan, other, names)
+    times = step_time(plan.profile, plan.recipe, plan.hardware, looked.candidates.select([index]))
+    parts = {
+        PART_WORDS.get(name, name): (float(values[0]) - plan.parts[name]) / plan.seconds
+        for name, values in times.parts.items()
+    }
+    less_memory = plan.memory_bytes - float(looked.memory_bytes[index])
     if difference > plan.noise:
-        return f"{here}: the best way with another value, {there}, takes {difference:+.1%} ({in_seconds(seconds)})."
+        costs = _first_clauses(parts, SEEN, "", "{:.1%} of".format)
+        saves = _first_clauses({name: -share for name, share in parts.items()}, SEEN, "", "{:.1%} of".format, most=1)
+        gains = [f"need {in_bytes(less_memory)} less memory"] if less_memory >= SEEN * looked.limit else []
+        gains += [f"save {saves}"] if saves else []
+        but = f"would {' and '.join(gains)}, but adds" if gains and costs else "adds"
+        by = f"{but} {costs}: " if costs else "takes "
+        return f"{here}: {there} {by}{difference:+.1%} ({in_seconds(seconds)})."
     near = f"{abs(difference):.1%} {'slower' if difference > 0 else 'faster'}"
     near = "as fast" if abs(difference) < 0.0005 else near
-    simpler, other = plan.simplicity, int(looked.simplicity[best])
-    more = float(looked.memory_bytes[best]) - plan.memory_bytes
-    but = ", and less simple" if other > simpler else ""
-    if other == simpler and more > 0:
-        but = f", and needs {in_bytes(more)} more memory"
+    simpler, more_complex = plan.simplicity, int(looked.simplicity[index])
+    but = ", and less simple" if more_complex > simpler else ""
+    if more_complex == simpler and less_memory < 0:
+        but = f", and needs {in_bytes(-less_memory)} more memory"
     return f"{here}: the best way with {there} is {near}, which is within the noise{but}."
+
+
+def _memory_differences(plan: Plan, other: Candidate) -> dict[str, float]:
+    """Kind of memory -> bytes that a rank of the fullest stage has more of than that of the chosen way."""
+    here, there = (
+        max(memory_account(plan.profile, plan.recipe, plan.hardware, way), key=lambda stage: stage["total"])
+        for way in (plan.chosen, other)
+    )
+    return {name: there[name] - here[name] for name in there if name not in ("total", "other")}
+
+
+def _first_clauses(
+    differences: Mapping[str, float], least: float, sign: str, write: Callable[[float], str], most: int = 2
+) -> str:
+    """The largest differences in words, at most so many of them; empty if none is at least so large."""
+    largest = sorted(differences.items(), key=lambda item: -item[1])[:most]
+    return " and ".join(
+        " ".join(filter(None, (write(amount), sign, name))) for name, amount in largest if amount >= least
+    )

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import nn
 
 from autolaunch_strategies.config import ConfigError, ModelParallel, PipelineParallel
 from autolaunch_strategies.model.blocks import find_blocks
+from autolaunch_strategies.model.lightning_module import is_lightning_module
 from autolaunch_strategies.pipeline.cut import pipelined_part
 from autolaunch_strategies.plan.choose import plan_for, planned_part
 from autolaunch_strategies.plan.layers import is_linear
@@ -19,6 +19,14 @@ from autolaunch_strategies.tensor.model_parallel import matched
 
 _RANKS = (2, 3, 5, 7)
 """Numbers of ranks for which a plan is asked, until one works."""
+
+
+class Holder(nn.Module):
+    """Stands for the LightningModule around a model: importing lightning takes longer than profiling."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
 
 @dataclass
@@ -39,7 +47,7 @@ class Subject:
         """The subject of a module, or of a LightningModule around one."""
         blocks = find_blocks(root)
         part = ""
-        if isinstance(root, pl.LightningModule):
+        if isinstance(root, Holder) or is_lightning_module(root):
             part = planned_part(root)[1].rstrip(".")
             if len(blocks):
                 part = pipelined_part(root, blocks, PipelineParallel())

@@ -17,18 +17,7 @@ from autolaunch_strategies.context.parallel import both
 from autolaunch_strategies.experts.kept import Kept
 from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.model.random_positions import drawing_again
-
-SAVE_GROUPS: dict[str, tuple[str, ...]] = {
-    "mm": ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm"),
-    "attention": (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_attention_math",
-    ),
-}
-"""What the names in `recompute_save` stand for: aten operators (and that of attention over sharded sequences)."""
+from autolaunch_strategies.training.save_groups import SAVE_GROUPS
 
 
 def apply_recompute(

@@ -29,7 +29,7 @@ from autolaunch.launch.place import Place
 from autolaunch.machine.devices import visible_devices
 from autolaunch.machine.this_machine import machine_file, this_machine
 from autolaunch.report.readable import readable_seconds
-from autolaunch.report.summary import write_summary
+from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.calibrate.trainings import Training, trainings
 from autolaunch_strategies.planner.calibrate import calibrated, fitted

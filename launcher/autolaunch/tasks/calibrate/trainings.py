@@ -16,8 +16,9 @@ from autolaunch.data import build_data
 from autolaunch.job import ResolvedJob
 from autolaunch.machine.devices import visible_devices
 from autolaunch.models import build_module
+from autolaunch.models.own_plan import own_plan
 from autolaunch.report.metrics import StepMetrics
-from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, own_plan, quiet_lightning
+from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, quiet_lightning
 from autolaunch_strategies.config import CP_BACKENDS, CP_NAMES, MP_NAMES, PP_NAMES, raise_all
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate
