@@ -44,7 +44,8 @@ def test_all_ranks_end_when_one_has_no_memory(
 
 def test_only_what_helps_is_said() -> None:
     config = {
-        "mesh": {"dp": 2, "cp": 1}, "task": "fit", "recompute": "full", "dp": {"sharding_level": 3, "cpu_offload": True},
+        "mesh": {"dp": 2, "cp": 1}, "task": "fit", "recompute": "full",
+        "dp": {"sharding_level": 3, "cpu_offload": True},
         "data": {"batch_size": 8, "microbatches": 4},
     }  # fmt: skip
     assert advice(ValueError("wrong"), config) == ""
