@@ -218,7 +218,7 @@ def _stop_in(error: BaseException) -> Stop | None:
 
 
 def _record(error: BaseException, job: ResolvedJob, place: Place, log: Path) -> Failure:
-    failure = describe(error, job.logs, place.rank, place.world_size)
+    failure = describe(error, job.logs, place.rank, place.world_size, job.config)
     write_failure(failure, job.logs)
     with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as stream:
         stream.write("".join(traceback.format_exception(error)))

@@ -68,6 +68,12 @@ def test_a_gpu_trains_as_the_cpu_does(on_cpu: Run, on_gpu: Run) -> None:
     assert on_gpu.summary["parameters"] == on_cpu.summary["parameters"]
 
 
+def test_state_in_host_memory_trains_as_on_the_device(fit: Fit, checkpoint: Path, on_cpu: Run) -> None:
+    job = ("trainer.accelerator=gpu", f"trainer.max_steps={LAST}", "dp=fsdp", "dp.cpu_offload=true")
+    run = fit(*job, f"ckpt_path={checkpoint}", "trainer.gradient_clip_val=1e6")
+    assert_same_curve(run, on_cpu, after=FIRST, tolerance=FP32)
+
+
 def test_bf16_mixed_is_close_to_fp32_and_not_the_same(fit: Fit, checkpoint: Path, on_gpu: Run) -> None:
     run = fit("trainer.accelerator=gpu", f"trainer.max_steps={LAST}", f"ckpt_path={checkpoint}", "precision=bf16-mixed")
     for name, tolerance in (("loss", 1e-3), ("grad_norm", 2e-2)):

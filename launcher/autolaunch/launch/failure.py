@@ -21,8 +21,10 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from autolaunch.job import write_beside
+from autolaunch.launch.out_of_memory import advice
 from autolaunch.launch.output_lost import output_lost
 from autolaunch_strategies.config import ConfigError, ConfigErrors
 
@@ -71,6 +73,8 @@ class Failure:
     """`error` is the whole message of a `ConfigError`: a person needs nothing else."""
     others: int = 0
     """How many more ranks failed."""
+    advice: str = ""
+    """Where memory ran out, and what takes less of it."""
 
     @property
     def exit_code(self) -> int:
@@ -84,6 +88,7 @@ class Failure:
         who = f"rank {self.rank} of {self.world_size}" if self.world_size > 1 else "the run"
         lines = [f"{who} failed: {self.error}"]
         lines += [self.details] if self.details else []
+        lines += [self.advice] if self.advice else []
         lines += [f"log: {self.log}"]
         if self.peer_lost:
             lines.append("this rank only lost contact with another; no rank wrote down an error of its own")
@@ -119,8 +124,14 @@ def log_file(directory: Path, rank: int) -> Path:
     return directory / f"rank_{rank}.log"
 
 
-def describe(error: BaseException, directory: Path, rank: int, world_size: int) -> Failure:
-    """The failure that `error` is on this rank, now."""
+def describe(
+    error: BaseException, directory: Path, rank: int, world_size: int, config: Mapping[str, Any] | None = None
+) -> Failure:
+    """The failure that `error` is on this rank, now.
+
+    Args:
+        config: of the job, for what is said of memory.
+    """
     wrong_config = isinstance(error, (ConfigError, ConfigErrors))
     notes = [str(note) for note in getattr(error, "__notes__", [])]
     lines = traceback.format_exception_only(error)
@@ -147,6 +158,7 @@ def describe(error: BaseException, directory: Path, rank: int, world_size: int) 
         time_ns=time.time_ns(),
         peer_lost=peer_lost,
         wrong_config=wrong_config,
+        advice="" if told or lost else advice(error, config),
     )
 
 

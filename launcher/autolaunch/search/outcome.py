@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autolaunch.jobs.ends import END_FILE
+from autolaunch.launch.out_of_memory import OUT_OF_MEMORY as ALLOCATORS_SAY
 from autolaunch_strategies.planner.trials import (
     CRASH,
     HANG,
@@ -26,11 +27,7 @@ from autolaunch_strategies.planner.trials import (
     Outcome,
 )
 
-MEMORY = re.compile(
-    r"OutOfMemory|out of memory|can't allocate memory|cannot allocate memory|CUBLAS_STATUS_ALLOC_FAILED|MemoryError"
-    r"|killed by SIGKILL",
-    re.IGNORECASE,
-)
+MEMORY = re.compile(rf"{ALLOCATORS_SAY}|killed by SIGKILL", re.IGNORECASE)
 """What allocators say, and how the kernel ends a process that takes too much; in the line that names the failure."""
 
 CHAINED = re.compile(r"^(torch\.(cuda\.)?OutOfMemoryError|MemoryError)\b", re.MULTILINE)

@@ -125,7 +125,7 @@ def _end_now(job: ResolvedJob, place: Place, reason: int | BaseException) -> Non
             print(text, file=sys.stderr, flush=True)
         os._exit(128 + reason)
     reason.add_note(f"no checkpoint was written: it was not done {seconds}")
-    failure = describe(reason, job.logs, place.rank, place.world_size)
+    failure = describe(reason, job.logs, place.rank, place.world_size, job.config)
     write_failure(failure, job.logs)
     if not tell_parent(RunEnd("failed", failure.exit_code, failure, failure.render())) and place.kind != "local":
         show(failure)

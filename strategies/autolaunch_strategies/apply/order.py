@@ -18,7 +18,7 @@ from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks, find_blocks
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.model.counts import Counts, count_parameters
-from autolaunch_strategies.model.materialise import WeightFiles, share_values
+from autolaunch_strategies.model.materialise import WeightFiles, place_on, share_values
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.tensor.model_parallel import ModelParallelModule
 from autolaunch_strategies.tracing.step import Step as TracedStep
@@ -86,7 +86,9 @@ def apply_parallelism(
     counts = count_parameters(module)
     if construction is not None:
         construction.remember(module)
-    share_values(_moved(module, device), mesh.group(*AXES))
+    if not all(type(parameter) is nn.Parameter for parameter in module.parameters()):
+        place_on(module, device)  # such as quantized weights, which are made when they arrive there
+    share_values(module, mesh.group(*AXES), device)
     blocks = find_blocks(module)
     with without_cache(module, config, keep=True):
         steps = _planned(Look(module, config, blocks, own_plan, training))
@@ -132,10 +134,3 @@ def _account(config: ParallelConfig, blocks: Blocks, steps: Mapping[type[Step], 
     for step in steps.values():
         account |= step.account()
     return account
-
-
-def _moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """`module` with everything that is not on meta on `device`."""
-    if device.type == "cpu":
-        return module
-    return module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

@@ -39,7 +39,7 @@ from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.model.example_inputs import as_given
-from autolaunch_strategies.model.materialise import WeightFiles, materialise
+from autolaunch_strategies.model.materialise import WeightFiles, materialise, place_on
 from autolaunch_strategies.pipeline.build import CutModel, account_of_pipeline, plan_cut
 from autolaunch_strategies.pipeline.cut import Cutting
 from autolaunch_strategies.pipeline.run import Pipeline
@@ -420,7 +420,8 @@ class Materialises(Step):
     name = "materialise"
 
     def apply(self, site: Site) -> None:
-        materialise(site.module, site.device, site.construction, site.files)
+        place_on(site.module, site.device)
+        materialise(site.module, site.device, site.construction, site.files, self.config.dp.cpu_offload)
 
 
 STEPS: tuple[type[Step], ...] = (

@@ -57,7 +57,7 @@ from autolaunch_strategies.checkpoint.storage import Planner, Reader, Writer
 from autolaunch_strategies.config import SAME_DATA_AXES, ConfigError
 from autolaunch_strategies.data_parallel.loader import equal_states
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
-from autolaunch_strategies.torch_private.collectives import LONG_LIVED
+from autolaunch_strategies.torch_private.collectives import LONG_LIVED, OF_THE_MACHINE
 from autolaunch_strategies.torch_private.meshes import local_index
 
 OURS = "autolaunch"
@@ -319,7 +319,7 @@ def readable(path: Path) -> Iterator[None]:
             ) from error
         if isinstance(reason, OSError):
             raise damaged(path, f"can't be read: {reason}") from error
-        if isinstance(reason, _UNREADABLE) and not isinstance(reason, torch.OutOfMemoryError | dist.DistError):
+        if isinstance(reason, _UNREADABLE) and not isinstance(reason, OF_THE_MACHINE):
             raise damaged(path, f"is damaged: torch can't read it ({type(reason).__name__})") from error
         raise
 

@@ -44,6 +44,7 @@ from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
 from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut, repeated_to
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
+from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 from autolaunch_strategies.torch_private.fsdp import end_left_forward, gathered_once
 from autolaunch_strategies.torch_private.modes import is_active, without_torch_functions
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
@@ -428,6 +429,8 @@ class ShardedModule:
             times = TRAFFIC.times - self._gathers_within - before
         except ConfigError as error:
             return False, error
+        except OF_THE_MACHINE:
+            raise
         except Exception as error:  # whatever a model raises that is handed another kind of tensor
             self._end_left_forward()
             log.debug("cp: %s can't be opened: %s", self.name, error, exc_info=True)
@@ -460,6 +463,8 @@ class ShardedModule:
         except ConfigError as error:
             self._end_left_forward()
             return None, error.problem, error
+        except OF_THE_MACHINE:
+            raise
         except Exception as error:  # whatever a model raises when shapes don't fit
             self._end_left_forward()
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]

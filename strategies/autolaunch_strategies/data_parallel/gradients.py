@@ -235,6 +235,7 @@ def gradient_norm(
         device: where a rank without any gradient takes part; by default the CPU.
     """
     groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
+    homes: dict[tuple[dist.ProcessGroup, ...], torch.device] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None or not counted(parameter):
@@ -251,11 +252,12 @@ def gradient_norm(
                 if not placement.is_replicate()
             )
         groups[sharded_over].append(_dense(_local(gradient)))
+        homes[sharded_over] = _where_it_travels(gradient)
     operator = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     total: torch.Tensor | None = None
     for sharded_over, gradients in groups.items():
         precision = torch.float64 if any(item.dtype == torch.float64 for item in gradients) else torch.float32
-        part = torch.zeros((), device=gradients[0].device, dtype=precision)
+        part = torch.zeros((), device=homes[sharded_over], dtype=precision)
         if filled := [gradient for gradient in gradients if gradient.numel()]:  # a small shard may be empty
             norms = torch._foreach_norm(filled, norm_type, dtype=precision)
             part = torch.linalg.vector_norm(torch.stack([norm.to(part.device) for norm in norms]), norm_type)
@@ -281,6 +283,13 @@ def _widest(precision: torch.dtype, group: dist.ProcessGroup, device: torch.devi
     wide = torch.tensor(int(precision == torch.float64), device=host_device(device, group))
     dist.all_reduce(wide, op=dist.ReduceOp.MAX, group=group)
     return torch.float64 if wide else torch.float32
+
+
+def _where_it_travels(gradient: torch.Tensor) -> torch.device:
+    """Where what is computed of a gradient meets that of other ranks: gradients in host memory travel on the device."""
+    if isinstance(gradient, DTensor) and gradient.device_mesh.device_type != gradient.device.type:
+        return torch.device(gradient.device_mesh.device_type)
+    return gradient.device
 
 
 @torch.no_grad()

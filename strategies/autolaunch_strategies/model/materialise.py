@@ -1,6 +1,7 @@
 """Give a parallelised module its values: from a recorded construction, from files, or from what it already holds.
 
-Never more than one parameter is held whole, and each rank keeps its own part only.
+Never more than one parameter is held whole on a device, and each rank keeps its own part only. What a constructor made
+in host memory goes to the device when it has been sharded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
-from autolaunch_strategies.torch_private.meshes import local_index
+from autolaunch_strategies.torch_private.meshes import local_index, with_local
 
 Index = tuple[slice, ...]
 
@@ -30,11 +31,16 @@ class WeightFiles(Protocol):
 
 @torch.no_grad()
 def materialise(
-    module: nn.Module, device: torch.device, construction: Construction | None, files: WeightFiles | None = None
+    module: nn.Module,
+    device: torch.device,
+    construction: Construction | None,
+    files: WeightFiles | None = None,
+    offloaded: bool = False,
 ) -> None:
     """Replace every meta parameter and buffer of `module` by a real one on `device`.
 
     Args:
+        offloaded: keep what is sharded in host memory. Random numbers are drawn on `device` all the same.
         construction: the record of the module's constructor; gives everything that `files` does not.
         files: weights by parameter name; they win over the construction.
 
@@ -48,15 +54,16 @@ def materialise(
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         index = local_index(tensor) if isinstance(tensor, DTensor) else None
         home = device if tensor.is_meta else local.device
+        kept = torch.device("cpu") if offloaded and index is not None else home
         if in_files:
             assert files is not None
             values = files.read(name, index)
             if values.shape != local.shape:
                 raise ConfigError(name, f"has shape {tuple(values.shape)} in the files, {tuple(local.shape)} here")
-            values = values.to(home, local.dtype, copy=True)
+            values = values.to(kept, local.dtype, copy=True)
         else:
             whole = _whole(name, construction, home)
-            values = whole if index is None else whole[index].clone()
+            values = whole if index is None else whole[index].clone().to(kept)
             del whole
         if tensor.is_meta:
             _become(tensor, values.to(local.dtype))
@@ -64,13 +71,40 @@ def materialise(
             local.copy_(values)
 
 
-def share_values(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+def share_values(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Give every rank the values that the first rank of `group` holds: parameters and buffers that are not on meta.
 
     For modules that each process built by itself, with whatever random state it had.
+
+    Args:
+        device: where tensors travel, one by one; they stay where they are.
     """
     if group is not None:
-        _share([tensor for _, tensor in _tensors(module)], group)
+        _share([tensor for _, tensor in _tensors(module)], group, device)
+
+
+@torch.no_grad()
+def place_on(module: nn.Module, device: torch.device) -> None:
+    """Move to `device` what is neither there nor on meta nor sharded, as `nn.Module.to` does; what is sharded stays."""
+
+    def stays(tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, DTensor) or tensor.is_meta or tensor.device == device
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if stays(tensor) else tensor.to(device)
+
+    for part in module.modules():
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if all(map(stays, own)):
+            continue
+        if not any(isinstance(tensor, DTensor) for tensor in own):
+            part._apply(moved, recurse=False)  # some modules override it
+            continue
+        for parameter in part.parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                parameter.data = moved(parameter.data)
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else moved(buffer)
 
 
 def share_statistics(module: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -84,12 +118,12 @@ def share_statistics(module: nn.Module, group: dist.ProcessGroup | None) -> None
 
 
 @torch.no_grad()
-def _share(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _share(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, device: torch.device | None = None) -> None:
     source = dist.get_global_rank(group, 0)
     for tensor in tensors:
         if tensor.is_meta or isinstance(tensor, DTensor):
             continue
-        travelling = tensor.detach().contiguous()
+        travelling = tensor.detach().to(device or tensor.device).contiguous()
         dist.broadcast(travelling, source, group=group)
         if travelling.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(travelling)
@@ -114,9 +148,7 @@ def _become(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Turn a meta tensor into a real one, keeping the object: ties and references to it stay right."""
     real = local
     if isinstance(tensor, DTensor):
-        real = DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        real = with_local(tensor, local)
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     real.__dict__.update(tensor.__dict__)

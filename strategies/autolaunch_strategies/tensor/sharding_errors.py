@@ -13,6 +13,7 @@ from torch import nn
 
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.plan.rules import Match, Rule
+from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 
 _ABOUT_SHARDING = re.compile(r"DTensor|[Ss]harding|[Ss]harded|[Rr]edistribut|placements")
 _PLANS: weakref.WeakKeyDictionary[nn.Module, list[Match]] = weakref.WeakKeyDictionary()
@@ -34,7 +35,7 @@ def explained(error: Exception, frame: FrameType | None = None) -> ShardingError
         frame: the innermost frame of the code that ran; by default the frames of the error's own traceback.
     """
     text = str(error).strip()
-    if isinstance(error, ConfigError) or not _PLANS or not _ABOUT_SHARDING.search(text):
+    if isinstance(error, (ConfigError, *OF_THE_MACHINE)) or not _PLANS or not _ABOUT_SHARDING.search(text):
         return None
     frames = _outwards(frame) if frame is not None else _of_traceback(error)
     name, module, matches = _innermost(frames)

@@ -17,7 +17,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
@@ -29,6 +28,7 @@ from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.tensor.sharding_errors import raise_explained
 from autolaunch_strategies.tensor.vocabulary_loss import vocabulary_cross_entropy
 from autolaunch_strategies.torch_private.backward import run_backward, version_of
+from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 from autolaunch_strategies.torch_private.modes import changes_first
 from autolaunch_strategies.torch_private.sharding_rules import register_missing_rules
 
@@ -131,7 +131,7 @@ class MixedTensors(TorchFunctionMode):
         try:
             return _combined(func(*args, **kwargs))
         except (NotImplementedError, RuntimeError, IndexError) as error:
-            if changes_first(func) or isinstance(error, _NOT_ABOUT_SHARDING):
+            if changes_first(func) or isinstance(error, OF_THE_MACHINE):
                 raise
             result = _on_whole_tensors(replicate, func, args, kwargs)  # what is wrong anyway fails again here
             _warn_once(getattr(func, "__name__", str(func)), str(error))
@@ -171,10 +171,6 @@ def _replicated_except(tensor: DTensor, kept: list[bool]) -> DTensor:
 
 def _is_linear(placement: Placement) -> bool:
     return not isinstance(placement, Partial) or (type(placement) is Partial and placement.reduce_op in ("sum", "avg"))
-
-
-_NOT_ABOUT_SHARDING = (torch.OutOfMemoryError, dist.DistError)
-"""Errors that a whole tensor would meet as well: it takes more memory, and other ranks may be gone."""
 
 
 def _backward(loss: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> None:

@@ -9,6 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+OF_THE_MACHINE: tuple[type[Exception], ...] = (
+    torch.OutOfMemoryError, MemoryError, dist.DistError, *filter(None, [getattr(torch, "AcceleratorError", None)]),
+)  # fmt: skip
+"""Errors of the device, or of another rank, and not of what was called: to try something else doesn't help.
+
+Other ranks wait meanwhile, so whatever looks at errors to find out what a model can do raises these at once. Most of
+them are a RuntimeError. `torch.AcceleratorError` is new in torch 2.8.
+"""
+
 LONG_LIVED = "long timeout"
 """The description of groups whose timeout stays as they were made with."""
 

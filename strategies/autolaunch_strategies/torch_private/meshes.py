@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -34,6 +35,14 @@ def local_index(tensor: DTensor) -> tuple[slice, ...]:
     """Which part of the whole tensor this rank holds, as one slice per dim."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor as `tensor`, of which this rank holds `local`, wherever that is.
+
+    `DTensor.from_local` would move it to the kind of device that the mesh has, away from host memory.
+    """
+    return _from_local_no_grad(local.detach(), tensor._spec)
 
 
 def local_shape(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> tuple[int, ...]:

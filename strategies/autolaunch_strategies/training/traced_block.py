@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autolaunch_strategies.model.blocks import Block
+from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 from autolaunch_strategies.torch_private.joint_graph import each_operator_is_seen, is_eager_forced, traced_jointly
 from autolaunch_strategies.torch_private.modes import outside_of_modes, without_torch_functions
 from autolaunch_strategies.torch_private.parts import Layout, layout_of, parts_of, with_layout
@@ -215,7 +216,7 @@ class TracedForward:
             self._refuse_hooks()
             with attributes_kept(self.module), errors_not_logged():
                 return traced.run(*tensors)
-        except (torch.OutOfMemoryError, dist.DistError):
+        except OF_THE_MACHINE:
             raise
         except Exception as error:
             if voted and not isinstance(error, _CanNotBeTraced):

@@ -15,6 +15,7 @@ from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.plan.rules import StyleSpec
 from autolaunch_strategies.tensor.styles import context, experts, hooks, sequence, tensor
 from autolaunch_strategies.tensor.styles.base import Region, Style
+from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 
 
 class TorchStyle(Style):
@@ -39,6 +40,8 @@ class TorchStyle(Style):
         kept = set(placed)
         try:
             region.replacing_parameters(module, lambda: self.style._apply(module, region.mesh), kept)
+        except OF_THE_MACHINE:
+            raise
         except (NotImplementedError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"mp.plan: {name}: {type(self.style).__name__}",
