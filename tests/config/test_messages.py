@@ -565,7 +565,7 @@ WRONG = [
     ),
     pytest.param(
         ["precision=bf16"],
-        Told("precision=bf16", "choices", allowed="32-true, bf16-mixed, bf16-true", write="precision=bf16-mixed"),
+        Told("precision=bf16", "choices", allowed=("32-true", "bf16-true, float8"), write="precision=bf16-mixed"),
         id="choice-by-prefix",
     ),
     pytest.param(

@@ -8,10 +8,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.plugins import Precision
 
 from autolaunch_strategies import MeshStrategy
-from autolaunch_strategies.config import ConfigError, parse_mesh
-from autolaunch_strategies.lightning.refusals import refuse_callbacks
+from autolaunch_strategies.config import ConfigError, parallel_config, parse_mesh
+from autolaunch_strategies.lightning.refusals import refuse_callbacks, refuse_scaler
 from tests.lightning import any_signature
 from tests.support.messages import assert_told
 from tests.support.ranks import Group, GroupOf, differences
@@ -267,6 +268,17 @@ def test_ranks_do_not_look_for_a_batch_size_each() -> None:
     refuse_callbacks(trainer, parse_mesh("1"), 0)
     with pytest.raises(ConfigError, match="BatchSizeFinder"):
         refuse_callbacks(trainer, parse_mesh("mp2"), 0)
+
+
+@pytest.mark.parametrize(("mesh", "ep", "told"), [("mp2", 1, "mp=2"), ("pp2", 1, "pp=2"), ("dp2", 2, "ep=2")])
+def test_a_scaled_loss_is_refused_where_not_everything_sees_the_scale(mesh: str, ep: int, told: str) -> None:
+    scaled: Any = SimpleNamespace(scaler=object())
+    refuse_scaler(scaled, parallel_config("dp2xcp2", cp="gather"))
+    refuse_scaler(Precision(), parallel_config(mesh, ep=ep))
+    with pytest.raises(ConfigError) as caught:
+        refuse_scaler(scaled, parallel_config(mesh, ep=ep))
+    key = f"precision=16-mixed with {told}"
+    assert_told(caught.value, key, "scaled", allowed=("dp and cp",), write="precision=bf16-mixed")
 
 
 def test_an_unknown_batch_size_is_refused() -> None:

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from autolaunch_strategies.config import SHARDING_AXES, ConfigError, MeshShape, PipelineParallel
+from autolaunch_strategies.config import SHARDING_AXES, ConfigError, MeshShape, ParallelConfig, PipelineParallel
 
 _NEED_WHOLE_WEIGHTS: dict[type, tuple[str, str]] = {
     pl.callbacks.WeightAveraging: ("averages", "averaging the weights of saved checkpoints"),
@@ -47,6 +48,23 @@ def refuse_callbacks(trainer: pl.Trainer, mesh: MeshShape, level: int) -> None:
                 "it tries sizes until one rank runs out of memory, while the others wait for it",
                 "a size that was found on one device, or what `autolaunch plan` says of memory",
             )
+
+
+def refuse_scaler(precision: Precision, config: ParallelConfig) -> None:
+    """Raise ConfigError for fp16 with a scaled loss where parts of a backward pass would not see the scale.
+
+    Stages differentiate their microbatches before the loss is scaled; and of parameters that are sharded in different
+    ways, one rank may find an overflow that the others do not.
+    """
+    axes = [f"{axis}={config.mesh.sizes[axis]}" for axis in ("mp", "pp") if config.mesh.sizes[axis] > 1]
+    axes += [f"ep={config.ep}"] if config.ep > 1 else []
+    if getattr(precision, "scaler", None) is not None and axes:
+        raise ConfigError(
+            f"precision=16-mixed with {', '.join(axes)}",
+            "the loss is scaled, and not every part of the backward pass would know by how much",
+            "bf16-mixed, which needs no scale; 16-mixed with dp and cp alone",
+            "precision=bf16-mixed",
+        )
 
 
 def refuse_module_in_stages(module: pl.LightningModule, pp: PipelineParallel) -> None:

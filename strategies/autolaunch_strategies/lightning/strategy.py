@@ -57,6 +57,7 @@ from autolaunch_strategies.lightning.refusals import (
     refuse_callbacks,
     refuse_module_in_stages,
     refuse_optimizers_in_stages,
+    refuse_scaler,
 )
 from autolaunch_strategies.lightning.replaced import replace_functions
 from autolaunch_strategies.lightning.staged_steps import StagedSteps
@@ -389,6 +390,7 @@ class MeshStrategy(ParallelStrategy):
             refuse_module_in_stages(module, self.parallel.pp)
         if fitting:
             refuse_callbacks(trainer, self.shape, self.parallel.dp.sharding_level)
+            refuse_scaler(self.precision_plugin, self.parallel)
         self.model = module
         self._parallelize(module, fitting)
         self._model_name = type(planned_part(module)[0]).__name__
