@@ -159,7 +159,8 @@ def _own_device(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.dev
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type != "cuda":
         return device
-    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
+    local_rank = int(os.environ.get("LOCAL_RANK", device.index or 0))
+    own = torch.device("cuda", local_rank % torch.cuda.device_count())  # it may see its own one alone
     torch.cuda.set_device(own)
     if device != own:
         model.to(own)  # in place: the optimizer holds the same parameters

@@ -60,7 +60,8 @@ def measure(job: ResolvedJob, place: Place) -> dict[str, Any]:
 def _measure(job: ResolvedJob, place: Place) -> dict[str, Any]:
     config = job.config
     kind, _ = visible_devices(config["trainer"]["accelerator"])
-    device = torch.device("cuda", place.local_rank) if kind == "gpu" else torch.device("cpu")
+    # As in `worker`: a rank may see its own device alone.
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "gpu" else torch.device("cpu")
     base = _base(config, place, device)
     bench = Bench(device, base.processors, place.local_world_size, PROBE_SECONDS)
     measured = bench.all()
