@@ -223,7 +223,7 @@ def test_nothing_to_do(config: Any, caplog: pytest.LogCaptureFixture) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with caplog.at_level(logging.WARNING):
         assert parallelize(model, optimizer, None, config) == (model, optimizer)
-    told = "parallelize: the config has none of dp_config, mp_config, pp_config, cp_config; nothing is done"
+    told = "parallelize: the config has none of dp_config, mp_config, pp_config, cp_config, ep; nothing is done"
     assert [record.getMessage() for record in caplog.records] == ([] if config is None else [told])
 
 
@@ -231,9 +231,9 @@ def test_nothing_to_do(config: Any, caplog: pytest.LogCaptureFixture) -> None:
     ("mesh", "config", "expected"),
     [
         pytest.param(ONE, {"dp_confg": {}}, "config['dp_confg']: no such key; did you mean dp_config?\n"
-                     "  allowed: dp_config, mp_config, pp_config, cp_config", id="key"),
+                     "  allowed: dp_config, mp_config, pp_config, cp_config, ep", id="key"),
         pytest.param(ONE, [1], "config: a mapping is needed, not list\n"
-                     "  allowed: dp_config, mp_config, pp_config, cp_config", id="type"),
+                     "  allowed: dp_config, mp_config, pp_config, cp_config, ep", id="type"),
         pytest.param(ONE, {"dp_config": 1}, "dp_config: a mapping is needed, not int", id="inner type"),
         pytest.param(ONE, {"cp_config": {}}, "cp_config: ProcessMesh(dp=1, mp=1, ranks=[0]) has no axis cp\n"
                      "  allowed: a mesh with 'cp' among its dim_names", id="no cp"),

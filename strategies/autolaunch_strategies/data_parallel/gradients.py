@@ -155,11 +155,11 @@ def pack_gradients(parameters: Sequence[nn.Parameter], device: torch.device | No
         if gradient is None:
             has_gradient[index].zero_()
     flat = torch.cat([piece.to(device or piece.device) for piece in (*pieces, has_gradient)])
-    for parameter, piece in zip(
-        parameters, flat.split([piece.numel() for piece in pieces] + [len(pieces)]), strict=False
-    ):
-        if parameter.grad is not None and _can_be_view(parameter, flat):
-            parameter.grad = piece.view_as(parameter)
+    if _can_be_views(parameters, flat):
+        parts = flat.split([*(piece.numel() for piece in pieces), len(pieces)])
+        for parameter, part in zip(parameters, parts, strict=False):
+            if parameter.grad is not None:
+                parameter.grad = part.view_as(parameter)
     return flat
 
 
@@ -179,7 +179,7 @@ def unpack_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> 
             present = pieces[-1].tolist() if present is None else present
             if not present[index]:
                 continue
-            if _can_be_view(parameter, flat):
+            if _can_be_views(parameters, flat):
                 parameter.grad = piece.view_as(parameter)
                 continue
             parameter.grad = torch.zeros_like(parameter)
@@ -194,9 +194,13 @@ def unpack_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> 
         torch._foreach_copy_(copied, sources)
 
 
-def _can_be_view(parameter: nn.Parameter, flat: torch.Tensor) -> bool:
-    plain = not isinstance(parameter, DTensor) and parameter.is_contiguous()
-    return plain and (parameter.dtype, parameter.device) == (flat.dtype, flat.device)
+def _can_be_views(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> bool:
+    """Whether gradients can: all or none, since a single view would keep the memory of all others beside theirs."""
+    kind = flat.dtype, flat.device
+    return all(
+        not isinstance(item, DTensor) and item.is_contiguous() and (item.dtype, item.device) == kind
+        for item in parameters
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,8 @@ def start_all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.Pro
 def host_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
     """Where tensors are whose values the host needs at once: in its own memory, if the group has a backend for it."""
     host = torch.device("cpu")
+    if device == host:
+        return host
     try:  # what a configuration says of a group, a part of it may have lost when it was split off
         (group or dist.distributed_c10d._get_default_group())._get_backend(host)
     except RuntimeError:
