@@ -25,8 +25,10 @@ def nearest_path(place: Path) -> Path | None:
     if first is None:
         return place
     try:
-        beside = [
-            entry for entry in first.parent.iterdir() if entry.name[0] != "." and (first == place or entry.is_dir())
+        beside = [  # a link may lead nowhere
+            entry
+            for entry in first.parent.iterdir()
+            if entry.name[0] != "." and (entry.exists() if first == place else entry.is_dir())
         ]
     except OSError:
         return None

@@ -123,7 +123,7 @@ def test_what_is_proposed_can_be_run_and_the_rest_has_reasons() -> None:
     refused = why(make_plan(dense, RECIPE, machines(), plan.wanted), {"ep": 2}).sentences
     assert "it has no mixture of experts" in refused[0]
     compiled = make_plan(profile(), dataclasses.replace(RECIPE, compiled=True), machines(), plan.wanted)
-    assert compiled.chosen.ep == 1 and "compile=false, or ep=1" in why(compiled, {"ep": 2}).sentences[0]
+    assert compiled.chosen.ep > 1  # what lies beside the experts is compiled
 
 
 def test_tokens_that_leave_the_node_cost_more_and_are_warned_of() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def _constant(value: float, sigma: float, help: str) -> Any:
@@ -58,6 +59,8 @@ class Constants:
 
         What several experts of a rank have too many or too few evens out as in a sum of independent numbers.
         """
+        import numpy as np  # pages that name constants need none
+
         return np.where(ep > 1, 1 + (self.imbalance - 1) / np.sqrt(max(experts, 1) / ep), 1.0)
 
 
