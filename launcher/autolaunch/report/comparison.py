@@ -116,16 +116,16 @@ def parting(first: Run, second: Run, step: int, tolerance: float) -> Parting | N
         return None
     tables = first.steps[step - 1], second.steps[step - 1]
     for kind in (BATCH, WEIGHT, OUTPUT, GRADIENT):
-        both = [{**table.get(kind, {})} for table in tables]
+        both = [table.get(kind, {}) for table in tables]
         smallest = _NOISE * max((moments[1] for table in both for moments in table.values()), default=0.0)
         for name in both[0]:
             if name not in both[1]:
                 continue
-            (mean, rms), (other_mean, other_rms) = both[0][name], both[1][name]
-            scale = max(rms, other_rms, 0.0 if kind == BATCH else smallest)
-            relative = max(_relative(mean, other_mean, scale), _relative(rms, other_rms, scale))
+            moments = both[0][name], both[1][name]
+            scale = max(moments[0][1], moments[1][1], 0.0 if kind == BATCH else smallest)
+            relative = max(_relative(*pair, scale) for pair in zip(*moments, strict=True))
             if not relative <= tolerance:
-                return Parting(kind, name, ((mean, rms), (other_mean, other_rms)), relative, before, count)
+                return Parting(kind, name, moments, relative, before, count)
             before, count = max(before, relative), count + 1
     return None
 
@@ -161,8 +161,8 @@ def print_comparison(runs: Sequence[Run], tolerance: float, console: Console) ->
     for run in runs[1:]:
         apart = difference(first, run, tolerance)
         if apart.step is None:
-            line = f"  {run.label}  equal to {_digits(apart.largest)}"
-            console.print(Text(line, style="green"), soft_wrap=True)
+            line = f"  {run.label}  equal to {_digits(apart.largest)} in loss and gradient norm"
+            console.print(Text(line + _of_weights(first, run, tolerance), style="green"), soft_wrap=True)
             continue
         equal = False
         values = " and ".join(f"{value:.7g}" for value in apart.values)
@@ -175,6 +175,18 @@ def print_comparison(runs: Sequence[Run], tolerance: float, console: Console) ->
         cause = likely_cause(first, run, apart.step, where, tolerance)
         console.print(f"    likely: {cause}", highlight=False, soft_wrap=True, markup=False)
     return equal
+
+
+def _of_weights(first: Run, second: Run, tolerance: float) -> str:
+    """What is said of the weights after the last step, if they were kept.
+
+    No verdict: where a gradient is nothing but rounding, Adam makes steps of its sign.
+    """
+    steps = len(first.steps)
+    if not steps or len(second.steps) != steps:
+        return ""
+    where = parting(first, second, steps, tolerance)
+    return ", and in weights" if where is None else f"; weights are not: {where.name} ({_digits(where.relative)})"
 
 
 def _told(where: Parting, run: Run) -> list[str]:
