@@ -29,8 +29,10 @@ ROUNDED = {"loss": 1e-6, "grad_norm": 1e-4}
 """In the first step, where every rank multiplies whole rows of what one process multiplies. bf16 differs from float8 by
 1.6e-4 and 1.7e-3.
 """
+PARTS = {"loss": 1e-4, "grad_norm": 1.5e-3}
+"""In the first step, where scales are those of parts of rows: still closer than bf16 is. Seen: 4e-5 and 8e-4."""
 NOISE = {"loss": 5e-4, "grad_norm": 5e-3}
-"""Where scales are those of parts of rows, or weights have learned from other rounding. Seen: 8e-5 and 2.4e-3."""
+"""Where weights have learned from other rounding. Seen: 2e-4 and 2.4e-3."""
 
 
 class Mixed(nn.Module):
@@ -81,11 +83,11 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Commands:
     [
         pytest.param("mesh=2 dp=ddp", ROUNDED, id="dp0"),
         pytest.param("mesh=2 dp=fsdp", ROUNDED, id="dp3"),
-        pytest.param("mesh=1x2 mp=tensor_parallel", NOISE, id="mp"),
-        pytest.param("mesh=2x2 mp=seq_parallel recompute=full", NOISE, id="dp-sp-recompute"),
+        pytest.param("mesh=1x2 mp=tensor_parallel", PARTS, id="mp"),
+        pytest.param("mesh=2x2 mp=seq_parallel recompute=full", PARTS, id="dp-sp-recompute"),
         pytest.param("mesh=1x1x2", ROUNDED, id="pp"),
         pytest.param("mesh=1x1x2 pp=1f1b data.microbatches=2", ROUNDED, id="1f1b"),
-        pytest.param("mesh=1x1x1x2 cp=ring", NOISE, id="cp"),
+        pytest.param("mesh=1x1x1x2 cp=ring", PARTS, id="cp"),
     ],
 )
 def test_every_mesh_computes_what_one_process_does(command: Commands, arguments: str, first: dict[str, float]) -> None:
