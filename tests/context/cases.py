@@ -350,7 +350,7 @@ training("recompute-selective", modules.built_in, LABELLED, *everywhere(recomput
 training("compiled", modules.built_in, LABELLED, on("cp2", "gather", compile=True, timeout=250), max_steps=2, **CLIP)
 training(
     "captured", modules.built_in, LABELLED, on("cp2", "gather", compile=True),
-    on("mp2xcp2", "ring", label="sp", mp="seq_parallel", compile=True),
+    on("mp2xcp2", "ring", label="sp", mp="seq_parallel", compile=True, timeout=250),
     on("mp2xcp2", "ulysses", label="selective", mp="tensor_parallel", compile=True, recompute="selective"),
     max_steps=2, inside=captured, **CLIP,
 )  # fmt: skip

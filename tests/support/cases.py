@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import json
 import logging
@@ -46,6 +47,7 @@ def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False) ->
     """
     import torch
 
+    faulthandler.enable()  # a process that ends by a signal tells where it stood
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)

@@ -199,8 +199,13 @@ class Group:
     def read(self, case: str, rank: int = 0) -> Any:
         """What the case returned on a rank. Fails with the traceback of the first rank on which it raised."""
         written = self._written(case)
-        raised = [f"rank {number}:\n{item['traceback']}" for number, item in written.items() if "error" in item]
-        assert not raised, "\n".join(raised)
+        raised = {number: item for number, item in written.items() if "error" in item}
+        if raised:  # what was raised first: tracebacks are long, and logs are cut
+            errors = [f"rank {number}: {item['error']}" for number, item in raised.items()]
+            silent = sorted({*range(self.count)} - {*written})
+            came = f"nothing came from ranks {silent}:\n{self._tail()}" if silent else "every rank answered"
+            traces = [f"rank {number}:\n{item['traceback']}" for number, item in raised.items()]
+            raise AssertionError("\n".join([*errors, came, *traces]))
         assert rank in written, f"{case} has no result on rank {rank}:\n{self._tail()}"
         return written[rank]["result"]
 
