@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-KERNELS = ("auto", "varlen", "sdpa")
+PACKED_KERNELS = ("auto", "varlen", "sdpa")
 """Values of `model.packed_attention`."""
 
 OURS = "autolaunch_documents"
 """What `transformers` calls the attention that is registered there."""
+
+NOT_PACKED = "there are no packed documents without data.packing=documents"
+"""What is said of data that keep each document in a row of its own."""
 
 _WINDOWS = "layers with a sliding window have sdpa with a mask"
 
@@ -33,7 +36,7 @@ class PackedAttention:
 
     def account(self) -> dict[str, str]:
         """As plan.yaml has it."""
-        return {"kernel": self.kernel, "reason": self.reason}
+        return {"packed_attention": {"kernel": self.kernel, "reason": self.reason}}
 
 
 def may_pack(config: Mapping[str, Any]) -> bool:
@@ -41,12 +44,16 @@ def may_pack(config: Mapping[str, Any]) -> bool:
     return config["data"].get("packing") == "documents" or "_target_" in config["data"]
 
 
-def reason_of_config(config: Mapping[str, Any]) -> str | None:
-    """Why a job can't compute packed documents by the kernel for them, as far as its keys say it; None if it can."""
+def reason_of_config(config: Mapping[str, Any], cp: int) -> str | None:
+    """Why a job can't compute packed documents by the kernel for them, as far as its keys say it; None if it can.
+
+    Args:
+        cp: ranks that share a sequence.
+    """
     model, precision = config["model"], config["precision"]
     if not may_pack(config):
-        return "there are no packed documents without data.packing=documents"
-    if config["mesh"]["cp"] > 1:
+        return NOT_PACKED
+    if cp > 1:
         return "along cp documents are kept apart by what computes attention there"
     if "16" not in str(lightning_precision(precision)):
         return f"the kernel computes in bf16 and fp16 (precision={precision})"
@@ -58,14 +65,15 @@ def reason_of_config(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def settle(model: nn.Module, config: Mapping[str, Any], device: torch.device) -> PackedAttention | None:
-    """Choose what computes attention of packed documents on `device`, and let `model` use it.
+def settle(config: Mapping[str, Any], model: nn.Module, device: torch.device | None) -> PackedAttention | None:
+    """Choose what computes attention of packed documents, and let `model` use it.
 
     Args:
         config: the fields of `autolaunch.config.schema.Job`.
+        device: where the model will run; None if that is not known here: a GPU that has the kernel.
 
     Returns:
-        None for a job that has no such choice: no packed documents, or a model of one's own.
+        None for a job that has no such choice: no packed documents, or a model or module of one's own.
 
     Raises:
         ConfigError: `model.packed_attention=varlen` where it can't be.
@@ -73,24 +81,26 @@ def settle(model: nn.Module, config: Mapping[str, Any], device: torch.device) ->
     from autolaunch_strategies.model.document_attention import device_reason
 
     wanted = config["model"].get("packed_attention")
-    if wanted is None or config["module"] is not None or not may_pack(config):
+    if wanted is None or "_target_" in config["model"] or config["module"] is not None or not may_pack(config):
         return None
     if wanted == "sdpa":
         return PackedAttention("sdpa", "model.packed_attention=sdpa")
-    reason = reason_of_config(config) or device_reason(device)
+    reason = reason_of_config(config, config["mesh"]["cp"])
+    if reason is None and device is not None:
+        reason = device_reason(device)
     if reason is None:
         reason = use_kernel(model)
     if reason is None:
-        return PackedAttention("varlen", "documents are known; nothing is computed between them" + _but_windows(model))
+        where = "on GPUs that have it, " if device is None else ""
+        return PackedAttention("varlen", f"{where}nothing is computed between documents{_but_windows(model)}")
     if wanted == "varlen":
-        raise refusal(reason)
-    return PackedAttention("sdpa", f"with a mask: {reason}")
+        raise refusal(reason, "model.packed_attention=varlen")
+    return PackedAttention("sdpa", reason)
 
 
-def refusal(reason: str) -> ConfigError:
+def refusal(reason: str, key: str) -> ConfigError:
     """What is said where `model.packed_attention=varlen` can't be."""
-    write = "model.packed_attention=auto"
-    return ConfigError("model.packed_attention=varlen", reason, "auto: the kernel wherever it can be, sdpa", write)
+    return ConfigError(key, reason, "auto (varlen wherever it can be), sdpa", "model.packed_attention=auto")
 
 
 def use_kernel(model: nn.Module) -> str | None:
