@@ -110,7 +110,7 @@ _TRAINABLE_HELP = (
 )
 
 _PACKED_ATTENTION = (
-    "What computes attention of packed documents: varlen, a kernel that computes nothing between them (CUDA, in bf16 or "
+    "What computes attention of packed documents: varlen, a kernel that computes nothing between them (CUDA, bf16 or "
     "fp16, without cp); sdpa, torch's own with a mask; auto, varlen wherever it can be."
 )
 

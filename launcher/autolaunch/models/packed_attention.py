@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -137,27 +138,27 @@ def _register(transformers: Any) -> None:
     transformers.AttentionMaskInterface.register(OURS, _mask)
 
 
-def _mask(*args: Any, mask_function: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+def _mask(**given: Any) -> Any:
     """As `sdpa_mask`; for a causal mask within documents and nothing else, the documents themselves."""
     from transformers.masking_utils import sdpa_mask
 
     from autolaunch_strategies.model.document_attention import documents_of
 
-    numbers = None if args or mask_function is None else _numbers_of_documents(mask_function)
-    if numbers is None or kwargs.get("attention_mask") is not None or kwargs["kv_length"] != kwargs["q_length"]:
-        return sdpa_mask(*args, **kwargs, **({} if mask_function is None else {"mask_function": mask_function}))
+    numbers = _numbers_of_documents(given.get("mask_function"))
+    if numbers is None or given.get("attention_mask") is not None or given.get("kv_length") != given.get("q_length"):
+        return sdpa_mask(**given)
     begins = numbers.diff(prepend=numbers[:, :1]) != 0
-    return documents_of(begins.expand(kwargs["batch_size"], -1))
+    return documents_of(begins.expand(given["batch_size"], -1))
 
 
-def _numbers_of_documents(mask_function: Callable[..., Any]) -> torch.Tensor | None:
+def _numbers_of_documents(mask_function: Callable[..., Any] | None) -> torch.Tensor | None:
     """The number of each token's document, [b, s], if that and the order of tokens is all that a mask goes by.
 
     `transformers` composes masks of functions. What it composes otherwise than known here stays a mask.
     """
     from transformers.masking_utils import causal_mask_function
 
-    if _maker(mask_function) != "and_masks":
+    if mask_function is None or _maker(mask_function) != "and_masks":
         return None
     parts = {_maker(part): _kept_by(part) for part in _kept_by(mask_function).get("mask_functions", ())}
     if parts.keys() != {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}:
@@ -174,8 +175,7 @@ def _maker(function: Callable[..., Any]) -> str:
 
 def _kept_by(function: Callable[..., Any]) -> dict[str, Any]:
     """What a function has from the one that made it, by name."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return {} if not cells else dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
 
 
 def _attend(
