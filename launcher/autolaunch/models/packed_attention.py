@@ -35,7 +35,7 @@ class PackedAttention:
     """varlen or sdpa."""
     reason: str
 
-    def account(self) -> dict[str, str]:
+    def account(self) -> dict[str, dict[str, str]]:
         """As plan.yaml has it."""
         return {"packed_attention": {"kernel": self.kernel, "reason": self.reason}}
 

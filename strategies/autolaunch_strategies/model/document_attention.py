@@ -150,7 +150,8 @@ def lengths_of(documents: torch.Tensor) -> tuple[torch.Tensor, int]:
 def _run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = kernels.varlen_attention(*map(_in_line, (q, k, v)), *lengths_of(documents), scale)
+    cumulative, longest = lengths_of(documents)
+    out, lse = kernels.varlen_attention(_in_line(q), _in_line(k), _in_line(v), cumulative, longest, scale)
     return _in_rows(out, len(q)), lse
 
 
@@ -172,8 +173,9 @@ def _run_backward(
     lse: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, ...]:
-    given = map(_in_line, (grad, q, k, v, out))
-    gradients = kernels.varlen_attention_backward(*given, lse, *lengths_of(documents), scale)
+    cumulative, longest = lengths_of(documents)
+    lines = [_in_line(item) for item in (q, k, v, out)]
+    gradients = kernels.varlen_attention_backward(_in_line(grad), *lines, lse, cumulative, longest, scale)
     return tuple(_in_rows(gradient, len(q)) for gradient in gradients)
 
 
