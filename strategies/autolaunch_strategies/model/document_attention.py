@@ -174,8 +174,9 @@ def _run_backward(
     scale: float,
 ) -> tuple[torch.Tensor, ...]:
     cumulative, longest = lengths_of(documents)
-    lines = [_in_line(item) for item in (q, k, v, out)]
-    gradients = kernels.varlen_attention_backward(_in_line(grad), *lines, lse, cumulative, longest, scale)
+    gradients = kernels.varlen_attention_backward(
+        _in_line(grad), _in_line(q), _in_line(k), _in_line(v), _in_line(out), lse, cumulative, longest, scale
+    )
     return tuple(_in_rows(gradient, len(q)) for gradient in gradients)
 
 
