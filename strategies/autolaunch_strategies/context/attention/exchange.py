@@ -30,7 +30,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def unpack(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
     """The tensors that were packed, as views."""
-    parts = flat.split([math.prod(shape) for shape in shapes])
+    parts = flat.split_with_sizes([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
