@@ -51,6 +51,7 @@ from autolaunch_strategies.schedules.schedule import (
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
 from autolaunch_strategies.torch_private.collectives import host_device
+from autolaunch_strategies.torch_private.modes import without_autocast
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 from autolaunch_strategies.training.batch_statistics import batch_norms
 from autolaunch_strategies.training.weights import weighed
@@ -766,7 +767,7 @@ class Pipeline:
         if pairs:
             self._weights.put_off = put_off
             # A backward pass has the types of its forward.
-            with self._without_autocast(), drawing(work.draws), self.clock.busy():
+            with without_autocast(self.device.type), drawing(work.draws), self.clock.busy():
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
             self._weights.put_off = False
             if job.microbatch == 0:  # the others add to what it has made
@@ -796,10 +797,6 @@ class Pipeline:
         shapes = [(tuple(item.shape), item.dtype) for item in outputs if item.requires_grad]
         buffers, works = self.channel.receive(shapes, self._home(job.stage + 1))
         return spread(buffers, outputs), works
-
-    def _without_autocast(self) -> AbstractContextManager[Any]:
-        kind = self.device.type
-        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     @contextmanager
     def _own_numbers(self, stage: int | str, index: int) -> Iterator[None]:
