@@ -194,12 +194,12 @@ def _unpack(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
             if _can_be_views(parameters, flat):
                 parameter.grad = piece.view_as(parameter)
                 continue
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = gradient = torch.zeros_like(parameter)
         elif gradient.is_sparse:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = gradient = torch.zeros_like(parameter)
         elif _local(gradient).data_ptr() == piece.data_ptr():
             continue
-        local = _local(parameter.grad)
+        local = _local(gradient)
         copied.append(local)
         sources.append(piece.view_as(local))
     if copied:
