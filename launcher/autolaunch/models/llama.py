@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autolaunch.models.llama_config import LlamaConfig
+from autolaunch_strategies.torch_private.attention import with_heads_for_kernels
 
 
 class RMSNorm(nn.Module):
@@ -82,7 +83,6 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.grouped = config.num_kv_heads != config.num_heads
         self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
@@ -95,7 +95,9 @@ class Attention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped)
+        k, v = with_heads_for_kernels(q, k, v, mask)
+        grouped = k.shape[1] != q.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
