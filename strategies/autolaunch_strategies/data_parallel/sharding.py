@@ -283,7 +283,9 @@ def sharding_reasons(
         reasons[", ".join(scalars)] = "whole on every rank: a scalar can't be sharded"
     if autocast is not None and dp.follows_autocast and linear_weights(root):
         name = next(key for key, value in DTYPES.items() if value == autocast)
-        reasons["weights of linear layers"] = f"gathered in {name}, to which autocast casts them; gradients summed in fp32"
+        reasons["weights of linear layers"] = (
+            f"gathered in {name}, to which autocast casts them; gradients summed in fp32"
+        )
     return reasons
 
 

@@ -37,8 +37,8 @@ def with_heads_for_kernels(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [..., h_kv, s, d], repeated to the heads of `q` where no fused kernel takes fewer of them.
 
-    On a GPU only flash attention does: in 16 bits and without a mask. Else torch computes a query head's own keys by
-    the function that writes all scores to memory. Tensors of other types than torch's own find their kernel by themselves.
+    On a GPU only flash attention does: in 16 bits and without a mask. Else torch takes the function that writes all
+    scores to memory. Tensors of other types than torch's own find their kernel by themselves.
 
     Args:
         q: [..., h, s, d], before autocast.

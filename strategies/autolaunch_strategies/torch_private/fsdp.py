@@ -144,7 +144,7 @@ def abandon_several_backwards(root: nn.Module, exchange: bool) -> None:
 
 
 def gather_in(root: nn.Module, parameters: set[nn.Parameter], dtype: torch.dtype) -> None:
-    """Let sharded `parameters` of `root` be gathered, and used, in `dtype`; their gradients are those of what is stored.
+    """Let sharded `parameters` of `root` be gathered and used in `dtype`, with gradients of the type that is stored.
 
     What `MixedPrecisionPolicy` does to all parameters of a module, done to some of them. Each backward pass adds its
     gradient to a sum in the type that is stored, as autocast does where it casts: only products are in `dtype`.
@@ -174,7 +174,8 @@ def _with_type(initialise: Callable[[Any], None], dtype: torch.dtype) -> Callabl
 
 def _summing_gradients(parameter: Any, initialise: Callable[[], None]) -> Callable[[], None]:
     def add(unsharded: torch.Tensor) -> None:
-        assert unsharded.grad is not None
+        if unsharded.grad is None:  # put off to a pass of its own
+            return
         gradient, total = unsharded.grad.to(parameter.reduce_dtype), parameter.unsharded_accumulated_grad
         parameter.unsharded_accumulated_grad = gradient if total is None else total.add_(gradient)
         unsharded.grad = None
