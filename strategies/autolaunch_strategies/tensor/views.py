@@ -233,7 +233,8 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
         mask = mask.redistribute(placements=[mask_placement]).to_local()
     with own_stream(q.redistribute(placements=[placement])) if arguments.get("dropout_p") else nullcontext():
         if arguments.get("enable_gqa"):
-            local[1:] = with_heads_for_kernels(*local, mask)
+            query, *keys_and_values = local
+            local = [query, *with_heads_for_kernels(query, keys_and_values[0], keys_and_values[1], mask)]
         attend: Any = F.scaled_dot_product_attention  # or what stands in its place for the time of a step
         out = attend(*local, attn_mask=mask, **arguments)
     return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)
