@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from autolaunch.models.llama_config import LlamaConfig
 from autolaunch_strategies.model.document_attention import document_attention, documents_of, is_documents
+from autolaunch_strategies.torch_private.attention import with_heads_for_kernels
 
 
 class RMSNorm(nn.Module):
@@ -86,7 +87,6 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.grouped = config.num_kv_heads != config.num_heads
         self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
@@ -102,8 +102,9 @@ class Attention(nn.Module):
         if mask is not None and is_documents(mask):
             out = document_attention(q, k, v, mask)
         else:
-            causal = mask is None
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped)
+            k, v = with_heads_for_kernels(q, k, v, mask)
+            grouped, causal = k.shape[1] != q.shape[1], mask is None
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
 
 

@@ -75,6 +75,8 @@ class Look:
     """The mp plan that comes with the model."""
     training: TracedStep | None = None
     """What the module does with a batch, if it is known."""
+    autocast: torch.dtype | None = None
+    """The type that forward passes are cast to, if they are."""
 
     @property
     def mixtures(self) -> list[Mixture]:
@@ -390,7 +392,8 @@ class Shards(Step):
     def __init__(self, look: Look) -> None:
         super().__init__(look)
         mesh, dp = look.config.mesh, look.config.dp
-        self.groups = sharding_reasons(look.module, look.blocks, dp, mesh.dp * mesh.cp, mesh.pp > 1)
+        self.autocast = look.autocast if dp.follows_autocast else None
+        self.groups = sharding_reasons(look.module, look.blocks, dp, mesh.dp * mesh.cp, mesh.pp > 1, self.autocast)
 
     def account(self) -> dict[str, Any]:
         dp = self.config.dp
@@ -411,7 +414,7 @@ class Shards(Step):
 
     def begin(self, site: Site) -> None:
         assert site.data_parallel is not None
-        site.data_parallel.begin()
+        site.data_parallel.begin(self.autocast)
 
 
 class Materialises(Step):

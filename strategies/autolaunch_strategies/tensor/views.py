@@ -28,6 +28,7 @@ from autolaunch_strategies.model.random_streams import RANDOM_FUNCTIONS, own_str
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.tensor.sharding_errors import raise_explained
 from autolaunch_strategies.tensor.vocabulary_loss import vocabulary_cross_entropy
+from autolaunch_strategies.torch_private.attention import with_heads_for_kernels
 from autolaunch_strategies.torch_private.backward import run_backward, version_of
 from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 from autolaunch_strategies.torch_private.modes import changes_first
@@ -215,6 +216,9 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
                 mask_placement = Shard(mask_dim)
         mask = mask.redistribute(placements=[mask_placement]).to_local()
     with own_stream(q.redistribute(placements=[placement])) if arguments.get("dropout_p") else nullcontext():
+        if arguments.get("enable_gqa"):
+            query, *keys_and_values = local
+            local = [query, *with_heads_for_kernels(query, keys_and_values[0], keys_and_values[1], mask)]
         attend: Any = F.scaled_dot_product_attention  # or what stands in its place for the time of a step
         out = attend(*local, attn_mask=mask, **arguments)
     return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)

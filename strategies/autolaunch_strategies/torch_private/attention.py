@@ -32,6 +32,27 @@ def attention_replaced(attention: Callable[..., Any]) -> Iterator[None]:
         functional.scaled_dot_product_attention = original
 
 
+def with_heads_for_kernels(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, device_type: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [..., h_kv, s, d], repeated to the heads of `q` where no fused kernel takes fewer of them.
+
+    On a GPU only flash attention does: in 16 bits and without a mask. Else torch takes the function that writes all
+    scores to memory. Tensors of other types than torch's own find their kernel by themselves.
+
+    Args:
+        q: [..., h, s, d], before autocast.
+        device_type: of `q`, if another one is asked about.
+    """
+    kind = device_type or q.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
+    has_kernel = mask is None and dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    if kind != "cuda" or has_kernel or type(q) is not torch.Tensor or k.shape[-3] == q.shape[-3]:
+        return k, v
+    repeats = q.shape[-3] // k.shape[-3]
+    return k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+
+
 def attention_on_cpu(q: Any, k: Any, v: Any, causal: bool, bias: Any, scale: float) -> tuple[Any, Any]:
     """The attention kernel of CPUs: output [b, h, s_q, d] and log-sum-exp [b, h, s_q]; fewer key heads allowed."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
