@@ -71,6 +71,8 @@ class Hardware:
     """Of `stacks.STACKS`: the software that runs the training."""
     constants: Constants = field(default_factory=Constants)
     """As a file has them, else those of generation and stack, else the usual ones."""
+    margin_measured: bool = False
+    """Whether a file gives `context_bytes` and `fragmentation`, what memory holds besides tensors."""
     residuals: Residuals | None = None
     """What the constants leave unexplained of the runs that they were fitted to; known while these runs are, and no
     part of a file."""
@@ -141,7 +143,7 @@ def hardware_from(values: Mapping[str, Any], where: str = "cluster") -> Hardware
         raise ConfigError(f"{where}.device={device}", "not a kind of device", "cuda, cpu", f"{where}.device=cuda")
     generation = _one_of(values, "generation", where, GENERATIONS, None)
     stack = _one_of(values, "stack", where, STACKS, TORCH) or TORCH
-    usual = constants_of(stack, generation)
+    constants = _mapping(values, "constants", where)
     return Hardware(
         name=str(values.get("name") or "cluster"),
         device=device,
@@ -157,7 +159,8 @@ def hardware_from(values: Mapping[str, Any], where: str = "cluster") -> Hardware
         curves=_curves(_mapping(values, "curves", where), f"{where}.curves"),
         generation=generation,
         stack=stack,
-        constants=_constants(_mapping(values, "constants", where), f"{where}.constants", usual),
+        constants=_constants(constants, f"{where}.constants", constants_of(stack, generation)),
+        margin_measured=all(constants.get(name) is not None for name in ("context_bytes", "fragmentation")),
         origin=str(values.get("origin") or "given"),
     )
 
