@@ -162,7 +162,9 @@ def _model(row: dict[str, str], note: str, sends_over: int = 1) -> ModelProfile:
     if mp > 1:  # vocabularies are made divisible where they are divided, and are else as stated
         vocab = math.ceil(vocab / (128 * mp)) * 128 * mp
     key_heads = _whole(row, "kv_heads", heads)
-    return _profile(_whole(row, "layers", 0), hidden, heads, seq, vocab, key_heads, ffn, glu, modern, name, sends_over, every_second)
+    return _profile(
+        _whole(row, "layers", 0), hidden, heads, seq, vocab, key_heads, ffn, glu, modern, name, sends_over, every_second
+    )
 
 
 @functools.cache

@@ -53,7 +53,9 @@ def test_an_unknown_one_is_refused(key: str, value: str, write: str) -> None:
 def test_long_sequences_tell_older_attention_apart() -> None:
     def slower(positions: int) -> float:
         seconds = [
-            step_time(llama("8b", positions), recipe(8), cluster(stack=stack), Candidates.of([Candidate(dp=8, level=3)]))
+            step_time(
+                llama("8b", positions), recipe(8), cluster(stack=stack), Candidates.of([Candidate(dp=8, level=3)])
+            )
             for stack in ("torch_2024", "torch")
         ]
         return float(seconds[0].seconds[0] / seconds[1].seconds[0])
@@ -64,7 +66,9 @@ def test_long_sequences_tell_older_attention_apart() -> None:
 def test_float8_gains_more_from_larger_matrices() -> None:
     def gain(size: str) -> float:
         seconds = [
-            step_time(llama(size), dataclasses.replace(recipe(8), compute=compute), cluster(), Candidates.of([Candidate()]))
+            step_time(
+                llama(size), dataclasses.replace(recipe(8), compute=compute), cluster(), Candidates.of([Candidate()])
+            )
             for compute in ("bf16", "fp8")
         ]
         return float(seconds[0].parts["compute"][0] / seconds[1].parts["compute"][0])

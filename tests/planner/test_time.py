@@ -177,7 +177,9 @@ def test_latencies_of_collectives() -> None:
     expected = [1e-6 + 7 * step, 1e-6 + 28 * step + 3 * between]
     assert collective_time(hardware, "all_gather", [8, 32], 1, 0.0) == pytest.approx(expected)
     # Of large groups it is most of the time, and a larger message is worth the longer steps of the other protocol.
-    ring = collective_time(hardware, "reduce_scatter", [32, 1024], 1, 1e8) - np.array([31 / 32, 1023 / 1024]) * 1e8 / 8e10
+    ring = (
+        collective_time(hardware, "reduce_scatter", [32, 1024], 1, 1e8) - np.array([31 / 32, 1023 / 1024]) * 1e8 / 8e10
+    )
     assert 10 < ring[1] / ring[0] < 40
     on_cpu = dataclasses.replace(hardware, device="cpu")
     assert collective_time(on_cpu, "all_gather", [8, 32], 1, 0.0) == pytest.approx([3e-6, 3e-6 + 2e-5])

@@ -39,7 +39,9 @@ class Cluster:
     generation: str | None = option(
         "Of the devices: what is known of their kernels (null: nothing).", None, choices=tuple(GENERATIONS)
     )
-    stack: str = option("The software whose speed is planned with; this runtime is torch.", TORCH, choices=tuple(STACKS))
+    stack: str = option(
+        "The software whose speed is planned with; this runtime is torch.", TORCH, choices=tuple(STACKS)
+    )
     nodes: int = option("Number of equal nodes.", 1, ge=1)
     devices_per_node: int = option("Devices of a node; of CPUs, ranks that share the node.", 8, ge=1)
     memory_gib: float | None = option("Memory of one device, GiB; of CPUs, of one rank.", None, gt=0)

@@ -301,15 +301,15 @@ def _curves(values: Mapping[str, Any], where: str) -> dict[str, tuple[Curve, ...
     return curves
 
 
-def _one_of(
-    values: Mapping[str, Any], key: str, where: str, known: Iterable[str], default: str | None
-) -> str | None:
+def _one_of(values: Mapping[str, Any], key: str, where: str, known: Iterable[str], default: str | None) -> str | None:
     value = values.get(key)
     if value is None:
         return default
     if value not in known:
         close = nearest(str(value), known) or next(iter(known))
-        raise ConfigError(f"{where}.{key}={value}", "nothing is known of it", ", ".join(known), f"{where}.{key}={close}")
+        raise ConfigError(
+            f"{where}.{key}={value}", "nothing is known of it", ", ".join(known), f"{where}.{key}={close}"
+        )
     return str(value)
 
 
