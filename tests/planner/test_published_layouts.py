@@ -1,10 +1,11 @@
 """What is chosen for Llama 3 on H100s, beside what others have published, with the reason of each difference.
 
-Published: Llama 3 405B (Grattafiori et al., 2024, table 4) on 16,384: mp8 cp1 pp16 dp128 at 8k, mp8 cp16 pp16 dp8 at 131k;
-NVIDIA (Megatron-Bridge, performance summaries): 8B on 8: dp8, FSDP; 70B on 64: mp4 pp8 dp2; 405B on 1,024: mp8 pp8 cp2
-dp8, in float8; torchtitan (2024): 8B on 8 and 128: FSDP alone; 70B on 256: mp8, FSDP.
+Published: Llama 3 405B (Grattafiori et al., 2024, table 4) on 16,384: mp8 cp1 pp16 dp128 at 8k, mp8 cp16 pp16 dp8
+at 131k; NVIDIA (Megatron-Bridge, performance summaries): 8B on 8: dp8, FSDP; 70B on 64: mp4 pp8 dp2; 405B on 1,024:
+mp8 pp8 cp2 dp8, in float8; torchtitan (2024): 8B on 8 and 128: FSDP alone; 70B on 256: mp8, FSDP.
 
-All runs here are `precision=bf16-mixed`: parameters and gradients of 4 bytes, where the published ones had 2 and 4 or 2.
+All runs here are `precision=bf16-mixed`: parameters and gradients of 4 bytes, where the published ones had 2 and 4
+or 2.
 """
 
 from __future__ import annotations

@@ -227,8 +227,8 @@ def _tight(looked: Looked, chosen: int, noise: float) -> str:
         return ""
     faster = looked.seconds[chosen] / looked.seconds[near[0]] - 1
     return (
-        f"{faster:.0%} faster, but tight, with {looked.memory_bytes[near[0]] / looked.limit:.1%} of the memory: it may be "
-        "chosen once cluster.constants.context_bytes (bytes that are in use beside torch's) and "
+        f"{faster:.0%} faster, but tight, with {looked.memory_bytes[near[0]] / looked.limit:.1%} of the memory: it may "
+        "be chosen once cluster.constants.context_bytes (bytes that are in use beside torch's) and "
         "cluster.constants.fragmentation (reserved over allocated at the peak, minus 1) say what was measured"
     )
 

@@ -91,7 +91,7 @@ class Hardware:
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """What constants belong to: machines of one kind differ in links, sizes and power, not in what kernels reach."""
+        """What constants belong to: machines of one kind differ in links, sizes and power, not in kernels."""
         return self.device, self.generation or self.name, self.stack
 
     def peak(self, compute: str) -> float:
