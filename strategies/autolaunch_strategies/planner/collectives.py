@@ -15,8 +15,8 @@ RINGS = ("all_gather", "reduce_scatter")
 """What NCCL does in a ring over all ranks, so that latency grows with their number; it reduces over a tree."""
 RING_STEPS = ((3.4 / 8, 14.0 / 20, 1.0), (1.9 / 8, 4.0 / 20, 0.92))
 """Of NCCL's protocols Simple and LL128: the latency of one step of a ring within a domain and between nodes, over the
-latencies of the links (8 and 20 microseconds in conf/cluster), and its share of the bandwidth (`hwLatencies` and `busBw`
-in NCCL's graph/tuning.cc). NCCL takes the faster one."""
+latencies of the links (8 and 20 microseconds in conf/cluster), and its share of the bandwidth (`hwLatencies`
+and `busBw` in NCCL's graph/tuning.cc). NCCL takes the faster one."""
 
 
 def local_members(ranks: Any, stride: Any, domain: int) -> NDArray[np.int64]:
