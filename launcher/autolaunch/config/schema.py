@@ -15,6 +15,7 @@ from autolaunch.config.cluster import Cluster
 from autolaunch.config.search import Search
 from autolaunch.models.hf_tasks import MODEL_TASKS
 from autolaunch.models.label_positions import LABELS
+from autolaunch.models.packed_attention import PACKED_KERNELS
 from autolaunch_strategies.checkpoint.record import COMPARED
 from autolaunch_strategies.config import (
     AXES,
@@ -108,6 +109,11 @@ _TRAINABLE_HELP = (
     "trained)."
 )
 
+_PACKED_ATTENTION = (
+    "What computes attention of packed documents: varlen, a kernel that computes nothing between them (CUDA, bf16 or "
+    "fp16, without cp); sdpa, torch's own with a mask; auto, varlen wherever it can be."
+)
+
 _PLANS_HELP = "Plans for mp that come with this model: {tensor_parallel: {pattern: style}, seq_parallel: {...}}."
 
 
@@ -134,6 +140,7 @@ class LlamaModel:
     norm_eps: float | None = option("Epsilon of the RMS norms (null: the size's own).", None, gt=0)
     tie_embeddings: bool | None = option("Use the embedding as the output head (null: the size's own).", None)
     init_std: float = option("Standard deviation of the initial weights.", 0.02, gt=0)
+    packed_attention: str = option(_PACKED_ATTENTION, "auto", choices=PACKED_KERNELS)
     trainable: list[str] | None = option(_TRAINABLE_HELP, None)
     mp_plans: dict[str, Any] = option(_PLANS_HELP, LLAMA_PLANS)
 
@@ -164,6 +171,7 @@ class HFModel:
     attn_implementation: str = option(
         "Attention of `transformers`.", "sdpa", choices=("sdpa", "eager", "flash_attention_2")
     )
+    packed_attention: str = option(_PACKED_ATTENTION, "auto", choices=PACKED_KERNELS)
     trainable: list[str] | None = option(_TRAINABLE_HELP, None)
     mp_plans: dict[str, Any] = option(_PLANS_HELP, {})
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autolaunch.models.llama_config import LlamaConfig
+from autolaunch_strategies.model.document_attention import document_attention, documents_of, is_documents
 
 
 class RMSNorm(nn.Module):
@@ -77,7 +78,10 @@ def within_documents(position_ids: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads; a mask says what is seen instead (`within_documents`)."""
+    """Causal self-attention with grouped key/value heads; a mask says what is seen instead (`within_documents`).
+
+    The mask may also be where documents begin (`documents_of`), which a kernel for them goes by.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -95,7 +99,11 @@ class Attention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped)
+        if mask is not None and is_documents(mask):
+            out = document_attention(q, k, v, mask)
+        else:
+            causal = mask is None
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped)
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
@@ -136,10 +144,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
+        self.documents_by_kernel = False
+        """Whether attention within documents is computed by `document_attention` and not with a mask."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        mask = None if position_ids is None else within_documents(position_ids)
-        if position_ids is None:
+        mask = None
+        if position_ids is not None and self.documents_by_kernel:
+            mask = documents_of(position_ids.expand_as(input_ids) == 0)
+        elif position_ids is not None:
+            mask = within_documents(position_ids)
+        else:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         x = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(position_ids, x.dtype)

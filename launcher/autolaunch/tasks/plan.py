@@ -88,6 +88,7 @@ def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeli
     """(what would be applied, how many parameters there are, the timeline of the pipeline if there is one)."""
     from autolaunch.models import build_module
     from autolaunch.models.own_plan import own_plan
+    from autolaunch.models.packed_attention import settle
     from autolaunch.report.pipeline import foreseen_timeline
     from autolaunch_strategies.apply.order import foresee
     from autolaunch_strategies.config import parallel_config
@@ -98,7 +99,9 @@ def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeli
     parallel = parallel_config(**{key: config[key] for key in keys})
     with Construction(config["seed"]).recording():
         module = build_module(config)
+    packed = settle(config, module, None)
     account = foresee(module, parallel, own_plan(config), _training_step(module, config))
+    account |= {} if packed is None else packed.account()
     return account, count_parameters(module), foreseen_timeline(account, config)
 
 

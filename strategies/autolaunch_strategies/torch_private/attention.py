@@ -62,6 +62,34 @@ def flash_attention_backward(
     )
 
 
+def varlen_attention(q: Any, k: Any, v: Any, cumulative: Any, longest: int, scale: float) -> tuple[Any, Any]:
+    """The flash kernel of GPUs on sequences that lie one behind another, each causal and by itself.
+
+    It is what `torch.nn.attention.varlen.varlen_attn` calls, whose own operators change from version to version.
+
+    Args:
+        q: [tokens, h, d], bf16 or fp16. `k`, `v`: [tokens, h_kv, d]; fewer heads allowed.
+        cumulative: [sequences + 1] int32, where each begins, and behind them where the last one ends.
+        longest: tokens of the longest sequence.
+
+    Returns:
+        output [tokens, h, d] and log-sum-exp [h, tokens].
+    """
+    lengths = cumulative, cumulative, longest, longest
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False, scale=scale)
+    return out, lse
+
+
+def varlen_attention_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cumulative: Any, longest: int, scale: float
+) -> tuple[Any, Any, Any]:
+    """Gradients of q, k and v of `varlen_attention`."""
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state, read with dropout only
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, cumulative, cumulative, longest, longest, 0.0, True, unused, unused, scale=scale
+    )
+
+
 def efficient_attention(q: Any, k: Any, v: Any, causal: bool, bias: Any, scale: float) -> tuple[Any, Any]:
     """The memory-efficient kernel of GPUs: output [b, h, s_q, d_v] and log-sum-exp [b, h, s_q, or more]."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
