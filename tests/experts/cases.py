@@ -144,7 +144,8 @@ def alone(name: str, changes: dict[str, Any], rate: float = 0) -> dict[str, Any]
         for key, count in (since(load, before) if rate else {}).items():
             router = model.get_submodule(key.removeprefix("model.").removesuffix("experts") + "gate")
             router.e_score_correction_bias += rate * torch.sign(count.float().mean() - count)
-    return {"losses": losses, "norms": norms, "gradients": first, "weights": weights(model), "load": worst(load)}
+    found = {"losses": losses, "norms": norms, "gradients": first, "weights": weights(model)}
+    return found | ({"load": worst(load)} if load else {})
 
 
 def counted(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -222,7 +223,8 @@ def on_mesh(name: str, changes: dict[str, Any], mesh: str, **settings: Any) -> d
     if replicas := settings.pop("replicate", 0):
         settings["dp"] = {"sharding_level": 3, "replicate": replicas}
     trainer = trained(module, mesh, STEPS, **settings)
-    return found_in(module) | {"load": trainer.strategy.worst_expert_load()}
+    load = trainer.strategy.worst_expert_load()
+    return found_in(module) | ({} if load is None else {"load": load})
 
 
 def resumed(first: tuple[str, int], then: tuple[str, int]) -> dict[str, Any]:
@@ -273,6 +275,7 @@ def parsed(text: str) -> Any:
 
 GROUPS: dict[str, list[str]] = {
     "2": [
+        "own:2:ep=2,dp=3", "own:1x2:ep=2,mp=auto", "own:2:ep=2,dp=0,recompute=full",
         "mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring", "jamba:2:ep=2,aux=1", "nemotron_h:2:ep=2,recompute=full",
         "gpt_oss:1x2:ep=1,mp=seq_parallel",
     ],

@@ -324,7 +324,7 @@ class Recomputes(Step):
     def __init__(self, look: Look) -> None:
         super().__init__(look)
         self.blocks = recomputed_blocks(look.blocks, look.config.recompute)
-        self.held = {mixture.module for mixture in look.mixtures}
+        self.held = {mixture.runs for mixture in look.mixtures}
 
     def account(self) -> dict[str, Any]:
         return {"recompute": {"mode": self.config.recompute.mode, **if_any("blocks", self.blocks)}}
@@ -356,7 +356,7 @@ class Compiles(Step):
 
     def __init__(self, look: Look) -> None:
         super().__init__(look)
-        self.held = {mixture.module for mixture in look.mixtures}
+        self.held = {mixture.runs for mixture in look.mixtures}
         parts, self.reasons = parts_to_compile(look.blocks if look.config.compile else (), self.held)
         self.blocks = [part.name for part in parts]
         pp = look.config.pp if look.config.mesh.pp > 1 else None
