@@ -277,12 +277,11 @@ def parsed(text: str) -> Any:
 GROUPS: dict[str, list[str]] = {
     "2": [
         "own:2:ep=2,dp=0,recompute=full", "own:2:ep=2,compile=1", "resume-own:2ep2:2ep1",
-
         "mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring", "jamba:2:ep=2,aux=1", "nemotron_h:2:ep=2,recompute=full",
         "gpt_oss:1x2:ep=1,mp=seq_parallel",
     ],
     "4": [
-        "own:2x2:ep=4,dp=3,mp=auto", "own:4:ep=2,dp=3,accumulate=2,recompute=selective", "own:2x1x2:ep=2,pp=1f1b", "own:2x2:ep=1,mp=auto",
+        "own:2x2:ep=4,dp=3,mp=auto", "own:4:ep=2,dp=3,accumulate=2,recompute=selective", "own:2x1x2:ep=2,pp=1f1b",
         "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2,bias=1", "olmoe:4:ep=2,dp=0",
         "deepseek_v3:4:ep=4,dp=2,compile=1", "glm4_moe:4:ep=2,replicate=2,bias=1,recompute=full,accumulate=2",
         "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1,compile=1",
