@@ -111,7 +111,7 @@ def _why_not_listed(caller: nn.Module, child: nn.Module, experts: list[nn.Module
     """Why experts of a list can't be shared out; empty if they can."""
     if type(child) not in (nn.ModuleList, nn.ModuleDict):
         return "each is a module of its own, and the list is one with code of its own"
-    if len(experts) < len(child):
+    if len(experts) < len(list(child.children())):
         return "not all in the list are experts with parameters"
     if any(next(expert.buffers(), None) is not None for expert in experts):
         return "they have buffers, which ranks would change by their own tokens"
