@@ -236,7 +236,7 @@ def _of_other_groups(
     if present <= {usual}:
         return
     own = {group_of[parameter] for parameter in module.parameters(recurse=False) if parameter in group_of}
-    if len(present) == 1 and (own or not isinstance(module, nn.ModuleList | nn.ModuleDict)):
+    if len(present) == 1 and (own or type(module).forward is not nn.Module.forward):
         yield module, present.pop()
         return
     assert own <= {usual}, "a module can't have parameters of another gradient group beside those of its parts"
