@@ -64,6 +64,8 @@ class PretendedRank:
 
     rank: int
     coordinate: dict[str, int]
+    pipe_rank: int
+    """Its place in the order of the stages."""
     memory: dict[str, int]
     """Bytes by `trace.KINDS` at the fullest moment."""
     held: dict[str, int]
@@ -112,7 +114,8 @@ def pretend(training: Training, rank: int, world: World) -> PretendedRank:
             trainer.run()
         trainer.name_all()
         held = trainer.held()
-        return PretendedRank(rank, mesh.coordinate, trace.peak(), held, trace.exchanges)
+        place = 0 if applied.pipeline is None else applied.pipeline.pipe_rank
+        return PretendedRank(rank, mesh.coordinate, place, trace.peak(), held, trace.exchanges)
 
 
 class _OneStep:
@@ -137,7 +140,7 @@ class _OneStep:
         if self.pipeline is not None:
             exchange = PretendedExchange(self.pipeline.group, self.pipeline.last_rank)
             self._staged = StagedBatch(module, self.pipeline, self.data_parallel, exchange)
-            # What the first batch of a run is checked for are values, which there are none of.
+            # What the first batch of a run is checked for are values, of which there are none.
             self.pipeline._samples_checked = self._staged.objective.is_compared = True
 
     def _configured(self) -> list[torch.optim.Optimizer]:
@@ -161,7 +164,7 @@ class _OneStep:
     def warm_up(self) -> None:
         """Bring everything into the state of a training that goes on."""
         self.name_all()
-        if self.applied.mesh.shape.cp > 1:  # where sequences are sharded is tried out in the first call
+        if self.pipeline is not None:  # what the first call is recorded for takes memory, too
             with self.step.around():
                 self.run()
         else:
