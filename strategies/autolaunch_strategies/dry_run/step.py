@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -158,8 +159,12 @@ class _OneStep:
         return optimizers
 
     def _asked(self) -> list[torch.optim.Optimizer]:
-        configured: Any = self.module.configure_optimizers()
-        return list(_configure_optimizers(configured)[0])
+        module: Any = self.module
+        module._trainer = SimpleNamespace(max_steps=1, max_epochs=-1, estimated_stepping_batches=1)  # the end, if asked
+        try:
+            return list(_configure_optimizers(module.configure_optimizers())[0])
+        finally:
+            module._trainer = None
 
     def warm_up(self) -> None:
         """Bring everything into the state of a training that goes on."""
