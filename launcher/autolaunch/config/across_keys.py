@@ -590,7 +590,10 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
         )
     if config["rank"] and task != "dryrun":
         yield ConfigError(
-            where("rank", config["rank"]), f"has no effect with {task}", "autolaunch dryrun", "autolaunch dryrun rank=[0]"
+            where("rank", config["rank"]),
+            f"has no effect with {task}",
+            "autolaunch dryrun",
+            "autolaunch dryrun rank=[0]",
         )
     if config["full"] and (cluster is None or task != "plan"):
         yield ConfigError(

@@ -36,16 +36,16 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         ConfigError: what can't be run without devices, or what a run would refuse; ranks whose collectives differ.
     """
     started, config = time.time(), job.config
-    parallel = parallel_config(
-        **{key: config[key] for key in _KEYS}, float8=FLOAT8_RECIPES.get(config["precision"])
-    )
+    parallel = parallel_config(**{key: config[key] for key in _KEYS}, float8=FLOAT8_RECIPES.get(config["precision"]))
     refuse_what_cannot_be_pretended(parallel)
     with quiet_lightning():
         ranks = pretend_ranks(training_of(config, parallel), config["rank"] or telling_ranks(parallel.mesh))
     predicted = predicted_memory(config, parallel)
     rows = [account_of(rank, parallel, predicted[rank.pipe_rank] if predicted else None) for rank in ranks]
     wrong = disagreements({rank.rank: rank.exchanges for rank in ranks})
-    write_beside(job.output_dir / FILE, json.dumps({"mesh": parallel.mesh.name, "ranks": rows, "wrong": wrong}, indent=2))
+    write_beside(
+        job.output_dir / FILE, json.dumps({"mesh": parallel.mesh.name, "ranks": rows, "wrong": wrong}, indent=2)
+    )
     summary = {
         "task": "dryrun",
         "status": "failed" if wrong else "finished",
@@ -58,7 +58,9 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     show_dryrun(rows, parallel.mesh.name, job.output_dir / FILE, Terminal())
     if wrong:
         raise ConfigError(
-            f"mesh={parallel.mesh.name}", "ranks of one group do not do the same: " + "; ".join(wrong), "one order on all"
+            f"mesh={parallel.mesh.name}",
+            "ranks of one group do not do the same: " + "; ".join(wrong),
+            "one order on all",
         )
     return summary
 
@@ -155,7 +157,9 @@ def candidate_of(config: Mapping[str, Any], parallel: ParallelConfig) -> Any:
 def account_of(rank: PretendedRank, parallel: ParallelConfig, predicted: Mapping[str, float] | None) -> dict[str, Any]:
     """One rank as plain data: memory at the peak, and what it exchanged, equal things counted."""
     collectives = Counter(
-        (item.kind.strip("_"), _axes(item.ranks, parallel), item.bytes) for item in rank.exchanges if not item.is_message
+        (item.kind.strip("_"), _axes(item.ranks, parallel), item.bytes)
+        for item in rank.exchanges
+        if not item.is_message
     )
     messages = Counter((item.kind.strip("_"), item.peer, item.bytes) for item in rank.exchanges if item.is_message)
     return {
@@ -170,7 +174,8 @@ def account_of(rank: PretendedRank, parallel: ParallelConfig, predicted: Mapping
             for (kind, axes, size), count in collectives.items()
         ],
         "messages": [
-            {"kind": kind, "peer": peer, "bytes": size, "count": count} for (kind, peer, size), count in messages.items()
+            {"kind": kind, "peer": peer, "bytes": size, "count": count}
+            for (kind, peer, size), count in messages.items()
         ],
     }
 

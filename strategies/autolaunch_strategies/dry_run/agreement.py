@@ -21,7 +21,9 @@ def disagreements(exchanges: Mapping[int, Sequence[Exchange]]) -> list[str]:
         mine, theirs = exchanges[one], exchanges[other]
         for group in dict.fromkeys(item.ranks for item in (*mine, *theirs) if not item.is_message):
             if one in group and other in group:
-                pairs = zip_longest(*([item for item in row if item.ranks == group and not item.is_message] for row in (mine, theirs)))
+                pairs = zip_longest(
+                    *([item for item in row if item.ranks == group and not item.is_message] for row in (mine, theirs))
+                )
                 found += _first_difference(one, other, pairs, f"collective of the group of {len(group)} ranks")
         for sender, receiver in ((one, other), (other, one)):
             sent = [item for item in exchanges[sender] if item.kind == "send" and item.peer == receiver]

@@ -104,7 +104,9 @@ def pretend(training: Training, rank: int, world: World) -> PretendedRank:
         stack.enter_context(trace.watching())
         _become_fake(module)
         module = precision.convert_module(module)
-        batch = tree_map(lambda it: torch.empty_like(it, device=CPU) if isinstance(it, torch.Tensor) else it, training.batch())
+        batch = tree_map(
+            lambda it: torch.empty_like(it, device=CPU) if isinstance(it, torch.Tensor) else it, training.batch()
+        )
         step = training.step(module, batch)
         applied = apply_parallelism(
             module, parallel, mesh, CPU, construction, own_plan=training.own_plan, training=step
@@ -222,7 +224,11 @@ class _OneStep:
             return loss, None
 
         trained = staged.by_schedule(
-            self.batch, run, lambda: None, 1 / self.training.accumulated, getattr(self.module, "num_items_in_batch", None)
+            self.batch,
+            run,
+            lambda: None,
+            1 / self.training.accumulated,
+            getattr(self.module, "num_items_in_batch", None),
         )
         return trained.loss, None
 
