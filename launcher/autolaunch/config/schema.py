@@ -37,7 +37,7 @@ TASKS = {
     "compare": "train a few steps with each of the values that a key is given, and say where they part",
     "generate": "let a model go on with prompts, on any mesh",
     "plan": "show what a run would do, and write it to plan.yaml, without starting it; with cluster= choose it, too",
-    "dryrun": "build, cut and shard the model and run a step of some ranks without devices: memory, collectives, messages",
+    "dryrun": "run a step of some ranks of any mesh without devices: memory, collectives, messages",
     "calibrate": "measure this machine for the planner, and write it as a cluster",
     "export": "write a checkpoint as safetensors that `transformers` loads",
     "eval": "run benchmarks of lm-evaluation-harness on a checkpoint or an exported model",

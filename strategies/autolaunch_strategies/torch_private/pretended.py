@@ -28,7 +28,7 @@ def pretended_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """Drop what torch remembers of sharded operators: it takes a mesh for another one of the same ranks that is gone."""
+    """Drop what torch remembers of sharded operators: it takes a mesh for another one of the same ranks."""
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -57,7 +57,7 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def swaps_of_fakes() -> Iterator[None]:
-    """Within it and `fake_tensors`, `torch.utils.swap_tensors` takes fake tensors, of which the mode keeps weak references."""
+    """Within it `torch.utils.swap_tensors` takes fake tensors, of which their mode keeps weak references."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
