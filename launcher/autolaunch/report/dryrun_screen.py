@@ -20,7 +20,7 @@ def show_dryrun(rows: Sequence[Mapping[str, Any]], mesh: str, file: Path, consol
     """Show the ranks of a dry run.
 
     Args:
-        rows: `tasks.dryrun.account_of` of each.
+        rows: `planning.dryrun.account_of` of each.
         file: where everything is written.
     """
     page = Page(console)
