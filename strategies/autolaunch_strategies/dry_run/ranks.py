@@ -8,6 +8,7 @@ from autolaunch_strategies.config import AXES, ConfigError, MeshShape, ParallelC
 from autolaunch_strategies.dry_run.step import PretendedRank, Training, pretend
 from autolaunch_strategies.dry_run.world import NotSaidYet, World
 from autolaunch_strategies.mesh.rank_mesh import coordinates, rank_at
+from autolaunch_strategies.torch_private.tracing import reads_values
 
 
 def telling_ranks(shape: MeshShape) -> list[int]:
@@ -35,6 +36,8 @@ def pretend_ranks(training: Training, ranks: Iterable[int]) -> list[PretendedRan
         try:
             done[rank] = pretend(training, rank, world)
             waiting = 0
+        except ConfigError:
+            raise
         except NotSaidYet:
             todo.append(rank)
             waiting += 1
@@ -45,7 +48,21 @@ def pretend_ranks(training: Training, ranks: Iterable[int]) -> list[PretendedRan
                 if not more and waiting > 2 * len(todo) + 2 * shape.pp:
                     raise RuntimeError("stages wait for each other: none can be pretended first") from None
                 todo = more + todo
+        except Exception as error:  # whatever a model raises when it is run
+            raise _refusal(rank, shape, error) from error
     return [done[rank] for rank in wanted]
+
+
+def _refusal(rank: int, shape: MeshShape, error: Exception) -> ConfigError:
+    """What is said of a step that can't be run."""
+    said = str(error).strip().partition("\n")[0]
+    if reads_values(error):
+        return ConfigError(
+            f"dryrun with mesh={shape.name}",
+            f"a step of rank {rank} needs values, of which a dry run has none: {said}",
+            "a model that does not look at values, or a run",
+        )
+    return ConfigError(f"mesh={shape.name}", f"a step of rank {rank} raises {type(error).__name__}: {said}")
 
 
 def refuse_what_cannot_be_pretended(config: ParallelConfig) -> None:

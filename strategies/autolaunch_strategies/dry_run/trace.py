@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -177,11 +176,6 @@ class Trace(TorchDispatchMode):
             self._changes.append((number, size))
             if self._held > self._most:
                 self._most, self._at_most = self._held, len(self._changes)
-
-
-def counted(exchanges: Iterable[Exchange]) -> Counter[Exchange]:
-    """How often each was made."""
-    return Counter(exchanges)
 
 
 def local_of(tensor: Any) -> torch.Tensor | None:
