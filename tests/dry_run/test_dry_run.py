@@ -19,7 +19,7 @@ from tests.planner import memory_cases as cases
 from tests.planner.test_memory import CPU
 from tests.support.one_rank import without_process_group
 
-AGREES = ("one", "ddp")
+AGREES = ("one", "ddp", "zero3", "mp", "mp_sp", "dp_mp_zero2")
 
 
 @pytest.fixture(scope="module")
