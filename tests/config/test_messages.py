@@ -32,7 +32,7 @@ FILES = {
 }
 """What lies in the working directory: the mistakes of a user's own YAML files."""
 
-TASKS = "fit, validate, test, predict, lr_find, compare, generate, plan, calibrate, export, eval"
+TASKS = "fit, validate, test, predict, lr_find, compare, generate, plan, dryrun, calibrate, export, eval"
 GROUPS = (
     "adapter, callbacks, cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, "
     "search, trainer"

@@ -326,7 +326,7 @@ def _dotted(rule: Any) -> str:
 
 
 def _schedule(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
-    if config["module"] is not None or config["task"] not in ("fit", "plan", "compare"):
+    if config["module"] is not None or config["task"] not in ("fit", "plan", "compare", "dryrun"):
         return
     scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
     decays = scheduler["name"] != "constant"
@@ -601,6 +601,13 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
             "there is no choice to ask about",
             "`plan` with a cluster",
             "autolaunch plan cluster=local --why ...",
+        )
+    if config["rank"] and task != "dryrun":
+        yield ConfigError(
+            where("rank", config["rank"]),
+            f"has no effect with {task}",
+            "autolaunch dryrun",
+            "autolaunch dryrun rank=[0]",
         )
     if config["full"] and (cluster is None or task != "plan"):
         yield ConfigError(

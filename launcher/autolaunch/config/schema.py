@@ -38,6 +38,7 @@ TASKS = {
     "compare": "train a few steps with each of the values that a key is given, and say where they part",
     "generate": "let a model go on with prompts, on any mesh",
     "plan": "show what a run would do, and write it to plan.yaml, without starting it; with cluster= choose it, too",
+    "dryrun": "run a step of some ranks of any mesh without devices: memory, collectives, messages",
     "calibrate": "measure this machine for the planner, and write it as a cluster",
     "export": "write a checkpoint as safetensors that `transformers` loads",
     "eval": "run benchmarks of lm-evaluation-harness on a checkpoint or an exported model",
@@ -65,7 +66,7 @@ GROUPS = {
 }
 """The config groups of conf/, and what is chosen by each; all other keys are in no group."""
 
-IN_ONE_PROCESS = ("plan", "export", "eval", "calibrate")
+IN_ONE_PROCESS = ("plan", "dryrun", "export", "eval", "calibrate")
 """Tasks that one process does for a mesh of any size, without its devices."""
 
 
@@ -716,6 +717,11 @@ class Job:
     full: bool = option(
         "With `plan cluster=...`: every figure, pictures, and what is done to each part of the model (as --full).",
         False,
+    )
+    rank: list[int] = option(
+        "With `dryrun`: which ranks to run, such as [0,8] ([]: one of the first and the last stage, and a neighbour of "
+        "the first rank along every other axis).",
+        [],
     )
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resume: Resume = field(default_factory=Resume)
