@@ -135,7 +135,7 @@ def candidate_of(config: Mapping[str, Any], parallel: ParallelConfig) -> Any:
     from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate
 
     mesh, pp, mode = parallel.mesh, parallel.pp, parallel.recompute.mode
-    named: dict[Any, int] = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}
+    named: dict[Any, Any] = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}
     pipeline = "none"
     microbatches, virtual = config["data"]["microbatches"], 1
     if mesh.pp > 1 and pp is not None:

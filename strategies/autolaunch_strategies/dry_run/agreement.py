@@ -28,8 +28,8 @@ def disagreements(exchanges: Mapping[int, Sequence[Exchange]]) -> list[str]:
         for sender, receiver in ((one, other), (other, one)):
             sent = [item for item in exchanges[sender] if item.kind == "send" and item.peer == receiver]
             received = [item for item in exchanges[receiver] if item.kind == "recv_" and item.peer == sender]
-            pairs = zip_longest([item.bytes for item in sent], [item.bytes for item in received])
-            for number, (bytes_sent, bytes_received) in enumerate(pairs, 1):
+            sizes = zip_longest([item.bytes for item in sent], [item.bytes for item in received])
+            for number, (bytes_sent, bytes_received) in enumerate(sizes, 1):
                 if bytes_sent != bytes_received:
                     found.append(
                         f"message {number} from rank {sender} to rank {receiver}: {_bytes(bytes_sent)} sent, "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -103,7 +103,7 @@ def pretend(training: Training, rank: int, world: World) -> PretendedRank:
         stack.enter_context(addresses_of_fakes())
         stack.enter_context(trace.watching())
         _become_fake(module)
-        module = precision.convert_module(module)
+        module = cast(pl.LightningModule, precision.convert_module(module))
         batch = tree_map(
             lambda it: torch.empty_like(it, device=CPU) if isinstance(it, torch.Tensor) else it, training.batch()
         )
@@ -211,6 +211,7 @@ class _OneStep:
         return _loss_of(tree_map(plain, output))
 
     def _in_stages(self, staged: Any, first: bool) -> LossAndOutput:
+        assert self.pipeline is not None
         self.pipeline.agree_on_trained()
         if staged.is_exact:
             loss, _ = staged.whole(lambda: (_loss_of(tree_map(plain, self.step.run(self.batch))),) * 2)
@@ -235,7 +236,7 @@ class _OneStep:
     def _backward(self, loss: torch.Tensor | None) -> None:
         with self.applied.running():
             if self._staged is not None:
-                self._staged.backward(lambda: loss.backward())
+                self._staged.backward(lambda: loss.backward() if loss is not None else None)
             else:
                 assert loss is not None
                 loss.backward()
@@ -274,7 +275,7 @@ class _OneStep:
 
     def held(self) -> dict[str, int]:
         """Bytes of what a rank holds between steps; tensors that share memory count once."""
-        tensors = {
+        tensors: dict[str, list[Any]] = {
             PARAMETERS: [*self.module.parameters(), *self.module.buffers()],
             GRADIENTS: [parameter.grad for parameter in self.module.parameters()],
             OPTIMIZER: self._states(),

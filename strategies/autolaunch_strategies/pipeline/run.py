@@ -304,8 +304,8 @@ class Pipeline:
         states = [torch.get_rng_state()]
         if self.device.type != "cpu":
             states.append(torch.get_device_module(self.device).get_rng_state(self.device))
-        _, words, place, *_ = np.random.get_state()
-        return [state.numpy().tobytes() for state in states], random.getstate(), (words.tobytes(), place)
+        numbers: Any = np.random.get_state()
+        return [state.numpy().tobytes() for state in states], random.getstate(), (numbers[1].tobytes(), numbers[2])
 
     def _fill(self, args: Any, kwargs: Any) -> Any:
         """Run every microbatch through this rank's stages; on the last one the output of the whole batch."""

@@ -106,8 +106,11 @@ def addresses_of_fakes() -> Iterator[None]:
     def tensor_address(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
 
+    def storage_address(storage: torch.UntypedStorage) -> int:
+        return storage._cdata
+
     torch.Tensor.data_ptr = tensor_address  # type: ignore[assignment, method-assign]  # there is no hook for it
-    torch.UntypedStorage.data_ptr = lambda storage: storage._cdata  # type: ignore[method-assign]  # nor for this
+    torch.UntypedStorage.data_ptr = storage_address  # type: ignore[assignment, method-assign]  # nor for this
     try:
         yield
     finally:
@@ -125,7 +128,7 @@ def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]
         tell(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # there is no hook for it
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # there is no hook for it
     try:
         yield
     finally:
