@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -112,7 +113,9 @@ def addresses_of_fakes() -> Iterator[None]:
     torch.Tensor.data_ptr = tensor_address  # type: ignore[assignment, method-assign]  # there is no hook for it
     torch.UntypedStorage.data_ptr = storage_address  # type: ignore[assignment, method-assign]  # nor for this
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by torch itself
+            yield
     finally:
         torch.Tensor.data_ptr = of_tensor  # type: ignore[method-assign]  # as it was
         torch.UntypedStorage.data_ptr = of_storage  # type: ignore[method-assign]  # as it was
