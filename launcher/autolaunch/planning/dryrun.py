@@ -23,6 +23,7 @@ from autolaunch_strategies.dry_run.agreement import disagreements
 from autolaunch_strategies.dry_run.ranks import pretend_ranks, refuse_what_cannot_be_pretended, telling_ranks
 from autolaunch_strategies.dry_run.step import PretendedRank, Training
 from autolaunch_strategies.lightning.first_step import first_step
+from autolaunch_strategies.mesh.rank_mesh import coordinates
 from autolaunch_strategies.model.construction import Construction
 
 FILE = "dryrun.json"
@@ -161,7 +162,9 @@ def account_of(rank: PretendedRank, parallel: ParallelConfig, predicted: Mapping
         for item in rank.exchanges
         if not item.is_message
     )
-    messages = Counter((item.kind.strip("_"), item.peer, item.bytes) for item in rank.exchanges if item.is_message)
+    messages = Counter(
+        (item.kind.strip("_"), item.peer, item.bytes) for item in rank.exchanges if item.peer is not None
+    )
     return {
         "rank": rank.rank,
         "place": rank.coordinate,
@@ -174,7 +177,13 @@ def account_of(rank: PretendedRank, parallel: ParallelConfig, predicted: Mapping
             for (kind, axes, size), count in collectives.items()
         ],
         "messages": [
-            {"kind": kind, "peer": peer, "bytes": size, "count": count}
+            {
+                "kind": kind,
+                "peer": peer,
+                "stage": coordinates(parallel.mesh, peer)["pp"],
+                "bytes": size,
+                "count": count,
+            }
             for (kind, peer, size), count in messages.items()
         ],
     }
@@ -182,7 +191,5 @@ def account_of(rank: PretendedRank, parallel: ParallelConfig, predicted: Mapping
 
 def _axes(ranks: tuple[int, ...], parallel: ParallelConfig) -> str:
     """Along which axes the ranks of a group differ."""
-    from autolaunch_strategies.mesh.rank_mesh import coordinates
-
     places = [coordinates(parallel.mesh, rank) for rank in ranks]
     return " x ".join(axis for axis in places[0] if len({place[axis] for place in places}) > 1) or "itself"
