@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -448,6 +448,7 @@ class MeshStrategy(ParallelStrategy):
             self.files,
             self.own_plan,
             self.first_step.of(module.trainer, module, self.broadcast),
+            _autocast_dtype(self.precision_plugin),
         )
         self.construction = None  # the record keeps every meta tensor alive; it has served
         register(self._applied)
@@ -753,6 +754,11 @@ class MeshStrategy(ParallelStrategy):
         if pipeline is None:
             return gradient_norm(parameters)
         return gradient_norm(parameters, 2.0, pipeline.group, pipeline.counts, pipeline.device)
+
+
+def _autocast_dtype(precision: Precision) -> torch.dtype | None:
+    """The type to which steps are cast, if all that they add up stays in fp32 without a scale."""
+    return torch.bfloat16 if isinstance(precision, MixedPrecision) and precision.precision == "bf16-mixed" else None
 
 
 @contextmanager
