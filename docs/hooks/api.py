@@ -9,7 +9,8 @@ import autolaunch_strategies
 
 _INTRODUCTION = """# Python
 
-What `autolaunch_strategies` gives to scripts. It imports torch and Lightning, and neither Hydra nor the command. How it is used:
+What `autolaunch_strategies` gives to scripts. It imports torch and Lightning, and neither Hydra nor the command. How it
+is used:
 [In a script of your own](../loops.md).
 """
 

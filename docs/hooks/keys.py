@@ -20,8 +20,8 @@ _INTRODUCTION = """# Every key
 Made from the schema when this site is built; `autolaunch --help`, `autolaunch --info trainer` and
 `autolaunch --info trainer.max_steps` say the same in a terminal. A key of another name is refused.
 
-A *group* is a directory of YAML files, of which `group=option` chooses one; `group.key=value` then changes single keys. Your own
-files stand beside them with `--config-dir`. The rules of overrides (lists, quotes, `+key=`, `~key`) are
+A *group* is a directory of YAML files, of which `group=option` chooses one; `group.key=value` then changes single keys.
+Your own files stand beside them with `--config-dir`. The rules of overrides (lists, quotes, `+key=`, `~key`) are
 [Hydra's](https://hydra.cc/docs/advanced/override_grammar/basic/).
 """
 

@@ -17,8 +17,9 @@ _OPEN = "…"
 
 _INTRODUCTION = f"""# Every message
 
-What autolaunch says when something is wrong with what was typed: exit code 2, nothing was started, or, where only the model or the first
-batch can show it, every rank says the same before the first step. A message is the place, what is wrong, what is allowed, and the line to write:
+What autolaunch says when something is wrong with what was typed: exit code 2, nothing was started, or, where only the
+model or the first batch can show it, every rank says the same before the first step. A message is the place, what is
+wrong, what is allowed, and the line to write:
 
 ```text
 data.batch_size=16: 16 sequences cannot be shared evenly by 3 data parallel ranks in 1 microbatches
@@ -26,8 +27,8 @@ data.batch_size=16: 16 sequences cannot be shared evenly by 3 data parallel rank
   write:   data.batch_size=15 or data.batch_size=18
 ```
 
-This list is made from the source when the site is built; `{_OPEN}` is what the run at hand puts there. Search the site for words of
-the message you have. What happens later than that, in a run: [When things go wrong](../when_things_go_wrong.md).
+This list is made from the source when the site is built; `{_OPEN}` is what the run at hand puts there. Search the site
+for words of the message you have. What happens later, in a run: [When things go wrong](../when_things_go_wrong.md).
 """
 
 

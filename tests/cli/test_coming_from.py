@@ -20,6 +20,7 @@ LINES = sorted(
 )
 
 
+@pytest.mark.full  # a composition each
 @pytest.mark.parametrize("line", LINES)
 def test_line(line: str) -> None:
     composed = compose(parse([word for word in shlex.split(line) if word != "autolaunch"]))
