@@ -147,7 +147,8 @@ def test_ci_runs_the_two_commands() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+    text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))  # code such as rows[0](x) is no link
+    links = re.findall(r"\]\(([^)]+)\)", text)
     assert [link for link in links if "://" not in link and not _leads_somewhere(page, *link.partition("#")[::2])] == []
 
 
