@@ -119,7 +119,8 @@ class MeshStrategy(ParallelStrategy):
         data_position: what a resume in the middle of an epoch does where the place in the training data can't be found
             again, as in an iterable dataset without `state_dict`: it is refused (required), reads what was trained on
             once more and throws it away (read_again), or begins the epoch's data again (start_over).
-        construction, files: where the values of a module on meta come from (see `apply_parallelism`).
+        construction: where the values of a module on meta come from (see `apply_parallelism`).
+        files: the same where they come from files.
 
     Raises:
         ConfigError: a wrong shape, an unknown or inconsistent option.
