@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -17,7 +20,9 @@ from autolaunch_strategies.planner.module_profile import profile_module
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from tests.planner import memory_cases as cases
 from tests.planner.test_memory import CPU
+from tests.support.commands import Commands
 from tests.support.one_rank import without_process_group
+from tests.support.tiers import tiered
 
 AGREES = ("one", "ddp", "zero3", "mp", "mp_sp", "dp_mp_zero2")
 
@@ -62,6 +67,7 @@ def training(name: str) -> Training:
     )
 
 
+@functools.cache
 def pretended(name: str) -> list[PretendedRank]:
     what = training(name)
     ranks = pretend_ranks(what, telling_ranks(what.parallel.mesh))
@@ -69,7 +75,7 @@ def pretended(name: str) -> list[PretendedRank]:
     return ranks
 
 
-@pytest.mark.parametrize("name", AGREES)
+@pytest.mark.parametrize("name", tiered(AGREES, ("one", "ddp", "zero3")))
 def test_the_plan_says_what_a_step_holds(name: str, profile: ModelProfile) -> None:
     account = memory_account(profile, Recipe(batch_size=cases.BATCH), CPU, cases.candidate(cases.CASES[name]))
     for rank in pretended(name):
@@ -78,6 +84,7 @@ def test_the_plan_says_what_a_step_holds(name: str, profile: ModelProfile) -> No
         assert ours["total"] == pytest.approx(rank.total, rel=0.05)
 
 
+@pytest.mark.full
 def test_messages_between_stages_and_collectives_of_a_level() -> None:
     first, last = sorted(pretended("1f1b"), key=lambda rank: rank.pipe_rank)
     for here, there in ((first, last), (last, first)):
@@ -102,3 +109,10 @@ def test_what_cannot_be_pretended_is_refused() -> None:
         pretend_ranks(training("cp_ring"), [0])
     with pytest.raises(ConfigError, match="rank=2"):
         pretend_ranks(training("ddp"), [2])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(200)
+def test_the_command_tells_what_can_not_be_pretended(tmp_path: Path) -> None:
+    dryrun = Commands(tmp_path, "model=llama", "model.size=debug", "data=synthetic")
+    assert "dryrun with mesh=1x1x1x2: where sequences are sharded" in dryrun("dryrun", "mesh=cp2", code=2).screen
