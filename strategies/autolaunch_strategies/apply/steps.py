@@ -339,7 +339,7 @@ class Recomputes(Step):
         compiles, selective = self.config.compile, self.config.recompute.mode == "selective"
         if compiles and model.mode is not None and not selective:
             site.traced = compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), {}, context.now)
-        if self.config.recompute.mode not in ("offload", "budget"):  # nothing runs again; compilation says what does
+        if self.config.recompute.mode != "offload":  # which is applied around what is compiled
             apply_recompute(
                 chosen,
                 self.config.recompute,

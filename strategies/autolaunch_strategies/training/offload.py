@@ -1,4 +1,4 @@
-"""What blocks save for their backward pass waits in host memory: it leaves after the forward pass and comes back before.
+"""What blocks save for their backward pass waits in host memory: it leaves after the forward pass and is back in time.
 
 What moves are storages, whole and once each, however many tensors are views of them; what was saved comes back as the
 same views. On a GPU they move on a stream of their own, beside the computation of the next block in either direction:
@@ -181,7 +181,7 @@ class _Pass:
             if moved is None:
                 moved = self.lane(part.device).out(storage)
                 self.moved[key] = weakref.ref(moved)
-            return _View(self, moved, part.dtype, part.storage_offset(), part.shape, part.stride(), layout)
+            return _View(self, moved, part.dtype, int(part.storage_offset()), part.shape, part.stride(), layout)
 
     def leave(self) -> None:
         """Free what is on the device of it."""
