@@ -76,7 +76,6 @@ GROUPS = {
         "pipeline": partial(both, "pp", pp={"schedule": "1f1b", "microbatches": 2, "loss": "microbatch"}),
         "context": partial(both, "cp", cp="ring"),
         "compiled": partial(compiled, "dp", dp=3),
-        "compiled_mp": partial(compiled, "mp", mp="seq_parallel"),
     }
 }
 

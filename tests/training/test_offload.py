@@ -127,7 +127,7 @@ def test_each_storage_moves_once_and_parameters_and_masks_never(moved: list[Any]
     del loss  # until here it keeps all of it
 
 
-CASES = ["fsdp", "seq_parallel", "pipeline", "context", "compiled", "compiled_mp"]
+CASES = ["fsdp", "seq_parallel", "pipeline", "context", "compiled"]
 
 
 @pytest.mark.full
