@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autolaunch import __version__
-from autolaunch.config.command_line import HYDRA_INFO, CommandLine, names_a_run, parse, users_want_tracebacks
+from autolaunch.config.command_line import HYDRA_INFO, CommandLine, compares_runs, parse, users_want_tracebacks
 from autolaunch.report.streams import keep_streams_open, lost_output
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 
@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
             from autolaunch.jobs.data import data_command
 
             return data_command(argv[1:])
-        if argv and argv[0] == "compare" and any(map(names_a_run, argv[1:])):
+        if compares_runs(argv):
             from autolaunch.jobs.compare import compare_finished
 
             return compare_finished(argv[1:])

@@ -36,10 +36,11 @@ from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_pha
 from autolaunch.launch.place import Place, place
 from autolaunch.launch.resources import choose_interface
 from autolaunch.loading import loading
-from autolaunch.machine.devices import visible_devices
+from autolaunch.machine.devices import gpu_environment, visible_devices
 from autolaunch.report.streams import keep_streams_open
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store
 
 
@@ -83,6 +84,7 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
             write_phase(job.logs, place.rank, Phase.STARTED)
             _log_records(log if terminal or place.kind != "local" else None, console=terminal or place.kind == "local")
             _see_working_directory()
+            _set_gpu_defaults(job)
 
             with loading():
                 import torch.distributed as dist
@@ -98,7 +100,7 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
             os.environ.update({k: v for k, v in place.environment(job.output_dir.name).items() if k not in os.environ})
             if place.kind != "local" and (interface := choose_interface(place)):
                 os.environ["GLOO_SOCKET_IFNAME"] = interface
-            rendezvous.join(store, place, _backend(job, place), launch["first_step_timeout"])
+            rendezvous.join(store, place, launch["first_step_timeout"], _gpu(job, place))
             write_phase(job.logs, place.rank, Phase.RUNNING)
             with _watched(store, job, place):
                 tasks.run(job, place)
@@ -144,6 +146,7 @@ def run_here(job: ResolvedJob) -> RunEnd:
     forget_reports(job.logs)
     log = log_file(job.logs, 0)
     _see_working_directory()
+    _set_gpu_defaults(job)
     handler = _log_records(log, console=not logging.getLogger().handlers)
     with _stoppable() as received, log.open("a", encoding="utf-8") as log_stream:
         try:
@@ -180,14 +183,21 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _backend(job: ResolvedJob, place: Place) -> str:
+def _set_gpu_defaults(job: ResolvedJob) -> None:
+    if visible_devices(job.config["trainer"]["accelerator"])[0] == "gpu":
+        os.environ.update(gpu_environment(job.logs))
+
+
+def _gpu(job: ResolvedJob, place: Place) -> torch.device | None:
+    """The GPU of this rank, from now on the one that CUDA uses; None where it computes on the CPU."""
     kind, _ = visible_devices(job.config["trainer"]["accelerator"])
     if kind == "cpu":
-        return "gloo"
+        return None
     import torch
 
-    torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
-    return "cpu:gloo,cuda:nccl"
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _fail(error: BaseException, job: ResolvedJob, place: Place, log: Path) -> int:

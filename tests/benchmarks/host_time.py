@@ -142,6 +142,8 @@ class Local(Loop):
         import torch.distributed as dist
         from torch import nn
 
+        from autolaunch_strategies.training.optimizers import prefer_fused
+
         self.tokens, self.model = tokens, mp_step_time._model()
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         for layer in self.model.model.layers:
@@ -156,6 +158,7 @@ class Local(Loop):
                 part.register_forward_pre_hook(lambda _, args: (_entering(group).apply(args[0]), *args[1:]))
                 part.register_forward_hook(lambda _, args, output: _leaving(group).apply(output))
         self.begin()
+        prefer_fused(self.optimizer)  # as ours do
 
 
 @functools.cache

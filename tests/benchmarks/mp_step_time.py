@@ -197,12 +197,15 @@ class Ours(Loop):
 
         from autolaunch.config.schema import LLAMA_PLANS
         from autolaunch_strategies.apply.order import apply_parallelism
+        from autolaunch_strategies.training.optimizers import adapt_optimizer, prefer_fused
 
         self.tokens, self.model = tokens, _model()
         applied = apply_parallelism(self.model, config, mesh, torch.device("cpu"), own_plan=LLAMA_PLANS[config.mp.name])
         self.running = applied.model_parallel.running
         self.finish = applied.data_parallel.finish_backward
         self.begin()
+        prefer_fused(self.optimizer)
+        adapt_optimizer(self.optimizer)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import yaml
@@ -107,6 +108,8 @@ def _published(row: dict[str, str]) -> Published | None:
     note = (row.get("note") or "").lower()
     if re.search(r"\boom\b|fail=|\bfailed\b", note):
         return None
+    if re.search(r"(nv|mx)fp4", f"{row.get('precision') or ''} {note}".lower()):
+        return None  # no type of the planner's: it would be taken for another one
     hidden, layers = _whole(row, "hidden", 0), _whole(row, "layers", 0)
     devices = _whole(row, "n_gpus", 0)
     if not (hidden and layers and devices):
@@ -137,7 +140,7 @@ def _published(row: dict[str, str]) -> Published | None:
         ulysses=cp if ring == "ulysses" else 1,
     )
     torch_native = re.search("torchtitan|fsdp|foundry|mpt|maxtext", f"{row['source']} {note}".lower())
-    stack = "megatron 2021" if not profile.kinds[0].attention else "torch" if torch_native else "megatron core"
+    stack = "megatron_2021" if not profile.kinds[0].attention else "torch_2024" if torch_native else "megatron"
     hardware = _hardware(row, devices, stack)
     seconds = _seconds(row, note, profile, recipe, candidate, devices)
     sweep = tuple(row.get(key) or "" for key in ("source", "model", "n_gpus", "gbs", "seq", "gpu", "precision"))
@@ -153,12 +156,15 @@ def _model(row: dict[str, str], note: str, sends_over: int = 1) -> ModelProfile:
     ffn = _whole(row, "ffn", 0) or 4 * hidden
     name = row["model"].lower()
     modern = (row.get("precision") or "").lower()[:4] not in ("fp16", "") or "flash" in note
+    every_second = row.get("recompute") == "selective_op"  # what torchtitan computes again
     glu = "llama" in name or "mistral" in name or "mixtral" in name or "qwen" in name or ffn != 4 * hidden
     vocab, mp = _whole(row, "vocab", 51200), max(_whole(row, "tp", 1), 1)
     if mp > 1:  # vocabularies are made divisible where they are divided, and are else as stated
         vocab = math.ceil(vocab / (128 * mp)) * 128 * mp
     key_heads = _whole(row, "kv_heads", heads)
-    return _profile(_whole(row, "layers", 0), hidden, heads, seq, vocab, key_heads, ffn, glu, modern, name, sends_over)
+    return _profile(
+        _whole(row, "layers", 0), hidden, heads, seq, vocab, key_heads, ffn, glu, modern, name, sends_over, every_second
+    )
 
 
 @functools.cache
@@ -174,6 +180,7 @@ def _profile(
     modern: bool,
     name: str,
     sends_over: int,
+    every_second: bool,
 ) -> ModelProfile:
     """`modern`: fused attention and no dropout; else as Megatron of 2021."""
     profile = transformer_profile(
@@ -193,11 +200,15 @@ def _profile(
         selective="outputs" if modern else "attention",
         name=name,
     )
+    if every_second:
+        (kind,) = profile.kinds
+        products = tuple(dataclasses.replace(item, kept=place % 2 == 0) for place, item in enumerate(kind.matmuls))
+        profile = dataclasses.replace(profile, kinds=(dataclasses.replace(kind, matmuls=products),))
     return scattered_sends(profile, sends_over)
 
 
 def _recipe(row: dict[str, str], note: str, batch: int, level: int) -> Recipe:
-    precision = (row.get("precision") or "bf16").lower()
+    precision = (row.get("precision") or "bf16").lower().removeprefix("mx")  # mxfp8 runs on the same units as fp8
     compute = next((kind for kind in ("fp8", "bf16", "fp16", "tf32", "fp32") if precision.startswith(kind)), "bf16")
     torch_native = level == 3
     return _cached_recipe(
@@ -254,21 +265,14 @@ def _replicate(note: str, size: int) -> int:
     if not re.search(r"hsdp|hybrid", note):
         return 1
     stated = re.search(r"replicas?[=: ]+(\d+)|(\d+)[ -]?replica", note)
+    ranks = re.search(r"(?:hsdp|hybrid)\w*[=: ]+(\d+)", note)  # of a group that shards
+    if ranks and not stated:
+        return size // int(ranks[1]) if size % int(ranks[1]) == 0 else 1
     if stated:
         found = int(next(group for group in stated.groups() if group))
         return found if size % found == 0 else 1
     return max(size // 8, 1) if size % 8 == 0 else 1
 
-
-STACKS: dict[str, dict[str, float]] = {
-    # Eager code with much Python around each kernel; gradients are exchanged after the backward pass.
-    "megatron 2021": {"kernel_s": 30e-6, "hidden_dp": 0.1},
-    # Exchanges of tensor parallelism and sends overlap with products.
-    "megatron core": {"hidden_mp": 0.6, "hidden_pp": 0.8},
-    # Flash attention 2 through torch, which was written for A100.
-    "torch": {"attention": 0.35},
-}
-"""What is known of software apart from hardware, and for all its rows alike."""
 
 POWER = {"h100": 700.0, "h200": 700.0, "a100": 400.0}
 """Watts of the usual kind; a device that is limited to fewer is slower by the square root."""
@@ -277,7 +281,7 @@ POWER = {"h100": 700.0, "h200": 700.0, "a100": 400.0}
 def _hardware(row: dict[str, str], devices: int, stack: str) -> Hardware:
     gpu = row["gpu"].lower()
     per_node = _whole(row, "gpus_per_node", 0)
-    hardware = _device(gpu, _number(row, "gpu_mem_gb", 80))
+    hardware = _device(gpu, _number(row, "gpu_mem_gb", 80), stack)
     per_node = per_node or hardware.devices_per_node
     intra = _number(row, "intra_bw_GBs", 0) * 1e9 or hardware.intra.bytes_per_s
     inter = _number(row, "inter_bw_GBs", 0) * 1e9 or hardware.inter.bytes_per_s
@@ -285,17 +289,20 @@ def _hardware(row: dict[str, str], devices: int, stack: str) -> Hardware:
 
 
 @functools.cache
-def _device(gpu: str, memory: float) -> Hardware:
+def _device(gpu: str, memory: float, stack: str) -> Hardware:
     names = ("gb300", "gb200", "b200", "h200", "h100", "h800", "a100", "a800")
     found = next((name for name in names if name in gpu), None)
     if found is None:  # by its memory: the nearest kind that is known
         found = "b200" if memory > 150 else "h200" if memory > 100 else "h100" if memory > 41 else "a100"
         print(f"unknown GPU {gpu}: taken for {found}", file=sys.stderr)
-    file = {"gb300": "gb200", "h800": "h100", "a800": "a100"}.get(found, found)
+    file = {"h800": "h100", "a800": "a100"}.get(found, found)
     file = ("a100_40" if memory < 60 or "40" in gpu else "a100_80") if file == "a100" else file
     values = yaml.safe_load((ROOT / f"conf/cluster/{file}.yaml").read_text())
     values.pop("defaults", None)
+    values["stack"] = stack
     hardware = hardware_from(values)
+    if "h100" in gpu and memory == 96:  # not HBM3 (torchtitan, benchmarks/: 2.4 TB/s)
+        hardware = dataclasses.replace(hardware, memory_bytes_per_s=2.4e12)
     if found in ("h800", "a800"):
         hardware = dataclasses.replace(hardware, intra=Link(200e9, hardware.intra.latency_s))
     watts = re.search(r"(\d+)w\b", gpu)
@@ -307,10 +314,9 @@ def _device(gpu: str, memory: float) -> Hardware:
 
 @functools.cache
 def _sized(gpu: str, memory: float, per_node: int, nodes: int, intra: float, inter: float, stack: str) -> Hardware:
-    hardware = _device(gpu, memory)
+    hardware = _device(gpu, memory, stack)
     return dataclasses.replace(
         hardware,
-        constants=dataclasses.replace(hardware.constants, **STACKS[stack]),
         devices_per_node=per_node,
         nodes=nodes,
         intra=Link(intra, hardware.intra.latency_s),
@@ -344,8 +350,11 @@ def _seconds(
 # --- evaluation --------------------------------------------------------------------------------------------------
 
 
-def predict(rows: Sequence[Published], fitted: Hardware | None = None) -> np.ndarray:
-    """[rows] seconds; with the constants of `fitted`, or each machine's own."""
+Kind = tuple[str, str, str]
+
+
+def predict(rows: Sequence[Published], fitted: Mapping[Kind, Hardware] = MappingProxyType({})) -> np.ndarray:
+    """[rows] seconds; with what was fitted for the kind of a row's machine, or its own constants."""
     groups: dict[tuple[int, int, int], list[int]] = {}
     for index, item in enumerate(rows):
         run = item.run
@@ -355,20 +364,26 @@ def predict(rows: Sequence[Published], fitted: Hardware | None = None) -> np.nda
         run = rows[group[0]].run
         hardware = run.hardware
         assert hardware is not None
-        if fitted is not None:
-            hardware = hardware.with_constants(fitted.constants, fitted.origin, fitted.residuals)
+        known = fitted.get(hardware.kind)
+        if known is not None:
+            hardware = hardware.with_constants(known.constants, known.origin, known.residuals)
         candidates = Candidates.of(rows[index].run.candidate for index in group)
         with empty_stages():
             result[group] = step_time(run.profile, run.recipe, hardware, candidates).seconds
     return result
 
 
-def calibrated(rows: Sequence[Published], names: Sequence[str] = FITTED) -> Hardware:
-    """The machine of these rows with constants fitted to them."""
-    hardware = rows[0].run.hardware
-    assert hardware is not None
+def calibrated(rows: Sequence[Published], names: Sequence[str] = FITTED) -> dict[Kind, Hardware]:
+    """The machines of these rows with constants fitted to them: one for each kind of device and stack."""
+    machines = {machine.kind: machine for item in rows if (machine := item.run.hardware) is not None}
     with empty_stages():
-        return fit(hardware, [item.run for item in rows], names)
+        return {kind: fit(machine, [item.run for item in rows], names) for kind, machine in machines.items()}
+
+
+def from_others(rows: Sequence[Published], others: Sequence[Published], sample: int = 60) -> np.ndarray:
+    """Errors of the rows of one source with constants fitted to up to so many rows of other sources."""
+    picked = np.random.default_rng(0).permutation(len(others))[:sample]
+    return errors(rows, predict(rows, calibrated([others[index] for index in sorted(picked)])))
 
 
 def errors(rows: Sequence[Published], predicted: np.ndarray) -> np.ndarray:
@@ -424,7 +439,7 @@ def held_out_choices(rows: Sequence[Published], sample: int = 60) -> list[Choice
         others = [item for item in rows if item.model != model]
         if not own:
             continue
-        fitted = None
+        fitted: dict[Kind, Hardware] = {}
         if others:
             picked = np.random.default_rng(0).permutation(len(others))[:sample]
             fitted = calibrated([others[index] for index in sorted(picked)])
@@ -441,7 +456,7 @@ def main() -> None:
     parser.add_argument("--no-sweeps", action="store_true", help="leave out what takes longest")
     args = parser.parse_args()
     rows = [item for item in read(args.rows) if item.timed and item.source.startswith(args.source)]
-    print(f"{'source':28s} {'rows':>5s} {'error':>7s} {'bias':>7s} {'after 5':>8s}")
+    print(f"{'source':28s} {'rows':>5s} {'error':>7s} {'bias':>7s} {'after 5':>8s} {'others':>7s} of them")
     together: list[tuple[np.ndarray, np.ndarray]] = []
     for source in dict.fromkeys(item.source for item in rows):
         own = [item for item in rows if item.source == source]
@@ -450,7 +465,10 @@ def main() -> None:
         before, after = errors(own, predicted), after_calibration(own)
         bias = float(np.exp(np.mean(np.log(predicted / observed))) - 1)
         text = f"{after.mean():8.1%}" if len(after) else f"{'-':>8s}"
-        print(f"{source:28s} {len(own):5d} {before.mean():7.1%} {bias:+7.1%} {text}")
+        kinds = {item.run.hardware.kind for item in own if item.run.hardware is not None}
+        others = [item for item in rows if item.source != source and item.run.hardware.kind in kinds]
+        unseen = f"{from_others(own, others).mean():7.1%} {len(others):7d}" if others else f"{'-':>7s} {0:7d}"
+        print(f"{source:28s} {len(own):5d} {before.mean():7.1%} {bias:+7.1%} {text} {unseen}")
         if source.startswith(MEGATRON):
             together.append((before, after))
         if args.residuals:

@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
 
 
 def test_there_are_profiles() -> None:
-    assert OWN == ["a100_40", "a100_80", "b200", "cpu", "gb200", "h100", "h200"]
+    assert OWN == ["a100_40", "a100_80", "b200", "cpu", "gb200", "gb300", "h100", "h200"]
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -38,8 +38,8 @@ def test_profiles_load(name: str) -> None:
     assert hardware.name == name
     assert hardware.origin == "built in"
     assert hardware.nodes == 1
-    assert hardware.devices_per_node == (4 if name == "gb200" else 8)
-    assert hardware.domain_size == (72 if name == "gb200" else 8)
+    assert hardware.devices_per_node == (4 if name in ("gb200", "gb300") else 8)
+    assert hardware.domain_size == (72 if name in ("gb200", "gb300") else 8)
     assert hardware.intra.bytes_per_s > hardware.inter.bytes_per_s
     assert hardware.intra.latency_s < hardware.inter.latency_s
 

@@ -93,7 +93,7 @@ def test_single_numbers_can_be_replaced(compose: Compose) -> None:
             Told(
                 "cluster=h1000x8",
                 "h100",
-                allowed="a100, a100_40, a100_80, b200, cpu, gb200, h100, h100x1024, h200, local, localx4",
+                allowed="a100, a100_40, a100_80, b200, cpu, gb200, gb300, h100, h100x1024, h200, local, localx4",
                 write="cluster=h100",
             ),
         ),
@@ -213,6 +213,7 @@ def test_what_was_calibrated_for_other_constants_is_not_used(compose: Compose, m
             ("NVIDIA H200", "h200"),
             ("NVIDIA B200", "b200"),
             ("NVIDIA GB200", "gb200"),
+            ("NVIDIA GB300", "gb300"),
         ],
     ),
 )

@@ -32,7 +32,7 @@ FILES = {
 }
 """What lies in the working directory: the mistakes of a user's own YAML files."""
 
-TASKS = "fit, validate, test, predict, lr_find, compare, generate, plan, calibrate, export, eval"
+TASKS = "fit, validate, test, predict, lr_find, compare, generate, plan, dryrun, calibrate, export, eval"
 GROUPS = (
     "adapter, callbacks, cluster, cp, data, dp, experiment, launch, logger, mesh, model, mp, optimizer, pp, scheduler, "
     "search, trainer"
@@ -45,6 +45,16 @@ STYLES = (
 )
 
 WRONG = [
+    pytest.param(
+        ["model.packed_attention=sdpa"],
+        Told("model.packed_attention=sdpa", "no packed documents", write="model.packed_attention=auto"),
+        id="a-kernel-for-documents-that-are-not-packed",
+    ),
+    pytest.param(
+        ["data=documents", "data.path=texts.jsonl", "data.packing=documents", "model.packed_attention=varlen"],
+        Told("model.packed_attention=varlen", "in bf16 and fp16", allowed=("sdpa",)),
+        id="a-kernel-for-documents-in-fp32",
+    ),
     pytest.param(
         ["mesh=2", "ep=2"],
         Told("ep=2 with model=llama", "no mixture of experts", allowed=("ep=1",), write="ep=1"),

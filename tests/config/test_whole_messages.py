@@ -29,7 +29,7 @@ COMMANDS = [
     pytest.param(
         ["trian", "model=llama"],
         "autolaunch trian: no such task; did you mean fit?\n"
-        "  allowed: fit, validate, test, predict, lr_find, compare, generate, plan, calibrate, export, eval\n"
+        "  allowed: fit, validate, test, predict, lr_find, compare, generate, plan, dryrun, calibrate, export, eval\n"
         "  write:   autolaunch fit model=llama",
         id="task",
     ),

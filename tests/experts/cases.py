@@ -64,7 +64,8 @@ class Mixture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        nn.init.constant_(self.router.bias[-1:], -20)  # nobody's: it has no gradient, and no step
         self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +145,8 @@ def alone(name: str, changes: dict[str, Any], rate: float = 0) -> dict[str, Any]
         for key, count in (since(load, before) if rate else {}).items():
             router = model.get_submodule(key.removeprefix("model.").removesuffix("experts") + "gate")
             router.e_score_correction_bias += rate * torch.sign(count.float().mean() - count)
-    return {"losses": losses, "norms": norms, "gradients": first, "weights": weights(model), "load": worst(load)}
+    found = {"losses": losses, "norms": norms, "gradients": first, "weights": weights(model)}
+    return found | ({"load": worst(load)} if load else {})
 
 
 def counted(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -222,16 +224,17 @@ def on_mesh(name: str, changes: dict[str, Any], mesh: str, **settings: Any) -> d
     if replicas := settings.pop("replicate", 0):
         settings["dp"] = {"sharding_level": 3, "replicate": replicas}
     trainer = trained(module, mesh, STEPS, **settings)
-    return found_in(module) | {"load": trainer.strategy.worst_expert_load()}
+    load = trainer.strategy.worst_expert_load()
+    return found_in(module) | ({} if load is None else {"load": load})
 
 
-def resumed(first: tuple[str, int], then: tuple[str, int]) -> dict[str, Any]:
+def resumed(name: str, first: tuple[str, int], then: tuple[str, int]) -> dict[str, Any]:
     """A step on one mesh, the others on another: (mesh, ep)."""
-    path = str(OUT / f"{first}{then}.ckpt")
-    trained(Module(made("gpt_oss", {})), first[0], 1, ep=first[1]).save_checkpoint(path)
-    module = Module(made("gpt_oss", {}))
+    path = str(OUT / f"{name}{first}{then}.ckpt")
+    trained(Module(made(name, {})), first[0], 1, ep=first[1]).save_checkpoint(path)
+    module = Module(made(name, {}))
     trained(module, then[0], STEPS, path, ep=then[1])
-    expected = alone("gpt_oss", {})
+    expected = alone(name, {})
     for key in ("losses", "norms"):
         expected[key] = expected[key][1:]
     return {"expected": expected | {"gradients": {}}, "found": found_in(module) | {"gradients": {}}}
@@ -259,9 +262,9 @@ def case(name: str, mesh: str, changes: dict[str, Any], settings: dict[str, Any]
 def parsed(text: str) -> Any:
     """`name:mesh:setting=value,...`; with `aux=1` routers have a loss of their own."""
     name, mesh, *rest = text.split(":")
-    if name == "resume":
+    if name.startswith("resume"):
         (one, first), (other, then) = (part.split("ep") for part in (mesh, rest[0]))
-        return functools.partial(resumed, (one, int(first)), (other, int(then)))
+        return functools.partial(resumed, name.partition("-")[2] or "gpt_oss", (one, int(first)), (other, int(then)))
     pairs = dict(item.split("=") for item in rest[0].split(",")) if rest else {}
     settings: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in pairs.items()}
     if settings.pop("bias", 0):
@@ -273,10 +276,12 @@ def parsed(text: str) -> Any:
 
 GROUPS: dict[str, list[str]] = {
     "2": [
+        "own:2:ep=2,dp=0,recompute=full", "own:2:ep=2,compile=1", "resume-own:2ep2:2ep1",
         "mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring", "jamba:2:ep=2,aux=1", "nemotron_h:2:ep=2,recompute=full",
         "gpt_oss:1x2:ep=1,mp=seq_parallel",
     ],
     "4": [
+        "own:2x2:ep=4,dp=3,mp=auto", "own:4:ep=2,dp=3,accumulate=2,recompute=selective", "own:2x1x2:ep=2,pp=1f1b",
         "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2,bias=1", "olmoe:4:ep=2,dp=0",
         "deepseek_v3:4:ep=4,dp=2,compile=1", "glm4_moe:4:ep=2,replicate=2,bias=1,recompute=full,accumulate=2",
         "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1,compile=1",

@@ -7,11 +7,16 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from autolaunch import worker
 from autolaunch.job import ResolvedJob
+from autolaunch.launch import rendezvous
 from autolaunch.launch.place import Place, check_master_resolves, place
+from autolaunch.machine import devices
 from autolaunch.machine.devices import visible_devices
 from autolaunch_strategies.config import ConfigError
 from tests import ROOT
@@ -129,6 +134,68 @@ def test_cpu_build_of_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("autolaunch.machine.devices.metadata.version", lambda name: "2.13.0+cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert visible_devices("auto") == ("cpu", None)
+
+
+def test_gpus_of_rocm_and_of_wsl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files stand in for the devices, a script for the driver."""
+    monkeypatch.setattr(devices, "ROOT", tmp_path)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/dxg").touch()
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA RTX (UUID: GPU-1)'\necho 'GPU 1: NVIDIA RTX (UUID: GPU-2)'\n")
+    driver.chmod(0o755)
+    monkeypatch.setattr("autolaunch.machine.devices.metadata.version", lambda name: "2.13.0+cu130")
+    monkeypatch.setenv("PATH", "")
+    assert visible_devices("auto") == ("cpu", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert devices.visible_gpus() == ["0", "1"]
+
+    monkeypatch.setattr("autolaunch.machine.devices.metadata.version", lambda name: "2.13.0+rocm7.0")
+    assert visible_devices("auto") == ("cpu", None)
+    (tmp_path / "dev/kfd").touch()
+    for number, gpu in enumerate((0, 4711, 815, 42)):
+        node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}"
+        node.mkdir(parents=True)
+        (node / "gpu_id").write_text(f"{gpu}\n")
+    assert devices.visible_gpus() == ["0", "1", "2"]
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1,2")
+    assert devices.visible_gpus() == ["0", "1"]
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
+    assert devices.visible_gpus() == ["1"]
+    assert devices.visible_variable() == "HIP_VISIBLE_DEVICES"
+
+
+def test_what_runs_on_gpus_set_leaves_what_the_user_has_set(tmp_path: Path) -> None:
+    usual = devices.gpu_environment(tmp_path, {})
+    assert usual["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert usual["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/nccl_trace_rank_"
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+    left = devices.gpu_environment(tmp_path, own)
+    assert usual.keys() - left.keys() == {"PYTORCH_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE"}
+
+
+def test_ranks_with_a_gpu_connect_when_groups_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NCCL would otherwise connect two stages within the first schedule. Nothing is joined here."""
+    joined: list[dict[str, Any]] = []
+
+    def join(backend: str, **named: Any) -> None:
+        joined.append({"backend": backend, **named})
+
+    monkeypatch.setattr("torch.distributed.init_process_group", join)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    chosen: list[Any] = []
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    monkeypatch.setattr("autolaunch.worker.visible_devices", lambda accelerator: ("gpu", 4))
+    job = ResolvedJob({"trainer": {"accelerator": "auto"}}, tmp_path, 8, [], "0")
+    where = Place("torchrun", 6, 8, local_rank=6, local_world_size=8)
+    store = torch.distributed.HashStore()
+    rendezvous.join(store, where, 5, worker._gpu(job, where))
+    rendezvous.join(store, where, 5)
+    assert [item["device_id"] for item in joined] == [torch.device("cuda", 2), None]
+    assert [item["backend"] for item in joined] == ["cpu:gloo,cuda:nccl", "gloo"]
+    assert chosen == [torch.device("cuda", 2)]
 
 
 def test_job_survives_the_file(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from autolaunch_strategies import MeshStrategy
@@ -205,6 +206,36 @@ for dtypes in ({"param_dtype": "bf16"}, {"param_dtype": "bf16", "reduce_dtype": 
         pl.seed_everything(1, verbose=False)
         strategy = MeshStrategy(mesh=str(WORLD), dp={"sharding_level": 2, **dtypes}, timeout=60)
         return {"losses": train(LanguageModel(), strategy, max_steps=2)["losses"]}
+
+
+def gathered_bytes(dp: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    """A run in bf16-mixed, and the bytes of gradients and parameters that this rank sends of each type."""
+    sent: dict[str, int] = {}
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.__name__.partition(".")[0]
+            if name in ("_allgather_base_", "_reduce_scatter_base_"):
+                key = f"{name} {args[1].dtype}"
+                sent[key] = sent.get(key, 0) + args[1].nbytes
+            return func(*args, **(kwargs or {}))
+
+    pl.seed_everything(1, verbose=False)
+    with Counts():
+        module, strategy = LanguageModel(), mesh_strategy(dp=dp, **kwargs)
+        result = train(module, strategy, loader(4), precision="bf16-mixed", accumulate_grad_batches=2, max_steps=4)
+    return {**result, "sent": sent}
+
+
+for _name, _level, _options in (
+    ("2", 2, {}), ("3", 3, {}), ("3-recomputed", 3, {"recompute": "full"}), ("1-offload", 1, {"cpu_offload": True}),
+):  # fmt: skip
+
+    @case("parity", name=f"gathered-{_name}")
+    def in_bf16_and_fp32(level: int = _level, options: dict[str, Any] = _options) -> Any:
+        dp = {"sharding_level": level, **{k: v for k, v in options.items() if k == "cpu_offload"}}
+        others = {k: v for k, v in options.items() if k not in dp}
+        return [gathered_bytes({**dp, **types}, **others) for types in ({}, {"param_dtype": "fp32"})]
 
 
 parity("offload-1", LanguageModel, {"dp": {"sharding_level": 1, "cpu_offload": True}}, gradient_clip_val=0.5)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from autolaunch.config.against_schema import validate
 from autolaunch.config.microbatches import with_batch_parts
@@ -41,12 +40,20 @@ class Watches(pl.Callback):
 
 def watched(**values: Any) -> Counter[str]:
     """Where values were read in two steps of two microbatches, with metrics that are read late, as on a GPU."""
+    watches = Watches()
+    fit(watches, "cpu", **values)
+    return watches.reads.found
+
+
+def fit(watches: pl.Callback, accelerator: str, **values: Any) -> None:
+    """Train `WARM + STEPS + 1` steps with a callback that comes last."""
     values = {
         "task": "fit", "seed": 1, "model": LLAMA, "scheduler": {"name": "constant"}, "checkpoint": {"enabled": False},
         "mesh": dict.fromkeys(("dp", "mp", "pp", "cp"), 1), "logger": {},
         "data": {"name": "synthetic", "seq_len": 16, "batch_size": 4, "microbatches": 2},
         "trainer": {
-            "accelerator": "cpu", "max_steps": WARM + STEPS + 1, "limit_val_batches": 0, "enable_progress_bar": False,
+            "accelerator": accelerator, "max_steps": WARM + STEPS + 1, "limit_val_batches": 0,
+            "enable_progress_bar": False,
         },
         **values,
     }  # fmt: skip
@@ -54,12 +61,11 @@ def watched(**values: Any) -> Counter[str]:
     raise_all(wrong)
     config = with_batch_parts(config, values["mesh"]["pp"])
     with tempfile.TemporaryDirectory() as directory, quiet_lightning():
-        watches, strategy = Watches(), build_strategy(config)
+        strategy = build_strategy(config)
         job = ResolvedJob(config, Path(directory), WORLD, [], "0")
         trainer = build_trainer(job, strategy, StepMetrics(late=True), [watches], [])
-        module = construct_module(config, strategy, trainer.precision_plugin, torch.device("cpu"))
+        module = construct_module(config, strategy, trainer.precision_plugin, strategy.root_device)
         trainer.fit(module, datamodule=build_data(config["data"], config["seed"]))
-    return watches.reads.found
 
 
 def mesh(**sizes: int) -> dict[str, int]:

@@ -118,6 +118,17 @@ def test_bf16_mixed_is_close(one: Group, two: Group, level: int) -> None:
     assert differences(one.read(f"language-{level}")["losses"], check_losses[1], 1e-6) != []
 
 
+@pytest.mark.parametrize("case", tiered(["2", "3", "3-recomputed", "1-offload"], ["3"]))
+def test_weights_that_autocast_casts_are_gathered_in_bf16_and_no_number_changes(two: Group, case: str) -> None:
+    """Of a model with a tied head, a frozen and an unused layer, over two batches per step."""
+    in_bf16, in_fp32 = two.read(f"gathered-{case}")
+    sent, whole = in_bf16.pop("sent"), in_fp32.pop("sent")
+    assert in_bf16 == in_fp32, "to the last bit"
+    gathered, gathered_in_fp32 = sent.pop("_allgather_base_ torch.uint8"), whole.pop("_allgather_base_ torch.float32")
+    assert gathered < 0.8 * gathered_in_fp32
+    assert sent == whole and list(sent) == ["_reduce_scatter_base_ torch.float32"]
+
+
 @pytest.mark.parametrize("types", ["types-param_dtype", "types-param_dtype-reduce_dtype"])
 def test_types_of_parameters_count_on_one_rank_too(one: Group, two: Group, types: str) -> None:
     alone, losses = (result.read(types)["losses"] for result in (one, two))

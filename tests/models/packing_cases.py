@@ -14,8 +14,10 @@ from torch.nn import functional as F
 
 from autolaunch.models import build_model
 from autolaunch.models.language_model import LanguageModel
+from autolaunch.models.packed_attention import use_kernel
 from tests.models.label_cases import CLIP, CONSTANT, LLAMA, SAMPLES, SGD, STEPS, rows_of, schedule
 from tests.support.cases import serve
+from tests.support.documents import kernel_on_cpu
 
 LENGTH = 18
 """Of a row: not one that 4 or 8 places divide."""
@@ -92,6 +94,16 @@ def packed(name: str, strategy: dict[str, Any]) -> dict[str, Any]:
     return rows_of(LanguageModel(build(name), SGD, CONSTANT, -1), rows(), strategy)
 
 
+def by_kernel(name: str, strategy: dict[str, Any]) -> dict[str, Any]:
+    """The same by the kernel for documents, as far as a loop in its place shows it."""
+    model = build(name)
+    assert use_kernel(model) is None
+    with kernel_on_cpu() as calls:
+        found = rows_of(LanguageModel(model, SGD, CONSTANT, -1), rows(), strategy)
+    assert calls["forward"] and calls["backward"]
+    return found
+
+
 MESHES: dict[str, dict[str, dict[str, Any]]] = {
     "one": {"1": {"mesh": "1"}},
     "two": {
@@ -115,6 +127,17 @@ NAMES = ("ours", *(f"hf-{family}" for family in FAMILIES))
 GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
     group: {f"{name}@{mesh}": partial(packed, name, strategy) for mesh, strategy in meshes.items() for name in NAMES}
     for group, meshes in MESHES.items()
+}
+KERNEL: dict[str, dict[str, Any]] = {
+    "dp2": {"recompute": "selective"},
+    "mp2": {},
+    "sp2": {"recompute": "full"},
+    "pp2-1f1b": {},
+}
+GROUPS["two"] |= {
+    f"{name}-kernel@{mesh}": partial(by_kernel, name, MESHES["two"][mesh] | KERNEL[mesh])
+    for name in NAMES
+    for mesh in KERNEL
 }
 GROUPS["hand"] = {name: partial(by_hand, name) for name in NAMES}
 

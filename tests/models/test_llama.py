@@ -2,18 +2,60 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from autolaunch.config.schema import LlamaModel
+from autolaunch.models import llama
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.models.llama import Llama, RotaryEmbedding
 from autolaunch.models.llama_config import SIZES, llama_config
 from autolaunch_strategies.config import ConfigError, ConfigErrors
+from autolaunch_strategies.torch_private.attention import with_heads_for_kernels
 from tests.support.messages import Told, assert_only_told
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("autocast", "masked", "key_heads"),
+    [
+        pytest.param(True, False, 2, id="flash attention takes two"),
+        pytest.param(False, False, 4, id="fp32"),
+        pytest.param(True, True, 4, id="mask"),
+    ],
+)
+def test_keys_have_as_many_heads_as_the_kernels_of_a_gpu_need(
+    monkeypatch: pytest.MonkeyPatch, autocast: bool, masked: bool, key_heads: int
+) -> None:
+    """Else torch writes all scores to memory. A CPU stands in for the GPU: it takes either."""
+    config = llama_config({"vocab_size": 16, "hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2})
+    torch.manual_seed(0)
+    attention = llama.Attention(config)
+    angles = torch.randn(6, config.head_dim)
+    arguments = torch.randn(2, 6, 32), angles.cos(), angles.sin(), torch.ones(6, 6).tril().bool() if masked else None
+    shapes: list[torch.Size] = []
+    attend = F.scaled_dot_product_attention
+
+    def seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        shapes.extend((q.shape, k.shape, v.shape))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = attention(*arguments)
+        assert [shape[1] for shape in shapes] == [4, 2, 2], "a CPU takes fewer heads in all types"
+        on_gpu = partial(with_heads_for_kernels, device_type="cuda")
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: autocast)
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+        monkeypatch.setattr(llama, "with_heads_for_kernels", on_gpu)
+        found = attention(*arguments)
+    assert [shape[1] for shape in shapes[3:]] == [4, key_heads, key_heads]
+    torch.testing.assert_close(found, expected)
 
 
 def of_transformers(model: Llama) -> torch.nn.Module:

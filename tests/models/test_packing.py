@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.packing_cases import GROUPS, NAMES
+from tests.models.packing_cases import GROUPS, KERNEL, NAMES
 from tests.models.test_label_means import compare
 from tests.support.ranks import Group, GroupOf
 
@@ -42,6 +42,12 @@ def test_one_process(hand: Group, one: Group, case: str) -> None:
 @pytest.mark.parametrize("case", cases("two"))
 def test_two_ranks(hand: Group, two: Group, case: str) -> None:
     compare(hand.read(case.split("@")[0]), two, case)
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize("mesh", KERNEL)
+def test_by_the_kernel_for_documents(hand: Group, two: Group, mesh: str, name: str) -> None:
+    compare(hand.read(name), two, f"{name}-kernel@{mesh}")
 
 
 @pytest.mark.parametrize("case", cases("four"))

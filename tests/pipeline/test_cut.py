@@ -18,6 +18,7 @@ from autolaunch_strategies.config import ConfigError, PipelineParallel
 from autolaunch_strategies.model.blocks import find_blocks
 from autolaunch_strategies.pipeline.build import plan_cut
 from autolaunch_strategies.pipeline.cut import whole_model
+from autolaunch_strategies.pipeline.record import record
 from autolaunch_strategies.pipeline.structure import Structure
 from autolaunch_strategies.tracing.inputs import Steps
 from autolaunch_strategies.tracing.step import Step
@@ -1121,3 +1122,14 @@ def test_what_an_object_holds_cannot_be_sent() -> None:
     with pytest.raises(ConfigError) as caught:
         Chain(built(LooksAtHidden), 2).step((ids(),))
     assert_told(caught.value, "pp", "layers.1", "does not return", write=None)
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.5])
+def test_attention_draws_where_it_drops_out_alone(dropped: float) -> None:
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=dropped, is_causal=True)
+
+    model = nn.Sequential(Attention(), Attention())
+    recording = record(model, ["0", "1"], (torch.zeros(1, 2, 4, 8),), {})
+    assert recording.may_draw is (dropped > 0)  # a pipeline seeds the microbatches of what may draw, one by one

@@ -44,10 +44,10 @@ MP, MIXED = Candidate(mp=4), Candidate(dp=2, mp=2, replicate=2)
 
 
 def test_the_simplest_within_the_noise() -> None:
-    assert pick(looked((MIXED, 1.0, 0.5), (MP, 1.01, 0.5), (DDP, 1.02, 0.5)), 0.03) == 2
-    assert pick(looked((MIXED, 1.0, 0.5), (MP, 1.01, 0.5), (DDP, 1.04, 0.5)), 0.03) == 1
-    assert pick(looked((MIXED, 1.0, 0.5), (MP, 1.04, 0.5), (DDP, 1.05, 0.5)), 0.03) == 0
-    assert pick(looked((MIXED, 1.0, 0.5), (MP, 1.01, 0.5), (DDP, 1.02, 0.5)), 0.0) == 0
+    assert pick(looked((MP, 1.0, 0.5), (MIXED, 1.01, 0.5), (DDP, 1.02, 0.5)), 0.03) == 2
+    assert pick(looked((MP, 1.0, 0.5), (MIXED, 1.01, 0.5), (DDP, 1.04, 0.5)), 0.03) == 1
+    assert pick(looked((MP, 1.0, 0.5), (MIXED, 1.04, 0.5), (DDP, 1.05, 0.5)), 0.03) == 0
+    assert pick(looked((MP, 1.0, 0.5), (MIXED, 1.01, 0.5), (DDP, 1.02, 0.5)), 0.0) == 0
 
 
 def test_of_equally_simple_ones_the_smaller() -> None:
@@ -65,24 +65,28 @@ def test_what_may_not_fit_is_chosen_only_if_nothing_else_does() -> None:
 def test_simpler_is() -> None:
     none, exact, f1b, zbv = (PIPELINES.index(name) for name in ("none", "exact", "1f1b", "zbv_zero_bubble"))
     order = [
-        Candidate(),
         DDP,
         FSDP,
         Candidate(dp=4, level=1),
         Candidate(dp=4, level=3, replicate=2),
+        MIXED,
+        Candidate(dp=2, pp=2, replicate=2, pipeline=f1b),
         MP,
         Candidate(mp=4, sequence_parallel=1),
-        MIXED,
-        Candidate(dp=2, pp=2, replicate=2, pipeline=exact),
-        Candidate(dp=2, pp=2, replicate=2, pipeline=f1b),
-        Candidate(dp=2, pp=2, replicate=2, pipeline=zbv, virtual_stages=2),
+        Candidate(dp=1, pp=4, pipeline=zbv, virtual_stages=2),
         Candidate(dp=2, pp=2, mp=2, replicate=2, pipeline=exact),
     ]
     values = simplicity(Candidates.of(order)).tolist()
     assert values == sorted(values)
     assert len(set(values)) == len(values)
     assert none == 0
-    assert simplicity(Candidates.of([DDP, Candidate(dp=4, replicate=4, recompute=FULL)])).tolist() == [90, 91]
+    assert simplicity(Candidates.of([DDP, Candidate(dp=4, replicate=4, recompute=FULL)])).tolist() == [0, 1]
+    # What is not dp is as small as may be; and level 1 comes before level 0 once memory is short.
+    deep, wide = Candidate(dp=2, pp=4, pipeline=f1b, replicate=2), Candidate(dp=4, pp=2, pipeline=f1b, replicate=4)
+    assert pick(looked((deep, 1.0, 0.5), (wide, 1.01, 0.5)), 0.03) == 1
+    shared = Candidate(dp=4, level=1)
+    assert pick(looked((DDP, 1.0, 0.65), (shared, 1.01, 0.5)), 0.03) == 0
+    assert pick(looked((DDP, 1.0, 0.75), (shared, 1.01, 0.5)), 0.03) == 1
 
 
 def test_alternatives_are_of_different_kinds() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,11 +40,11 @@ SIZES = {
 }  # fmt: skip
 
 
-def mixture(device: str = "meta") -> nn.Module:
+def mixture(device: str = "meta", **changes: Any) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SIZES))
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SIZES, **changes))
 
 
 @functools.cache
@@ -124,6 +125,17 @@ def test_what_is_proposed_can_be_run_and_the_rest_has_reasons() -> None:
     assert "it has no mixture of experts" in refused[0]
     compiled = make_plan(profile(), dataclasses.replace(RECIPE, compiled=True), machines(), plan.wanted)
     assert compiled.chosen.ep > 1  # what lies beside the experts is compiled
+
+
+def test_no_schedule_is_proposed_where_routers_have_a_loss_of_their_own() -> None:
+    wanted: dict[str, tuple[int, ...]] = {"pp": (2,), "mp": (1,), "cp": (1,), "ep": (1,)}
+    with_loss = profile_module(mixture(output_router_logits=True), 32)
+    for model, are_only_exact in ((profile(), False), (with_loss, True)):
+        candidates, _ = enumerate_candidates(model, RECIPE, machines(), wanted)
+        names = {candidates[index].pipeline_name for index in range(len(candidates.pipeline))}
+        assert (names == {"exact"}) == are_only_exact and "exact" in names
+    plan = make_plan(with_loss, RECIPE, machines(), wanted)
+    assert "the loss of its routers (output_router_logits)" in why(plan, {"pp": "1f1b"}).sentences[0]
 
 
 def test_tokens_that_leave_the_node_cost_more_and_are_warned_of() -> None:

@@ -171,8 +171,18 @@ def test_collectives(kind: str, ranks: int, stride: int, expected: float) -> Non
 
 def test_latencies_of_collectives() -> None:
     hardware = machine(intra=Link(1e11, 1e-6), inter=Link(1e10, 1e-5))
-    assert collective_time(hardware, "all_gather", [8, 32], 1, 0.0) == pytest.approx([3e-6, 3e-6 + 2e-5])
-    assert collective_time(hardware, "all_reduce", 8, 1, 0.0) == pytest.approx(6e-6)
+    assert collective_time(hardware, "all_reduce", [8, 32], 1, 0.0) == pytest.approx([6e-6, 6e-6 + 4e-5])
+    # A ring: one step for every other rank, of which those between four nodes are three.
+    step, between = 1.9 / 8 * 1e-6, 4 / 20 * 1e-5
+    expected = [1e-6 + 7 * step, 1e-6 + 28 * step + 3 * between]
+    assert collective_time(hardware, "all_gather", [8, 32], 1, 0.0) == pytest.approx(expected)
+    # Of large groups it is most of the time, and a larger message is worth the longer steps of the other protocol.
+    ring = (
+        collective_time(hardware, "reduce_scatter", [32, 1024], 1, 1e8) - np.array([31 / 32, 1023 / 1024]) * 1e8 / 8e10
+    )
+    assert 10 < ring[1] / ring[0] < 40
+    on_cpu = dataclasses.replace(hardware, device="cpu")
+    assert collective_time(on_cpu, "all_gather", [8, 32], 1, 0.0) == pytest.approx([3e-6, 3e-6 + 2e-5])
 
 
 def test_members_of_a_group_in_a_domain() -> None:

@@ -58,3 +58,36 @@ def test_a_way_that_somebody_chose_stays() -> None:
     optimizer = torch.optim.AdamW([{"params": parameters}, {"params": [nn.Parameter(torch.zeros(1, device="meta"))]}])
     prefer_fused(optimizer)
     assert [group["fused"] for group in optimizer.param_groups] == [True, None]
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_memory_that_is_laid_out_otherwise_is_updated_as_on_one_device(closure: bool) -> None:
+    """torch's fused step on a CPU goes through memory from where a tensor begins, whatever the tensor's strides."""
+    values = [torch.arange(24.0).view(4, 6), torch.arange(24.0).view(6, 4).t(), torch.arange(6.0)]
+    gradients = [torch.randn(6, 4).t(), torch.randn(4, 6), torch.tensor(2.0).expand(6)]
+
+    def after_three_steps(mesh: Any) -> list[torch.Tensor]:
+        parameters = [nn.Parameter(value.clone()) for value in values]
+        if mesh is not None:
+            parameters = [
+                nn.Parameter(DTensor.from_local(value.clone(), mesh, [Replicate()], run_check=False))
+                for value in values[:1]
+            ] + parameters[1:]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=False if mesh is None else None)
+        adapt_optimizer(optimizer)
+        prefer_fused(optimizer)
+
+        def differentiate() -> None:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                is_sharded = isinstance(parameter, DTensor)
+                parameter.grad = DTensor.from_local(gradient, mesh, [Replicate()]) if is_sharded else gradient
+
+        for _ in range(3):
+            if not closure:
+                differentiate()
+            optimizer.step(differentiate if closure else None)
+        return [item.full_tensor() if isinstance(item, DTensor) else item.detach() for item in parameters]
+
+    with mesh_of_one_rank() as mesh:
+        for found, wanted in zip(after_three_steps(mesh), after_three_steps(None), strict=True):
+            torch.testing.assert_close(found, wanted)

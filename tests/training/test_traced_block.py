@@ -91,6 +91,14 @@ def test_python_runs_once_and_again_where_something_is_different(
     assert not runs(x)
     body.scale = 2.0
     assert runs(x)
+    body.scale = 1.0
+    assert not runs(x)
+    body.counted.append(1)  # the same list, with more in it
+    assert runs(x)
+    body.layer.register_module("more", None)
+    assert runs(x)
+    monkeypatch.setattr(traced_block, "_attributes", None)  # nothing has changed, so nothing is compared one by one
+    assert not runs(x)
     with torch.no_grad(), MixedTensors(mesh):
         torch.testing.assert_close(body(x), whole(x))
 

@@ -26,6 +26,7 @@ from autolaunch.machine.this_machine import memory_gib
 from autolaunch.models.adapter_config import adapter_settings, check_llama
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.models.hf_tasks import task_of
+from autolaunch.models.packed_attention import NOT_PACKED, may_pack, reason_of_config, refusal
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.checkpoint.record import check_allowed
 from autolaunch_strategies.config import (
@@ -87,6 +88,7 @@ def check(
     errors += _accumulation(config, mesh, where)
     errors += _labels(config, where)
     errors += task_errors(config, where)
+    errors += _packed_attention(config, mesh, where)
     errors += _streaming(config, where)
     if config["task"] == "test" and (error := test_data_error(config["data"])):
         errors.append(error)
@@ -324,7 +326,7 @@ def _dotted(rule: Any) -> str:
 
 
 def _schedule(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
-    if config["module"] is not None or config["task"] not in ("fit", "plan", "compare"):
+    if config["module"] is not None or config["task"] not in ("fit", "plan", "compare", "dryrun"):
         return
     scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
     decays = scheduler["name"] != "constant"
@@ -414,6 +416,18 @@ def _labels(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
                 "data.labels=null",
             )
             return
+
+
+def _packed_attention(config: Mapping[str, Any], mesh: MeshShape | None, where: Where) -> Iterator[ConfigError]:
+    """A kernel for packed documents that can't be, or where there are none."""
+    wanted = config["model"].get("packed_attention", "auto")
+    if wanted == "auto" or config["module"] is not None or "_target_" in config["model"]:
+        return
+    key = where("model.packed_attention", wanted)
+    if not may_pack(config):
+        yield ConfigError(key, f"has no effect: {NOT_PACKED}", "auto", "model.packed_attention=auto")
+    elif wanted == "varlen" and (reason := reason_of_config(config, mesh.cp if mesh else 1)) is not None:
+        yield refusal(reason, key)
 
 
 def _checkpoint(config: Mapping[str, Any], output_dir: Path) -> None:
@@ -587,6 +601,13 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
             "there is no choice to ask about",
             "`plan` with a cluster",
             "autolaunch plan cluster=local --why ...",
+        )
+    if config["rank"] and task != "dryrun":
+        yield ConfigError(
+            where("rank", config["rank"]),
+            f"has no effect with {task}",
+            "autolaunch dryrun",
+            "autolaunch dryrun rank=[0]",
         )
     if config["full"] and (cluster is None or task != "plan"):
         yield ConfigError(

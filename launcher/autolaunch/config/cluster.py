@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autolaunch_strategies.config import option
+from autolaunch_strategies.planner.stacks import GENERATIONS, STACKS, TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +36,12 @@ class Cluster:
 
     name: str = option("Which machines these are; set by the group.", "cluster")
     device: str = option("Kind of device.", "cuda", choices=("cuda", "cpu"))
+    generation: str | None = option(
+        "Of the devices: what is known of their kernels (null: nothing).", None, choices=tuple(GENERATIONS)
+    )
+    stack: str = option(
+        "The software whose speed is planned with; this runtime is torch.", TORCH, choices=tuple(STACKS)
+    )
     nodes: int = option("Number of equal nodes.", 1, ge=1)
     devices_per_node: int = option("Devices of a node; of CPUs, ranks that share the node.", 8, ge=1)
     memory_gib: float | None = option("Memory of one device, GiB; of CPUs, of one rank.", None, gt=0)

@@ -139,9 +139,15 @@ def _asked_for_help(known: argparse.Namespace) -> CommandLine:
     )
 
 
+def compares_runs(argv: Sequence[str]) -> bool:
+    """Whether a command line compares finished runs: flags have words behind them, and go with jobs alone."""
+    words = argv[1:]
+    return argv[:1] == ["compare"] and any(map(names_a_run, words)) and not any(word.startswith("-") for word in words)
+
+
 def names_a_run(word: str) -> bool:
-    """Whether a word behind `compare` is the directory of a finished run, and no key or flag."""
-    return "=" not in word and not word.startswith("-")
+    """Whether a word behind `compare` is the directory of a finished run, and no key."""
+    return "=" not in word
 
 
 def _unknown_flag(typed: str, flags: list[str]) -> ConfigError:

@@ -45,6 +45,10 @@ _FLAGS = (
     ("--full", "plan cluster=...: every figure, pictures, and what the plan does to each part of the model"),
     ("--config-dir DIR", "use your own files beside conf/: DIR/model/mine.yaml, DIR/experiment/e1.yaml"),
     ("--config-name NAME", "begin with your own NAME.yaml instead of config.yaml"),
+    (
+        "-sc install=bash",
+        """complete tasks, groups and keys with Tab: eval "$(autolaunch -sc install=bash)"; zsh, fish""",
+    ),
     ("--version, --hydra-help", ""),
 )
 
@@ -175,7 +179,7 @@ def _print_group(key: str, chosen: str, directories: Sequence[Path], console: Co
         console.print(Text(f"  for the keys of one option: autolaunch {key}={chosen} --cfg job --package {key}"))
     console.print()
     described = [
-        (f"{key}={name}", _what_it_is(key, name, directories))
+        (f"{key}={name}", what_it_is(key, name, directories))
         for name in options(key, directories)
         if chosen in ("", name)
     ]
@@ -183,7 +187,7 @@ def _print_group(key: str, chosen: str, directories: Sequence[Path], console: Co
         _section("", described, console)
 
 
-def _what_it_is(group: str, option: str, directories: Sequence[Path]) -> str:
+def what_it_is(group: str, option: str, directories: Sequence[Path]) -> str:
     """The comment at the beginning of an option's YAML file."""
     file = next(file for directory in directories if (file := directory / group / f"{option}.yaml").is_file())
     lines = file.read_text(encoding="utf-8").splitlines()
@@ -199,7 +203,7 @@ def _print_schema(key: str, schema: type, console: Console) -> None:
     table.add_column()
     hints = field_types(schema)
     for item in dataclasses.fields(schema):
-        table.add_row(f"  {key}.{item.name}", Text(_default_text(item)), Text(_sentence(item, hints[item.name])))
+        table.add_row(f"  {key}.{item.name}", Text(default_text(item)), Text(_sentence(item, hints[item.name])))
     console.print(table)
     console.print()
 
@@ -208,7 +212,7 @@ def _print_key(key: str, parent: type, item: dataclasses.Field[Any], console: Co
     hint = field_types(parent)[item.name]
     of = f"  ({(parent.__doc__ or '').split(':')[0]})" if key.split(".")[0] in FAMILIES else ""
     console.print(Text(f"{key}{of}", style="bold"))
-    rows = [("", help_of(item)), ("type", type_text(hint)), ("default", _default_text(item))]
+    rows = [("", help_of(item)), ("type", type_text(hint)), ("default", default_text(item))]
     if item.metadata.get("choices"):
         rows.append(("choices", ", ".join(map(written, item.metadata["choices"]))))
     if limits := limits_text(item.metadata):
@@ -227,7 +231,7 @@ def _sentence(item: dataclasses.Field[Any], hint: Any) -> str:
     return f"{help_of(item)} [{type_text(hint)}{', ' + limits if (limits := limits_text(item.metadata)) else ''}]"
 
 
-def _default_text(item: dataclasses.Field[Any]) -> str:
+def default_text(item: dataclasses.Field[Any]) -> str:
     return "" if dataclasses.is_dataclass(item.default_factory) else written(default_of(item))
 
 

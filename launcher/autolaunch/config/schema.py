@@ -15,6 +15,7 @@ from autolaunch.config.cluster import Cluster
 from autolaunch.config.search import Search
 from autolaunch.models.hf_tasks import MODEL_TASKS
 from autolaunch.models.label_positions import LABELS
+from autolaunch.models.packed_attention import PACKED_KERNELS
 from autolaunch_strategies.checkpoint.record import COMPARED
 from autolaunch_strategies.config import (
     AXES,
@@ -37,6 +38,7 @@ TASKS = {
     "compare": "train a few steps with each of the values that a key is given, and say where they part",
     "generate": "let a model go on with prompts, on any mesh",
     "plan": "show what a run would do, and write it to plan.yaml, without starting it; with cluster= choose it, too",
+    "dryrun": "run a step of some ranks of any mesh without devices: memory, collectives, messages",
     "calibrate": "measure this machine for the planner, and write it as a cluster",
     "export": "write a checkpoint as safetensors that `transformers` loads",
     "eval": "run benchmarks of lm-evaluation-harness on a checkpoint or an exported model",
@@ -64,7 +66,7 @@ GROUPS = {
 }
 """The config groups of conf/, and what is chosen by each; all other keys are in no group."""
 
-IN_ONE_PROCESS = ("plan", "export", "eval", "calibrate")
+IN_ONE_PROCESS = ("plan", "dryrun", "export", "eval", "calibrate")
 """Tasks that one process does for a mesh of any size, without its devices."""
 
 
@@ -108,6 +110,11 @@ _TRAINABLE_HELP = (
     "trained)."
 )
 
+_PACKED_ATTENTION = (
+    "What computes attention of packed documents: varlen, a kernel that computes nothing between them (CUDA, bf16 or "
+    "fp16, without cp); sdpa, torch's own with a mask; auto, varlen wherever it can be."
+)
+
 _PLANS_HELP = "Plans for mp that come with this model: {tensor_parallel: {pattern: style}, seq_parallel: {...}}."
 
 
@@ -134,6 +141,7 @@ class LlamaModel:
     norm_eps: float | None = option("Epsilon of the RMS norms (null: the size's own).", None, gt=0)
     tie_embeddings: bool | None = option("Use the embedding as the output head (null: the size's own).", None)
     init_std: float = option("Standard deviation of the initial weights.", 0.02, gt=0)
+    packed_attention: str = option(_PACKED_ATTENTION, "auto", choices=PACKED_KERNELS)
     trainable: list[str] | None = option(_TRAINABLE_HELP, None)
     mp_plans: dict[str, Any] = option(_PLANS_HELP, LLAMA_PLANS)
 
@@ -164,6 +172,7 @@ class HFModel:
     attn_implementation: str = option(
         "Attention of `transformers`.", "sdpa", choices=("sdpa", "eager", "flash_attention_2")
     )
+    packed_attention: str = option(_PACKED_ATTENTION, "auto", choices=PACKED_KERNELS)
     trainable: list[str] | None = option(_TRAINABLE_HELP, None)
     mp_plans: dict[str, Any] = option(_PLANS_HELP, {})
 
@@ -712,6 +721,11 @@ class Job:
     full: bool = option(
         "With `plan cluster=...`: every figure, pictures, and what is done to each part of the model (as --full).",
         False,
+    )
+    rank: list[int] = option(
+        "With `dryrun`: which ranks to run, such as [0,8] ([]: one of the first and the last stage, and a neighbour of "
+        "the first rank along every other axis).",
+        [],
     )
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resume: Resume = field(default_factory=Resume)

@@ -20,7 +20,7 @@ from autolaunch.jobs.fewer_ranks import on_fewer_ranks
 from autolaunch.launch.end import RunEnd, Stop
 from autolaunch.launch.failure import failure_file
 from autolaunch.launch.signals import Signals
-from autolaunch.machine.devices import VISIBLE, gpus_that_answer, visible_devices, visible_gpus
+from autolaunch.machine.devices import gpus_that_answer, visible_devices, visible_gpus, visible_variable
 from autolaunch_strategies.checkpoint.files import MANIFEST, complete_checkpoints, read_manifest
 
 FAILED = 1
@@ -145,7 +145,7 @@ class _Starts:
         answering = gpus_that_answer(gpus)
         if len(answering) < len(gpus):
             silent = [gpu for gpu in gpus if gpu not in answering]
-            os.environ[VISIBLE] = ",".join(answering)
+            os.environ[visible_variable()] = ",".join(answering)
             self.before = None  # where it failed before says nothing of the devices that are left
             return max(0, ranks - len(answering)), f"no answer from GPU {', '.join(silent)}"
         if self.before is None or failed.step != self.before.step:
@@ -162,7 +162,7 @@ class _Starts:
         self.left_out_at = failed.step
         if gpus:
             del gpus[failed.rank % len(gpus)]  # as workers choose theirs
-            os.environ[VISIBLE] = ",".join(gpus)
+            os.environ[visible_variable()] = ",".join(gpus)
         return max(0, ranks - len(gpus)) if gpus else 1, lost
 
     def _without(self, gone: int, why: str) -> ResolvedJob:

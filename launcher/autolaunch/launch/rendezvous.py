@@ -21,6 +21,7 @@ from autolaunch.launch.place import Place, check_master_resolves
 from autolaunch_strategies.config import ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store
 
 FAREWELL_SECONDS = 10.0
@@ -161,19 +162,25 @@ def exit_code_of(error: BaseException) -> int:
     return 2 if isinstance(error, (ConfigError, ConfigErrors)) else 1
 
 
-def join(store: Store, place: Place, backend: str, timeout: float) -> None:
+def join(store: Store, place: Place, timeout: float, gpu: torch.device | None = None) -> None:
     """Join the process group of all ranks.
 
     Args:
         store: what `connect` returned.
         place: this rank.
-        backend: as `torch.distributed.init_process_group` takes it, such as `cpu:gloo,cuda:nccl`.
         timeout: seconds after which a collective that a rank never joins is an error.
+        gpu: of this rank. Groups then connect when they are made, split from this one, not each within the first
+            collective or transfer of its own. None: it computes on the CPU.
     """
     import torch.distributed as dist
 
     dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=timeout)
+        "gloo" if gpu is None else "cpu:gloo,cuda:nccl",  # what checkpoints exchange goes through host memory
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=gpu,
     )
 
 

@@ -8,12 +8,17 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The environment variable that says which GPUs a process may see."""
+
+VISIBLE_ROCM = "HIP_VISIBLE_DEVICES"
+
+ROOT = Path("/")
+"""Below which the files of devices are."""
 
 PROBE_SECONDS = 120.0
 """How long a GPU may take to answer; most of it is the import of torch."""
@@ -41,16 +46,61 @@ def _gpus() -> int:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that a process started now would see, as `CUDA_VISIBLE_DEVICES` names them."""
-    if "+cpu" in metadata.version("torch"):
+    """The GPUs that a process started now would see, as `visible_variable()` names them."""
+    version = metadata.version("torch")
+    if "+cpu" in version:
         return []
-    chosen = os.environ.get(VISIBLE)
+    chosen = os.environ.get(visible_variable())
     if chosen is None:
-        nodes = [node for node in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", node.name)]
-        return [str(number) for number in range(len(nodes))]
+        return [str(number) for number in range(_rocm_gpus() if "+rocm" in version else _nvidia_gpus())]
     # CUDA stops reading at the first entry that names no device.
     names = (entry.strip() for entry in chosen.split(","))
     return list(itertools.takewhile(lambda name: re.fullmatch(r"\d+|(GPU|MIG)-.+", name), names))
+
+
+def visible_variable() -> str:
+    """The environment variable that chooses among the GPUs: ROCm's own where it is set, which goes before CUDA's."""
+    return VISIBLE_ROCM if VISIBLE_ROCM in os.environ else VISIBLE
+
+
+def _nvidia_gpus() -> int:
+    nodes = [node for node in (ROOT / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", node.name)]
+    if nodes or not (ROOT / "dev/dxg").exists():
+        return len(nodes)
+    try:  # under WSL one device stands for all, and the driver counts them
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+
+
+def _rocm_gpus() -> int:
+    if not (ROOT / "dev/kfd").exists():
+        return 0
+    if (kept := os.environ.get("ROCR_VISIBLE_DEVICES")) is not None:  # what it leaves is numbered anew
+        return len([entry for entry in kept.split(",") if entry.strip()])
+    nodes = (ROOT / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
+    return sum(node.read_text().strip() != "0" for node in nodes)  # 0: a CPU
+
+
+def gpu_environment(logs: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables that a run on GPUs sets before it imports torch, without those that the user has set in any spelling.
+
+    Segments of memory that grow keep batches of changing sizes from breaking it to pieces; what NCCL did last is
+    written beside the logs when a collective takes too long.
+
+    Args:
+        logs: where the logs of the run are.
+        environ: the environment; None: of this process.
+    """
+    present = os.environ if environ is None else environ
+    usual = {
+        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"): "expandable_segments:True",
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(logs / "nccl_trace_rank_"),
+    }
+    return {names[0]: value for names, value in usual.items() if not any(name in present for name in names)}
 
 
 def gpus_that_answer(gpus: Sequence[str]) -> list[str]:
@@ -64,7 +114,7 @@ def gpus_that_answer(gpus: Sequence[str]) -> list[str]:
     probes = [
         subprocess.Popen(
             [sys.executable, "-c", "import torch; assert torch.ones(8, device='cuda').sum().item() == 8"],
-            env={**os.environ, VISIBLE: gpu},
+            env={**os.environ, visible_variable(): gpu},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

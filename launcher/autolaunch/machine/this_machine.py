@@ -27,6 +27,7 @@ SHARE_OF_MEMORY = 0.9
 """What the ranks of a CPU may take of the memory of their machine."""
 
 _PROFILES = {
+    r"GB300": "gb300",
     r"GB200": "gb200",
     r"B200": "b200",
     r"H200": "h200",

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autolaunch.models.llama_config import LlamaConfig
+from autolaunch_strategies.model.document_attention import document_attention, documents_of, is_documents
+from autolaunch_strategies.torch_private.attention import with_heads_for_kernels
 
 
 class RMSNorm(nn.Module):
@@ -77,12 +79,14 @@ def within_documents(position_ids: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads; a mask says what is seen instead (`within_documents`)."""
+    """Causal self-attention with grouped key/value heads; a mask says what is seen instead (`within_documents`).
+
+    The mask may also be where documents begin (`documents_of`), which a kernel for them goes by.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.grouped = config.num_kv_heads != config.num_heads
         self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
@@ -95,7 +99,12 @@ class Attention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped)
+        if mask is not None and is_documents(mask):
+            out = document_attention(q, k, v, mask)
+        else:
+            k, v = with_heads_for_kernels(q, k, v, mask)
+            grouped, causal = k.shape[1] != q.shape[1], mask is None
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
@@ -136,10 +145,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
+        self.documents_by_kernel = False
+        """Whether attention within documents is computed by `document_attention` and not with a mask."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        mask = None if position_ids is None else within_documents(position_ids)
-        if position_ids is None:
+        mask = None
+        if position_ids is not None and self.documents_by_kernel:
+            mask = documents_of(position_ids.expand_as(input_ids) == 0)
+        elif position_ids is not None:
+            mask = within_documents(position_ids)
+        else:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         x = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(position_ids, x.dtype)

@@ -27,7 +27,7 @@ SECTIONS = {
 
 OF_ONE_RUN = (
     *("task", "output_dir", "ckpt_path", "resume", "export_path", "hydra", "experiment", "defaults", "reasons"),
-    *("cluster", "search", "why", "full", "lr_find", "compare", "generate", "eval"),
+    *("cluster", "search", "why", "full", "rank", "lr_find", "compare", "generate", "eval"),
 )
 """Keys that say which run it was and not how to do it again."""
 

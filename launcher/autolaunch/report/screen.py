@@ -54,6 +54,7 @@ def show_start(
         ("cp", _sequences(job, describe)),
         ("experts", _experts(describe)),
         ("data", _data(job)),
+        ("packing", _packing(job, describe)),
         ("training", _training(job) if job["task"] == "fit" else ""),
         ("precision", _precision(job)),
         ("sharded", _sharded(job, describe)),
@@ -322,6 +323,14 @@ def _data(job: Mapping[str, Any]) -> str:
         f"{microbatches} microbatches" if microbatches > 1 else "",
         _tokenizer(data),
     )
+
+
+def _packing(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
+    """What keeps documents apart that share a sequence; data of one's own may have none."""
+    packed = describe.get("packed_attention")
+    if packed is None or job["data"].get("packing") != "documents":
+        return ""
+    return joined("documents", f"{packed['kernel']} ({packed['reason']})")
 
 
 def _tokenizer(data: Mapping[str, Any]) -> str:

@@ -86,7 +86,7 @@ class Base:
         from autolaunch_strategies.planner.hardware import hardware_to
 
         machines = hardware_to(self.hardware)
-        for fitted in ("constants", "curves", "origin", "name"):
+        for fitted in ("constants", "curves", "generation", "stack", "origin", "name"):
             machines.pop(fitted, None)
         return {
             "profile": self.profile.to_json(),

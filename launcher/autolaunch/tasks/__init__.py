@@ -19,6 +19,7 @@ RUNNERS: dict[str, str] = {
     "compare": "autolaunch.tasks.compare:run",
     "generate": "autolaunch.tasks.generate:run",
     "plan": "autolaunch.tasks.plan:run",
+    "dryrun": "autolaunch.planning.dryrun:run",
     "eval": "autolaunch.tasks.evaluate:run",
     "export": "autolaunch.tasks.export:run",
 }

@@ -25,6 +25,7 @@ from autolaunch.launch.failure import RunFailed, describe, show, write_failure
 from autolaunch.launch.forked import tell_parent
 from autolaunch.launch.heartbeat import PULSE, Activity
 from autolaunch.launch.place import Place
+from autolaunch.models.packed_attention import PackedAttention, settle
 from autolaunch.report.logged_config import log_config
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.metrics_csv import MetricsCsv
@@ -84,6 +85,7 @@ def _run(job: ResolvedJob, place: Place, steps: StepMetrics, further: Sequence[p
     loggers = [MetricsCsv(job.output_dir)] if task == "fit" else []
     trainer = build_trainer(job, strategy, steps, callbacks, loggers)
     module = construct_module(config, strategy, trainer.precision_plugin, strategy.root_device)
+    screen.packed_attention = settle(config, module, strategy.root_device)
     listen(partial(PULSE.moved, Activity.STARTING, 0))  # preparing data is no part of the first step
     data = build_data(config["data"], config["seed"])
     ckpt_path = config["ckpt_path"]
@@ -144,6 +146,7 @@ class _Screen(pl.Callback):
     def __init__(self, job: ResolvedJob) -> None:
         self.job = job
         self.is_first_rank = False
+        self.packed_attention: PackedAttention | None = None
         self.pipeline: dict[str, Any] | None = None
         """What is expected of a pipeline in training, on the first rank."""
         self._account: dict[str, Any] | None = None
@@ -158,6 +161,8 @@ class _Screen(pl.Callback):
             if schedule is not None:
                 account = with_expectation(account, self.job.config, schedule)
                 self.pipeline = pipeline_summary(account)
+            if self.packed_attention is not None:
+                account |= self.packed_attention.account()
             if self.job.choice is not None:
                 account = {"choice": self.job.choice, **account}
             self._account = account

@@ -86,11 +86,14 @@ def _write_choice(job: ResolvedJob, choice: dict[str, Any]) -> Path:
 
 def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeline | None]:
     """(what would be applied, how many parameters there are, the timeline of the pipeline if there is one)."""
+    import torch
+
     from autolaunch.models import build_module
     from autolaunch.models.own_plan import own_plan
+    from autolaunch.models.packed_attention import settle
     from autolaunch.report.pipeline import foreseen_timeline
     from autolaunch_strategies.apply.order import foresee
-    from autolaunch_strategies.config import parallel_config
+    from autolaunch_strategies.config import lightning_precision, parallel_config
     from autolaunch_strategies.model.construction import Construction
     from autolaunch_strategies.model.counts import count_parameters
 
@@ -98,7 +101,10 @@ def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeli
     parallel = parallel_config(**{key: config[key] for key in keys})
     with Construction(config["seed"]).recording():
         module = build_module(config)
-    account = foresee(module, parallel, own_plan(config), _training_step(module, config))
+    packed = settle(config, module, None)
+    autocast = torch.bfloat16 if lightning_precision(config["precision"]) == "bf16-mixed" else None
+    account = foresee(module, parallel, own_plan(config), _training_step(module, config), autocast)
+    account |= {} if packed is None else packed.account()
     return account, count_parameters(module), foreseen_timeline(account, config)
 
 

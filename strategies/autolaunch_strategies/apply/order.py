@@ -69,6 +69,7 @@ def apply_parallelism(
     files: WeightFiles | None = None,
     own_plan: Mapping[str, Any] | None = None,
     training: TracedStep | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Parallelized:
     """Apply a parallel config to `module` in place and give it its values. Collective over the whole mesh.
 
@@ -78,6 +79,7 @@ def apply_parallelism(
         files: weights to start from, by parameter name.
         own_plan: the mp plan that comes with the model.
         training: what the module does with a batch, where nothing else shows how the model is called.
+        autocast: the type that forward passes are cast to, if the caller runs them in autocast.
 
     Raises:
         ConfigError: the config does not fit the module. Apart from its values and device that is then as it was, unless
@@ -91,7 +93,7 @@ def apply_parallelism(
     share_values(module, mesh.group(*AXES), device)
     blocks = find_blocks(module)
     with without_cache(module, config, keep=True):
-        steps = _planned(Look(module, config, blocks, own_plan, training))
+        steps = _planned(Look(module, config, blocks, own_plan, training, autocast))
     site = Site(module, mesh, device, blocks, construction, files)
     for step in steps.values():
         step.apply(site)
@@ -108,6 +110,7 @@ def foresee(
     config: ParallelConfig,
     own_plan: Mapping[str, Any] | None = None,
     training: TracedStep | None = None,
+    autocast: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """The account that `apply_parallelism` would give of `module` (may be on meta), without touching it.
 
@@ -116,7 +119,7 @@ def foresee(
     """
     blocks = find_blocks(module)
     with without_cache(module, config):
-        return _account(config, blocks, _planned(Look(module, config, blocks, own_plan, training)))
+        return _account(config, blocks, _planned(Look(module, config, blocks, own_plan, training, autocast)))
 
 
 def _planned(look: Look) -> dict[type[Step], Step]:

@@ -27,7 +27,7 @@ from autolaunch_strategies.context.parallel import (
 )
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule, apply_data_parallel, sharding_reasons
 from autolaunch_strategies.experts.auxiliary import balance_whole_batch, balanced_models
-from autolaunch_strategies.experts.divided import divide_experts
+from autolaunch_strategies.experts.divided import divide_experts, without_experts
 from autolaunch_strategies.experts.find import Mixture
 from autolaunch_strategies.experts.parallel import (
     ExpertParallelModule,
@@ -76,6 +76,8 @@ class Look:
     """The mp plan that comes with the model."""
     training: TracedStep | None = None
     """What the module does with a batch, if it is known."""
+    autocast: torch.dtype | None = None
+    """The type that forward passes are cast to, if they are."""
 
     @property
     def mixtures(self) -> list[Mixture]:
@@ -228,10 +230,9 @@ class Styles(Step):
         self.matches, warnings = matched(self.model, self.rules, prefix)
         if not look.config.compile:  # which tokens a rank computes is known only while Python runs
             self.rules, self.matches = divide_experts(self.model, self.rules, self.matches, look.config.mesh.mp)
-        modules = dict(self.model.named_modules())
         experts = {part for mixture in look.mixtures for part in mixture.module.modules()}
         parts = {parameter: look.config.ep for module in experts for parameter in module.parameters()}
-        self.matches = [match for match in self.matches if modules[match.module] not in experts]
+        self.rules, self.matches = without_experts(self.model, self.rules, self.matches, experts)
         self.warnings = [*whole, *(line for line in warnings if not line.startswith(f"{CONTEXT_PLAN}: "))]
         self.context_warnings = [line for line in warnings if line.startswith(f"{CONTEXT_PLAN}: ")]
         self.share = ""
@@ -325,7 +326,7 @@ class Recomputes(Step):
     def __init__(self, look: Look) -> None:
         super().__init__(look)
         self.blocks = recomputed_blocks(look.blocks, look.config.recompute)
-        self.held = {mixture.module for mixture in look.mixtures}
+        self.held = {mixture.runs for mixture in look.mixtures}
 
     def account(self) -> dict[str, Any]:
         return {"recompute": {"mode": self.config.recompute.mode, **if_any("blocks", self.blocks)}}
@@ -358,7 +359,7 @@ class Compiles(Step):
 
     def __init__(self, look: Look) -> None:
         super().__init__(look)
-        self.held = {mixture.module for mixture in look.mixtures}
+        self.held = {mixture.runs for mixture in look.mixtures}
         parts, self.reasons = parts_to_compile(look.blocks if look.config.compile else (), self.held)
         self.blocks = [part.name for part in parts]
         pp = look.config.pp if look.config.mesh.pp > 1 else None
@@ -406,7 +407,8 @@ class Shards(Step):
     def __init__(self, look: Look) -> None:
         super().__init__(look)
         mesh, dp = look.config.mesh, look.config.dp
-        self.groups = sharding_reasons(look.module, look.blocks, dp, mesh.dp * mesh.cp, mesh.pp > 1)
+        self.autocast = look.autocast if dp.follows_autocast else None
+        self.groups = sharding_reasons(look.module, look.blocks, dp, mesh.dp * mesh.cp, mesh.pp > 1, self.autocast)
 
     def account(self) -> dict[str, Any]:
         dp = self.config.dp
@@ -427,7 +429,7 @@ class Shards(Step):
 
     def begin(self, site: Site) -> None:
         assert site.data_parallel is not None
-        site.data_parallel.begin()
+        site.data_parallel.begin(self.autocast)
 
 
 class Materialises(Step):

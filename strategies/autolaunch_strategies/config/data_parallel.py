@@ -20,7 +20,8 @@ class DataParallel:
     replicate: int | None = option("Hybrid sharding: how many replicas of the sharded model.", None, ge=1)
     shard: int | None = option("Hybrid sharding: over how many ranks each replica is sharded.", None, ge=1)
     param_dtype: str | None = option(
-        "Type in which sharded parameters are gathered and computed with (null: the type they are stored in).",
+        "Type in which sharded parameters are gathered and computed with (null: the type they are stored in; with "
+        "precision=bf16-mixed, bf16 for weights of linear layers, which are multiplied in it anyway).",
         None,
         choices=("fp32", "bf16", "fp16", None),
     )
@@ -30,6 +31,11 @@ class DataParallel:
         choices=("fp32", "bf16", "fp16", None),
     )
     cpu_offload: bool = option("Keep sharded parameters, gradients and optimizer state in host memory.", False)
+
+    @property
+    def follows_autocast(self) -> bool:
+        """Whether weights that autocast would cast are gathered in its type: no other type was asked for."""
+        return self.sharding_level > 0 and self.param_dtype is None and self.reduce_dtype in (None, "fp32")
 
     @property
     def acts_on_one_rank(self) -> bool:

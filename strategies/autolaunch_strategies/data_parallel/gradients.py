@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autolaunch_strategies.data_parallel.groups import GradientGroup
 from autolaunch_strategies.torch_private.collectives import host_device
+from autolaunch_strategies.torch_private.modes import without_torch_functions
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients travel in pieces of about this size, so that communication overlaps with the backward pass."""
@@ -145,6 +146,11 @@ def pack_gradients(parameters: Sequence[nn.Parameter], device: torch.device | No
         parameters: of one dtype.
         device: where the tensor is; by default where the parameters are.
     """
+    with without_torch_functions():
+        return _packed(parameters, device)
+
+
+def _packed(parameters: Sequence[nn.Parameter], device: torch.device | None) -> torch.Tensor:
     gradients = [parameter.grad for parameter in parameters]
     pieces = [
         (torch.zeros_like(_local(parameter)) if gradient is None else _dense(_local(gradient))).flatten()
@@ -156,9 +162,9 @@ def pack_gradients(parameters: Sequence[nn.Parameter], device: torch.device | No
             has_gradient[index].zero_()
     flat = torch.cat([piece.to(device or piece.device) for piece in (*pieces, has_gradient)])
     if _can_be_views(parameters, flat):
-        parts = flat.split([*(piece.numel() for piece in pieces), len(pieces)])
-        for parameter, part in zip(parameters, parts, strict=False):
-            if parameter.grad is not None:
+        parts = flat.split_with_sizes([*(piece.numel() for piece in pieces), len(pieces)])
+        for parameter, gradient, part in zip(parameters, gradients, parts, strict=False):
+            if gradient is not None:
                 parameter.grad = part.view_as(parameter)
     return flat
 
@@ -170,24 +176,30 @@ def unpack_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> 
     A parameter that has a gradient on none of them keeps none. Only a rank that has none of a parameter waits to be
     told whether another one has.
     """
+    with without_torch_functions():
+        _unpack(parameters, flat)
+
+
+def _unpack(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
     present: list[float] | None = None
-    pieces = flat.split([*(_local(parameter).numel() for parameter in parameters), len(parameters)])
+    pieces = flat.split_with_sizes([*(_local(parameter).numel() for parameter in parameters), len(parameters)])
     copied: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=False)):
-        if parameter.grad is None:
+        gradient = parameter.grad
+        if gradient is None:
             present = pieces[-1].tolist() if present is None else present
             if not present[index]:
                 continue
             if _can_be_views(parameters, flat):
                 parameter.grad = piece.view_as(parameter)
                 continue
-            parameter.grad = torch.zeros_like(parameter)
-        elif not parameter.grad.is_sparse and _local(parameter.grad).data_ptr() == piece.data_ptr():
+            parameter.grad = gradient = torch.zeros_like(parameter)
+        elif gradient.is_sparse:
+            parameter.grad = gradient = torch.zeros_like(parameter)
+        elif _local(gradient).data_ptr() == piece.data_ptr():
             continue
-        elif parameter.grad.is_sparse:
-            parameter.grad = torch.zeros_like(parameter)
-        local = _local(parameter.grad)
+        local = _local(gradient)
         copied.append(local)
         sources.append(piece.view_as(local))
     if copied:

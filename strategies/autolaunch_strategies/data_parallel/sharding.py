@@ -35,6 +35,7 @@ from autolaunch_strategies.torch_private.fsdp import (
     end_left_forward,
     end_several_backwards,
     follow_requires_grad,
+    gather_in,
     initialise_fsdp,
     keep_through_nested_forwards,
 )
@@ -58,10 +59,16 @@ class DataParallelModule:
     keeps_gathered: bool = False
     """Whether parameters may have stayed gathered since a backward pass that only added to the gradients."""
 
-    def begin(self) -> None:
-        """Start exchanging gradients. Called once, when every parameter has its values."""
+    def begin(self, autocast: torch.dtype | None = None) -> None:
+        """Start exchanging gradients. Called once, when every parameter has its values.
+
+        Args:
+            autocast: type in which weights of linear layers are gathered, since forward passes run in autocast to it.
+        """
         if isinstance(self.root, FSDPModule):
             initialise_fsdp(self.root)
+            if autocast is not None:
+                gather_in(self.root, set(linear_weights(self.root).values()), autocast)
             UnusedParameters(self.root)
         parameters = dict(self.root.named_parameters())
         averaged = {parameters[name]: group for name, group in self.averaged.items() if group.averages}
@@ -229,7 +236,7 @@ def _of_other_groups(
     if present <= {usual}:
         return
     own = {group_of[parameter] for parameter in module.parameters(recurse=False) if parameter in group_of}
-    if len(present) == 1 and (own or not isinstance(module, nn.ModuleList | nn.ModuleDict)):
+    if len(present) == 1 and (own or type(module).forward is not nn.Module.forward):
         yield module, present.pop()
         return
     assert own <= {usual}, "a module can't have parameters of another gradient group beside those of its parts"
@@ -247,9 +254,20 @@ def _shard(module: nn.Module, group: GradientGroup, **options: Any) -> None:
 
 
 def sharding_reasons(
-    root: nn.Module, blocks: Blocks, dp: DataParallel, ranks: int, pipelined: bool = False
+    root: nn.Module,
+    blocks: Blocks,
+    dp: DataParallel,
+    ranks: int,
+    pipelined: bool = False,
+    autocast: torch.dtype | None = None,
 ) -> dict[str, str]:
-    """What `apply_data_parallel` does to which parameters of `root`, and why; `ranks` along dp and cp together."""
+    """What `apply_data_parallel` and `begin` do to which parameters of `root`, and why.
+
+    Args:
+        ranks: along dp and cp together.
+        pipelined: whether the model is cut into stages.
+        autocast: the type that forward passes are cast to.
+    """
     if ranks == 1 and not dp.acts_on_one_rank:
         return {"all parameters": "one rank along dp: nothing to exchange"}
     if dp.sharding_level == 0:
@@ -263,7 +281,28 @@ def sharding_reasons(
         reasons["everything else"] = "gathered for the forward; again for the backward if training_step calls the model"
     if scalars := _scalars(root):
         reasons[", ".join(scalars)] = "whole on every rank: a scalar can't be sharded"
+    if autocast is not None and dp.follows_autocast and linear_weights(root):
+        name = next(key for key, value in DTYPES.items() if value == autocast)
+        reasons["weights of linear layers"] = (
+            f"gathered in {name}, to which autocast casts them; gradients summed in fp32"
+        )
     return reasons
+
+
+def linear_weights(root: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of `root` that linear layers alone hold: what autocast casts before it is used.
+
+    Not the weight that an embedding shares with the head: autocast looks up fp32. Nor those of subclasses, which may
+    use them otherwise, nor below DoRA, which takes their norms in fp32.
+    """
+    dora = any(".lora_magnitude_vector." in name for name, _ in root.named_parameters())
+    linear: set[nn.Parameter] = set()
+    others: set[nn.Parameter] = set()
+    for name, module in root.named_modules():
+        kind = type(module).__mro__[2] if _is_sharded(module) else type(module)
+        holders = linear if kind is nn.Linear and not (dora and name.endswith(".base_layer")) else others
+        holders.update(module.parameters(recurse=False))
+    return {name: parameter for name, parameter in root.named_parameters() if parameter in linear - others}
 
 
 def _scalars(root: nn.Module) -> dict[str, nn.Parameter]:

@@ -46,6 +46,15 @@ def balanced_models(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, n
     return known, others
 
 
+def router_losses(model: nn.Module) -> list[str]:
+    """The names of those in `model` that add such a loss to theirs: no mean over samples, nor over microbatches."""
+    both: dict[str, nn.Module] = {}
+    for models in balanced_models(model):
+        both.update(models)
+    configs: dict[str, Any] = {name: getattr(module, "config", None) for name, module in both.items()}
+    return [name for name, config in configs.items() if getattr(config, "output_router_logits", False)]
+
+
 def balance_whole_batch(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
     """Let models compute the loss of their routers of the tokens of all ranks of `group` together."""
     for module in modules:

@@ -66,11 +66,15 @@ class Dispatch:
         rows = exchange(hidden[order // chosen], sent, received, self.group)
         numbers = torch.arange(self.local, device=index.device).repeat(self.group.size())
         numbers = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
-        made = made_by_own(self.module, self._forward, self.local, rows, numbers, weights)
+        made = self._made(rows, numbers, weights)
         back = exchange(made, received, sent, self.group)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         mixed = back[place].view(tokens, chosen, -1) * weights.unsqueeze(-1)
         return mixed.sum(dim=1).to(hidden.dtype)
+
+    def _made(self, rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What own experts make of rows [N, D], each with weight one; `numbers` [N] says whose they are."""
+        return made_by_own(self.module, self._forward, self.local, rows, numbers, weights)
 
     def _counts(self, index: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
         """(rows to each rank, rows from each rank, rows from each rank for each expert of this one)."""

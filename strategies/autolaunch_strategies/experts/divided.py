@@ -1,8 +1,8 @@
-"""Experts along mp where no degree shares them out: what a plan gathers, for want of a rule, is divided instead."""
+"""What a plan for mp does to experts: what it gathers, for want of a rule, is divided, or left to the degree `ep`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from torch import nn
@@ -14,6 +14,31 @@ from autolaunch_strategies.plan.rules import Match, Rule, StyleSpec
 from autolaunch_strategies.plan.transformers_plans import SOURCE as OF_TRANSFORMERS
 
 _WHY = "each rank computes with some of the experts; results are added up"
+
+
+def without_experts(
+    model: nn.Module, rules: list[Rule], matches: Iterable[Match], experts: Container[nn.Module]
+) -> tuple[list[Rule], list[Match]]:
+    """(rules, matches) of a plan without what another degree shares out: the modules `experts` and what they hold."""
+    modules = dict(model.named_modules())
+    matches = [match for match in matches if modules[match.module] not in experts]
+    rest: dict[int, Rule] = {}
+    for match in matches:
+        if [style.name for style in match.rule.styles] == ["GatherWhenUsed"] and id(match.rule) not in rest:
+            (style,) = match.rule.styles
+            inside = {name for name, part in modules[match.module].named_modules() if part in experts}
+            names = [name for name in style.arguments.get("parameters", ()) if name.rpartition(".")[0] not in inside]
+            if "parameters" in style.arguments and len(names) < len(style.arguments["parameters"]):
+                styles = (StyleSpec("GatherWhenUsed", {"parameters": names}),) if names else ()
+                rest[id(match.rule)] = replace(match.rule, styles=styles)
+    return (
+        [rest.get(id(rule), rule) for rule in rules if rest.get(id(rule), rule).styles],
+        [
+            replace(match, rule=rest.get(id(match.rule), match.rule))
+            for match in matches
+            if rest.get(id(match.rule), match.rule).styles
+        ],
+    )
 
 
 def divide_experts(

@@ -20,10 +20,19 @@ class Mixture:
     module: nn.Module
     experts: int
     """How many there are."""
+    caller: nn.Module | None = None
+    """Where they are modules of a list: the one whose forward calls them."""
+
+    @property
+    def runs(self) -> nn.Module:
+        """In which module tokens travel."""
+        return self.module if self.caller is None else self.caller
 
     @property
     def why(self) -> str:
         """By what it was found."""
+        if self.caller is not None:
+            return f"{self.experts} modules of one kind in a list, and a matrix with as many rows beside it"
         return f"parameters [{self.experts}, ...] of one module called with (hidden, index, weights)"
 
 
@@ -42,8 +51,8 @@ def find_mixtures(model: nn.Module) -> list[Mixture]:
 
 
 def countable_mixtures(model: nn.Module) -> list[Mixture]:
-    """As `find_mixtures`, without those that it refuses."""
-    return [mixture for mixture in _all(model) if isinstance(mixture, Mixture)]
+    """Those that are one module called with (hidden, index, weights): the index says how many tokens experts get."""
+    return [mixture for mixture in _all(model) if isinstance(mixture, Mixture) and mixture.caller is None]
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
@@ -70,24 +79,20 @@ def _stacked(name: str, module: nn.Module) -> Mixture | ConfigError | None:
     if not isinstance(experts, int) or not any(parameter.dim() == 3 for parameter in own.values()):
         return None
     if any(parameter.dim() == 0 or parameter.shape[0] != experts for parameter in own.values()):
-        return _refusal(name, module, "not all of its parameters are one of each expert")
+        return refusal(name, module, "not all of its parameters are one of each expert")
     if sum(1 for _ in module.parameters()) > len(own):
-        return _refusal(name, module, "its experts share parameters of another module")
+        return refusal(name, module, "its experts share parameters of another module")
     if name.rpartition(".")[2] == "base_layer":
-        return _refusal(name, module, "an adapter of its parameters is around it")
+        return refusal(name, module, "an adapter of its parameters is around it")
     arguments = _arguments(module)
     if len(arguments) != 3:
         called = ", ".join(arguments)
-        return _refusal(name, module, f"it is called with ({called}), and not with (hidden, index, weights) of tokens")
+        return refusal(name, module, f"it is called with ({called}), and not with (hidden, index, weights) of tokens")
     return Mixture(name, module, experts)
 
 
-def _listed(name: str, module: nn.Module) -> ConfigError | None:
-    """Modules of one kind, and beside them a matrix with as many rows, the router, are a mixture, too.
-
-    They are not shared out: parameters have the names of single experts, and what goes by names (states of optimizers,
-    checkpoints, norms of gradients, exports) takes for granted that ranks of a stage have the same ones.
-    """
+def _listed(name: str, module: nn.Module) -> Mixture | ConfigError | None:
+    """Modules of one kind, and beside them a matrix with as many rows, the router, are a mixture, too."""
     for key, child in module.named_children():
         if not isinstance(child, nn.ModuleList | nn.ModuleDict):
             continue
@@ -96,8 +101,27 @@ def _listed(name: str, module: nn.Module) -> ConfigError | None:
         is_one_kind = len({_kind(expert) for expert in experts}) == 1
         if is_one_kind and len(experts) > 1 and any(_is_router(other, len(experts)) for other in others):
             whose = f"{name}.{key}".lstrip(".")
-            return _refusal(whose, child, "each is a module of its own, which the model's own loop calls")
+            if why := _why_not_listed(module, child, experts):
+                return refusal(whose, child, why)
+            return Mixture(whose, child, len(experts), module)
     return None
+
+
+def _why_not_listed(caller: nn.Module, child: nn.Module, experts: list[nn.Module]) -> str:
+    """Why experts of a list can't be shared out; empty if they can."""
+    if type(child) not in (nn.ModuleList, nn.ModuleDict):
+        return "each is a module of its own, and the list is one with code of its own"
+    if len(experts) < len(list(child.children())):
+        return "not all in the list are experts with parameters"
+    if any(next(expert.buffers(), None) is not None for expert in experts):
+        return "they have buffers, which ranks would change by their own tokens"
+    own = [parameter for _, parameter in child.named_parameters(remove_duplicate=False)]
+    others = [part for other in caller.children() if other is not child for part in other.parameters()]
+    if len({*own, *others}) < len(own) + len(set(others)):
+        return "some of their parameters are shared"
+    if len({parameter.dtype for parameter in own}) > 1:
+        return "their parameters are of several types"
+    return ""
 
 
 def _elsewhere(name: str, module: nn.Module) -> ConfigError | None:
@@ -108,7 +132,7 @@ def _elsewhere(name: str, module: nn.Module) -> ConfigError | None:
         return None
     if len(_arguments(module)) != 3 or next(module.parameters(), None) is None:
         return None
-    return _refusal(name, module, "its parameters are not [experts, ...], but those of modules within it")
+    return refusal(name, module, "its parameters are not [experts, ...], but those of modules within it")
 
 
 def _arguments(module: nn.Module) -> list[str]:
@@ -124,7 +148,7 @@ def _is_router(module: nn.Module, experts: int) -> bool:
     return weight is not None and weight.dim() == 2 and weight.shape[0] == experts
 
 
-def _refusal(name: str, module: nn.Module, why: str) -> ConfigError:
+def refusal(name: str, module: nn.Module, why: str) -> ConfigError:
     return ConfigError(
         f"ep with {name} ({type(module).__name__})",
         f"its experts can't be shared out over ranks: {why}",

@@ -14,7 +14,9 @@ from autolaunch_strategies.config import SHARDING_AXES, ParallelConfig
 from autolaunch_strategies.config.experts import check_experts
 from autolaunch_strategies.data_parallel.groups import GradientGroup
 from autolaunch_strategies.experts.dispatch import Dispatch
-from autolaunch_strategies.experts.find import Mixture, find_mixtures
+from autolaunch_strategies.experts.find import Mixture, find_mixtures, refusal
+from autolaunch_strategies.experts.listed import ListedExperts
+from autolaunch_strategies.experts.whole import dim_to_shard, shard_each
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.torch_private.meshes import flatten_mesh
 
@@ -43,6 +45,14 @@ def mixtures_for(model: nn.Module, config: ParallelConfig) -> list[Mixture]:
     for mixture in mixtures:
         whose = f"{mixture.name} ({type(mixture.module).__name__})"
         check_experts(config.ep, mixture.experts, whose, config.expert_ranks)
+        if mixture.caller is not None:
+            for name, parameter in mixture.module.named_parameters():
+                if dim_to_shard(parameter, config.ep) is None:
+                    raise refusal(
+                        mixture.name,
+                        mixture.module,
+                        f"{name} has {tuple(parameter.shape)} numbers, which {config.ep} ranks can't share evenly",
+                    )
     return mixtures
 
 
@@ -74,6 +84,11 @@ def apply_experts(
     placed: set[nn.Parameter] = set()
     for mixture in mixtures:
         if is_elsewhere(mixture.module):
+            continue
+        if mixture.caller is not None:
+            placed.update(shard_each(mixture.module, experts["ep"]))
+            listed = ListedExperts(mixture, experts["ep"].get_group(), same_tokens)
+            applied.dispatches[mixture.name] = listed.dispatch
             continue
         placed.update(_shard(mixture.module, experts["ep"]))
         applied.dispatches[mixture.name] = Dispatch(

@@ -30,6 +30,7 @@ from autolaunch_strategies.lightning.hooks import COLLECTING_HOOKS, OTHER_HOOKS,
 from autolaunch_strategies.lightning.logs import LOG_ARGUMENTS, Entry, LogCall, Part, Structure, merged, type_of
 from autolaunch_strategies.lightning.metrics import BatchValues, arrived, exchange_metrics_over, state_of
 from autolaunch_strategies.lightning.replacement import Replacement
+from autolaunch_strategies.model.parts import modules_of
 from autolaunch_strategies.pipeline.broadcast import StageBroadcast
 from autolaunch_strategies.pipeline.failure import StageFailedError
 from autolaunch_strategies.tensor.views import plain
@@ -298,6 +299,8 @@ class StageRelay:
     # --- metrics ----------------------------------------------------------------------------------------------------
 
     def _metrics(self) -> Iterator[tuple[str, Metric]]:
+        if not any(issubclass(kind, Metric) for kind in set(map(type, modules_of(self.module)))):
+            return iter(())
         return ((path, item) for path, item in self.module.named_modules() if isinstance(item, Metric))
 
     def _metric(self, path: str) -> Metric:

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -119,7 +119,8 @@ class MeshStrategy(ParallelStrategy):
         data_position: what a resume in the middle of an epoch does where the place in the training data can't be found
             again, as in an iterable dataset without `state_dict`: it is refused (required), reads what was trained on
             once more and throws it away (read_again), or begins the epoch's data again (start_over).
-        construction, files: where the values of a module on meta come from (see `apply_parallelism`).
+        construction: where the values of a module on meta come from (see `apply_parallelism`).
+        files: the same where they come from files.
 
     Raises:
         ConfigError: a wrong shape, an unknown or inconsistent option.
@@ -447,6 +448,7 @@ class MeshStrategy(ParallelStrategy):
             self.files,
             self.own_plan,
             self.first_step.of(module.trainer, module, self.broadcast),
+            _autocast_dtype(self.precision_plugin),
         )
         self.construction = None  # the record keeps every meta tensor alive; it has served
         register(self._applied)
@@ -752,6 +754,11 @@ class MeshStrategy(ParallelStrategy):
         if pipeline is None:
             return gradient_norm(parameters)
         return gradient_norm(parameters, 2.0, pipeline.group, pipeline.counts, pipeline.device)
+
+
+def _autocast_dtype(precision: Precision) -> torch.dtype | None:
+    """The type to which steps are cast, if all that they add up stays in fp32 without a scale."""
+    return torch.bfloat16 if isinstance(precision, MixedPrecision) and precision.precision == "bf16-mixed" else None
 
 
 @contextmanager

@@ -67,11 +67,16 @@ class Layout:
 
     def valid_at(self, place: int) -> int:
         """How many of the positions that the ranks of a place hold together belong to the sequence; they come first."""
-        return sum(min(max(self.size - start, 0), self.chunk) for start in self.chunk_starts(place))
+        return _valid_at(self, place)
 
     def chunk_starts(self, place: int) -> tuple[int, int]:
         """Where the two chunks of a place of the ring begin."""
         return place * self.chunk, (2 * self.ring - 1 - place) * self.chunk
+
+
+@lru_cache(maxsize=1024)
+def _valid_at(layout: Layout, place: int) -> int:
+    return sum(min(max(layout.size - start, 0), layout.chunk) for start in layout.chunk_starts(place))
 
 
 @lru_cache(maxsize=1024)

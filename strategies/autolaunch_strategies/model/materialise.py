@@ -66,7 +66,7 @@ def materialise(
             values = whole if index is None else whole[index].clone().to(kept)
             del whole
         if tensor.is_meta:
-            _become(tensor, values.to(local.dtype))
+            become(tensor, values.to(local.dtype))
         else:
             local.copy_(values)
 
@@ -144,12 +144,12 @@ def _whole(name: str, construction: Construction | None, device: torch.device) -
     return construction.tensor(construction.named[name], device)
 
 
-def _become(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Turn a meta tensor into a real one, keeping the object: ties and references to it stay right."""
+def become(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Turn a meta tensor into one with values, keeping the object: ties and references to it stay right."""
     real = local
     if isinstance(tensor, DTensor):
         real = with_local(tensor, local)
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
-    real.__dict__.update(tensor.__dict__)
+    real.__dict__.update(tensor.__dict__ | real.__dict__)  # what it has itself is its own: a fake tensor, its device
     torch.utils.swap_tensors(tensor, real)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.torch_private.modes import outside_of_modes
 
 INSTEAD = "weight_decay of the optimizer, a penalty computed in the model's forward, or a mesh with pp of size 1"
 _QUESTIONS = frozenset(
@@ -37,7 +38,11 @@ class Absent(torch.Tensor):
     """
 
     def __new__(cls, placeholder: torch.Tensor, name: str, stages: Sequence[int]) -> Absent:
-        tensor = placeholder.detach().as_subclass(cls)
+        with outside_of_modes():  # of a fake tensor there can be no other class
+            like = torch.empty_strided(
+                placeholder.shape, placeholder.stride(), dtype=placeholder.dtype, device=placeholder.device
+            )
+            tensor = like.as_subclass(cls)
         tensor.name_, tensor.stages = name, stages
         return tensor
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autolaunch_strategies.checkpoint.sharded import share_random_state
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule
+from autolaunch_strategies.model.parts import parameters_of
 from autolaunch_strategies.model.random_positions import drawing_of_part
 from autolaunch_strategies.pipeline.absent import ReadOfAbsent
 from autolaunch_strategies.pipeline.microbatches import Microbatches, cut_leaves, shapes_of
@@ -115,7 +116,9 @@ class StagedBatch:
 
         Whether a stage's activations need gradients depends on that, and the stage behind remembers whether they do.
         """
-        trained = tuple(parameter.requires_grad for parameter in self.root.parameters())
+        if self._thaws is False:
+            return
+        trained = tuple(parameter.requires_grad for parameter in parameters_of(self.root))
         if self._thaws is None:
             self._thaws = self._anywhere(not all(trained))
         elif self._thaws and self._anywhere(trained != self._trained):
@@ -161,7 +164,7 @@ class StagedBatch:
             ConfigError: the mean loss is another one than that of the whole batch.
         """
         self.data_parallel.forget_gathered()
-        with gradients_apart(self.root.parameters()) as computed:
+        with gradients_apart(parameters_of(self.root)) as computed:
             trained = self._train(batch, step, scale, count)
         if trained.loss is not None and not self.objective.is_compared:
             try:

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from autolaunch_strategies.pipeline.objects import open_dataclasses
 from autolaunch_strategies.pipeline.split import call_name
 from autolaunch_strategies.torch_private.calls import has_forward_hooks, run_call
-from autolaunch_strategies.torch_private.tracing import is_random, storage_key
+from autolaunch_strategies.torch_private.tracing import draws_numbers, storage_key
 from autolaunch_strategies.tracing.recorder import Observer, Operation, Recorder, parts_intercepted
 from autolaunch_strategies.tracing.shapes import fake_inputs, fake_state, on_shapes_alone
 from autolaunch_strategies.tracing.tensors import Labels, tensors_in
@@ -261,7 +261,8 @@ class _Liveness(Observer):
         for leaf in self._origins.of(*operation.written):
             if leaf.place != _INSIDE:
                 self.recording.calls[leaf.call].changed.add(leaf.place)
-        operator, random = operation.operator, is_random(operation.operator)
+        operator = operation.operator
+        random = draws_numbers(operator, operation.args, operation.kwargs)
         # An operator of somebody else's does not say whether it draws.
         self.has_drawn |= random or operator.namespace not in ("aten", "prims")
         if self._current is not None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from autolaunch_strategies.config import ConfigError, PipelineParallel
+from autolaunch_strategies.model.parts import parameters_of
 from autolaunch_strategies.model.random_positions import drawing, drawing_now, drawing_of_part
 from autolaunch_strategies.pipeline.absent import INSTEAD, ReadOfAbsent
 from autolaunch_strategies.pipeline.cut import Cutting, Held
@@ -50,6 +51,7 @@ from autolaunch_strategies.schedules.schedule import (
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
 from autolaunch_strategies.torch_private.collectives import host_device
+from autolaunch_strategies.torch_private.modes import without_autocast
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 from autolaunch_strategies.training.batch_statistics import batch_norms
 from autolaunch_strategies.training.weights import weighed
@@ -302,8 +304,8 @@ class Pipeline:
         states = [torch.get_rng_state()]
         if self.device.type != "cpu":
             states.append(torch.get_device_module(self.device).get_rng_state(self.device))
-        numpy_state = np.random.get_state(legacy=False)["state"]
-        return [state.numpy().tobytes() for state in states], random.getstate(), repr(numpy_state)
+        numbers: Any = np.random.get_state()
+        return [state.numpy().tobytes() for state in states], random.getstate(), (numbers[1].tobytes(), numbers[2])
 
     def _fill(self, args: Any, kwargs: Any) -> Any:
         """Run every microbatch through this rank's stages; on the last one the output of the whole batch."""
@@ -320,7 +322,7 @@ class Pipeline:
         output = None
         if self.is_last:
             whole_args, whole_kwargs = tree_unflatten(leaves, spec)
-            with self._own_numbers("tail", 0, structure.may_draw), self.clock.busy():
+            with self._own_numbers("tail", 0) if structure.may_draw else nullcontext(), self.clock.busy():
                 todo = tail_of(structure, *filled.joined(self.axes))
                 output = self.staged.run(todo, whole_args, whole_kwargs, self._call)
         self.channel.finish()
@@ -607,7 +609,7 @@ class Pipeline:
         parts_off = any(action.kind is Kind.W for actions in schedule.actions for action in actions)
         put_off = PutOffWeights(self._weights) if parts_off else nullcontext()
         self._error = None
-        with self._own_numbers("schedule", 0), put_off:
+        with self._kept_numbers(), put_off:
             for action in with_transfers(schedule)[self.pipe_rank]:
                 job = Job(action.stage, action.microbatch)
                 before, behind = Job(job.stage - 1, job.microbatch), Job(job.stage + 1, job.microbatch)
@@ -747,7 +749,8 @@ class Pipeline:
         if job.stage == self.last_stage:  # whose failure the others do not see: they get gradients all the same
             self._works[job] = Work(inputs, [], Header(metas, ()))
         todo = pass_of(structure, job.stage, known, metas, stop_at_once=stop and job.stage == self.last_stage)
-        with self._own_numbers(job.stage, job.microbatch, structure.may_draw), self.clock.busy():
+        own_numbers = self._own_numbers(job.stage, job.microbatch) if structure.may_draw else nullcontext()
+        with own_numbers, self.clock.busy():
             output = self.staged.run(todo, args, kwargs, self._call)
         outputs = [local_part(todo.known[leaf]) for leaf in todo.carry]
         self._works[job] = Work(inputs, outputs, Header(tuple(todo.metas), todo.carry), drawing_now())
@@ -764,11 +767,11 @@ class Pipeline:
         if pairs:
             self._weights.put_off = put_off
             # A backward pass has the types of its forward.
-            with torch.autocast(self.device.type, enabled=False), drawing(work.draws), self.clock.busy():
+            with without_autocast(self.device.type), drawing(work.draws), self.clock.busy():
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
             self._weights.put_off = False
             if job.microbatch == 0:  # the others add to what it has made
-                separate_gradients(self.model.parameters())
+                separate_gradients(parameters_of(self.model))
         return [
             torch.zeros_like(part) if part.grad is None else part.grad for part in work.inputs if part.requires_grad
         ]
@@ -796,14 +799,17 @@ class Pipeline:
         return spread(buffers, outputs), works
 
     @contextmanager
-    def _own_numbers(self, stage: int | str, index: int, needed: bool = True) -> Iterator[None]:
+    def _own_numbers(self, stage: int | str, index: int) -> Iterator[None]:
         """Random numbers for this job only, so that the user's code draws the same ones on every stage."""
-        if not needed:
+        with self._kept_numbers():
+            self._seed(stage, index)
             yield
-            return
+
+    @contextmanager
+    def _kept_numbers(self) -> Iterator[None]:
+        """Random numbers go on behind it as if nothing had been drawn or seeded within."""
         states = random.getstate(), np.random.get_state()
         with saved_random_state(self.device):
-            self._seed(stage, index)
             try:
                 yield
             finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,8 +135,13 @@ class StagedModel:
             todo.position += 1
             if number < todo.first:
                 return self._returned_elsewhere(todo, number, args, kwargs)
-            with _inside(todo), self._watching(calls[number].shown) as shown:
-                output = own_call(*args, **kwargs) if own_call is not None else run_call(module, *args, **kwargs)
+            shown: dict[tuple[str, int], Any] = {}
+            todo.inside = True
+            try:
+                with self._watching(calls[number].shown, shown) if calls[number].shown else nullcontext():
+                    output = own_call(*args, **kwargs) if own_call is not None else run_call(module, *args, **kwargs)
+            finally:
+                todo.inside = False
             output = self._keep(todo, number, output, shown)
             if number == todo.last and todo.stop_at_once:
                 raise _Leave
@@ -173,9 +178,8 @@ class StagedModel:
         return tree_unflatten(handed_on, spec)
 
     @contextmanager
-    def _watching(self, wanted: list[Shown]) -> Iterator[dict[tuple[str, int], Any]]:
+    def _watching(self, wanted: list[Shown], noted: dict[tuple[str, int], Any]) -> Iterator[None]:
         """Within it outputs of modules are noted that hooks are shown, by (module, turn)."""
-        noted: dict[tuple[str, int], Any] = {}
         turns: dict[str, int] = {}
 
         def hook_of(name: str) -> Callable[..., None]:
@@ -188,7 +192,7 @@ class StagedModel:
         names = {item.module for item in wanted}
         handles = [self.model.get_submodule(name).register_forward_hook(hook_of(name)) for name in names]
         try:
-            yield noted
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -223,15 +227,6 @@ class StagedModel:
             local = torch.full(meta.local_shape(self.axes), fill, dtype=meta.dtype, device=self.device)
             todo.blanks[key] = meta.wrapped(local, self.axes)
         return todo.blanks[key]
-
-
-@contextmanager
-def _inside(todo: Pass) -> Iterator[None]:
-    todo.inside = True
-    try:
-        yield
-    finally:
-        todo.inside = False
 
 
 def pass_of(

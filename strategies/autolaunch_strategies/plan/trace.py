@@ -25,7 +25,8 @@ _NONE: Names = frozenset()
 _KNOWN_TO_WORK = frozenset(
     {
         "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "_to_copy", "_unsafe_view", "addmm", "amax",
-        "amin", "argmax", "baddbmm", "bernoulli", "bernoulli_", "bmm", "cat", "clone", "copy_", "embedding",
+        "amin", "argmax", "baddbmm", "bernoulli", "bernoulli_", "bmm", "cat", "clone", "copy_", "document_attention",
+        "embedding",
         "empty_like", "full_like", "index", "index_select", "logsumexp", "max", "mean", "min", "mm", "native_dropout",
         "native_layer_norm", "new_empty", "new_zeros", "ones_like", "rand_like", "repeat", "repeat_interleave",
         "select", "split", "split_with_sizes", "stack", "std", "sum", "var", "var_mean", "zeros_like",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.experts.auxiliary import router_losses
 from autolaunch_strategies.experts.find import Mixture, find_mixtures
 from autolaunch_strategies.planner.first_look import FirstLook
 from autolaunch_strategies.planner.measured_pass import MeasuredPass, Span
@@ -48,6 +49,11 @@ class Assembly:
             self.mixtures = find_mixtures(self.subject.model)
         except ConfigError as error:
             self.without_experts = error.problem
+        if any(mixture.caller is not None for mixture in self.mixtures):
+            self.mixtures = []
+            self.without_experts = (
+                "its experts are modules of a list, and how many rows they get is seen in a run alone"
+            )
         if not self.mixtures:
             self.without_experts = self.without_experts or "it has no mixture of experts"
 
@@ -259,6 +265,8 @@ class Assembly:
             refused["ep"] = self.without_experts
         if self.sharding.refused:
             refused["mp"] = self.sharding.refused
+        if names := router_losses(self.subject.root):
+            refused["schedules"] = f"{names[0] or 'the model'} adds the loss of its routers (output_router_logits)"
         if not self.look.order:
             refused["pp"] = "it has no repeated blocks, so nothing says where to cut"
             refused["cp"] = "it has no repeated blocks whose sequences could be sharded"

@@ -13,7 +13,7 @@ from autolaunch_strategies.planner.candidate import FIELDS, Candidates
 from autolaunch_strategies.planner.enumerate import Rejections, Space, codes, divisors
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.memory import peak_memory
-from autolaunch_strategies.planner.plan import TIGHT, Looked, Plan, simplicity
+from autolaunch_strategies.planner.plan import MEASURED, SURE, TIGHT, Looked, Plan
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.reasons import in_bytes
 from autolaunch_strategies.planner.settings import overrides
@@ -42,7 +42,7 @@ def make_plan(
     recipe: Recipe,
     hardware: Hardware,
     wanted: Mapping[str, Sequence[int]] | None = None,
-    memory_share: float = 0.92,
+    memory_share: float | None = None,
     noise: float = 0.03,
     top: int = 10,
 ) -> Plan:
@@ -52,13 +52,16 @@ def make_plan(
     Args:
         wanted: field of `Candidate` -> the values it may have; see `enumerate.enumerate_candidates`.
         memory_share: of a device's memory, what a candidate may need to fit for sure. Those that need up to `TIGHT` of
-            it may fit as well: they are chosen only if no other fits.
+            it may fit as well: they are chosen only if no other fits. None: `SURE`, or `MEASURED` where what memory
+            holds besides tensors was measured.
         top: how many alternatives are kept, at most `ALIKE` with the same mp, pp and recomputation.
 
     Raises:
         ConfigError: nothing can be run, or nothing fits; it says what comes closest and what would help.
     """
     wanted = dict(wanted or {})
+    if memory_share is None:
+        memory_share = MEASURED if hardware.margin_measured else SURE
     rejections, looked, warnings = _look(profile, recipe, hardware, wanted, memory_share)
     index = pick(looked, noise)
     chosen = looked.candidates.select([index])
@@ -68,6 +71,8 @@ def make_plan(
             f"The choice may not fit: it is predicted to need {in_bytes(looked.memory_bytes[index])} of "
             f"{in_bytes(looked.limit)}, and nothing is predicted to need less than {memory_share:.0%} of them"
         )
+    elif tight := _tight(looked, index, noise):
+        warnings.append(tight)
     if chosen.mp[0] > hardware.domain_size:
         warnings.append(f"{chosen.mp[0]} ranks of mp are more than the {hardware.domain_size} devices of a fast domain")
     if chosen.ep[0] > hardware.domain_size:
@@ -99,7 +104,7 @@ def look(
     recipe: Recipe,
     hardware: Hardware,
     wanted: Mapping[str, Sequence[int]],
-    memory_share: float = 0.92,
+    memory_share: float = SURE,
 ) -> tuple[Rejections, Looked]:
     """Everything that could be run, with its predictions; of a large space the variants of the fastest only."""
     space = Space(profile, recipe, hardware, wanted)
@@ -113,7 +118,7 @@ def look(
 
 
 def predicted(
-    profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidates: Candidates, memory_share: float = 0.92
+    profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidates: Candidates, memory_share: float = SURE
 ) -> Looked:
     """Candidates with their predictions, the fastest first."""
     memory = peak_memory(profile, recipe, hardware, candidates)
@@ -133,7 +138,7 @@ def pick(looked: Looked, noise: float) -> int:
     # Memory in steps of a percent: what differs by less is the faster one's.
     memory = np.round(looked.memory_bytes[near] / looked.limit, 2)
     last = [getattr(c, name) for name in FIELDS]
-    order = np.lexsort((*last, looked.seconds[near], memory, simplicity(c)))
+    order = np.lexsort((*last, looked.seconds[near], memory, looked.simplicity[near]))
     return int(near[order[0]])
 
 
@@ -212,6 +217,19 @@ def _look(
             ]
         ),
         next((change.line for change in helps if change.fits), ""),
+    )
+
+
+def _tight(looked: Looked, chosen: int, noise: float) -> str:
+    """What to measure where that would allow something that is faster by more than the noise; else empty."""
+    near = np.flatnonzero(~looked.fits & (looked.memory_bytes <= MEASURED * looked.limit))
+    if not len(near) or looked.seconds[near[0]] * (1 + noise) >= looked.seconds[chosen]:
+        return ""
+    faster = looked.seconds[chosen] / looked.seconds[near[0]] - 1
+    return (
+        f"{faster:.0%} faster, but tight, with {looked.memory_bytes[near[0]] / looked.limit:.1%} of the memory: it may "
+        "be chosen once cluster.constants.context_bytes (bytes that are in use beside torch's) and "
+        "cluster.constants.fragmentation (reserved over allocated at the peak, minus 1) say what was measured"
     )
 
 

@@ -11,6 +11,13 @@ from autolaunch_strategies.planner.hardware import COLLECTIVES, Curve, Hardware
 
 Floats = NDArray[np.float64]
 
+RINGS = ("all_gather", "reduce_scatter")
+"""What NCCL does in a ring over all ranks, so that latency grows with their number; it reduces over a tree."""
+RING_STEPS = ((3.4 / 8, 14.0 / 20, 1.0), (1.9 / 8, 4.0 / 20, 0.92))
+"""Of NCCL's protocols Simple and LL128: the latency of one step of a ring within a domain and between nodes, over the
+latencies of the links (8 and 20 microseconds in conf/cluster), and its share of the bandwidth (`hwLatencies`
+and `busBw` in NCCL's graph/tuning.cc). NCCL takes the faster one."""
+
 
 def local_members(ranks: Any, stride: Any, domain: int) -> NDArray[np.int64]:
     """How many ranks of a group lie in one domain of fast links; the members of a group are `stride` ranks apart."""
@@ -55,7 +62,16 @@ def collective_time(hardware: Hardware, kind: str, ranks: Any, stride: Any, size
         seconds = size * share / rate
     rounds = 2 if kind == "all_reduce" else 1
     hops = hardware.intra.latency_s * np.log2(np.maximum(local, 1)) + hardware.inter.latency_s * np.log2(away)
-    seconds = seconds + rounds * constants.latency * hops
+    if kind in RINGS and hardware.device == "cuda":
+        steps = (ranks - away) * hardware.intra.latency_s, (away - 1) * hardware.inter.latency_s
+        seconds = np.minimum.reduce(
+            [
+                seconds / share + constants.latency * (hardware.intra.latency_s + near * steps[0] + far * steps[1])
+                for near, far, share in RING_STEPS
+            ]
+        )
+    else:
+        seconds = seconds + rounds * constants.latency * hops
     curves = hardware.curves.get(kind, ())
     if curves:
         inside = (away <= 1) if kind != "p2p" else (local > 1)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autolaunch_strategies.planner.memory import memory_account
-from autolaunch_strategies.planner.plan import TIGHT, Looked, Plan
+from autolaunch_strategies.planner.plan import SURE, TIGHT, Looked, Plan
 from autolaunch_strategies.planner.reasons import reasons
 from autolaunch_strategies.planner.settings import overrides
 from autolaunch_strategies.planner.stages import cut
@@ -138,7 +138,7 @@ def _pareto(looked: Looked, step: float = 0.01) -> list[int]:
 
 
 def _fits(memory_bytes: float, looked: Looked) -> str:
-    if memory_bytes <= looked.share * looked.limit:
+    if memory_bytes <= min(looked.share, SURE) * looked.limit:
         return "yes"
     return "tight" if memory_bytes <= TIGHT * looked.limit else "no"
 

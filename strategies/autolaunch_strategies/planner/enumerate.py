@@ -385,6 +385,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
     blocks, batch, positions, heads = len(profile.blocks), recipe.batch_size, profile.positions, profile.heads
     node = hardware.devices_per_node
     refused = profile.refused
+    why_no_mean = f", and {refused['schedules']}" if "schedules" in refused else ""
 
     def refused_axis(axis: str) -> Rule:
         return Rule(
@@ -477,8 +478,8 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
             "mean_loss",
             "schedules for losses that are means",
             ("pipeline",),
-            lambda c: (c.pipeline > PIPELINES.index("exact")) & (not recipe.mean_loss),
-            lambda c: f"{c.pipeline_name} needs a loss that is a mean over samples; exact runs any",
+            lambda c: (c.pipeline > PIPELINES.index("exact")) & (not recipe.mean_loss or "schedules" in refused),
+            lambda c: f"{c.pipeline_name} needs a loss that is a mean over samples{why_no_mean}; exact runs any",
         ),
         Rule(
             "virtual_stages",

@@ -38,7 +38,8 @@ class Run:
     candidate: Candidate
     seconds: float
     hardware: Hardware | None = None
-    """Where it ran, if not on the hardware that is fitted; its constants and residuals are not looked at."""
+    """Where it ran, if not on the hardware that is fitted; its constants and residuals are not looked at. Runs on
+    another kind of device, or with another stack, say nothing (`Hardware.kind`)."""
 
 
 def fit(
@@ -51,6 +52,7 @@ def fit(
     """The hardware with constants and residuals that predict the runs: `fit_constants`, then `residuals.learned` of
     what they leave, in place of earlier residuals. With no runs nothing changes. Arguments: of `fit_constants`.
     """
+    runs = _of_kind(hardware, runs)
     if not runs:
         return hardware
     observations = _Observations(runs, hardware)
@@ -81,6 +83,7 @@ def fit_constants(
         freedom: constant -> how many times its `sigma` it may change as easily.
     """
     names = tuple(TIME_CONSTANTS if names is None else names)
+    runs = _of_kind(hardware, runs)
     if not runs:
         return hardware.constants
     observations = _Observations(runs, hardware)
@@ -124,6 +127,11 @@ def fit_constants(
         if before - cost(observed - value, logs) < 1e-3 * before:
             break
     return constants(logs)
+
+
+def _of_kind(hardware: Hardware, runs: Sequence[Run]) -> list[Run]:
+    """Those that say something of this hardware."""
+    return [run for run in runs if run.hardware is None or run.hardware.kind == hardware.kind]
 
 
 class _Observations:

@@ -14,6 +14,7 @@ from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.profile import COMPUTE_TYPES
 from autolaunch_strategies.planner.residuals import Residuals
+from autolaunch_strategies.planner.stacks import GENERATIONS, STACKS, TORCH, constants_of
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
@@ -64,7 +65,14 @@ class Hardware:
     cores, ranks wait for cores, and what one leaves idle another one uses."""
     curves: Mapping[str, tuple[Curve, ...]] = field(default_factory=dict)
     """Kind of collective -> what was measured; takes the place of `intra` there."""
+    generation: str | None = None
+    """Of `stacks.GENERATIONS`; None where nothing is known of it."""
+    stack: str = TORCH
+    """Of `stacks.STACKS`: the software that runs the training."""
     constants: Constants = field(default_factory=Constants)
+    """As a file has them, else those of generation and stack, else the usual ones."""
+    margin_measured: bool = False
+    """Whether a file gives `context_bytes` and `fragmentation`, what memory holds besides tensors."""
     residuals: Residuals | None = None
     """What the constants leave unexplained of the runs that they were fitted to; known while these runs are, and no
     part of a file."""
@@ -81,6 +89,11 @@ class Hardware:
         """Devices that `intra` joins."""
         return self.domain or self.devices_per_node
 
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What constants belong to: machines of one kind differ in links, sizes and power, not in kernels."""
+        return self.device, self.generation or self.name, self.stack
+
     def peak(self, compute: str) -> float:
         """Matrix products of a type per second; of fp32 where nothing is known of it."""
         return self.flops.get(compute) or self.flops["fp32"]
@@ -94,8 +107,8 @@ UNITS = {"memory_gib": 2.0**30, "memory_gb_per_s": 1e9, "peak_tflops": 1e12, "gb
 """What one of a key's unit is, in bytes, seconds and operations."""
 
 _KEYS = (
-    "name", "device", "nodes", "devices_per_node", "memory_gib", "peak_tflops", "memory_gb_per_s", "intra", "inter",
-    "domain", "processors", "curves", "constants", "origin",
+    "name", "device", "generation", "stack", "nodes", "devices_per_node", "memory_gib", "peak_tflops",
+    "memory_gb_per_s", "intra", "inter", "domain", "processors", "curves", "constants", "origin",
 )  # fmt: skip
 
 
@@ -128,6 +141,9 @@ def hardware_from(values: Mapping[str, Any], where: str = "cluster") -> Hardware
     device = values.get("device") or "cuda"
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"{where}.device={device}", "not a kind of device", "cuda, cpu", f"{where}.device=cuda")
+    generation = _one_of(values, "generation", where, GENERATIONS, None)
+    stack = _one_of(values, "stack", where, STACKS, TORCH) or TORCH
+    constants = _mapping(values, "constants", where)
     return Hardware(
         name=str(values.get("name") or "cluster"),
         device=device,
@@ -141,7 +157,10 @@ def hardware_from(values: Mapping[str, Any], where: str = "cluster") -> Hardware
         domain=domain,
         processors=None if values.get("processors") is None else _count(values, "processors", where, None),
         curves=_curves(_mapping(values, "curves", where), f"{where}.curves"),
-        constants=_constants(_mapping(values, "constants", where), f"{where}.constants"),
+        generation=generation,
+        stack=stack,
+        constants=_constants(constants, f"{where}.constants", constants_of(stack, generation)),
+        margin_measured=all(constants.get(name) is not None for name in ("context_bytes", "fragmentation")),
         origin=str(values.get("origin") or "given"),
     )
 
@@ -151,11 +170,13 @@ def hardware_to(hardware: Hardware) -> dict[str, Any]:
 
     The keys are in the order of the schema, so that the same machines always make the same file.
     """
-    usual = Constants()
+    usual = Constants(**constants_of(hardware.stack, hardware.generation))
     constants = {item.name: getattr(hardware.constants, item.name) for item in dataclasses.fields(Constants)}
     values: dict[str, Any] = {
         "name": hardware.name,
         "device": hardware.device,
+        "generation": hardware.generation,
+        "stack": hardware.stack,
         "nodes": hardware.nodes,
         "devices_per_node": hardware.devices_per_node,
         "memory_gib": _in_unit(hardware.memory_bytes, "memory_gib"),
@@ -280,7 +301,20 @@ def _curves(values: Mapping[str, Any], where: str) -> dict[str, tuple[Curve, ...
     return curves
 
 
-def _constants(values: Mapping[str, Any], where: str) -> Constants:
+def _one_of(values: Mapping[str, Any], key: str, where: str, known: Iterable[str], default: str | None) -> str | None:
+    value = values.get(key)
+    if value is None:
+        return default
+    if value not in known:
+        close = nearest(str(value), known) or next(iter(known))
+        raise ConfigError(
+            f"{where}.{key}={value}", "nothing is known of it", ", ".join(known), f"{where}.{key}={close}"
+        )
+    return str(value)
+
+
+def _constants(values: Mapping[str, Any], where: str, usual: Mapping[str, float]) -> Constants:
+    """Those that are given, else `usual`, else the defaults."""
     _known(values, [item.name for item in dataclasses.fields(Constants)], where)
     positive = {name: _positive(value, f"{where}.{name}") for name, value in values.items() if value is not None}
-    return Constants(**positive)
+    return Constants(**{**usual, **positive})

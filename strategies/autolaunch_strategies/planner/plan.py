@@ -19,11 +19,22 @@ from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+SURE, MEASURED = 0.92, 0.95
+"""Share of a device's memory that a candidate may need to be chosen: where what memory holds besides tensors is
+assumed, and where it was measured (`Hardware.margin_measured`). Above `SURE` it is shown as tight all the same."""
+
 TIGHT = 1.05
 """Share of a device's memory up to which a prediction may be wrong and the candidate fit after all."""
 
 BANDS = (0.01, 0.03, 0.05, 0.1)
 """For which shares of the least time it is counted how many candidates are within them."""
+
+DOUBLING = 4
+"""What each doubling of mp, pp or cp counts in `simplicity`, in options: less of them leaves more to dp."""
+
+NEARLY_FULL, SHARE_STATE = 0.7, 5
+"""From which share of a device's memory on level 0 is no longer simpler than level 1, and by how many options: what
+every rank of dp holds is the first thing to share out."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,7 @@ class Looked:
     @cached_property
     def simplicity(self) -> Ints:
         """[n]: see `simplicity`."""
-        return simplicity(self.candidates)
+        return simplicity(self.candidates, self.memory_bytes / self.limit)
 
     def select(self, which: Any) -> Looked:
         """Those that a mask or an array of indices names."""
@@ -100,7 +111,7 @@ class Plan:
     @property
     def simplicity(self) -> int:
         """The value of the function `simplicity` for the chosen candidate: less is simpler."""
-        return int(simplicity(Candidates.of([self.chosen]))[0])
+        return int(simplicity(Candidates.of([self.chosen]), self.memory_bytes / self.looked.limit)[0])
 
     @property
     def plateau(self) -> dict[str, int]:
@@ -109,13 +120,18 @@ class Plan:
         return {f"{band:.0%}": int((seconds <= seconds.min() * (1 + band)).sum()) for band in BANDS}
 
 
-def simplicity(candidates: Candidates) -> Ints:
-    """[n]: less is simpler: fewer axes in use first (dp is the least of them), then options that ask for less and are
-    better known."""
+def simplicity(candidates: Candidates, filled: Floats | float = 0.0) -> Ints:
+    """[n]: less is simpler: fewer axes in use first, then smaller ones, then options that ask for less and are better
+    known. dp counts nothing: everyone has it, and devices that no other axis takes are its own.
+
+    Args:
+        filled: [n]: share of a device's memory that is needed.
+    """
     c = candidates
-    axes = sum((getattr(c, axis) > 1) * weight for axis, weight in {"dp": 90, "mp": 100, "pp": 100, "cp": 100}.items())
+    axes = sum(100 * (size > 1) + DOUBLING * np.ceil(np.log2(size)) for size in (c.mp, c.pp, c.cp))
     of_pipeline = of_schedules("complexity", c.pipeline)
     of_level = np.asarray([0, 2, 2, 1])[c.level] + 2 * ((c.level > 0) & (c.replicate > 1))
+    of_level = of_level + SHARE_STATE * ((c.level == 0) & (c.dp > 1) & (np.asarray(filled) > NEARLY_FULL))
     of_recompute = np.select([c.recompute == 0, c.recompute == 1, c.recompute < 0], [0, 1, 2], 3)
     accumulates = (c.pp == 1) & (c.microbatches > 1)
     of_context = of_backends("complexity", c.backend)

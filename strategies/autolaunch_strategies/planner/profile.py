@@ -148,7 +148,8 @@ class ModelProfile:
     heads: int | None = None
     """Attention heads, which ulysses shares out; None without fused attention."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Axis (`mp`, `pp`, `cp`) or degree (`ep`) -> why this model can't be divided along it."""
+    """Axis (`mp`, `pp`, `cp`) or degree (`ep`) -> why this model can't be divided along it; `schedules` -> why none but
+    `exact` computes its loss."""
 
     @property
     def parameters(self) -> int:

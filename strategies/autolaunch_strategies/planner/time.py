@@ -30,6 +30,7 @@ from autolaunch_strategies.planner.collectives import collective_time
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.profile import MatMul, ModelProfile, Part, Recipe
 from autolaunch_strategies.planner.residuals import features
+from autolaunch_strategies.planner.stacks import CAST_WEIGHTS_ONCE
 from autolaunch_strategies.planner.stages import cut
 
 Floats = NDArray[np.float64]
@@ -52,6 +53,10 @@ COMPILED_MOVED, COMPILED_KERNELS = 0.6, 0.4
 COMPILED_SHARDED = 0.4
 """What compiled blocks still take of the further host time of DTensors, as a share: graphs hold plain parts, which are
 taken out of parameters, and gradients put together again, once per block (`tests/benchmarks/host_time.py`)."""
+FP8_CAST = 6
+"""Bytes that one element moves on its way from bf16 to fp8: read for the largest value, read again, and written in two
+layouts, one for each pass. Inputs and weights forward, gradients backward: beside n products for each element, so that
+the larger the matrices are, the less of the time it is."""
 UNALIGNED = 0.33
 """Share of the speed of 16-bit products whose sides are no multiples of 8."""
 HALF_OUTPUT, HALF_INNER, HALF_POSITIONS = 6e5, 150.0, 256.0
@@ -137,11 +142,17 @@ class _Device:
         self.attention_rate = (flops.get(half) or peak) * constants.attention
         self.matmul_rate = peak * constants.matmul * (constants.fp8 if kind == "fp8" else 1.0)
         self.memory_rate = hardware.memory_bytes_per_s * constants.memory
-        balance = (flops.get(half) or peak) / hardware.memory_bytes_per_s / _BALANCE
+        balance = peak / hardware.memory_bytes_per_s / _BALANCE
         self.half_output, self.half_inner = HALF_OUTPUT * balance, HALF_INNER * balance
         self.aligned = 8 if kind not in ("fp32", "tf32") and hardware.device == "cuda" else 1
         self.grouped = constants.grouped
         self.element_bytes = {"fp32": 4, "tf32": 4, "fp8": 1}.get(kind, 2)
+        self.cast_bytes = FP8_CAST if kind == "fp8" else 0
+        self.casts_weights = hardware.stack not in CAST_WEIGHTS_ONCE
+
+    def cast(self, elements: Floats) -> Floats:
+        """Seconds to bring so many elements to the type of products, where that takes kernels of its own."""
+        return elements * self.cast_bytes / self.memory_rate
 
     def matmul(self, rows: Floats, inner: Floats, columns: Floats, count: Floats, together: bool) -> Floats:
         """Seconds of `count` products [rows, inner] x [inner, columns]; `together`: in one kernel, not one by one."""
@@ -177,7 +188,10 @@ def _matmul_times(item: MatMul, ways: _Ways, device: _Device) -> tuple[Floats, F
     forward = device.matmul(rows, inner, columns, count, batched)
     back = device.matmul(rows, columns, inner, count, batched)
     other = device.matmul(inner, rows, columns, count, batched)
-    return (forward, back + other, 0 * ones) if batched else (forward, back, other)
+    if batched:
+        return forward, back + other, 0 * ones
+    cast = rows + columns if device.casts_weights else rows
+    return forward + device.cast(count * cast * inner), back + device.cast(count * rows * columns), other
 
 
 def _cp_times(part: Part, ways: _Ways, element_bytes: float, hardware: Hardware) -> tuple[Floats, Floats, Floats]:

@@ -23,10 +23,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from autolaunch_strategies.model.document_attention import document_attention
 from autolaunch_strategies.model.random_streams import RANDOM_FUNCTIONS, own_stream, run_random
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.tensor.sharding_errors import raise_explained
 from autolaunch_strategies.tensor.vocabulary_loss import vocabulary_cross_entropy
+from autolaunch_strategies.torch_private.attention import with_heads_for_kernels
 from autolaunch_strategies.torch_private.backward import run_backward, version_of
 from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 from autolaunch_strategies.torch_private.modes import changes_first
@@ -202,13 +204,48 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     arguments = dict(zip(names, args, strict=False)) | kwargs
     q = replicate(arguments.pop("query"))
-    k: Any = replicate(arguments.pop("key"))
-    v: Any = replicate(arguments.pop("value"))
     mask = arguments.pop("attn_mask", None)
+    key, value = arguments.pop("key"), arguments.pop("value")
+    local, placement = _own_heads(replicate, q, key, value, bool(arguments.get("enable_gqa")))
+    if mask is not None:
+        mask = replicate(mask)
+        mask_placement: Any = Replicate()
+        if placement != Replicate():
+            mask_dim = mask.dim() - q.dim() + placement.dim
+            if mask_dim >= 0 and mask.shape[mask_dim] > 1:
+                mask_placement = Shard(mask_dim)
+        mask = mask.redistribute(placements=[mask_placement]).to_local()
+    with own_stream(q.redistribute(placements=[placement])) if arguments.get("dropout_p") else nullcontext():
+        if arguments.get("enable_gqa"):
+            query, *keys_and_values = local
+            local = [query, *with_heads_for_kernels(query, keys_and_values[0], keys_and_values[1], mask)]
+        attend: Any = F.scaled_dot_product_attention  # or what stands in its place for the time of a step
+        out = attend(*local, attn_mask=mask, **arguments)
+    return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)
+
+
+def _document_attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Attention within documents on each rank's own heads, as `_attention`; documents are the same on every rank."""
+    query, key, value, documents = args
+    local, placement = _own_heads(replicate, replicate(query), key, value, grouped=True)
+    documents = plain(documents)  # the tensor itself: what is read of it is read once
+    if placement == Shard(0) and len(documents) > 1:
+        documents = replicate(documents).redistribute(placements=[placement]).to_local()
+    return DTensor.from_local(func(*local, documents, **kwargs), replicate.mesh, [placement], run_check=False)
+
+
+def _own_heads(replicate: Replicator, q: DTensor, key: Any, value: Any, grouped: bool) -> tuple[list[Any], Any]:
+    """This rank's parts of queries, keys and values, plain, and how the whole is placed: over heads if they are.
+
+    Args:
+        grouped: whether there may be fewer heads of keys than of queries.
+    """
+    k: Any = replicate(key)
+    v: Any = replicate(value)
     head_dim = q.dim() - 3
     heads, kv_heads, ranks = q.shape[head_dim], k.shape[head_dim], replicate.mesh.size()
     own_heads = q.placements[0] == Shard(head_dim) and heads % ranks == 0
-    grouped = own_heads and arguments.get("enable_gqa")
+    grouped = own_heads and grouped
     if own_heads and kv_heads % ranks == 0:
         placement: Any = Shard(head_dim)
     elif grouped and (part := _shared_heads(heads, kv_heads, replicate.mesh)) is not None:
@@ -222,18 +259,7 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
         item.redistribute(placements=[placement]).to_local() if isinstance(item, DTensor) else item
         for item in (q, k, v)
     ]
-    if mask is not None:
-        mask = replicate(mask)
-        mask_placement: Any = Replicate()
-        if placement != Replicate():
-            mask_dim = mask.dim() - q.dim() + placement.dim
-            if mask_dim >= 0 and mask.shape[mask_dim] > 1:
-                mask_placement = Shard(mask_dim)
-        mask = mask.redistribute(placements=[mask_placement]).to_local()
-    with own_stream(q.redistribute(placements=[placement])) if arguments.get("dropout_p") else nullcontext():
-        attend: Any = F.scaled_dot_product_attention  # or what stands in its place for the time of a step
-        out = attend(*local, attn_mask=mask, **arguments)
-    return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)
+    return local, placement
 
 
 def _shared_heads(heads: int, kv_heads: int, mesh: DeviceMesh) -> tuple[int, int] | None:
@@ -345,6 +371,7 @@ _NORMS_WITH_STATISTICS = (F.batch_norm, torch.batch_norm, F.instance_norm, torch
 
 _SPECIAL: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _attention,
+    document_attention: _document_attention,
     F.cross_entropy: _cross_entropy,
     F.multi_head_attention_forward: _on_whole_tensors,
     F.group_norm: _on_whole_tensors,  # torch has no sharding rule for its gradient

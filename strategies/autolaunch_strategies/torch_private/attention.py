@@ -32,6 +32,27 @@ def attention_replaced(attention: Callable[..., Any]) -> Iterator[None]:
         functional.scaled_dot_product_attention = original
 
 
+def with_heads_for_kernels(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, device_type: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [..., h_kv, s, d], repeated to the heads of `q` where no fused kernel takes fewer of them.
+
+    On a GPU only flash attention does: in 16 bits and without a mask. Else torch takes the function that writes all
+    scores to memory. Tensors of other types than torch's own find their kernel by themselves.
+
+    Args:
+        q: [..., h, s, d], before autocast.
+        device_type: of `q`, if another one is asked about.
+    """
+    kind = device_type or q.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
+    has_kernel = mask is None and dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    if kind != "cuda" or has_kernel or type(q) is not torch.Tensor or k.shape[-3] == q.shape[-3]:
+        return k, v
+    repeats = q.shape[-3] // k.shape[-3]
+    return k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+
+
 def attention_on_cpu(q: Any, k: Any, v: Any, causal: bool, bias: Any, scale: float) -> tuple[Any, Any]:
     """The attention kernel of CPUs: output [b, h, s_q, d] and log-sum-exp [b, h, s_q]; fewer key heads allowed."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
@@ -59,6 +80,34 @@ def flash_attention_backward(
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state, read with dropout only
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=scale
+    )
+
+
+def varlen_attention(q: Any, k: Any, v: Any, cumulative: Any, longest: int, scale: float) -> tuple[Any, Any]:
+    """The flash kernel of GPUs on sequences that lie one behind another, each causal and by itself.
+
+    It is what `torch.nn.attention.varlen.varlen_attn` calls, whose own operators change from version to version.
+
+    Args:
+        q: [tokens, h, d], bf16 or fp16. `k`, `v`: [tokens, h_kv, d]; fewer heads allowed.
+        cumulative: [sequences + 1] int32, where each begins, and behind them where the last one ends.
+        longest: tokens of the longest sequence.
+
+    Returns:
+        output [tokens, h, d] and log-sum-exp [h, tokens].
+    """
+    lengths = cumulative, cumulative, longest, longest
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False, scale=scale)
+    return out, lse
+
+
+def varlen_attention_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cumulative: Any, longest: int, scale: float
+) -> tuple[Any, Any, Any]:
+    """Gradients of q, k and v of `varlen_attention`."""
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state, read with dropout only
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, cumulative, cumulative, longest, longest, 0.0, True, unused, unused, scale=scale
     )
 
 

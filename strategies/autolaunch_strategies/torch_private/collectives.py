@@ -53,6 +53,20 @@ def start_all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.Pro
     return gather(received, sent, group=group, async_op=True)
 
 
+def start_passing(
+    sent: torch.Tensor, to: int, received: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int
+) -> list[Any]:
+    """Start sending a tensor to one rank of a group and receiving one from another; wait for all that is returned."""
+    if sent.device.type == "cpu":  # where nothing has to begin together: what torch's functions come to in the end
+        return [group.send([sent], to, tag), group.recv([received], source, tag)]
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, sent, group=group, tag=tag, group_peer=to),
+            dist.P2POp(dist.irecv, received, group=group, tag=tag, group_peer=source),
+        ]
+    )
+
+
 def host_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
     """Where tensors are whose values the host needs at once: in its own memory, if the group has a backend for it."""
     host = torch.device("cpu")

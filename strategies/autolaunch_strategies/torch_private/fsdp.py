@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,6 +141,56 @@ def abandon_several_backwards(root: nn.Module, exchange: bool) -> None:
                     parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):  # not before it has been gathered once
                     parameter._unsharded_param.grad = None
+
+
+def gather_in(root: nn.Module, parameters: set[nn.Parameter], dtype: torch.dtype) -> None:
+    """Let sharded `parameters` of `root` be gathered and used in `dtype`, with gradients of the type that is stored.
+
+    What `MixedPrecisionPolicy` does to all parameters of a module, done to some of them. Each backward pass adds its
+    gradient to a sum in the type that is stored, as autocast does where it casts: only products are in `dtype`.
+
+    Args:
+        root: the outermost sharded module, initialised, of which nothing has been gathered yet.
+        parameters: as they are sharded; those that are not stored in fp32 stay as they are.
+    """
+    assert isinstance(root, FSDPModule)
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for group in parameter_groups(state):
+            for parameter in group.fsdp_params:
+                if parameter.sharded_param not in parameters or parameter.orig_dtype != torch.float32:
+                    continue
+                group.mp_policy = replace(group.mp_policy, reduce_dtype=parameter.orig_dtype)
+                parameter.init_dtype_attrs = _with_type(parameter.init_dtype_attrs, dtype)
+                parameter.init_unsharded_param = _summing_gradients(parameter, parameter.init_unsharded_param)
+            group._init_mp_dtypes()
+
+
+def _with_type(initialise: Callable[[Any], None], dtype: torch.dtype) -> Callable[[Any], None]:
+    def initialise_types(policy: Any) -> None:  # at each call of `unshard`
+        initialise(replace(policy, param_dtype=dtype))
+
+    return initialise_types
+
+
+def _summing_gradients(parameter: Any, initialise: Callable[[], None]) -> Callable[[], None]:
+    def add(unsharded: torch.Tensor) -> None:
+        if unsharded.grad is None:  # put off to a pass of its own
+            return
+        gradient, total = unsharded.grad.to(parameter.reduce_dtype), parameter.unsharded_accumulated_grad
+        parameter.unsharded_accumulated_grad = gradient if total is None else total.add_(gradient)
+        unsharded.grad = None
+
+    def initialise_unsharded() -> None:
+        is_first = not hasattr(parameter, "_unsharded_param")
+        initialise()
+        if is_first:
+            unsharded = parameter._unsharded_param
+            needs_gradient = unsharded.requires_grad
+            # Hooks are for leaves that need gradients, as one that is frozen now may do later.
+            unsharded.requires_grad_().register_post_accumulate_grad_hook(add)
+            unsharded.requires_grad_(needs_gradient)
+
+    return initialise_unsharded
 
 
 def follow_requires_grad(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ def outside_of_modes() -> Iterator[None]:
 
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False):
         yield
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Within it operators run in the types of what they are given; costs nothing where they do anyway."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 without_torch_functions = torch._C.DisableTorchFunction

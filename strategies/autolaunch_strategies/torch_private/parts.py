@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +56,7 @@ def _gradient(part: torch.Tensor | None, layout: Layout, stride: tuple[int, ...]
         return None
     placements = tuple(Replicate() if isinstance(item, Partial) else item for item in layout.placements)
     if part.stride() == stride and placements == layout.placements:
-        return DTensor(part, copy.copy(layout), requires_grad=False)
+        return DTensor(part, layout, requires_grad=False)  # tensors share layouts, as results of operators do
     _, whole_stride = compute_global_tensor_info(part, layout.mesh, layout.placements)
     return DTensor.from_local(
         part, layout.mesh, placements, run_check=False, shape=layout.shape, stride=tuple(whole_stride)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,19 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def is_random(operator: Any) -> bool:
-    """Whether an `OpOverload` draws random numbers."""
+    """Whether an `OpOverload` may draw random numbers."""
     return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def draws_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an `OpOverload` draws random numbers: attention that drops nothing out does not."""
+    if not is_random(operator):
+        return False
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return given != 0
+    return True
 
 
 @functools.cache

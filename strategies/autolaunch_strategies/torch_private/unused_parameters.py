@@ -70,7 +70,8 @@ class UnusedParameters:
             if item.sharded_param.grad is None:
                 self._left_out.add(item)
             item.unsharded_param.grad = torch.zeros_like(item.unsharded_param)
-        if any(item.unsharded_accumulated_grad is not None for item in parameters):
+        added_up = any(item.unsharded_accumulated_grad is not None for item in parameters)
+        if added_up or len({item.param_dtype for item in parameters}) > 1:
             for item in filter(accumulates_apart, parameters):  # all of one dtype
                 item.accumulate_unsharded_grad_if_needed()
                 item.to_accumulated_grad_if_needed()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -69,26 +69,68 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer) -> None:
         _run_per_parameter(optimizer)
         return
     placeholders = _Placeholders(on_whole)
-    optimizer.register_step_pre_hook(placeholders.enter)
+    _before_updates(optimizer, placeholders.put)
     optimizer.register_step_post_hook(placeholders.leave)
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
     """Let Adam and AdamW update all parameters of a group in one pass over memory, where nobody chose another way.
 
-    torch's own choice is one pass for each operation, and on a CPU one for each operation and parameter.
+    torch's own choice is one pass for each operation, and on a CPU one for each operation and parameter. The fused pass
+    of a CPU goes through memory from where a tensor begins, whatever its strides; that of CUDA refuses unequal ones.
     """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return
+    before = [options.get("fused") for options in optimizer.param_groups]
     for options in (optimizer.defaults, *optimizer.param_groups):
         is_chosen = any(options.get(name) for name in ("foreach", "fused", "capturable", "differentiable"))
         refused = False in (options.get("foreach"), options.get("fused"))
         if not is_chosen and not refused and all(map(_can_be_fused, options.get("params", _parameters(optimizer)))):
             options["fused"] = True
+    if [options.get("fused") for options in optimizer.param_groups] != before:
+        _before_updates(optimizer, _lay_out_gradients)
 
 
 def _can_be_fused(parameter: torch.Tensor) -> bool:
-    return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda")
+    part = local_part(parameter) if isinstance(parameter, DTensor) else parameter
+    return part.is_floating_point() and part.device.type in ("cpu", "cuda") and part.is_contiguous()
+
+
+def _before_updates(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Have `act` called in each step right before the update; of a step with a closure, when that made gradients."""
+
+    def enter(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        own, *rest = args
+        arguments = {**kwargs, **({"closure": rest[0]} if rest else {})}
+        closure = arguments.get("closure")
+        if closure is None:
+            act(optimizer)
+            return args, kwargs
+
+        def run() -> Any:
+            loss = closure()
+            act(optimizer)
+            return loss
+
+        return (own, *rest[1:]), {**arguments, "closure": run}
+
+    optimizer.register_step_pre_hook(enter)
+
+
+@torch.no_grad()
+def _lay_out_gradients(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # Parts of sharded ones are laid out where they are put in their place.
+            if parameter.grad is not None and not isinstance(parameter, DTensor):
+                parameter.grad = _laid_out_as(parameter, parameter.grad)
+
+
+def _laid_out_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """`gradient`, or a copy, with the strides of `parameter`."""
+    if gradient.is_sparse or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -110,32 +152,15 @@ class _Placeholders:
         self._states: dict[torch.Tensor, dict[str, Any]] = {}
         """Of each placeholder, the state that it stands for."""
 
-    def enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before a step; of one with a closure, when that has made the gradients."""
-
-        def after(closure: Any) -> Any:
-            def run() -> Any:
-                loss = closure()
-                self._put(optimizer)
-                return loss
-
-            return run
-
-        own, *rest = args
-        arguments = {**kwargs, **({"closure": rest[0]} if rest else {})}
-        if arguments.get("closure") is None:
-            self._put(optimizer)
-            return args, kwargs
-        return (own, *rest[1:]), {**arguments, "closure": after(arguments["closure"])}
-
     @torch.no_grad()
-    def _put(self, optimizer: torch.optim.Optimizer) -> None:
+    def put(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before an update."""
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 if not isinstance(parameter, DTensor) or parameter.grad is None:
                     continue
                 plain = self._placeholder(parameter)
-                plain.grad = self._plain(_placed_alike(parameter.grad, parameter))
+                plain.grad = _laid_out_as(plain, self._plain(_placed_alike(parameter.grad, parameter)))
                 if parameter in optimizer.state:
                     self._states[plain] = state = optimizer.state.pop(parameter)
                     optimizer.state[plain] = {key: self._plain(value) for key, value in state.items()}
@@ -152,6 +177,7 @@ class _Placeholders:
 
     @torch.no_grad()
     def leave(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """After a step."""
         for parameters, index, parameter in self._standing:
             plain = parameters[index]
             parameters[index], plain.grad = parameter, None

@@ -16,6 +16,7 @@ from autolaunch_strategies.context.attention.operator import CONTEXT_ATTENTION
 from autolaunch_strategies.context.parallel import both
 from autolaunch_strategies.experts.kept import Kept
 from autolaunch_strategies.model.blocks import Block
+from autolaunch_strategies.model.document_attention import DOCUMENT_ATTENTION
 from autolaunch_strategies.model.random_positions import drawing_again
 from autolaunch_strategies.training.save_groups import SAVE_GROUPS
 
@@ -106,7 +107,7 @@ def saved_operators(save: Iterable[str]) -> set[Any]:
             )
         kept |= packets
         if name == "attention":
-            kept.add(CONTEXT_ATTENTION)
+            kept |= {CONTEXT_ATTENTION, DOCUMENT_ATTENTION}
     return kept
 
 

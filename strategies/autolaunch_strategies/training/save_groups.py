@@ -12,4 +12,4 @@ SAVE_GROUPS: dict[str, tuple[str, ...]] = {
         "_scaled_dot_product_attention_math",
     ),
 }
-"""What the names in `recompute_save` stand for: aten operators (and that of attention over sharded sequences)."""
+"""What the names in `recompute_save` stand for: aten operators (and ours for attention)."""

@@ -12,6 +12,7 @@ none of ours) is found while it is traced, and such a block runs as it is.
 from __future__ import annotations
 
 import logging
+import operator
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator
@@ -134,6 +135,7 @@ class TracedForward:
         """Why the block runs as it is; empty while it does not."""
         self._graphs: dict[Hashable, _Traced] = {}
         self._modules = list(self.module.modules())
+        self._attributes = _Attributes(self._modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.reason or each_operator_is_seen() or is_eager_forced():
@@ -178,7 +180,7 @@ class TracedForward:
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
             self.around(),
-            tuple(map(_attributes, self._modules)),
+            self._attributes.now(),
         )
 
     def _first_run(
@@ -281,11 +283,60 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
+class _Attributes:
+    """The attributes of some modules, as a number that is the same exactly while they are.
+
+    Where everything is the object that it was at the last call, which is seen without looking at each by itself, they
+    are not compared again.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._number = -1
+        self._before: list[tuple[tuple[str, ...], tuple[Any, ...]]] = []
+        """Of each module the names of its attributes, and the objects that they were."""
+        self._holders: list[tuple[Any, bool]] = []
+        """Those of them that others can be put into, and whether it counts by what names these are in them."""
+        self._held: list[tuple[Any, ...] | int] = []
+
+    def now(self) -> int:
+        """The number for what they are now."""
+        if not self._are_same():
+            attributes = tuple(map(_attributes, self._modules))
+            self._number = self._numbers.setdefault(attributes, len(self._numbers))
+            of_modules = [vars(module) for module in self._modules]
+            self._before = [(tuple(items), tuple(items.values())) for items in of_modules]
+            self._holders = [
+                (value, name in _NAMED)
+                for items in of_modules
+                for name, value in items.items()
+                if name in _NAMED or type(value) in _SIZED
+            ]
+            self._held = self._in_holders()
+        return self._number
+
+    def _are_same(self) -> bool:
+        if not self._before:
+            return False
+        for module, (names, values) in zip(self._modules, self._before, strict=True):
+            items = vars(module)
+            if tuple(items) != names or not all(map(operator.is_, items.values(), values)):
+                return False
+        return self._in_holders() == self._held
+
+    def _in_holders(self) -> list[tuple[Any, ...] | int]:
+        return [tuple(value) if is_named else len(value) for value, is_named in self._holders]
+
+
 _NAMED = ("_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
 def _length(value: Any) -> int:
-    return len(value) if type(value) in (list, dict, set, OrderedDict, deque) else 0
+    return len(value) if type(value) in _SIZED else 0
+
+
+_SIZED = (list, dict, set, OrderedDict, deque)
 
 
 def _warn_once(name: str, reason: str) -> None:

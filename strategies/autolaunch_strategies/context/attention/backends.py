@@ -13,6 +13,7 @@ from autolaunch_strategies.context.attention.ring import PassedKeys
 from autolaunch_strategies.context.attention.tiles import padded
 from autolaunch_strategies.context.attention.ulysses import attention_by_heads
 from autolaunch_strategies.mesh.layout import Layout, Peers
+from autolaunch_strategies.torch_private.modes import without_autocast
 
 
 @torch.compiler.disable
@@ -61,7 +62,7 @@ def context_attention(
     if torch.is_autocast_enabled(device):  # as for torch's own attention; kernels below know nothing of it
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    with torch.autocast(device, enabled=False):
+    with without_autocast(device):
         if mask is not None:
             mask = _global_mask(mask, q.shape[1], backend, peers, layout)
         ring, ulysses, spec = peers.ring, peers.ulysses, CP_BACKEND_SPECS[backend]

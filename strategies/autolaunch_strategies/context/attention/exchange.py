@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autolaunch_strategies.mesh.layout import Layout
-from autolaunch_strategies.torch_private.collectives import group_called, start_all_gather
+from autolaunch_strategies.torch_private.collectives import group_called, start_all_gather, start_passing
 from autolaunch_strategies.torch_private.operators import define_operator
 
 
@@ -30,7 +30,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def unpack(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
     """The tensors that were packed, as views."""
-    parts = flat.split([math.prod(shape) for shape in shapes])
+    parts = flat.split_with_sizes([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -159,12 +159,7 @@ class Passing:
         place, places = group.rank(), group.size()
         self.received = received
         self._sent = sent
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, group=group, tag=kind, group_peer=(place + 1) % places),
-                dist.P2POp(dist.irecv, received, group=group, tag=kind, group_peer=(place - 1) % places),
-            ]
-        )
+        self._works = start_passing(sent, (place + 1) % places, received, (place - 1) % places, group, kind)
 
     def wait(self) -> torch.Tensor:
         """What was received."""

@@ -166,10 +166,11 @@ def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """
     if tensor.shape[3] != width:
         return F.pad(tensor, (0, width - tensor.shape[3])).contiguous()
-    strides = [stride for stride, length in zip(tensor.stride()[:3], tensor.shape, strict=False) if length > 1]
-    step = 1 if tensor.device.type == "cpu" else 16 // tensor.element_size()
-    fits = all(stride > 0 and stride % step == 0 for stride in strides) and tensor.storage_offset() % step == 0
-    return tensor if fits and tensor.stride(3) == 1 else tensor.clone(memory_format=torch.contiguous_format)
+    step, (*outer, inner) = 1 if tensor.device.type == "cpu" else 16 // tensor.element_size(), tensor.stride()
+    fits = inner == 1 and tensor.storage_offset() % step == 0
+    for stride, length in zip(outer, tensor.shape, strict=False):
+        fits = fits and (length <= 1 or (stride > 0 and stride % step == 0))
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _lse_multiple() -> int:

@@ -5,7 +5,8 @@ Positions follow `Layout`; a place is a place of the ring. Queries and keys that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch.nn import functional as F
@@ -35,6 +36,15 @@ def ring_tile(layout: Layout, place: int, origin: int, causal: bool, mask: torch
     own), and of those of a later one both, but only from its own second chunk. So each tile but the own has the
     same size (head-tail balance, as in zhuzilin/ring-flash-attention and torch's own ring).
     """
+    tile = _tile_without_mask(layout, place, origin, causal)
+    if tile is None or mask is None:
+        return tile
+    seen = _select(_select(mask, 2, _runs(layout, place, tile.rows)), 3, _runs(layout, origin, tile.keys))
+    return replace(tile, mask=seen)
+
+
+@lru_cache(maxsize=1024)
+def _tile_without_mask(layout: Layout, place: int, origin: int, causal: bool) -> Tile | None:
     rows, keys = slice(0, layout.valid_at(place)), slice(0, layout.valid_at(origin))
     if causal and origin < place:
         keys = slice(0, min(keys.stop, layout.chunk))
@@ -42,8 +52,7 @@ def ring_tile(layout: Layout, place: int, origin: int, causal: bool, mask: torch
         rows = slice(layout.chunk, rows.stop)
     if rows.start >= rows.stop or keys.start >= keys.stop:
         return None
-    seen = _select(_select(mask, 2, _runs(layout, place, rows)), 3, _runs(layout, origin, keys))
-    return Tile(rows, keys, causal and origin == place, seen)
+    return Tile(rows, keys, causal and origin == place)
 
 
 def whole_tiles(layout: Layout, place: int, causal: bool, mask: torch.Tensor | None) -> list[Tile]:

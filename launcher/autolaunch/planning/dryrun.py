@@ -1,0 +1,195 @@
+"""dryrun: the real code of some ranks of a mesh of any size, run for a step in this one process, without devices."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autolaunch.job import ResolvedJob, write_beside
+from autolaunch.launch.place import Place
+from autolaunch.models import build_module
+from autolaunch.models.own_plan import own_plan
+from autolaunch.report.dryrun_screen import show_dryrun
+from autolaunch.report.summary_file import write_summary
+from autolaunch.report.terminal import Terminal
+from autolaunch.tasks.run_parts import quiet_lightning
+from autolaunch_strategies.config import CP_BACKENDS, FLOAT8_RECIPES, ConfigError, ParallelConfig, parallel_config
+from autolaunch_strategies.dry_run.agreement import disagreements
+from autolaunch_strategies.dry_run.ranks import pretend_ranks, refuse_what_cannot_be_pretended, telling_ranks
+from autolaunch_strategies.dry_run.step import PretendedRank, Training
+from autolaunch_strategies.lightning.first_step import first_step
+from autolaunch_strategies.mesh.rank_mesh import coordinates
+from autolaunch_strategies.model.construction import Construction
+
+FILE = "dryrun.json"
+_KEYS = ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile", "random_numbers", "ep")
+
+
+def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
+    """Run a step of the chosen ranks; show and write `<output_dir>/dryrun.json`. Returns the summary.
+
+    Raises:
+        ConfigError: what can't be run without devices, or what a run would refuse; ranks whose collectives differ.
+    """
+    started, config = time.time(), job.config
+    parallel = parallel_config(**{key: config[key] for key in _KEYS}, float8=FLOAT8_RECIPES.get(config["precision"]))
+    refuse_what_cannot_be_pretended(parallel)
+    with quiet_lightning():
+        ranks = pretend_ranks(training_of(config, parallel), config["rank"] or telling_ranks(parallel.mesh))
+    predicted = predicted_memory(config, parallel)
+    rows = [account_of(rank, parallel, predicted[rank.pipe_rank] if predicted else None) for rank in ranks]
+    wrong = disagreements({rank.rank: rank.exchanges for rank in ranks})
+    write_beside(
+        job.output_dir / FILE, json.dumps({"mesh": parallel.mesh.name, "ranks": rows, "wrong": wrong}, indent=2)
+    )
+    summary = {
+        "task": "dryrun",
+        "status": "failed" if wrong else "finished",
+        "world_size": parallel.mesh.size,
+        "mesh": parallel.mesh.name,
+        "peak_memory_bytes": max(rank.total for rank in ranks),
+        "seconds": time.time() - started,
+    }
+    write_summary(job.output_dir, summary)
+    show_dryrun(rows, parallel.mesh.name, job.output_dir / FILE, Terminal())
+    if wrong:
+        raise ConfigError(
+            f"mesh={parallel.mesh.name}",
+            "ranks of one group do not do the same: " + "; ".join(wrong),
+            "one order on all",
+        )
+    return summary
+
+
+def training_of(config: Mapping[str, Any], parallel: ParallelConfig) -> Training:
+    """What the ranks of a resolved job train.
+
+    Raises:
+        ConfigError: the shape of a batch is not known without reading data.
+    """
+    data, name = config["data"], config["data"].get("name")
+    if config["module"] is not None or name not in ("text", "tokens", "synthetic") or "_target_" in config["model"]:
+        raise ConfigError(
+            f"dryrun with {'module' if config['module'] is not None else f'data={name}'}",
+            "the shapes of a batch are known of next-token training alone",
+            "model=llama or model=hf, with data=text, data=tokens or data=synthetic",
+            "data=synthetic",
+        )
+    accumulated = data["microbatches"]
+    shape = (data["batch_size"] // parallel.mesh.dp // accumulated, data["seq_len"])
+
+    def build() -> tuple[Any, Construction]:
+        construction = Construction(config["seed"])
+        with construction.recording():
+            return build_module(config), construction
+
+    def batch() -> dict[str, torch.Tensor]:
+        return {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in ("input_ids", "labels")}
+
+    clips = config["trainer"]["gradient_clip_val"]
+    return Training(
+        parallel,
+        build,
+        lambda module, first: first_step(module, lambda: first),
+        batch,
+        accumulated,
+        _precision(config["precision"]),
+        own_plan(config),
+        clips,
+    )
+
+
+def _precision(name: str) -> Any:
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+
+    if name == "bf16-mixed":
+        return MixedPrecision("bf16-mixed", "cpu")
+    if name in ("bf16-true", "16-true"):
+        return HalfPrecision(name)  # type: ignore[arg-type]  # one of its literals
+    if name in ("32-true", "32", 32):
+        return Precision()
+    raise ConfigError(f"dryrun with precision={name}", "was not tried", "32-true, bf16-true, bf16-mixed")
+
+
+def predicted_memory(config: Mapping[str, Any], parallel: ParallelConfig) -> list[dict[str, float]]:
+    """What the planner says of each pipe rank: bytes by `planner.memory.PIECES`, without what allocators waste."""
+    from dataclasses import replace
+
+    from autolaunch.planning.choice import profile_of
+    from autolaunch_strategies.planner.constants import Constants
+    from autolaunch_strategies.planner.hardware import Hardware, Link
+    from autolaunch_strategies.planner.memory import memory_account
+
+    bare, link = replace(Constants(), context_bytes=0.0, fragmentation=0.0), Link(1e9, 1e-4)
+    here = Hardware("cpu", "cpu", 1, 1, 1.0, {"fp32": 1.0, "bf16": 1.0}, 1.0, link, link, constants=bare)
+    profile, recipe = profile_of(config, "cpu")
+    return memory_account(profile, recipe, here, candidate_of(config, parallel))
+
+
+def candidate_of(config: Mapping[str, Any], parallel: ParallelConfig) -> Any:
+    """A resolved job as the planner's `Candidate`."""
+    from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate
+
+    mesh, pp, mode = parallel.mesh, parallel.pp, parallel.recompute.mode
+    named: dict[Any, Any] = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}
+    pipeline = "none"
+    microbatches, virtual = config["data"]["microbatches"], 1
+    if mesh.pp > 1 and pp is not None:
+        pipeline = "exact" if pp.loss == "exact" else pp.schedule
+        microbatches, virtual = pp.microbatches or mesh.pp, pp.virtual_stages or 1
+    return Candidate(
+        **mesh.sizes,
+        level=parallel.dp.sharding_level,
+        replicate=parallel.dp.split(mesh.dp)[0],
+        sequence_parallel=int(mesh.mp > 1 and parallel.mp is not None and parallel.mp.sequence_parallel),
+        pipeline=PIPELINES.index(pipeline),
+        virtual_stages=virtual,
+        microbatches=microbatches,
+        recompute=named.get(mode, mode),
+        backend=CP_BACKENDS.index("gather"),
+    )
+
+
+def account_of(rank: PretendedRank, parallel: ParallelConfig, predicted: Mapping[str, float] | None) -> dict[str, Any]:
+    """One rank as plain data: memory at the peak, and what it exchanged, equal things counted."""
+    collectives = Counter(
+        (item.kind.strip("_"), _axes(item.ranks, parallel), item.bytes)
+        for item in rank.exchanges
+        if not item.is_message
+    )
+    messages = Counter(
+        (item.kind.strip("_"), item.peer, item.bytes) for item in rank.exchanges if item.peer is not None
+    )
+    return {
+        "rank": rank.rank,
+        "place": rank.coordinate,
+        "stage": rank.pipe_rank,
+        "memory": {**rank.memory, "total": rank.total},
+        "held": rank.held,
+        **({"predicted": dict(predicted)} if predicted is not None else {}),
+        "collectives": [
+            {"kind": kind, "axes": axes, "bytes": size, "count": count}
+            for (kind, axes, size), count in collectives.items()
+        ],
+        "messages": [
+            {
+                "kind": kind,
+                "peer": peer,
+                "stage": coordinates(parallel.mesh, peer)["pp"],
+                "bytes": size,
+                "count": count,
+            }
+            for (kind, peer, size), count in messages.items()
+        ],
+    }
+
+
+def _axes(ranks: tuple[int, ...], parallel: ParallelConfig) -> str:
+    """Along which axes the ranks of a group differ."""
+    places = [coordinates(parallel.mesh, rank) for rank in ranks]
+    return " x ".join(axis for axis in places[0] if len({place[axis] for place in places}) > 1) or "itself"

@@ -1,0 +1,138 @@
+"""Process groups without peers, and what operators on fake tensors can't answer."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autolaunch_strategies.torch_private.modes import outside_of_modes
+
+
+@contextmanager
+def pretended_group(rank: int, world_size: int) -> Iterator[None]:
+    """Within it this process is `rank` of a default process group whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Drop what torch remembers of sharded operators: it takes a mesh for another one of the same ranks."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+
+
+@contextmanager
+def meshes_outside() -> Iterator[None]:
+    """Within it meshes are made and cut of real tensors, whatever mode is active: their ranks are values."""
+    with ExitStack() as stack:
+        for name in ("__init__", "__getitem__", "_flatten", "_concatenate"):
+            if (own := getattr(DeviceMesh, name, None)) is not None:
+                stack.callback(setattr, DeviceMesh, name, DeviceMesh.__dict__[name])
+                setattr(DeviceMesh, name, _outside(own))
+        yield
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with outside_of_modes():
+            return function(*args, **kwargs)
+
+    return outside
+
+
+@contextmanager
+def swaps_of_fakes() -> Iterator[None]:
+    """Within it `torch.utils.swap_tensors` takes fake tensors, of which their mode keeps weak references."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    own = torch.utils.swap_tensors
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
+
+    def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+        for mode in modes:
+            mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        own(one, other)
+
+    torch.utils.swap_tensors = swap
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = own
+
+
+def is_pretended(kinds: Any) -> bool:
+    """Whether an operator is called on plain or fake tensors alone: other classes take it apart first."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return all(kind in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in kinds)
+
+
+def group_of_collective(operator: Any, args: Any) -> dist.ProcessGroup | None:
+    """The group of an operator of `c10d` or `_c10d_functional`; None of one that has none (`wait_tensor`)."""
+    if operator.namespace == "c10d":
+        boxed = next((item for item in args if isinstance(item, torch.ScriptObject) and _is_group(item)), None)
+        return None if boxed is None else dist.ProcessGroup.unbox(boxed)
+    arguments = operator._schema.arguments
+    at = next((number for number, item in enumerate(arguments) if item.name == "group_name"), None)
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return None if at is None or at >= len(args) else resolve(args[at])
+
+
+def _is_group(item: Any) -> bool:
+    return str(item._type()).endswith("ProcessGroup")
+
+
+@contextmanager
+def addresses_of_fakes() -> Iterator[None]:
+    """Within it `data_ptr` of fake tensors tells which share memory, as it does of real ones."""
+    of_tensor, of_storage = torch.Tensor.data_ptr, torch.UntypedStorage.data_ptr
+
+    def tensor_address(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
+
+    def storage_address(storage: torch.UntypedStorage) -> int:
+        return storage._cdata
+
+    torch.Tensor.data_ptr = tensor_address  # type: ignore[assignment, method-assign]  # there is no hook for it
+    torch.UntypedStorage.data_ptr = storage_address  # type: ignore[assignment, method-assign]  # nor for this
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by torch itself
+            yield
+    finally:
+        torch.Tensor.data_ptr = of_tensor  # type: ignore[method-assign]  # as it was
+        torch.UntypedStorage.data_ptr = of_storage  # type: ignore[method-assign]  # as it was
+
+
+@contextmanager
+def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Within it `tell` is given every storage that gets another size."""
+    own: Any = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, size: int) -> Any:
+        result = own(storage, size)
+        tell(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # there is no hook for it
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = own  # type: ignore[method-assign]  # as it was

@@ -1,0 +1,104 @@
+"""A step of some ranks without devices: what it holds beside the plan, and what ranks exchange."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autolaunch_strategies.config import ConfigError, parallel_config
+from autolaunch_strategies.dry_run.agreement import disagreements
+from autolaunch_strategies.dry_run.ranks import pretend_ranks, telling_ranks
+from autolaunch_strategies.dry_run.step import PretendedRank, Training
+from autolaunch_strategies.dry_run.trace import Exchange
+from autolaunch_strategies.lightning.first_step import first_step
+from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.planner.memory import memory_account
+from autolaunch_strategies.planner.module_profile import profile_module
+from autolaunch_strategies.planner.profile import ModelProfile, Recipe
+from tests.planner import memory_cases as cases
+from tests.planner.test_memory import CPU
+from tests.support.one_rank import without_process_group
+
+AGREES = ("one", "ddp", "zero3", "mp", "mp_sp", "dp_mp_zero2")
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    return profile_module(cases.module(), cases.POSITIONS, device_type="cpu")
+
+
+@pytest.fixture(autouse=True)
+def nobody_else() -> None:
+    without_process_group()
+
+
+def training(name: str) -> Training:
+    one = cases.candidate(cases.CASES[name])
+    pp: object = "exact"
+    if one.pp > 1:
+        exact = one.pipeline_name == "exact"
+        pp = {
+            "loss": "exact" if exact else "microbatch",
+            "schedule": "gpipe" if exact else one.pipeline_name,
+            "microbatches": one.microbatches,
+        }
+    dp = {"sharding_level": one.level, **({"replicate": one.replicate} if one.level else {})}
+    mp = "seq_parallel" if one.sequence_parallel else "auto"
+    parallel = parallel_config(one.mesh, dp, mp, pp, recompute=one.recompute_name)  # type: ignore[arg-type]
+    accumulated = one.microbatches if one.pp == 1 else 1
+    shape = (cases.BATCH // one.dp // accumulated, cases.POSITIONS + 1)
+
+    def build() -> tuple[object, Construction]:
+        construction = Construction(0)
+        with construction.recording():
+            return cases.module(), construction
+
+    return Training(
+        parallel,
+        build,  # type: ignore[arg-type]  # a LightningModule, which the cases do not say
+        lambda module, batch: first_step(module, lambda: batch),
+        lambda: torch.empty(shape, dtype=torch.int64, device="meta"),
+        accumulated,
+    )
+
+
+def pretended(name: str) -> list[PretendedRank]:
+    what = training(name)
+    ranks = pretend_ranks(what, telling_ranks(what.parallel.mesh))
+    assert not disagreements({rank.rank: rank.exchanges for rank in ranks})
+    return ranks
+
+
+@pytest.mark.parametrize("name", AGREES)
+def test_the_plan_says_what_a_step_holds(name: str, profile: ModelProfile) -> None:
+    account = memory_account(profile, Recipe(batch_size=cases.BATCH), CPU, cases.candidate(cases.CASES[name]))
+    for rank in pretended(name):
+        ours = account[rank.pipe_rank]
+        assert ours["optimizer"] == pytest.approx(rank.held["optimizer"], rel=0.01)
+        assert ours["total"] == pytest.approx(rank.total, rel=0.05)
+
+
+def test_messages_between_stages_and_collectives_of_a_level() -> None:
+    first, last = sorted(pretended("1f1b"), key=lambda rank: rank.pipe_rank)
+    for here, there in ((first, last), (last, first)):
+        sent = [item.bytes for item in here.exchanges if item.kind == "send"]
+        assert sent == [2 * 128 * 128 * 4] * 4  # of each microbatch: sequences, positions, width, bytes
+        assert sent == [item.bytes for item in there.exchanges if item.kind == "recv_" and item.peer == here.rank]
+    gathered = [item for item in pretended("ddp")[0].exchanges if item.kind == "allreduce_"]
+    assert sum(item.bytes for item in gathered) >= pretended("ddp")[0].held["parameters"]
+
+
+def test_ranks_that_do_not_agree_are_told() -> None:
+    mine, theirs = (Exchange("allreduce_", (0, 1), 8), Exchange("broadcast_", (0, 1), 4))
+    (told,) = disagreements({0: [mine, theirs], 1: [theirs, mine]})
+    assert "number 1: rank 0 has allreduce of 8 bytes, rank 1 broadcast of 4 bytes" in told
+    send, receive = Exchange("send", (0, 1), 8, peer=1), Exchange("recv_", (0, 1), 4, peer=0)
+    (told,) = disagreements({0: [send], 1: [receive]})
+    assert told == "message 1 from rank 0 to rank 1: 8 bytes sent, 4 bytes received"
+
+
+def test_what_cannot_be_pretended_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cp"):
+        pretend_ranks(training("cp_ring"), [0])
+    with pytest.raises(ConfigError, match="rank=2"):
+        pretend_ranks(training("ddp"), [2])
