@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autolaunch_strategies.apply.check import config_errors
-from autolaunch_strategies.config import CP_BACKENDS, SCHEDULES, PipelineParallel, parallel_config
+from autolaunch_strategies.config import CP_BACKENDS, SCHEDULES, ConfigError, PipelineParallel, parallel_config
 from autolaunch_strategies.planner.candidate import (
     FIELDS,
     FULL,
@@ -20,12 +20,14 @@ from autolaunch_strategies.planner.candidate import (
     SELECTIVE,
     Candidate,
     Candidates,
+    recompute_code,
 )
 from autolaunch_strategies.planner.choose import predicted
 from autolaunch_strategies.planner.enumerate import Space, divisors, enumerate_candidates
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.schedules.schedule import check_schedule, default_virtual_stages, fitting_microbatches
 from tests.planner.candidates import llama, machines, model, recipe
+from tests.support.messages import assert_told
 
 EXACT, GPIPE, ONE_F_ONE_B = (PIPELINES.index(name) for name in ("exact", "gpipe", "1f1b"))
 INTERLEAVED, LOOPED, ZBV = (PIPELINES.index(name) for name in ("interleaved_1f1b", "looped_bfs", "zbv_zero_bubble"))
@@ -407,3 +409,10 @@ def test_default_stages_are_proposed() -> None:
         if name in ("gpipe", "looped_bfs"):
             continue
         assert default_virtual_stages(name) in found.select(found.pipeline == PIPELINES.index(name)).virtual_stages
+
+
+def test_what_is_not_predicted_is_refused_with_what_is() -> None:
+    assert [recompute_code(mode) for mode in ("none", "selective", "full", 3)] == [0, -1, 1, 3]
+    with pytest.raises(ConfigError) as caught:
+        recompute_code("offload")
+    assert_told(caught.value, "recompute=offload", "doesn't predict", allowed=("selective",), write="recompute=full")

@@ -686,7 +686,11 @@ class Job:
         "32-true",
         choices=("32-true", "bf16-mixed", "bf16-true", *FLOAT8_RECIPES),
     )
-    recompute: Any = option("Activation checkpointing: none, full, a number n (every n-th block), selective.", "none")
+    recompute: Any = option(
+        "Activation checkpointing: none, full, a number n (every n-th block), selective; or offload: what blocks save "
+        "waits in host memory.",
+        "none",
+    )
     recompute_save: list[str] = option(
         "With recompute=selective: operators whose outputs are kept.", ["mm", "attention"]
     )

@@ -29,7 +29,7 @@ def wanted_by(overrides: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
     Raises:
         ConfigError: something typed that the planner can't choose the rest for.
     """
-    from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE
+    from autolaunch_strategies.planner.candidate import PIPELINES, recompute_code
 
     typed = typed_keys(overrides)
     wanted: dict[str, tuple[int, ...]] = {}
@@ -77,9 +77,7 @@ def wanted_by(overrides: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
             if config["cp"]["ulysses"] is not None:
                 wanted["ulysses"] = (config["cp"]["ulysses"],)
     if "recompute" in typed:
-        mode = parse_recompute(config["recompute"]).mode
-        named: dict[Any, int] = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}
-        wanted["recompute"] = (named[mode] if isinstance(mode, str) else int(mode),)
+        wanted["recompute"] = (recompute_code(parse_recompute(config["recompute"]).mode),)
     if "data.microbatches" in typed:
         wanted["microbatches"] = (config["data"]["microbatches"],)
     if "microbatches" not in config["data"] and not _is_typed("pp", typed):

@@ -54,6 +54,7 @@ from autolaunch_strategies.tracing.step import Step as TracedStep
 from autolaunch_strategies.training.batch_statistics import batch_norms, share_batch_statistics
 from autolaunch_strategies.training.compile import apply_compile, compile_traced, parts_to_compile
 from autolaunch_strategies.training.float8 import check_shards, convert, float8_layers
+from autolaunch_strategies.training.offload import apply_offload
 from autolaunch_strategies.training.recompute import apply_recompute, recomputed_blocks, saved_operators
 from autolaunch_strategies.training.traced_block import TracedForward
 
@@ -339,12 +340,13 @@ class Recomputes(Step):
         compiles, selective = self.config.compile, self.config.recompute.mode == "selective"
         if compiles and model.mode is not None and not selective:
             site.traced = compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), {}, context.now)
-        apply_recompute(
-            chosen,
-            self.config.recompute,
-            lambda: both(context.repeating(), model.running()),
-            exchanges=bool(site.expert_parallel.dispatches),
-        )
+        if self.config.recompute.mode != "offload":  # which is applied around what is compiled
+            apply_recompute(
+                chosen,
+                self.config.recompute,
+                lambda: both(context.repeating(), model.running()),
+                exchanges=bool(site.expert_parallel.dispatches),
+            )
         if compiles and model.mode is not None and selective:  # their graphs compute again what they have not kept
             saved = dict.fromkeys(chosen, saved_operators(self.config.recompute.save))
             site.traced = compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), saved, context.now)
@@ -381,6 +383,20 @@ class Compiles(Step):
         assert site.model_parallel is not None
         if self.config.compile and site.model_parallel.mode is None:  # else `Recomputes` has done it
             apply_compile(parts_to_compile(site.blocks, self.held)[0], self.config.compile)
+
+
+class Offloads(Step):
+    """Let what blocks keep for their backward pass wait in host memory, compiled or not."""
+
+    name = "offload"
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        offloads = look.config.recompute.mode == "offload"
+        self.blocks = recomputed_blocks(look.blocks, look.config.recompute) if offloads else {}
+
+    def apply(self, site: Site) -> None:
+        apply_offload(block for block in site.blocks if block.name in self.blocks)
 
 
 class Shards(Step):
@@ -427,8 +443,8 @@ class Materialises(Step):
 
 
 STEPS: tuple[type[Step], ...] = (
-    Converts, CutStages, SharesStatistics, Styles, SharesExperts, BalancesRouters, Recomputes, Compiles, Shards,
-    Materialises,
+    Converts, CutStages, SharesStatistics, Styles, SharesExperts, BalancesRouters, Recomputes, Compiles, Offloads,
+    Shards, Materialises,
 )  # fmt: skip
 """In the order in which they are applied."""
 

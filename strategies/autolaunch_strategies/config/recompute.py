@@ -1,4 +1,4 @@
-"""Activation checkpointing."""
+"""Activation checkpointing, and its relatives: less memory for what the backward pass needs."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import Any
 
 from autolaunch_strategies.config.errors import ConfigError
 
-RECOMPUTE_MODES = ("none", "full", "selective")
+RECOMPUTE_MODES = ("none", "full", "selective", "offload")
 
 
 @dataclass
 class Recompute:
-    """Activation checkpointing: what is computed again in the backward pass instead of being kept."""
+    """What is computed again in the backward pass, or kept in host memory, instead of being kept on the device."""
 
     mode: str | int = "none"
-    """`none`, `full` (every block), an integer n (every n-th block) or `selective` (keep the outputs of `save`)."""
+    """`none`, `full` (every block), an integer n (every n-th block), `selective` (keep the outputs of `save`) or
+    `offload` (keep all, in host memory).
+    """
     save: tuple[str, ...] = ("mm", "attention")
     """Selective only: operators whose outputs are kept: `mm`, `attention`, `collective`, or `aten.<name>`."""
 
 
 def parse_recompute(value: Any, save: Iterable[str] = ("mm", "attention")) -> Recompute:
-    """Read ``recompute=``: none, full, selective, or an integer n >= 1 for every n-th block.
+    """Read ``recompute=``: one of `RECOMPUTE_MODES`, or an integer n >= 1 for every n-th block.
 
     Raises:
         ConfigError: anything else.
@@ -34,6 +36,6 @@ def parse_recompute(value: Any, save: Iterable[str] = ("mm", "attention")) -> Re
         raise ConfigError(
             f"recompute={value}",
             "no such way of activation checkpointing",
-            "none, full, selective, or a number n for every n-th block",
+            f"{', '.join(RECOMPUTE_MODES)}, or a number n for every n-th block",
         )
     return Recompute(mode, tuple(save))

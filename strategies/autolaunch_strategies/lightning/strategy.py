@@ -89,7 +89,7 @@ class MeshStrategy(ParallelStrategy):
         mp: `auto`, `tensor_parallel`, `seq_parallel`, or the fields of `ModelParallel` as a mapping.
         pp: `exact`, the name of a schedule (`1f1b`, ...), or the fields of `PipelineParallel` as a mapping.
         cp: `gather`, `ring`, `ulysses`, `usp`, or the fields of `ContextParallel` as a mapping.
-        recompute: activation checkpointing: none, full, n (every n-th block), selective.
+        recompute: activation checkpointing: none, full, n (every n-th block), selective, offload (to the host).
         recompute_save: operators whose outputs selective recomputation keeps.
         compile: compile every block: True or a mode of `torch.compile`.
         random_numbers: what dropout drops while training: what a generator on each rank says (by_rank; on one rank the

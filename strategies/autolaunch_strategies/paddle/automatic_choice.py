@@ -33,7 +33,7 @@ from autolaunch_strategies.data_parallel.first_batch import first_batch
 from autolaunch_strategies.data_parallel.loader import global_batch_size
 from autolaunch_strategies.paddle.config import ToDistributedConfig
 from autolaunch_strategies.paddle.example_batch import ExampleBatch, example_of
-from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate
+from autolaunch_strategies.planner.candidate import PIPELINES, Candidate, recompute_code
 from autolaunch_strategies.planner.hardware import Hardware, hardware_from
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.settings import cut_names
@@ -223,9 +223,7 @@ class _Space:
         if config.ep is not None:
             wanted["ep"] = (config.ep,)
         if config.recompute is not None:
-            mode = parse_recompute(config.recompute).mode
-            named = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}
-            wanted["recompute"] = (named[mode] if isinstance(mode, str) else mode,)
+            wanted["recompute"] = (recompute_code(parse_recompute(config.recompute).mode),)
         return wanted
 
     def settings(self, mesh: MeshShape, chosen: Mapping[str, Any]) -> ParallelConfig:

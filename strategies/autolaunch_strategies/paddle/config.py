@@ -70,7 +70,7 @@ class ToDistributedConfig:
     cp: ContextParallel | Mapping[str, Any] | str | None = None
     """How attention sees sharded sequences: gather, ring, ulysses, usp, or the fields of `config.ContextParallel`."""
     recompute: str | int | None = None
-    """Activation checkpointing: none, selective, full, or a number n for every n-th block."""
+    """Activation checkpointing: none, selective, full, a number n for every n-th block, or offload."""
     ep: int | None = None
     """Over how many ranks the experts of a mixture are shared out: a divisor of dp x cp x mp and of their number."""
     hardware: Any = None

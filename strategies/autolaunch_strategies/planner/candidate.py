@@ -13,6 +13,7 @@ from autolaunch_strategies.config import (
     CP_BACKEND_SPECS,
     CP_BACKENDS,
     SCHEDULE_SPECS,
+    ConfigError,
     ContextBackend,
     MeshShape,
     ScheduleSpec,
@@ -39,6 +40,25 @@ PIPELINES = tuple(spec.name for spec in PIPELINE_SPECS)
 
 NO_RECOMPUTE, SELECTIVE, FULL = 0, -1, 1
 """Values of `Candidate.recompute`; n > 1 is every n-th block."""
+
+
+def recompute_code(mode: str | int) -> int:
+    """`Candidate.recompute` of a mode of `Recompute`.
+
+    Raises:
+        ConfigError: a mode that is not predicted.
+    """
+    if isinstance(mode, int):
+        return mode
+    codes = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}
+    if mode not in codes:
+        raise ConfigError(
+            f"recompute={mode}",
+            "the planner doesn't predict it: how fast tensors move to the host and back is not in its profiles",
+            f"{', '.join(codes)}, or a number n for every n-th block; or a mesh of your own with recompute={mode}",
+            "recompute=full",
+        )
+    return codes[mode]
 
 
 @dataclass(frozen=True)

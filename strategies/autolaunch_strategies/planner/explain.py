@@ -20,7 +20,7 @@ from autolaunch_strategies.config import (
     parse_mesh,
     parse_recompute,
 )
-from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate
+from autolaunch_strategies.planner.candidate import PIPELINES, Candidate, recompute_code
 from autolaunch_strategies.planner.choose import look, pick
 from autolaunch_strategies.planner.document import rounded
 from autolaunch_strategies.planner.plan import Looked, Plan
@@ -205,8 +205,7 @@ def _field(name: str, value: str) -> dict[str, int]:
     if axis and not value.lstrip("-").isdigit():
         return _option(axis, value)
     if name == "recompute":
-        mode = parse_recompute(value).mode
-        return {"recompute": {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}.get(str(mode), int_of(mode))}
+        return {"recompute": recompute_code(parse_recompute(value).mode)}
     if name in ("pipeline", "backend") and not value.isdigit():
         return _option({"pipeline": "pp", "backend": "cp"}[name], value)
     if name == "split":
@@ -216,11 +215,6 @@ def _field(name: str, value: str) -> dict[str, int]:
     if name == "level":
         return {"level": _one_of("level", value, {str(level): level for level in range(4)})}
     return {{"replicas": "replicate"}.get(name, axis or name): int(value)}
-
-
-def int_of(mode: str | int) -> int:
-    """n if `mode` recomputes every n-th block; 0 if it is the name of a mode."""
-    return mode if isinstance(mode, int) else 0
 
 
 def _option(axis: str, value: str) -> dict[str, int]:

@@ -47,14 +47,11 @@ def apply_recompute(
 
 
 def recomputed_blocks(blocks: Iterable[Block], recompute: Recompute) -> dict[str, str]:
-    """Which blocks a setting recomputes, and how: block name -> full or selective."""
-    every = (
-        {"none": 0, "full": 1, "selective": 1}.get(str(recompute.mode))
-        if isinstance(recompute.mode, str)
-        else recompute.mode
-    )
-    assert isinstance(every, int)
-    how = "selective" if recompute.mode == "selective" else "full"
+    """Which blocks a setting is for, and how: block name -> full, selective or offload."""
+    if isinstance(recompute.mode, str):
+        every, how = int(recompute.mode != "none"), recompute.mode
+    else:
+        every, how = recompute.mode, "full"
     return {block.name: how for number, block in enumerate(blocks) if every and number % every == 0}
 
 
