@@ -133,10 +133,9 @@ def predicted_memory(config: Mapping[str, Any], parallel: ParallelConfig) -> lis
 
 def candidate_of(config: Mapping[str, Any], parallel: ParallelConfig) -> Any:
     """A resolved job as the planner's `Candidate`."""
-    from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate
+    from autolaunch_strategies.planner.candidate import PIPELINES, Candidate, recompute_code
 
-    mesh, pp, mode = parallel.mesh, parallel.pp, parallel.recompute.mode
-    named: dict[Any, Any] = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}
+    mesh, pp = parallel.mesh, parallel.pp
     pipeline = "none"
     microbatches, virtual = config["data"]["microbatches"], 1
     if mesh.pp > 1 and pp is not None:
@@ -150,7 +149,7 @@ def candidate_of(config: Mapping[str, Any], parallel: ParallelConfig) -> Any:
         pipeline=PIPELINES.index(pipeline),
         virtual_stages=virtual,
         microbatches=microbatches,
-        recompute=named.get(mode, mode),
+        recompute=recompute_code(parallel.recompute.mode),
         backend=CP_BACKENDS.index("gather"),
     )
 
