@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from autolaunch import cli
+from autolaunch.config.against_schema import validate
 from autolaunch.machine import this_machine
 from autolaunch_strategies.planner.hardware import hardware_from
+from tests import ROOT
 from tests.support.messages import Told, assert_only_told, assert_told
 from tests.support.tiers import one_in
 
@@ -230,3 +232,9 @@ def test_this_machine_with_gpus(
     assert cli.run(["--cfg", "job", "cluster=localx8"]) == 2
     told = Told("cluster=localx8", "4 GPUs", allowed="up to 4", write="cluster=localx4")
     assert_only_told(capsys.readouterr().err, told)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "conf" / "cluster").glob("*.yaml")), ids=lambda file: file.stem)
+def test_what_is_built_in_fits_the_schema(file: Path) -> None:
+    _, errors = validate({"cluster": yaml.safe_load(file.read_text(encoding="utf-8"))})
+    assert [str(error) for error in errors if str(error).startswith("cluster.")] == []
