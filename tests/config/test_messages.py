@@ -52,7 +52,9 @@ WRONG = [
     ),
     pytest.param(
         ["data=documents", "data.path=texts.jsonl", "data.packing=documents", "model.packed_attention=varlen"],
-        Told("model.packed_attention=varlen", "in bf16 and fp16", allowed=("sdpa",)),
+        Told(
+            "model.packed_attention=varlen", "in bf16 and fp16", allowed=("sdpa",), write="model.packed_attention=auto"
+        ),
         id="a-kernel-for-documents-in-fp32",
     ),
     pytest.param(

@@ -64,8 +64,7 @@ def test_the_kernel_drops_the_lock_of_the_dead(tmp_path: Path) -> None:
     code = (
         "import os, sys, time; from pathlib import Path; from autolaunch.launch import lock\n"
         f"lock.take(Path({str(tmp_path)!r}), 'x')\n"
-        "child = os.fork()\n"
-        "if child: print(child, flush=True)\n"
+        "if not os.fork(): print(os.getpid(), flush=True)  # only now the child has let go of what it was born with\n"
         "time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
