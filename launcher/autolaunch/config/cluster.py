@@ -37,7 +37,7 @@ class Cluster:
     name: str = option("Which machines these are; set by the group.", "cluster")
     device: str = option("Kind of device.", "cuda", choices=("cuda", "cpu"))
     generation: str | None = option(
-        "Of the devices: what is known of their kernels (null: nothing).", None, choices=tuple(GENERATIONS)
+        "Of the devices: what is known of their kernels (null: nothing).", None, choices=(*GENERATIONS, None)
     )
     stack: str = option(
         "The software whose speed is planned with; this runtime is torch.", TORCH, choices=tuple(STACKS)

@@ -56,7 +56,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         "seconds": time.time() - started,
     }
     write_summary(job.output_dir, summary)
-    show_dryrun(rows, parallel.mesh.name, job.output_dir / FILE, Terminal())
+    show_dryrun(rows, wrong, parallel.mesh.name, job.output_dir / FILE, Terminal())
     if wrong:
         raise ConfigError(
             f"mesh={parallel.mesh.name}",

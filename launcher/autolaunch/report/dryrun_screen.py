@@ -16,11 +16,14 @@ from autolaunch.report.page import Page
 from autolaunch.report.readable import readable_bytes
 
 
-def show_dryrun(rows: Sequence[Mapping[str, Any]], mesh: str, file: Path, console: Console) -> None:
+def show_dryrun(
+    rows: Sequence[Mapping[str, Any]], wrong: Sequence[str], mesh: str, file: Path, console: Console
+) -> None:
     """Show the ranks of a dry run.
 
     Args:
         rows: `planning.dryrun.account_of` of each.
+        wrong: where they do not agree.
         file: where everything is written.
     """
     page = Page(console)
@@ -47,7 +50,8 @@ def show_dryrun(rows: Sequence[Mapping[str, Any]], mesh: str, file: Path, consol
         for number, ((kind, among), (count, size)) in enumerate(_exchanged(alike[0]).items()):
             table.add_row(_ranks(alike) if not number else "", kind, among, f"{count:,}", readable_bytes(size))
     page.print(table)
-    page.text(f"ranks of one group do the same in the same order; every size: {shown(file)}")
+    agreed = "" if wrong else "ranks of one group do the same in the same order; "
+    page.text(f"{agreed}every size: {shown(file)}")
 
 
 def _alike(rows: Sequence[Mapping[str, Any]], of: Callable[[Mapping[str, Any]], Any]) -> list[list[Mapping[str, Any]]]:

@@ -56,12 +56,9 @@ def checked_value(
     if fitted is _MISFIT:
         return value, ConfigError(where(path, value), *_type_problem(value, options, item, path))
     choices = item.metadata.get("choices")
-    is_nothing = fitted is None and types.NoneType in options  # null beside the choices
     # True == 1 in Python, but `true` is not one of 0, 1, 2, 3.
-    if (
-        choices is not None
-        and not is_nothing
-        and not any(fitted == choice and isinstance(fitted, bool) == isinstance(choice, bool) for choice in choices)
+    if choices is not None and not any(
+        fitted == choice and isinstance(fitted, bool) == isinstance(choice, bool) for choice in choices
     ):
         names = [written(choice) for choice in choices]
         close = next((name for name in names if name.startswith(f"{written(value)}-")), "")

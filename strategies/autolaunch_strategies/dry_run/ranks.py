@@ -72,7 +72,11 @@ def refuse_what_cannot_be_pretended(config: ParallelConfig) -> None:
         f"mesh={shape.name}": (shape.cp > 1, "where sequences are sharded along cp is found by values", "cp of size 1"),
         f"ep={config.ep}": (config.ep > 1, "which tokens travel to which experts is known by values", "ep=1"),
         "compile": (bool(config.compile), "what is compiled allocates by itself", "compile=false"),
-        "recompute=offload": (config.recompute.mode == "offload", "host memory is told apart on GPUs alone", "others"),
+        "recompute=offload": (
+            config.recompute.mode == "offload",
+            "memory of the host is told apart on GPUs alone",
+            "none, selective, full",
+        ),
         "float8": (config.float8 is not None, "scales are computed of values", "another precision"),
     }
     for key, (refused, problem, allowed) in reasons.items():
