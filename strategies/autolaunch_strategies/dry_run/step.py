@@ -109,7 +109,14 @@ def pretend(training: Training, rank: int, world: World) -> PretendedRank:
         )
         step = training.step(module, batch)
         applied = apply_parallelism(
-            module, parallel, mesh, CPU, construction, own_plan=training.own_plan, training=step
+            module,
+            parallel,
+            mesh,
+            CPU,
+            construction,
+            own_plan=training.own_plan,
+            training=step,
+            autocast=torch.bfloat16 if precision.precision == "bf16-mixed" else None,
         )
         trainer = _OneStep(training, applied, module, step, batch, precision, trace)
         trainer.warm_up()
