@@ -17,6 +17,9 @@ pytest.register_assert_rewrite("tests.support.ranks", "tests.support.commands", 
 from tests.support import warm  # noqa: E402
 from tests.support.ranks import Group, GroupOf  # noqa: E402
 
+# As torch has it where CI is set: elsewhere, results of an operator that share memory are a warning.
+os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"
+
 # A shell that starts a command in the background has it ignore Ctrl-C, and so would every process that a test starts
 # to interrupt it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

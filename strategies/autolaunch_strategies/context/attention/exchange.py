@@ -111,7 +111,8 @@ def _gather_in_order(parts: list[torch.Tensor], group: str, layout: list[int], d
 
 
 def _sum_at_owners(wholes: list[torch.Tensor], group: str, layout: list[int], dim: int) -> list[torch.Tensor]:
-    return sum_at_owners(wholes, group_called(group), Layout(*layout), dim)
+    sums = sum_at_owners(wholes, group_called(group), Layout(*layout), dim)
+    return sums if len(sums) == 1 else [part.clone() for part in sums]  # an operator's results share no memory
 
 
 def _with_length(tensor: torch.Tensor, dim: int, length: int, dtype: torch.dtype) -> torch.Tensor:

@@ -109,7 +109,8 @@ def _run_backward(
     parts = Differentiated(grad[:, :, :count], q[:, :, :count], out, lse, scale)
     dk, dv = keys.differentiate(parts, k, v)
     dq = padded(parts.result(), q.shape[2])
-    return _by_position(dq), _by_position(dk.to(k.dtype)), _by_position(dv.to(v.dtype))
+    # The two are often parts of one message; a graph may write over one result of an operator while it needs another.
+    return _by_position(dq), _copied_by_position(dk, k.dtype), _copied_by_position(dv, v.dtype)
 
 
 def _shapes_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
@@ -119,6 +120,11 @@ def _shapes_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any)
 def _by_position(tensor: torch.Tensor) -> torch.Tensor:
     """[b, h, s, d] laid out as [b, s, h, d], as models and kernels have it mostly: graphs hold one layout only."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _copied_by_position(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As `_by_position`, in memory of its own, whatever `tensor` is part of."""
+    return tensor.transpose(1, 2).to(dtype, copy=True, memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 define_operator(f"context_attention({_TENSORS}, {_HOW}) -> (Tensor, Tensor)", _run, _shapes)
