@@ -78,7 +78,8 @@ def _table(group: str, schema: type, chosen: Callable[[str], bool]) -> Iterator[
         limits = limits_text(item.metadata)
         default = default_text(item)
         shown = f"`{default}`".replace("|", "\\|") if default and len(default) <= 60 else "see `--info`" * bool(default)
-        yield f"| `{key}` | {shown} | {escaped(help_of(item))} | {values}{f', {limits}' if limits else ''} |"
+        values = f"{values}, {limits}" if limits else values
+        yield f'| <span class="key">`{key}`</span> | {shown} | {escaped(help_of(item))} | {values} |'
     yield ""
 
 
