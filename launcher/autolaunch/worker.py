@@ -36,6 +36,7 @@ from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_pha
 from autolaunch.launch.place import Place, place
 from autolaunch.launch.resources import choose_interface
 from autolaunch.loading import loading
+from autolaunch.machine.affinity import processors_beside, run_on
 from autolaunch.machine.devices import gpu_environment, visible_devices
 from autolaunch.report.streams import keep_streams_open
 
@@ -189,7 +190,10 @@ def _set_gpu_defaults(job: ResolvedJob) -> None:
 
 
 def _gpu(job: ResolvedJob, place: Place) -> torch.device | None:
-    """The GPU of this rank, from now on the one that CUDA uses; None where it computes on the CPU."""
+    """The GPU of this rank, from now on the one that CUDA uses; None where it computes on the CPU.
+
+    With `launch.numa` threads of this process stay on the processors beside it.
+    """
     kind, _ = visible_devices(job.config["trainer"]["accelerator"])
     if kind == "cpu":
         return None
@@ -197,6 +201,11 @@ def _gpu(job: ResolvedJob, place: Place) -> torch.device | None:
 
     device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    if job.config["launch"]["numa"]:
+        where: Any = torch.cuda.get_device_properties(device)  # torch's stubs do not have all of them
+        address = f"{where.pci_domain_id:04x}:{where.pci_bus_id:02x}:{where.pci_device_id:02x}.0"
+        if processors := processors_beside(address):
+            run_on(processors)
     return device
 
 

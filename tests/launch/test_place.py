@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from autolaunch import worker
 from autolaunch.job import ResolvedJob
 from autolaunch.launch import rendezvous
 from autolaunch.launch.place import Place, check_master_resolves, place
-from autolaunch.machine import devices
+from autolaunch.machine import affinity, devices
 from autolaunch.machine.devices import visible_devices
 from autolaunch_strategies.config import ConfigError
 from tests import ROOT
@@ -188,7 +190,7 @@ def test_ranks_with_a_gpu_connect_when_groups_are_made(monkeypatch: pytest.Monke
     chosen: list[Any] = []
     monkeypatch.setattr("torch.cuda.set_device", chosen.append)
     monkeypatch.setattr("autolaunch.worker.visible_devices", lambda accelerator: ("gpu", 4))
-    job = ResolvedJob({"trainer": {"accelerator": "auto"}}, tmp_path, 8, [], "0")
+    job = ResolvedJob({"trainer": {"accelerator": "auto"}, "launch": {"numa": False}}, tmp_path, 8, [], "0")
     where = Place("torchrun", 6, 8, local_rank=6, local_world_size=8)
     store = torch.distributed.HashStore()
     rendezvous.join(store, where, 5, worker._gpu(job, where))
@@ -331,3 +333,34 @@ def test_rank_that_never_comes_is_named() -> None:
     store.set("job_taken/1", "1")
     with pytest.raises(RankMissing, match=r"^rank 2 of 3 .*0\.1 s \(launch\.start_timeout\)$"):
         share_job(store, where, lambda: job, timeout=0.1)
+
+
+def test_ranks_run_on_processors_beside_their_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine = os.sched_getaffinity(0)
+    node, gpu = tmp_path / "sys/devices/system/node/node1", tmp_path / "sys/bus/pci/devices/0001:3b:00.0"
+    node.mkdir(parents=True)
+    gpu.mkdir(parents=True)
+    (gpu / "numa_node").write_text("1\n")
+    (node / "cpulist").write_text(f"{min(mine)},4096-4098\n")
+    monkeypatch.setattr("autolaunch.machine.affinity.ROOT", tmp_path)
+    monkeypatch.setattr("autolaunch.worker.visible_devices", lambda accelerator: ("gpu", 4))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    where = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: where)
+    beginning, seen = threading.Event(), []
+    other = threading.Thread(target=lambda: (beginning.wait(), seen.append(os.sched_getaffinity(0))))
+    other.start()
+    try:
+        for numa, expected in ((False, mine), (True, {min(mine)})):
+            job = ResolvedJob({"trainer": {"accelerator": "auto"}, "launch": {"numa": numa}}, tmp_path, 1, [], "0")
+            worker._gpu(job, Place())
+            assert os.sched_getaffinity(0) == expected
+        beginning.set()
+        other.join()
+        assert seen == [{min(mine)}]
+        (gpu / "numa_node").write_text("-1\n")  # one node, or nothing known
+        assert affinity.processors_beside("0001:3b:00.0") == affinity.processors_beside("0001:3c:00.0") == set()
+    finally:
+        beginning.set()
+        affinity.run_on(mine)

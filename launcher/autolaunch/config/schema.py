@@ -634,6 +634,7 @@ class Launch:
         gt=0,
     )
     wait: bool = option("Wait while another run is in the output directory, instead of an error.", False)
+    numa: bool = option("On GPUs: run each rank on the processors beside its GPU, of those that it may use.", True)
 
 
 @dataclass
