@@ -1154,11 +1154,45 @@ def test_one_message_and_nothing_else(
             ),
             id="open-axis-takes-every-gpu",
         ),
+        pytest.param(
+            ["mesh=1x2", "mp=seq_parallel", "compile=true", "mp.overlap=true"],
+            ("cpu", None),
+            Told("mp.overlap=true on a CPU", "only GPUs", allowed=("mp.overlap=false",), write="mp.overlap=false"),
+            id="overlap-on-cpu",
+        ),
+        pytest.param(
+            ["mesh=1x2", "mp=seq_parallel", "mp.overlap=true"],
+            ("gpu", 2),
+            Told(
+                "mp.overlap=true with compile=false",
+                "the compiler that joins",
+                allowed=("compile=true",),
+                write="compile=true mp.overlap=true",
+            ),
+            id="overlap-without-compile",
+        ),
+        pytest.param(
+            ["mesh=2", "compile=true", "mp.overlap=true"],
+            ("gpu", 2),
+            Told("mp.overlap=true with mesh=2", "exchanges nothing", allowed=("mp of 2",), write="mp.overlap=false"),
+            id="overlap-without-mp",
+        ),
+        pytest.param(
+            ["mesh=1x2", "mp=tensor_parallel", "compile=true", "mp.overlap=true"],
+            ("gpu", 2),
+            Told(
+                "mp.overlap=true with mp=tensor_parallel",
+                "only sequence parallelism",
+                allowed=("mp=seq_parallel",),
+                write="mp=seq_parallel mp.overlap=true",
+            ),
+            id="overlap-of-whole-sequences",
+        ),
     ],
 )
 def test_devices(
     argv: list[str],
-    devices: tuple[str, int],
+    devices: tuple[str, int | None],
     told: Told,
     command: Callable[..., Outcome],
     monkeypatch: pytest.MonkeyPatch,

@@ -36,7 +36,7 @@ from autolaunch_strategies.experts.parallel import (
     mixtures_for,
 )
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
-from autolaunch_strategies.model.blocks import Blocks
+from autolaunch_strategies.model.blocks import Block, Blocks
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.model.example_inputs import as_given
 from autolaunch_strategies.model.materialise import WeightFiles, materialise, place_on
@@ -337,9 +337,9 @@ class Recomputes(Step):
         chosen = [block for block in site.blocks if block.name in self.blocks]
         parts, _ = parts_to_compile(site.blocks, self.held)
         forwards = {part: part.module.forward for part in parts}
-        compiles, selective = self.config.compile, self.config.recompute.mode == "selective"
-        if compiles and model.mode is not None and not selective:
-            site.traced = compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), {}, context.now)
+        selective = self.config.recompute.mode == "selective"
+        if not selective:
+            self._compile(site, forwards, {})
         if self.config.recompute.mode != "offload":  # which is applied around what is compiled
             apply_recompute(
                 chosen,
@@ -347,9 +347,16 @@ class Recomputes(Step):
                 lambda: both(context.repeating(), model.running()),
                 exchanges=bool(site.expert_parallel.dispatches),
             )
-        if compiles and model.mode is not None and selective:  # their graphs compute again what they have not kept
-            saved = dict.fromkeys(chosen, saved_operators(self.config.recompute.save))
-            site.traced = compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), saved, context.now)
+        if selective:  # graphs compute again what they have not kept
+            self._compile(site, forwards, dict.fromkeys(chosen, saved_operators(self.config.recompute.save)))
+
+    def _compile(self, site: Site, forwards: Mapping[Block, Any], saved: Mapping[Block, Any]) -> None:
+        context, model = site.context_parallel, site.model_parallel
+        assert context is not None and model is not None
+        if self.config.compile and model.mode is not None:
+            group = model.mode.replicate.mesh.get_group()
+            overlap = self.config.mp is not None and self.config.mp.overlap
+            site.traced = compile_traced(forwards, self.config.compile, group, saved, context.now, overlap)
 
 
 class Compiles(Step):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autolaunch_strategies.model.blocks import Block
+from autolaunch_strategies.torch_private.async_tensor_parallel import let_ranks_reach_memory, options_to_overlap
 from autolaunch_strategies.training.traced_block import TracedForward
 
 
@@ -52,6 +53,7 @@ def compile_traced(
     group: dist.ProcessGroup,
     saved: Mapping[Block, Collection[Any]],
     around: Callable[[], Hashable] = lambda: None,
+    overlap: bool = False,
 ) -> list[TracedForward]:
     """Trace a forward of every block by itself, and compile what each rank of mp computes of it.
 
@@ -63,11 +65,15 @@ def compile_traced(
         saved: the operators whose results alone a block keeps for its backward pass; of others those that take least
             memory are kept.
         around: what forwards depend on beside blocks and arguments.
+        overlap: whether matrices are multiplied while what they are multiplied with is gathered, or their products are
+            scattered, along sequences. Needs CUDA.
 
     Returns:
         what stands in the place of the forwards.
     """
-    compile_graph = _Shared(_compiler(mode))
+    if overlap:
+        let_ranks_reach_memory(group)
+    compile_graph = _Shared(_compiler(mode, overlap))
     all_traced = []
     for block, forward in forwards.items():
         traced = TracedForward(block, forward, group, compile_graph, saved.get(block), around)
@@ -76,9 +82,11 @@ def compile_traced(
     return all_traced
 
 
-def _compiler(mode: bool | str) -> Callable[[Any], Any]:
-    options: dict[str, Any] = {} if mode is True else {"mode": mode}
-    return functools.partial(torch.compile, **options)
+def _compiler(mode: bool | str, overlap: bool = False) -> Callable[[Any], Any]:
+    named = "default" if mode is True else str(mode)
+    if overlap:  # torch.compile takes a mode or options
+        return functools.partial(torch.compile, options=options_to_overlap(named))
+    return functools.partial(torch.compile, mode=named)
 
 
 class _Shared:
