@@ -24,7 +24,7 @@ _PLURAL = {"1f1b": 2, "zbv_zero_bubble": 4}
 
 @contextlib.contextmanager
 def captured(compiler: Callable[[], Any]) -> Iterator[None]:
-    """No block runs as it is, and torch.compile follows all of it but attention along cp, which it is told to leave."""
+    """No block runs as it is, and torch.compile finds nothing that it can't follow."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     before = len(traced_block._REASONS)
@@ -32,8 +32,7 @@ def captured(compiler: Callable[[], Any]) -> Iterator[None]:
         yield
     assert len(traced_block._REASONS) == before, traced_block._REASONS
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"], counters
-    assert all("AttentionCalls._attention" in reason for reason in counters["graph_break"]), counters
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"], counters
 
 
 def recipe(setting: Setting, layers: int, accumulate: int, precision: str) -> Any:

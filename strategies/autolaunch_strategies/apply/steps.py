@@ -113,7 +113,7 @@ class Site:
     context_parallel: ContextParallelModule | None = None
     expert_parallel: ExpertParallelModule = field(default_factory=ExpertParallelModule)
     traced: list[TracedForward] = field(default_factory=list)
-    """What stands in the place of the forwards of blocks whose tensors are sharded along mp, if they are compiled."""
+    """What stands in the place of the forwards of blocks with something sharded along mp or cp, if they are compiled."""
     data_parallel: DataParallelModule | None = None
 
     def is_elsewhere(self, module: nn.Module) -> bool:
@@ -318,7 +318,7 @@ class BalancesRouters(Step):
 class Recomputes(Step):
     """Let blocks compute their activations again in the backward pass.
 
-    Blocks with tensors sharded along mp are compiled here: what is computed again is their graph.
+    Blocks with something sharded along mp or cp are compiled here: what is computed again is their graph.
     """
 
     name = "recompute"
@@ -353,10 +353,14 @@ class Recomputes(Step):
     def _compile(self, site: Site, forwards: Mapping[Block, Any], saved: Mapping[Block, Any]) -> None:
         context, model = site.context_parallel, site.model_parallel
         assert context is not None and model is not None
-        if self.config.compile and model.mode is not None:
+        if not self.config.compile:
+            return
+        if model.mode is not None:
             group = model.mode.replicate.mesh.get_group()
             overlap = self.config.mp is not None and self.config.mp.overlap
             site.traced = compile_traced(forwards, self.config.compile, group, saved, context.now, overlap)
+        elif (group := site.mesh.group("cp")) is not None:
+            site.traced = compile_traced(forwards, self.config.compile, group, saved, context.now)
 
 
 class Compiles(Step):
@@ -388,7 +392,8 @@ class Compiles(Step):
         for warning in self.warnings:
             log.warning(warning)
         assert site.model_parallel is not None
-        if self.config.compile and site.model_parallel.mode is None:  # else `Recomputes` has done it
+        # Else `Recomputes` has done it.
+        if self.config.compile and site.model_parallel.mode is None and site.mesh.group("cp") is None:
             apply_compile(parts_to_compile(site.blocks, self.held)[0], self.config.compile)
 
 

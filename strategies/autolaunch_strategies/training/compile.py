@@ -16,7 +16,7 @@ from autolaunch_strategies.training.traced_block import TracedForward
 
 
 def apply_compile(blocks: Iterable[Block], mode: bool | str) -> None:
-    """Compile the forward of every block by itself. Nothing in it is sharded along mp."""
+    """Compile the forward of every block by itself. Nothing in it is sharded along mp or cp."""
     compiler = _compiler(mode)
     for block in blocks:
         block.module.forward = functools.wraps(block.module.forward)(compiler(block.module.forward))
@@ -55,13 +55,13 @@ def compile_traced(
     around: Callable[[], Hashable] = lambda: None,
     overlap: bool = False,
 ) -> list[TracedForward]:
-    """Trace a forward of every block by itself, and compile what each rank of mp computes of it.
+    """Trace a forward of every block by itself, and compile what each rank computes of it.
 
     Blocks that come to the same graph share what it is compiled to. One that can't be traced runs as it is.
 
     Args:
         forwards: of every block, what is traced.
-        group: the ranks of mp.
+        group: the ranks among which tensors of blocks are sharded, along mp, or else along cp.
         saved: the operators whose results alone a block keeps for its backward pass; of others those that take least
             memory are kept.
         around: what forwards depend on beside blocks and arguments.
