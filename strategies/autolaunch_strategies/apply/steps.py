@@ -113,7 +113,7 @@ class Site:
     context_parallel: ContextParallelModule | None = None
     expert_parallel: ExpertParallelModule = field(default_factory=ExpertParallelModule)
     traced: list[TracedForward] = field(default_factory=list)
-    """What stands in the place of the forwards of blocks with something sharded along mp or cp, if they are compiled."""
+    """What stands in the place of the forwards of blocks with tensors sharded along mp or cp, if they are compiled."""
     data_parallel: DataParallelModule | None = None
 
     def is_elsewhere(self, module: nn.Module) -> bool:
