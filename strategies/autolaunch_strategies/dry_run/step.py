@@ -30,6 +30,7 @@ from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.pretended import (
     addresses_of_fakes,
     meshes_outside,
+    own_chunk_alone,
     pretended_group,
     swaps_of_fakes,
 )
@@ -100,6 +101,7 @@ def pretend(training: Training, rank: int, world: World) -> PretendedRank:
         stack.enter_context(fake_tensors())
         stack.enter_context(meshes_outside())
         stack.enter_context(swaps_of_fakes())
+        stack.enter_context(own_chunk_alone())
         stack.enter_context(addresses_of_fakes())
         stack.enter_context(trace.watching())
         _become_fake(module)

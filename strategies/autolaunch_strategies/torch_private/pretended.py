@@ -121,6 +121,32 @@ def addresses_of_fakes() -> Iterator[None]:
         torch.UntypedStorage.data_ptr = of_storage  # type: ignore[method-assign]  # as it was
 
 
+class _Chunks:
+    """The parts of a tensor, as `torch.chunk` cuts it, each made when it is asked for; empty ones at the end."""
+
+    def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
+        self.tensor, self.dim = tensor, dim
+        self.length = -(-tensor.size(dim) // count)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        begin = number * self.length
+        length = min(self.length, self.tensor.size(self.dim) - begin)
+        return self.tensor.narrow(self.dim, begin, length) if length > 0 else self.tensor.new_empty(0)
+
+
+@contextmanager
+def own_chunk_alone() -> Iterator[None]:
+    """Within it FSDP makes the part of a parameter that it keeps, not those of all ranks: fake ones take long."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp
+
+    own = fsdp._chunk_with_empty
+    fsdp._chunk_with_empty = lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim)
+    try:
+        yield
+    finally:
+        fsdp._chunk_with_empty = own
+
+
 @contextmanager
 def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """Within it `tell` is given every storage that gets another size."""
