@@ -47,6 +47,19 @@ def meshes_outside() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def whole_shapes_outside() -> Iterator[None]:
+    """Within it no mode sees how DTensors find out what an operator gives: on fake tensors of the whole shape."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator as Propagator
+
+    own = Propagator._propagate_tensor_meta_non_cached
+    Propagator._propagate_tensor_meta_non_cached = _outside(own)  # type: ignore[method-assign]  # there is no hook
+    try:
+        yield
+    finally:
+        Propagator._propagate_tensor_meta_non_cached = own  # type: ignore[method-assign]  # as it was
+
+
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
