@@ -29,7 +29,13 @@ from tests.support.commands import Commands
 from tests.support.one_rank import without_process_group
 from tests.support.tiers import tiered
 
-AGREES = ("one", "ddp", "zero3", "mp", "mp_sp", "dp_mp_zero2")
+AGREES = (
+    *("one", "accumulates", "full", "selective", "every_second", "mp", "mp_sp"),
+    *("ddp", "zero1", "zero1_accumulates", "zero2_accumulates", "zero3", "hybrid", "dp_mp_zero2"),
+    *("1f1b", "1f1b_full", "interleaved", "zbv", "dualpipev"),
+)
+"""Not those whose formula counts gradients at a moment at which a step has none yet (gpipe, exact, zero3_full), by up to
+8 %; nor interleaved_zb, of which it counts 7 % less."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,7 @@ def pretended(name: str) -> list[PretendedRank]:
     return ranks
 
 
-@pytest.mark.parametrize("name", tiered(AGREES, ("one", "ddp", "zero3")))
+@pytest.mark.parametrize("name", tiered(AGREES, ("one", "zero3", "1f1b")))
 def test_the_plan_says_what_a_step_holds(name: str, profile: ModelProfile) -> None:
     account = memory_account(profile, Recipe(batch_size=cases.BATCH), CPU, cases.candidate(cases.CASES[name]))
     for rank in pretended(name):
