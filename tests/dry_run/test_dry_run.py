@@ -34,8 +34,8 @@ AGREES = (
     *("ddp", "zero1", "zero1_accumulates", "zero2_accumulates", "zero3", "hybrid", "dp_mp_zero2"),
     *("1f1b", "1f1b_full", "interleaved", "zbv", "dualpipev"),
 )
-"""Not those whose formula counts gradients at a moment at which a step has none yet (gpipe, exact, zero3_full), by up to
-8 %; nor interleaved_zb, of which it counts 7 % less."""
+"""Not those whose formula counts gradients at a moment at which a step has none yet (gpipe, exact, zero3_full), up to
+8 % more; nor interleaved_zb, of which it counts 7 % less."""
 
 
 @pytest.fixture(scope="module")
