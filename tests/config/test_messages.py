@@ -731,6 +731,11 @@ WRONG = [
         id="compile-to-cuda-graphs-of-what-moves",
     ),
     pytest.param(
+        ["plan", "cluster=h100x16", "mesh.mp=4", "mp=seq_parallel", "compile=true", "mp.overlap=true"],
+        Told("mp.overlap with cluster=", "predicts no overlap", write="mesh=1x4 mp.overlap=true"),
+        id="overlap-is-not-predicted",
+    ),
+    pytest.param(
         ["compile=max-autotun"],
         Told(
             "compile=max-autotun", "did you mean max-autotune?", allowed=("true, false",), write="compile=max-autotune"
