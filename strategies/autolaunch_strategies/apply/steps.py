@@ -355,12 +355,10 @@ class Recomputes(Step):
         assert context is not None and model is not None
         if not self.config.compile:
             return
-        if model.mode is not None:
-            group = model.mode.replicate.mesh.get_group()
+        group = site.mesh.group("cp") if model.mode is None else model.mode.replicate.mesh.get_group()
+        if group is not None:
             overlap = self.config.mp is not None and self.config.mp.overlap
             site.traced = compile_traced(forwards, self.config.compile, group, saved, context.now, overlap)
-        elif (group := site.mesh.group("cp")) is not None:
-            site.traced = compile_traced(forwards, self.config.compile, group, saved, context.now)
 
 
 class Compiles(Step):
