@@ -688,12 +688,15 @@ class Job:
         choices=("32-true", "bf16-mixed", "bf16-true", *FLOAT8_RECIPES),
     )
     recompute: Any = option(
-        "Activation checkpointing: none, full, a number n (every n-th block), selective; or offload: what blocks save "
-        "waits in host memory.",
+        "Activation checkpointing: none, full, a number n (every n-th block), selective, budget (chosen when blocks are "
+        "compiled); or offload: what blocks save waits in host memory.",
         "none",
     )
     recompute_save: list[str] = option(
         "With recompute=selective: operators whose outputs are kept.", ["mm", "attention"]
+    )
+    recompute_budget: float | None = option(
+        "With recompute=budget: the share, 0 to 1, of what compiled blocks keep that they may keep (null: 0.5).", None
     )
     compile: bool | str = option(
         "torch.compile every block: true, or a mode such as max-autotune-no-cudagraphs.", False

@@ -46,6 +46,7 @@ def build_strategy(config: Mapping[str, Any], recorded: Mapping[str, Any] | None
         cp=config["cp"],
         recompute=config["recompute"],
         recompute_save=config["recompute_save"],
+        recompute_budget=config["recompute_budget"],
         compile=config["compile"],
         random_numbers=config["random_numbers"],
         ep=config["ep"],

@@ -329,7 +329,9 @@ class Recomputes(Step):
         self.held = {mixture.runs for mixture in look.mixtures}
 
     def account(self) -> dict[str, Any]:
-        return {"recompute": {"mode": self.config.recompute.mode, **if_any("blocks", self.blocks)}}
+        recompute = self.config.recompute
+        budget = {} if recompute.budget is None else {"budget": recompute.budget}
+        return {"recompute": {"mode": recompute.mode, **budget, **if_any("blocks", self.blocks)}}
 
     def apply(self, site: Site) -> None:
         context, model = site.context_parallel, site.model_parallel
@@ -337,18 +339,20 @@ class Recomputes(Step):
         chosen = [block for block in site.blocks if block.name in self.blocks]
         parts, _ = parts_to_compile(site.blocks, self.held)
         forwards = {part: part.module.forward for part in parts}
-        compiles, selective = self.config.compile, self.config.recompute.mode == "selective"
+        compiles, recompute = self.config.compile, self.config.recompute
+        selective = recompute.mode == "selective"
         if compiles and model.mode is not None and not selective:
-            site.traced = compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), {}, context.now)
-        if self.config.recompute.mode != "offload":  # which is applied around what is compiled
+            group = model.mode.replicate.mesh.get_group()
+            site.traced = compile_traced(forwards, compiles, group, {}, context.now, recompute.budget)
+        if recompute.mode not in ("offload", "budget"):  # applied around what is compiled, and by compiling
             apply_recompute(
                 chosen,
-                self.config.recompute,
+                recompute,
                 lambda: both(context.repeating(), model.running()),
                 exchanges=bool(site.expert_parallel.dispatches),
             )
         if compiles and model.mode is not None and selective:  # their graphs compute again what they have not kept
-            saved = dict.fromkeys(chosen, saved_operators(self.config.recompute.save))
+            saved = dict.fromkeys(chosen, saved_operators(recompute.save))
             site.traced = compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), saved, context.now)
 
 
@@ -382,7 +386,9 @@ class Compiles(Step):
             log.warning(warning)
         assert site.model_parallel is not None
         if self.config.compile and site.model_parallel.mode is None:  # else `Recomputes` has done it
-            apply_compile(parts_to_compile(site.blocks, self.held)[0], self.config.compile)
+            apply_compile(
+                parts_to_compile(site.blocks, self.held)[0], self.config.compile, self.config.recompute.budget
+            )
 
 
 class Offloads(Step):

@@ -52,9 +52,13 @@ def recompute_code(mode: str | int) -> int:
         return mode
     codes = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}
     if mode not in codes:
+        unknown = {
+            "offload": "how fast tensors move to the host and back is not in its profiles",
+            "budget": "what is computed again is chosen when blocks are compiled",
+        }
         raise ConfigError(
             f"recompute={mode}",
-            "the planner doesn't predict it: how fast tensors move to the host and back is not in its profiles",
+            f"the planner doesn't predict it: {unknown[mode]}",
             f"{', '.join(codes)}, or a number n for every n-th block; or a mesh of your own with recompute={mode}",
             "recompute=full",
         )

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from autolaunch_strategies.context.attention.operator import CONTEXT_ATTENTION
 from autolaunch_strategies.model.blocks import Block
+from autolaunch_strategies.model.document_attention import DOCUMENT_ATTENTION
+from autolaunch_strategies.torch_private.memory_budget import MemoryBudget
 from autolaunch_strategies.training.traced_block import TracedForward
 
 
-def apply_compile(blocks: Iterable[Block], mode: bool | str) -> None:
-    """Compile the forward of every block by itself. Nothing in it is sharded along mp."""
+def apply_compile(blocks: Iterable[Block], mode: bool | str, budget: float | None = None) -> None:
+    """Compile the forward of every block by itself. Nothing in it is sharded along mp.
+
+    Args:
+        budget: the share (0 to 1) of what compiled blocks keep for their backward pass that they may keep; the rest is
+            computed again.
+    """
+    _forget_graphs_of_other_budgets(budget)
     compiler = _compiler(mode)
     for block in blocks:
-        block.module.forward = functools.wraps(block.module.forward)(compiler(block.module.forward))
+        compiled = compiler(block.module.forward)
+        if budget is not None:  # which torch looks at when it compiles, and that is in a call
+            compiled = _within(_memory_budget(budget), compiled)
+        block.module.forward = functools.wraps(block.module.forward)(compiled)
 
 
 def parts_to_compile(blocks: Iterable[Block], held: Set[nn.Module]) -> tuple[list[Block], dict[str, str]]:
@@ -52,6 +65,7 @@ def compile_traced(
     group: dist.ProcessGroup,
     saved: Mapping[Block, Collection[Any]],
     around: Callable[[], Hashable] = lambda: None,
+    budget: float | None = None,
 ) -> list[TracedForward]:
     """Trace a forward of every block by itself, and compile what each rank of mp computes of it.
 
@@ -63,14 +77,16 @@ def compile_traced(
         saved: the operators whose results alone a block keeps for its backward pass; of others those that take least
             memory are kept.
         around: what forwards depend on beside blocks and arguments.
+        budget: as that of `apply_compile`.
 
     Returns:
         what stands in the place of the forwards.
     """
     compile_graph = _Shared(_compiler(mode))
+    within = nullcontext() if budget is None else _memory_budget(budget)
     all_traced = []
     for block, forward in forwards.items():
-        traced = TracedForward(block, forward, group, compile_graph, saved.get(block), around)
+        traced = TracedForward(block, forward, group, compile_graph, saved.get(block), around, within)
         block.module.forward = functools.wraps(block.module.forward)(traced)
         all_traced.append(traced)
     return all_traced
@@ -79,6 +95,30 @@ def compile_traced(
 def _compiler(mode: bool | str) -> Callable[[Any], Any]:
     options: dict[str, Any] = {} if mode is True else {"mode": mode}
     return functools.partial(torch.compile, **options)
+
+
+def _forget_graphs_of_other_budgets(budget: float | None) -> None:
+    """torch finds graphs again by the code that they were made of, for another model of this process, too."""
+    global _BUDGET_OF_GRAPHS
+    if budget != _BUDGET_OF_GRAPHS:
+        torch.compiler.reset()
+        _BUDGET_OF_GRAPHS = budget
+
+
+_BUDGET_OF_GRAPHS: float | None = None
+
+
+def _memory_budget(share: float) -> MemoryBudget:
+    # Attention along cp would travel again; of both operators torch doesn't know what they cost.
+    return MemoryBudget(share, (CONTEXT_ATTENTION, DOCUMENT_ATTENTION))
+
+
+def _within(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+
+    return run
 
 
 class _Shared:
