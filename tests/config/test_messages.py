@@ -803,6 +803,31 @@ WRONG = [
         id="offload-of-nothing",
     ),
     pytest.param(
+        ["recompute=budget"],
+        Told(
+            "recompute=budget with compile=false",
+            "when blocks are compiled",
+            allowed="compile=true, or recompute=selective, full",
+            write="recompute=budget compile=true",
+        ),
+        id="budget-without-compile",
+    ),
+    pytest.param(
+        ["recompute=budget", "compile=true", "recompute_budget=1.5"],
+        Told("recompute_budget=1.5", "share", allowed=("from 0",), write="recompute_budget=0.5"),
+        id="budget-is-no-share",
+    ),
+    pytest.param(
+        ["recompute=selective", "recompute_budget=0.3"],
+        Told(
+            "recompute_budget=0.3 with recompute=selective",
+            "recompute=budget alone",
+            allowed="recompute=budget, or no recompute_budget",
+            write="recompute=budget recompute_budget=0.3 compile=true",
+        ),
+        id="budget-that-nothing-reads",
+    ),
+    pytest.param(
         ["mesh=2", "data.batch_size=7"],
         Told(
             "data.batch_size=7",

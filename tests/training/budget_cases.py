@@ -16,7 +16,7 @@ from tests.pipeline.cases import PLAIN, Items, Setting, batches, fit
 from tests.support.cases import no_compiler, serve
 
 SHARES = (0.5, 0.0)
-MESHES: dict[str, dict[str, Any]] = {
+TWO: dict[str, dict[str, Any]] = {
     "fsdp": {"mesh": "dp2", "dp": 3},
     "tensor_parallel": {"mesh": "mp2", "mp": "tensor_parallel"},
     "seq_parallel": {"mesh": "mp2", "mp": "seq_parallel"},
@@ -25,8 +25,9 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-TRAVELLING = ("seq_parallel", "ring")
-"""Meshes on which blocks send something in their forward pass."""
+FOUR: dict[str, dict[str, Any]] = {
+    "ring-in-graphs": {"mesh": "mp2xcp2", "mp": "seq_parallel", "cp": "ring"},
+}
 
 
 class On(Setting):
@@ -48,7 +49,7 @@ def trained(setting: Setting) -> Any:
 def on_mesh(mesh: str, share: float | None) -> Any:
     """What training gives, and how often graphs of blocks call what."""
     recompute = {} if share is None else {"recompute": "budget", "recompute_budget": share}
-    options = {**MESHES[mesh], "compile": True, **recompute}
+    options = {**(TWO | FOUR)[mesh], "compile": True, **recompute}
     before = len(traced_block._REASONS)
     torch.compiler.reset()  # what was compiled for another case is not partitioned again
     with no_compiler(), counted() as calls:
@@ -87,8 +88,11 @@ class counted:
 
 GROUPS = {
     "one": {"plain": partial(trained, PLAIN)},
-    "two": {f"{mesh}-{share}": partial(on_mesh, mesh, share) for mesh in MESHES for share in SHARES}
-    | {f"{mesh}-None": partial(on_mesh, mesh, None) for mesh in TRAVELLING},
+    "two": {
+        **{f"{mesh}-{share}": partial(on_mesh, mesh, share) for mesh in TWO for share in SHARES},
+        "seq_parallel-None": partial(on_mesh, "seq_parallel", None),
+    },
+    "four": {f"{mesh}-{share}": partial(on_mesh, mesh, share) for mesh in FOUR for share in (None, 0.0)},
 }
 
 if __name__ == "__main__":

@@ -688,8 +688,8 @@ class Job:
         choices=("32-true", "bf16-mixed", "bf16-true", *FLOAT8_RECIPES),
     )
     recompute: Any = option(
-        "Activation checkpointing: none, full, a number n (every n-th block), selective, budget (chosen when blocks are "
-        "compiled); or offload: what blocks save waits in host memory.",
+        "Activation checkpointing: none, full, a number n (every n-th block), selective, budget (chosen when blocks "
+        "are compiled); or offload: what blocks save waits in host memory.",
         "none",
     )
     recompute_save: list[str] = option(

@@ -27,7 +27,19 @@ from autolaunch_strategies.mesh.rank_mesh import coordinates
 from autolaunch_strategies.model.construction import Construction
 
 FILE = "dryrun.json"
-_KEYS = ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "recompute_budget", "compile", "random_numbers", "ep")
+_KEYS = (
+    "mesh",
+    "dp",
+    "mp",
+    "pp",
+    "cp",
+    "recompute",
+    "recompute_save",
+    "recompute_budget",
+    "compile",
+    "random_numbers",
+    "ep",
+)
 
 
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:

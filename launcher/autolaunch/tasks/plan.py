@@ -97,7 +97,19 @@ def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeli
     from autolaunch_strategies.model.construction import Construction
     from autolaunch_strategies.model.counts import count_parameters
 
-    keys = ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "recompute_budget", "compile", "random_numbers", "ep")
+    keys = (
+        "mesh",
+        "dp",
+        "mp",
+        "pp",
+        "cp",
+        "recompute",
+        "recompute_save",
+        "recompute_budget",
+        "compile",
+        "random_numbers",
+        "ep",
+    )
     parallel = parallel_config(**{key: config[key] for key in keys})
     with Construction(config["seed"]).recording():
         module = build_module(config)

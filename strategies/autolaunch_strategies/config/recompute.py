@@ -27,9 +27,7 @@ class Recompute:
     """`budget` only: the share, 0 (keep least, compute most again) to 1 (as `none`)."""
 
 
-def parse_recompute(
-    value: Any, save: Iterable[str] = ("mm", "attention"), budget: float | None = None
-) -> Recompute:
+def parse_recompute(value: Any, save: Iterable[str] = ("mm", "attention"), budget: float | None = None) -> Recompute:
     """Read ``recompute=``: one of `RECOMPUTE_MODES`, or an integer n >= 1 for every n-th block.
 
     Args:

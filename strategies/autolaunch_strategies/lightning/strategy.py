@@ -92,7 +92,7 @@ class MeshStrategy(ParallelStrategy):
         recompute: activation checkpointing: none, full, n (every n-th block), selective, budget (chosen when blocks are
             compiled), offload (to the host).
         recompute_save: operators whose outputs selective recomputation keeps.
-        recompute_budget: with budget, the share (0 to 1) of what compiled blocks keep that they may keep; by default 0.5.
+        recompute_budget: with budget, the share (0 to 1) that compiled blocks may keep of what they would; 0.5 if None.
         compile: compile every block: True or a mode of `torch.compile`.
         random_numbers: what dropout drops while training: what a generator on each rank says (by_rank; on one rank the
             numbers of plain Lightning), or what belongs to the place of an element in the run (by_position; the same on

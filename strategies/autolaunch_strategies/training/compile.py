@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autolaunch_strategies.context.attention.operator import CONTEXT_ATTENTION
 from autolaunch_strategies.model.blocks import Block
-from autolaunch_strategies.model.document_attention import DOCUMENT_ATTENTION
 from autolaunch_strategies.torch_private.memory_budget import MemoryBudget
 from autolaunch_strategies.training.traced_block import TracedForward
 
@@ -30,7 +28,7 @@ def apply_compile(blocks: Iterable[Block], mode: bool | str, budget: float | Non
     for block in blocks:
         compiled = compiler(block.module.forward)
         if budget is not None:  # which torch looks at when it compiles, and that is in a call
-            compiled = _within(_memory_budget(budget), compiled)
+            compiled = _within(MemoryBudget(budget), compiled)
         block.module.forward = functools.wraps(block.module.forward)(compiled)
 
 
@@ -83,7 +81,7 @@ def compile_traced(
         what stands in the place of the forwards.
     """
     compile_graph = _Shared(_compiler(mode))
-    within = nullcontext() if budget is None else _memory_budget(budget)
+    within = nullcontext() if budget is None else MemoryBudget(budget)
     all_traced = []
     for block, forward in forwards.items():
         traced = TracedForward(block, forward, group, compile_graph, saved.get(block), around, within)
@@ -106,11 +104,6 @@ def _forget_graphs_of_other_budgets(budget: float | None) -> None:
 
 
 _BUDGET_OF_GRAPHS: float | None = None
-
-
-def _memory_budget(share: float) -> MemoryBudget:
-    # Attention along cp would travel again; of both operators torch doesn't know what they cost.
-    return MemoryBudget(share, (CONTEXT_ATTENTION, DOCUMENT_ATTENTION))
 
 
 def _within(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
