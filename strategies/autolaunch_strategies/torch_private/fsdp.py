@@ -156,13 +156,24 @@ def gather_in(root: nn.Module, parameters: set[nn.Parameter], dtype: torch.dtype
     assert isinstance(root, FSDPModule)
     for state in root._get_fsdp_state()._state_ctx.all_states:
         for group in parameter_groups(state):
-            for parameter in group.fsdp_params:
-                if parameter.sharded_param not in parameters or parameter.orig_dtype != torch.float32:
-                    continue
-                group.mp_policy = replace(group.mp_policy, reduce_dtype=parameter.orig_dtype)
+            chosen = [
+                parameter
+                for parameter in group.fsdp_params
+                if parameter.sharded_param in parameters and parameter.orig_dtype == torch.float32
+            ]
+            for parameter in chosen:
                 parameter.init_dtype_attrs = _with_type(parameter.init_dtype_attrs, dtype)
-                parameter.init_unsharded_param = _summing_gradients(parameter, parameter.init_unsharded_param)
-            group._init_mp_dtypes()
+                if accumulates_apart(parameter):  # else its gradients have the type that is stored
+                    parameter.init_unsharded_param = _summing_gradients(parameter, parameter.init_unsharded_param)
+            if chosen:
+                _reduce_in(group, torch.float32)
+                group._init_mp_dtypes()
+
+
+def _reduce_in(group: Any, dtype: torch.dtype) -> None:
+    """Let gradients of a group be reduced in `dtype`; since torch 2.15 each parameter has a policy of its own."""
+    for holder in [group] if hasattr(group, "mp_policy") else group.fsdp_params:
+        holder.mp_policy = replace(holder.mp_policy, reduce_dtype=dtype)
 
 
 def _with_type(initialise: Callable[[Any], None], dtype: torch.dtype) -> Callable[[Any], None]:
