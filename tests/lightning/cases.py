@@ -576,7 +576,7 @@ def accumulated(module: nn.Module) -> list[torch.Tensor]:
                 aside = (getattr(item, "unsharded_accumulated_grad", None), whole.grad if whole is not None else None)
                 found += {
                     id(gradient): gradient for gradient in aside if gradient is not None
-                }.values()  # one, from 2.15
+                }.values()
     return found
 
 
