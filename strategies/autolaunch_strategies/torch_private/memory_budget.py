@@ -51,13 +51,15 @@ class MemoryBudget:
     def __enter__(self) -> None:
         self._setting.__enter__()
         if self.share < 1:
-            partitioners.choose_saved_values_set = self._choose  # type: ignore[assignment]  # takes what it takes
+            partitioners.choose_saved_values_set = self._choose
 
     def __exit__(self, *error: Any) -> None:
         partitioners.choose_saved_values_set = _TORCHS_CHOICE
         self._setting.__exit__(*error)
 
-    def _choose(self, joint_graph: torch.fx.Graph, node_info: Any, memory_budget: float) -> list[torch.fx.Node]:
+    def _choose(
+        self, joint_graph: torch.fx.Graph, node_info: partitioners.NodeInfo, memory_budget: float
+    ) -> list[torch.fx.Node]:
         for node in joint_graph.nodes:
             if node.op == "call_function" and node_info.is_required_fw(node) and _is_kept(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
