@@ -152,11 +152,17 @@ class Assembly:
         part = self._part(type(self.subject.blocks[first]).__name__, self.look.blocks[first], two, three, names)
         selective = _minus(three.tally.selective, two.tally.selective)
         twice = self._kept_twice(first)
+        compiled, compiled_twice = _minus(three.compiled, two.compiled), (0.0, 0.0)
+        if self._is_kept_behind(self.look.order.index(first)):
+            compiled_twice = _minus(three.compiled_output, two.compiled_output)
         return dataclasses.replace(
             part,
             matmuls=(*part.matmuls, *self._replaced_products(first)),
             saved_bytes=part.saved_bytes - twice[0],
             sharded_saved_bytes=part.sharded_saved_bytes - twice[1],
+            compiled_bytes=compiled[0] - compiled_twice[0],
+            sharded_compiled_bytes=compiled[1] - compiled_twice[1],
+            expert_compiled_bytes=float(three.compiled[2] - two.compiled[2]),
             selective_bytes=selective[0] + three.input - two.input,
             sharded_selective_bytes=selective[1],
             output_bytes=three.output - two.output,

@@ -84,6 +84,9 @@ class Part:
     gathered_saved_bytes: float = 0
     """Of `saved_bytes` without `sharded_saved_bytes`, what sequence parallelism leaves whole: inputs of column-wise
     layers."""
+    compiled_bytes: float = 0
+    """Kept if it is compiled: the rest of `saved_bytes` is computed again, beside what the backward pass computes."""
+    sharded_compiled_bytes: float = 0
     selective_bytes: float = 0
     """Kept with `recompute=selective` (outputs of matrix products and attention), its input included."""
     sharded_selective_bytes: float = 0
@@ -108,6 +111,8 @@ class Part:
     """Of `moved_bytes`, what experts move."""
     expert_saved_bytes: float = 0
     """Of `saved_bytes`, what experts keep."""
+    expert_compiled_bytes: float = 0
+    """Of `compiled_bytes`, what experts keep."""
 
     @property
     def routed_elements(self) -> int:
