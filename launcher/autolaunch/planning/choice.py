@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autolaunch.config.cluster import hardware_of
 from autolaunch.models.hf_tasks import task_of
 from autolaunch.planning.known_profiles import KnownProfile
-from autolaunch.planning.wanted import wanted_by
+from autolaunch.planning.wanted import typed_keys, wanted_by
 from autolaunch_strategies.config import FLOAT8_RECIPES, ConfigError, lightning_precision
 from autolaunch_strategies.config.precision import AROUND_FLOAT8
 
@@ -49,7 +49,6 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
         optimizer["momentum"],
         config["dp"],
         trained=trained,
-        compiled=bool(config["compile"]),
         # What a module of one's own computes is not known; the first step of a pipeline would tell.
         mean_loss=not config["module"] and config["model"].get("loss") != "output",
     )
@@ -125,6 +124,8 @@ def choice_of(config: Mapping[str, Any], typed: list[str]) -> tuple[list[str], d
     chosen = overrides(plan.chosen, plan.profile, plan.recipe)
     if "microbatches" not in config["data"]:
         chosen = [item for item in chosen if not item.startswith("data.microbatches=")]
+    if "compile" in typed_keys(typed):  # as a mode, perhaps
+        chosen = [item for item in chosen if not item.startswith("compile=")]
     return chosen, account
 
 

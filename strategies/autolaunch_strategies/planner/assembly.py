@@ -20,7 +20,7 @@ from autolaunch_strategies.experts.find import Mixture, find_mixtures
 from autolaunch_strategies.planner.first_look import FirstLook
 from autolaunch_strategies.planner.measured_pass import MeasuredPass, Span
 from autolaunch_strategies.planner.operators import Tally
-from autolaunch_strategies.planner.profile import Attention, MatMul, ModelProfile, Part
+from autolaunch_strategies.planner.profile import Attention, Compiled, MatMul, ModelProfile, Part
 from autolaunch_strategies.planner.subject import ParameterSharding, Subject
 
 
@@ -152,20 +152,32 @@ class Assembly:
         part = self._part(type(self.subject.blocks[first]).__name__, self.look.blocks[first], two, three, names)
         selective = _minus(three.tally.selective, two.tally.selective)
         twice = self._kept_twice(first)
-        compiled, compiled_twice = _minus(three.compiled, two.compiled), (0.0, 0.0)
-        if self._is_kept_behind(self.look.order.index(first)):
-            compiled_twice = _minus(three.compiled_output, two.compiled_output)
         return dataclasses.replace(
             part,
             matmuls=(*part.matmuls, *self._replaced_products(first)),
             saved_bytes=part.saved_bytes - twice[0],
             sharded_saved_bytes=part.sharded_saved_bytes - twice[1],
-            compiled_bytes=compiled[0] - compiled_twice[0],
-            sharded_compiled_bytes=compiled[1] - compiled_twice[1],
-            expert_compiled_bytes=float(three.compiled[2] - two.compiled[2]),
+            compiled=self._compiled(first),
             selective_bytes=selective[0] + three.input - two.input,
             sharded_selective_bytes=selective[1],
             output_bytes=three.output - two.output,
+        )
+
+    def _compiled(self, first: str) -> Compiled:
+        """What is other of a block of this kind if it is compiled."""
+        two, three = self.two.kinds[first], self.three.kinds[first]
+        saved, moved = _minus(three.compiled, two.compiled), _minus(three.kernels.moved, two.kernels.moved)
+        twice = (0.0, 0.0)
+        if self._is_kept_behind(self.look.order.index(first)):
+            twice = _minus(three.compiled_output, two.compiled_output)
+        return Compiled(
+            moved_bytes=moved[0],
+            sharded_moved_bytes=moved[1],
+            kernels=two.kernels.count,
+            saved_bytes=saved[0] - twice[0],
+            sharded_saved_bytes=saved[1] - twice[1],
+            expert_moved_bytes=moved[2],
+            expert_saved_bytes=saved[2],
         )
 
     def _kept_twice(self, first: str) -> tuple[float, float]:
@@ -332,8 +344,8 @@ def _with_loss(part: Part, two: Tally, three: Tally) -> Part:
     )
 
 
-def _minus(left: Sequence[float], right: Sequence[float]) -> tuple[float, float]:
-    return left[0] - right[0], left[1] - right[1]
+def _minus(left: Sequence[float], right: Sequence[float]) -> tuple[float, ...]:
+    return tuple(float(one - other) for one, other in zip(left, right, strict=True))
 
 
 def _peak(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from autolaunch_strategies.planner.compiled import JointPass
+from autolaunch_strategies.planner.compiled import JointPass, Kernels
 from autolaunch_strategies.planner.first_look import FirstLook
 from autolaunch_strategies.planner.model_call import ModelCall
 from autolaunch_strategies.planner.operators import Tally, Tape
@@ -38,6 +38,8 @@ class Span:
     """(bytes that it keeps for its backward pass if it is compiled, of which sharded, of which made by experts)."""
     compiled_output: tuple[int, int] = (0, 0)
     """Of these, what it returns."""
+    kernels: Kernels = Kernels(0, (0, 0, 0))
+    """Those of its forward pass if it is compiled."""
 
 
 class MeasuredPass:
@@ -151,7 +153,7 @@ class MeasuredPass:
             for leaf in outputs
         ]
         differentiable = [leaf for leaf in results if leaf.requires_grad]
-        returned = {tape.value_of(leaf) for leaf in results}
+        returned = {number for leaf in results if (number := tape.value_of(leaf)) is not None}
         del output, outputs, results
         if differentiable:
             tape.backward = True
@@ -164,6 +166,7 @@ class MeasuredPass:
         tape.tally, tape.joint = outer, None
         kept_compiled = joint.kept()
         span.compiled = _sums(kept_compiled.values())
+        span.kernels = joint.kernels(kept_compiled, returned)
         span.compiled_output = _sums(value for number, value in kept_compiled.items() if number in returned)[:2]
         return output_spec, shapes
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autolaunch_strategies.planner.compiled import SHAPES_ALONE, JointPass, is_fused
+from autolaunch_strategies.planner.compiled import SHAPES_ALONE, JointPass, Kernel, kernel_of
 from autolaunch_strategies.planner.profile import Attention, MatMul
 from autolaunch_strategies.planner.sharded_dims import GATHERED, REDUCED, SAME, sharded_outputs, sharded_product
 from autolaunch_strategies.torch_private.tracing import storage_key
@@ -159,7 +159,7 @@ class Tape(Observer):
     def _note_passes(
         self,
         name: str,
-        fused: bool,
+        kernel: Kernel,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         arguments: Any = None,
@@ -174,7 +174,7 @@ class Tape(Observer):
             inputs = ()
         read = [number for tensor in inputs if (number := self.value_of(tensor)) is not None]
         if self.backward:
-            self.joint.backward(fused, read)
+            self.joint.backward(kernel, read)
             return
         seen = [(self.value_of(tensor) or storage_key(tensor), _window(tensor), tensor.dtype) for tensor in inputs]
         made = [
@@ -184,7 +184,7 @@ class Tape(Observer):
             for size, sharded in [self.bytes_of(tensor)]
         ]
         call = (name, tuple(seen), repr(arguments))
-        self.joint.forward(name, fused, read, made, sum(_size(tensor) for tensor in inputs), call)
+        self.joint.forward(name, kernel, read, made, sum(_size(tensor) for tensor in inputs), call)
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -213,8 +213,9 @@ class Tape(Observer):
             if self.joint is not None and not self.quiet and not _is_no_kernel(operation):
                 pointwise = torch.Tag.pointwise in operation.operator.tags
                 arguments = [item for item in operation.args if not isinstance(item, torch.Tensor)], operation.kwargs
-                fused = is_fused(operation.name, pointwise)
-                self._note_passes(operation.name, fused, inputs, outputs, arguments)
+                product = _is_product(operation.name) or operation.name in _ATTENTION or "convolution" in operation.name
+                kernel = kernel_of(operation.name, pointwise, product)
+                self._note_passes(operation.name, kernel, inputs, outputs, arguments)
         if not self._charging:
             return
         if exchange:
@@ -316,7 +317,7 @@ class Tape(Observer):
                 self.shard(tensor, dim)
             self._register(tensor, sharded)
         if self.joint is not None:
-            self._note_passes("attention", False, (query, key, value), (result, sums))
+            self._note_passes("attention", Kernel.PRODUCT, (query, key, value), (result, sums))
         if self.backward:
             return
         self.tally.operators.append(("attention", query.shape, key.shape, causal))
@@ -330,7 +331,7 @@ class Tape(Observer):
     def read_again(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Note that the backward pass of such a kernel reads these."""
         if self.joint is not None:
-            self._note_passes("attention", False, [tensor for tensor in tensors if tensor is not None], ())
+            self._note_passes("attention", Kernel.PRODUCT, [tensor for tensor in tensors if tensor is not None], ())
 
     def _product(self, operation: Operation, dims: dict[int, int]) -> str:
         """Charge a matrix product and note what is sharded of its result; what ranks exchange for it."""

@@ -59,6 +59,21 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """What of the numbers of a block is other if it is compiled; they mean what those of `Part` mean."""
+
+    moved_bytes: float
+    """Neighbours are one kernel: what lies between them is not moved."""
+    sharded_moved_bytes: float
+    kernels: int
+    saved_bytes: float
+    """What is cheapest to keep; the rest is computed again, beside what the backward pass computes anyway."""
+    sharded_saved_bytes: float
+    expert_moved_bytes: float = 0
+    expert_saved_bytes: float = 0
+
+
+@dataclass(frozen=True)
 class Part:
     """One kind of block, or what runs before or after the blocks: its forward pass of one sequence.
 
@@ -84,9 +99,6 @@ class Part:
     gathered_saved_bytes: float = 0
     """Of `saved_bytes` without `sharded_saved_bytes`, what sequence parallelism leaves whole: inputs of column-wise
     layers."""
-    compiled_bytes: float = 0
-    """Kept if it is compiled: the rest of `saved_bytes` is computed again, beside what the backward pass computes."""
-    sharded_compiled_bytes: float = 0
     selective_bytes: float = 0
     """Kept with `recompute=selective` (outputs of matrix products and attention), its input included."""
     sharded_selective_bytes: float = 0
@@ -111,8 +123,21 @@ class Part:
     """Of `moved_bytes`, what experts move."""
     expert_saved_bytes: float = 0
     """Of `saved_bytes`, what experts keep."""
-    expert_compiled_bytes: float = 0
-    """Of `compiled_bytes`, what experts keep."""
+    compiled: Compiled | None = None
+    """Of a block: what is other if it is compiled; None where that is not known."""
+
+    @property
+    def if_compiled(self) -> Compiled:
+        """Its numbers if it is compiled; where they are not known, those if it is not."""
+        return self.compiled or Compiled(
+            self.moved_bytes,
+            self.sharded_moved_bytes,
+            self.kernels,
+            self.saved_bytes,
+            self.sharded_saved_bytes,
+            self.expert_moved_bytes,
+            self.expert_saved_bytes,
+        )
 
     @property
     def routed_elements(self) -> int:
@@ -189,7 +214,8 @@ class ModelProfile:
 def _part(values: dict[str, Any]) -> Part:
     matmuls = tuple(MatMul(**item) for item in values["matmuls"])
     attention = Attention(**values["attention"]) if values["attention"] else None
-    return Part(**{**values, "matmuls": matmuls, "attention": attention})
+    compiled = Compiled(**values["compiled"]) if values["compiled"] else None
+    return Part(**{**values, "matmuls": matmuls, "attention": attention, "compiled": compiled})
 
 
 @dataclass(frozen=True)
@@ -215,5 +241,3 @@ class Recipe:
     """Share of the parameters that is trained."""
     mean_loss: bool = True
     """Whether the loss is a mean over samples, so that schedules that see microbatches may be used."""
-    compiled: bool = False
-    """Whether blocks are compiled: elementwise kernels are fused."""

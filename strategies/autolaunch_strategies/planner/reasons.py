@@ -62,7 +62,7 @@ def _settings(plan: Plan) -> list[str]:
     fields += ["backend"] if chosen.cp > 1 else []
     fields += ["sequence_parallel"] if chosen.mp > 1 else []
     fields += ["ep"] if plan.profile.experts else []
-    return [*fields, "recompute", "microbatches"]
+    return [*fields, "recompute", "compile", "microbatches"]
 
 
 def setting(candidate: Candidate, name: str) -> str:
@@ -75,6 +75,8 @@ def setting(candidate: Candidate, name: str) -> str:
         return f"cp={candidate.backend_name}"
     if name == "recompute":
         return f"recompute={candidate.recompute_name}"
+    if name == "compile":
+        return f"compile={str(candidate.compile == 1).lower()}"
     if name == "sequence_parallel":
         return f"mp={'seq_parallel' if candidate.sequence_parallel else 'tensor_parallel'}"
     return f"{name}={getattr(candidate, name)}"
@@ -148,7 +150,7 @@ def _there(plan: Plan, other: Candidate, names: list[str]) -> str:
     """The other values, and what else goes best with them."""
     with_it = [
         name
-        for name in (*_MESH, "recompute")
+        for name in (*_MESH, "recompute", "compile")
         if name not in names and getattr(other, name) != getattr(plan.chosen, name)
     ]
     return _values(other, names) + (f" (best with {_values(other, with_it)})" if with_it else "")
