@@ -49,7 +49,9 @@ class Assembly:
             self.mixtures = find_mixtures(self.subject.model)
         except ConfigError as error:
             self.without_experts = error.problem
-        if any(mixture.caller is not None for mixture in self.mixtures):
+        self.listed = any(mixture.caller is not None for mixture in self.mixtures)
+        """Whether experts are modules of a list."""
+        if self.listed:
             self.mixtures = []
             self.without_experts = (
                 "its experts are modules of a list, and how many rows they get is seen in a run alone"
@@ -176,8 +178,8 @@ class Assembly:
             kernels=two.kernels.count,
             saved_bytes=saved[0] - twice[0],
             sharded_saved_bytes=saved[1] - twice[1],
-            expert_moved_bytes=moved[2],
-            expert_saved_bytes=saved[2],
+            expert_moved_bytes=three.kernels.moved[2] - two.kernels.moved[2],
+            expert_saved_bytes=three.compiled[2] - two.compiled[2],
         )
 
     def _kept_twice(self, first: str) -> tuple[float, float]:
@@ -234,7 +236,7 @@ class Assembly:
             **self._experts(names),
         )
 
-    def _experts(self, names: Sequence[str]) -> dict[str, int]:
+    def _experts(self, names: Sequence[str]) -> dict[str, Any]:
         """Fields of `Part` for the mixtures that have the parameters `names`."""
         owners = {f"{item.name}.{own}": item for item in self.mixtures for own, _ in item.module.named_parameters()}
         here = [name for name in names if name in owners]
@@ -283,6 +285,11 @@ class Assembly:
             refused["ep"] = self.without_experts
         if self.sharding.refused:
             refused["mp"] = self.sharding.refused
+        if self.replaced:
+            name, why = next(iter(self.replaced.items()))
+            refused["compile"] = f"what {name} does can't be followed on shapes alone ({why})"
+        elif self.listed:
+            refused["compile"] = "which rows the experts of its list get is known only while Python runs"
         if names := router_losses(self.subject.root):
             refused["schedules"] = f"{names[0] or 'the model'} adds the loss of its routers (output_router_logits)"
         if not self.look.order:
@@ -344,8 +351,8 @@ def _with_loss(part: Part, two: Tally, three: Tally) -> Part:
     )
 
 
-def _minus(left: Sequence[float], right: Sequence[float]) -> tuple[float, ...]:
-    return tuple(float(one - other) for one, other in zip(left, right, strict=True))
+def _minus(left: Sequence[float], right: Sequence[float]) -> tuple[float, float]:
+    return left[0] - right[0], left[1] - right[1]
 
 
 def _peak(

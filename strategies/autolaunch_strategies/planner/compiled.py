@@ -19,8 +19,9 @@ _FUSED = {
     "empty", "empty_like", "full", "full_like", "gather", "gelu_backward", "index", "masked_fill", "mean",
     "native_dropout", "native_dropout_backward", "native_layer_norm", "native_layer_norm_backward", "new_empty",
     "new_full", "new_ones", "new_zeros", "ones", "ones_like", "rand_like", "rsub", "scalar_tensor", "silu_backward",
-    "std", "sum", "tril", "triu", "type_as", "var", "var_mean", "where", "zeros", "zeros_like", "_softmax_backward_data",
-    "_fused_rms_norm", "_fused_rms_norm_backward", "native_group_norm", "native_group_norm_backward", "copy_",
+    "std", "sum", "tril", "triu", "type_as", "var", "var_mean", "where", "zeros", "zeros_like",
+    "_softmax_backward_data", "_fused_rms_norm", "_fused_rms_norm_backward", "native_group_norm",
+    "native_group_norm_backward", "copy_",
 }  # fmt: skip
 """Operators that become part of a kernel with their neighbours, next to those that torch tags as pointwise."""
 _ONCE = {"native_dropout", "rand_like", "randn_like", "bernoulli", "bernoulli_", "cat"}
@@ -155,7 +156,7 @@ class JointPass:
             self.values[number].backward.append(kernel is Kernel.FUSED)
 
     def _known(self, numbers: Iterable[int]) -> set[int]:
-        return {number for number in map(lambda number: self._same.get(number, number), numbers) if number in self.values}
+        return {self._same.get(number, number) for number in numbers} & self.values.keys()
 
     def kept(self) -> dict[int, tuple[int, bool, bool]]:
         """The values that are kept: number -> (bytes, whether mp shards it, whether experts made it)."""
@@ -180,7 +181,6 @@ class JointPass:
             for number, value in self.values.items()
             if place[number] in reached and place[number] + 1 not in reached
         }
-
 
     def kernels(self, kept: Iterable[int], returned: Iterable[int]) -> Kernels:
         """Neighbours that are fused and equally far on are one kernel, which reads and writes what others see of it.

@@ -163,8 +163,8 @@ class Space:
 
     def variants(self, candidates: Candidates) -> Candidates:
         """What differs from one of `candidates` in a single choice: the schedule with its stages and its cut, the way
-        of cp and of mp, what is recomputed, whether blocks are compiled, the level with its replicas. Each once; none that
-        is given."""
+        of cp and of mp, what is recomputed, whether blocks are compiled, the level with its replicas. Each once; none
+        that is given."""
         start = _Table({name: getattr(candidates, name) for name in FIELDS})
         tables = [start]
         for options in (
@@ -464,7 +464,7 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
             ("compile",),
             lambda c: (c.compile > 0) & (hardware.device == "cpu"),
             lambda c: (
-                "on a CPU a C++ compiler takes a minute or more for each kind of block, and what that gains is not known"
+                "on a CPU a C++ compiler takes a minute or so for each kind of block, and what that gains is not known"
             ),
             lifted_by=("compile",),
         ),

@@ -38,7 +38,7 @@ class Span:
     """(bytes that it keeps for its backward pass if it is compiled, of which sharded, of which made by experts)."""
     compiled_output: tuple[int, int] = (0, 0)
     """Of these, what it returns."""
-    kernels: Kernels = Kernels(0, (0, 0, 0))
+    kernels: Kernels = field(default_factory=lambda: Kernels(0, (0, 0, 0)))
     """Those of its forward pass if it is compiled."""
 
 

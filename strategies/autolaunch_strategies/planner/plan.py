@@ -107,6 +107,8 @@ class Plan:
     alternatives: Ints
     """Indices in `looked`: the fastest of each kind, the one that needs least memory; without the chosen one."""
     warnings: tuple[str, ...] = ()
+    short: str = ""
+    """Why a training of so few steps does without compiled blocks, which would be faster; else empty."""
 
     @property
     def simplicity(self) -> int:

@@ -179,7 +179,7 @@ class ModelProfile:
     """Attention heads, which ulysses shares out; None without fused attention."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Axis (`mp`, `pp`, `cp`) or degree (`ep`) -> why this model can't be divided along it; `schedules` -> why none but
-    `exact` computes its loss."""
+    `exact` computes its loss; `compile` -> why its blocks are not compiled."""
 
     @property
     def parameters(self) -> int:
@@ -239,5 +239,7 @@ class Recipe:
     """State of the optimizer for a parameter, master copy included: AdamW 8, SGD 0, Megatron's mixed precision 12."""
     trained: float = 1.0
     """Share of the parameters that is trained."""
+    steps: int | None = None
+    """Of the whole training; None where it is not known."""
     mean_loss: bool = True
     """Whether the loss is a mean over samples, so that schedules that see microbatches may be used."""
