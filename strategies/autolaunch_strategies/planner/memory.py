@@ -258,8 +258,9 @@ def _put_activations(
 
     ones = np.ones_like(c.mp)
     compiled = c.compile == 1
-    # The share of a sequence that a rank's experts see.
-    fullest = constants.fullest(profile.experts, c.ep) / np.where(c.ep > 1, c.mp, 1) / c.cp
+    # The share of a sequence that a rank's experts see: ranks of mp share them out, too, unless they are compiled.
+    held = np.where((c.ep > 1) | compiled, c.ep, c.mp)
+    fullest = constants.fullest(profile.experts, held) / np.where(held > 1, c.mp, 1) / c.cp
 
     def of(whole: float, sharded: float = 0.0, over: Ints = whole_mp) -> Floats:
         """Bytes on one rank of `whole` for one sequence: mp shards `sharded` of them, the rest is on `over` ranks."""
@@ -280,6 +281,8 @@ def _put_activations(
             experts = np.where(c.ep > 1, part.expert_saved_bytes, other.expert_saved_bytes)
             saved = np.where(compiled, fused + experts * fullest, saved)
         selective = of(part.selective_bytes, part.sharded_selective_bytes)
+        # Rows that have travelled, there and back, are kept.
+        selective = selective + np.where(c.ep > 1, 2 * part.routed_elements * profile.element_bytes * fullest, 0.0)
         return saved, np.minimum(selective, saved), np.minimum(of(part.output_bytes), saved)
 
     for kind, part in enumerate(profile.kinds):

@@ -305,7 +305,7 @@ def _part_costs(
     mp_b = mp_f * (1 + full) + of_mixtures * (full + selective + ~compiled)
     mp_f = mp_f + of_mixtures
     ep_f = _ep_times(part, ways, profile, hardware)
-    ep_b = ep_f * (1 + full + selective)
+    ep_b = ep_f * (1 + full)  # selective recomputation keeps what has travelled
 
     forward, backward, hides = _cp_times(part, ways, profile.element_bytes, hardware)
     hidden = min(constants.hidden_cp, 1.0) * hides
