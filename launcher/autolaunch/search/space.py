@@ -38,6 +38,7 @@ OF_THE_SEARCH = ("search", "cluster", "output_dir", "logger", "ckpt_path", "resu
 
 _DETERMINED = {
     "mesh": None,
+    "ep": None,
     "recompute": None,
     "compile": None,
     "dp": ("name", "sharding_level", "replicate", "shard"),
