@@ -70,7 +70,8 @@ class MeasuredPass:
 
     def _run(self, model_call: ModelCall, args: Any, kwargs: Mapping[str, Any]) -> None:
         tape = self.tape
-        with model_call.on(tape, args, kwargs, self._block) as call:
+        unused = [name for name, first in self._look.kind_of.items() if name != first]
+        with model_call.on(tape, args, kwargs, self._block, unused) as call:
             tape.tally = self.before.tally
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, _as_it_is):
                 output = call()
