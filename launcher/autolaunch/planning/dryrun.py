@@ -162,6 +162,7 @@ def candidate_of(config: Mapping[str, Any], parallel: ParallelConfig) -> Any:
         virtual_stages=virtual,
         microbatches=microbatches,
         recompute=recompute_code(parallel.recompute.mode),
+        compile=int(bool(parallel.compile)),
         backend=CP_BACKENDS.index("gather"),
     )
 

@@ -38,7 +38,9 @@ OF_THE_SEARCH = ("search", "cluster", "output_dir", "logger", "ckpt_path", "resu
 
 _DETERMINED = {
     "mesh": None,
+    "ep": None,
     "recompute": None,
+    "compile": None,
     "dp": ("name", "sharding_level", "replicate", "shard"),
     "mp": ("name", "sequence_parallel"),
     "pp": ("name", "schedule", "loss", "virtual_stages", "split", "split_spec", "microbatches"),
@@ -228,7 +230,9 @@ def candidate_overrides(base: Base, candidate: Candidate) -> list[str]:
     """What makes the candidate, as one would type it."""
     from autolaunch_strategies.planner.settings import overrides
 
-    return [unquoted(item) for item in overrides(candidate, base.profile, base.recipe)]
+    chosen = [unquoted(item) for item in overrides(candidate, base.profile, base.recipe)]
+    # What was typed for all trials may be a mode.
+    return [item for item in chosen if not (item == "compile=true" and "compile" in typed_keys(base.typed))]
 
 
 def trial_overrides(base: Base, candidate: list[str], steps: int, timeout: float) -> list[str]:

@@ -93,6 +93,8 @@ class Candidate:
     """Neighbours along cp that exchange heads (cp for ulysses, 1 for gather and ring)."""
     ep: int = 1
     """Over how many ranks of dp x cp x mp (of dp those of one replica) the experts of a mixture are shared out."""
+    compile: int = 0
+    """1: blocks are compiled."""
 
     @property
     def ranks(self) -> int:
@@ -163,6 +165,7 @@ class Candidates:
     backend: Ints
     ulysses: Ints
     ep: Ints
+    compile: Ints
 
     def __init__(self, **columns: Any) -> None:
         """Columns [n] by the names of `FIELDS`; scalars are repeated, absent ones have the default."""
