@@ -731,6 +731,11 @@ WRONG = [
         id="compile-to-cuda-graphs-of-what-moves",
     ),
     pytest.param(
+        ["plan", "cluster=h100x16", "mesh.mp=4", "mp=seq_parallel", "compile=true", "mp.overlap=true"],
+        Told("mp.overlap with cluster=", "predicts no overlap", write="mesh=1x4 mp.overlap=true"),
+        id="overlap-is-not-predicted",
+    ),
+    pytest.param(
         ["compile=max-autotun"],
         Told(
             "compile=max-autotun", "did you mean max-autotune?", allowed=("true, false",), write="compile=max-autotune"
@@ -1179,11 +1184,45 @@ def test_one_message_and_nothing_else(
             ),
             id="open-axis-takes-every-gpu",
         ),
+        pytest.param(
+            ["mesh=1x2", "mp=seq_parallel", "compile=true", "mp.overlap=true"],
+            ("cpu", None),
+            Told("mp.overlap=true on a CPU", "only GPUs", allowed=("mp.overlap=false",), write="mp.overlap=false"),
+            id="overlap-on-cpu",
+        ),
+        pytest.param(
+            ["mesh=1x2", "mp=seq_parallel", "mp.overlap=true"],
+            ("gpu", 2),
+            Told(
+                "mp.overlap=true with compile=false",
+                "the compiler that joins",
+                allowed=("compile=true",),
+                write="compile=true mp.overlap=true",
+            ),
+            id="overlap-without-compile",
+        ),
+        pytest.param(
+            ["mesh=2", "compile=true", "mp.overlap=true"],
+            ("gpu", 2),
+            Told("mp.overlap=true with mesh=2", "exchanges nothing", allowed=("mp of 2",), write="mp.overlap=false"),
+            id="overlap-without-mp",
+        ),
+        pytest.param(
+            ["mesh=1x2", "mp=tensor_parallel", "compile=true", "mp.overlap=true"],
+            ("gpu", 2),
+            Told(
+                "mp.overlap=true with mp=tensor_parallel",
+                "only sequence parallelism",
+                allowed=("mp=seq_parallel",),
+                write="mp=seq_parallel mp.overlap=true",
+            ),
+            id="overlap-of-whole-sequences",
+        ),
     ],
 )
 def test_devices(
     argv: list[str],
-    devices: tuple[str, int],
+    devices: tuple[str, int | None],
     told: Told,
     command: Callable[..., Outcome],
     monkeypatch: pytest.MonkeyPatch,

@@ -44,6 +44,7 @@ def wanted_by(overrides: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
     elif config["dp"]["reduce_dtype"] == "fp16":
         wanted["ep"] = (1,)  # which is refused together
     _refuse(typed, "dp.shard", "the planner counts replicas", "dp.replicate=...")
+    _refuse(typed, "mp.overlap", "the planner predicts no overlap along mp", "mesh=1x4 mp.overlap=true")
     _refuse(typed, "pp.split_spec", "the planner says itself where to cut", "pp.split=balanced or pp.split=even")
     if _is_typed("dp", typed):
         wanted["level"] = (config["dp"]["sharding_level"],)

@@ -7,8 +7,12 @@ from autolaunch_strategies.pipeline.split import parse_spec
 from autolaunch_strategies.schedules.schedule import check_schedule
 
 
-def config_errors(config: ParallelConfig) -> list[ConfigError]:
-    """Every problem that can be seen without a model and without a device; an empty list if there is none."""
+def config_errors(config: ParallelConfig, device: str | None = None) -> list[ConfigError]:
+    """Every problem that can be seen without a model; an empty list if there is none.
+
+    Args:
+        device: the kind of device that it runs on (`cpu`, `gpu`, `cuda`), where that is known.
+    """
     errors = []
     try:
         config.dp.split(config.mesh.dp)
@@ -72,11 +76,60 @@ def config_errors(config: ParallelConfig) -> list[ConfigError]:
                 "random_numbers=by_rank",
             )
         )
+    errors += _check_overlap(config, device)
     errors += _check_pipeline(config)
     errors += _check_context(config)
     if not errors:
         errors += _check_experts(config)
     return errors
+
+
+def _check_overlap(config: ParallelConfig, device: str | None) -> list[ConfigError]:
+    """Overlap where nothing is exchanged for matrices to be multiplied, or nothing puts both together."""
+    if config.mp is None or not config.mp.overlap:
+        return []
+    if device == "cpu":
+        return [
+            ConfigError(
+                "mp.overlap=true on a CPU",
+                "ranks read parts of sequences out of each other's memory while they multiply, which only GPUs do",
+                "mp.overlap=false, or trainer.accelerator=gpu",
+                "mp.overlap=false",
+            )
+        ]
+    if config.mesh.mp == 1:
+        return [
+            ConfigError(
+                f"mp.overlap=true with mesh={config.mesh.name}",
+                "one rank of mp exchanges nothing",
+                "a mesh with an mp of 2 or more, or mp.overlap=false",
+                "mp.overlap=false",
+            )
+        ]
+    errors = []
+    if not config.mp.sequence_parallel and not any(name in repr(config.mp.plan) for name in _MAY_SHARD_SEQUENCES):
+        errors.append(
+            ConfigError(
+                f"mp.overlap=true with mp={config.mp.name}",
+                "what overlaps is gathering sequences and scattering them again, and only sequence parallelism does it",
+                "mp=seq_parallel, or mp.sequence_parallel=true",
+                "mp=seq_parallel mp.overlap=true",
+            )
+        )
+    if not config.compile:
+        errors.append(
+            ConfigError(
+                "mp.overlap=true with compile=false",
+                "it is the compiler that joins a matrix multiplication to what is sent for it",
+                "compile=true, or mp.overlap=false",
+                "compile=true mp.overlap=true",
+            )
+        )
+    return errors
+
+
+_MAY_SHARD_SEQUENCES = ("SequenceParallelBegin", "_target_")
+"""Names in a plan of one's own; of a style that is somebody's own it is not known."""
 
 
 def _check_experts(config: ParallelConfig) -> list[ConfigError]:

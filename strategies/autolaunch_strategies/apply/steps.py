@@ -36,7 +36,7 @@ from autolaunch_strategies.experts.parallel import (
     mixtures_for,
 )
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
-from autolaunch_strategies.model.blocks import Blocks
+from autolaunch_strategies.model.blocks import Block, Blocks
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.model.example_inputs import as_given
 from autolaunch_strategies.model.materialise import WeightFiles, materialise, place_on
@@ -113,7 +113,7 @@ class Site:
     context_parallel: ContextParallelModule | None = None
     expert_parallel: ExpertParallelModule = field(default_factory=ExpertParallelModule)
     traced: list[TracedForward] = field(default_factory=list)
-    """What stands in the place of the forwards of blocks whose tensors are sharded along mp, if they are compiled."""
+    """What stands in the place of the forwards of blocks with tensors sharded along mp or cp, if they are compiled."""
     data_parallel: DataParallelModule | None = None
 
     def is_elsewhere(self, module: nn.Module) -> bool:
@@ -318,7 +318,7 @@ class BalancesRouters(Step):
 class Recomputes(Step):
     """Let blocks compute their activations again in the backward pass.
 
-    Blocks with tensors sharded along mp are compiled here: what is computed again is their graph.
+    Blocks with something sharded along mp or cp are compiled here: what is computed again is their graph.
     """
 
     name = "recompute"
@@ -339,11 +339,10 @@ class Recomputes(Step):
         chosen = [block for block in site.blocks if block.name in self.blocks]
         parts, _ = parts_to_compile(site.blocks, self.held)
         forwards = {part: part.module.forward for part in parts}
-        compiles, recompute = self.config.compile, self.config.recompute
+        recompute = self.config.recompute
         selective = recompute.mode == "selective"
-        if compiles and model.mode is not None and not selective:
-            group = model.mode.replicate.mesh.get_group()
-            site.traced = compile_traced(forwards, compiles, group, {}, context.now, recompute.budget)
+        if not selective:
+            self._compile(site, forwards, {})
         if recompute.mode not in ("offload", "budget"):  # applied around what is compiled, and by compiling
             apply_recompute(
                 chosen,
@@ -351,9 +350,24 @@ class Recomputes(Step):
                 lambda: both(context.repeating(), model.running()),
                 exchanges=bool(site.expert_parallel.dispatches),
             )
-        if compiles and model.mode is not None and selective:  # their graphs compute again what they have not kept
-            saved = dict.fromkeys(chosen, saved_operators(recompute.save))
-            site.traced = compile_traced(forwards, compiles, model.mode.replicate.mesh.get_group(), saved, context.now)
+        if selective:  # graphs compute again what they have not kept
+            self._compile(site, forwards, dict.fromkeys(chosen, saved_operators(recompute.save)))
+
+    def _compile(self, site: Site, forwards: Mapping[Block, Any], saved: Mapping[Block, Any]) -> None:
+        context, model = site.context_parallel, site.model_parallel
+        assert context is not None and model is not None
+        if not self.config.compile:
+            return
+        overlap = False
+        if model.mode is not None:
+            group = model.mode.replicate.mesh.get_group()
+            overlap = self.config.mp is not None and self.config.mp.overlap
+        elif (along_cp := site.mesh.group("cp")) is not None:
+            group = along_cp
+        else:
+            return  # `Compiles` does it
+        budget = self.config.recompute.budget
+        site.traced = compile_traced(forwards, self.config.compile, group, saved, context.now, budget, overlap)
 
 
 class Compiles(Step):
@@ -385,7 +399,8 @@ class Compiles(Step):
         for warning in self.warnings:
             log.warning(warning)
         assert site.model_parallel is not None
-        if self.config.compile and site.model_parallel.mode is None:  # else `Recomputes` has done it
+        # Else `Recomputes` has done it.
+        if self.config.compile and site.model_parallel.mode is None and site.mesh.group("cp") is None:
             apply_compile(
                 parts_to_compile(site.blocks, self.held)[0], self.config.compile, self.config.recompute.budget
             )

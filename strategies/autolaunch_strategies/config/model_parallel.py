@@ -19,6 +19,9 @@ class ModelParallel:
         choices=("model", "derive", "none"),
     )
     sequence_parallel: bool = option("Shard activations between blocks along the sequence, too.", False)
+    overlap: bool = option(
+        "Send parts of a sequence while matrices are multiplied (async tensor parallel): compile and GPUs only.", False
+    )
     plan: dict[str, Any] = option(
         "Rules of your own, `pattern: style`; one with a pattern of the base takes its place, null removes it.", {}
     )

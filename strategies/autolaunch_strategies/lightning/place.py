@@ -132,7 +132,7 @@ class Place:
         if self._open_shape is not None:
             world_size = environment.world_size() if started and environment else len(devices) * num_nodes
             self.parallel.mesh = self._open_shape.resolve(world_size)
-            raise_all(config_errors(self.parallel))
+        raise_all(config_errors(self.parallel, devices[0].type))
         if started and environment is not None:
             check_world_size(self.shape, environment.world_size())
         local_ranks = max(1, self.shape.size // num_nodes)

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from autolaunch_strategies.model.blocks import Block
+from autolaunch_strategies.torch_private.async_tensor_parallel import let_ranks_reach_memory, options_to_overlap
 from autolaunch_strategies.torch_private.memory_budget import MemoryBudget
 from autolaunch_strategies.training.traced_block import TracedForward
 
 
 def apply_compile(blocks: Iterable[Block], mode: bool | str, budget: float | None = None) -> None:
-    """Compile the forward of every block by itself. Nothing in it is sharded along mp.
+    """Compile the forward of every block by itself. Nothing in it is sharded along mp or cp.
 
     Args:
         budget: the share (0 to 1) of what compiled blocks keep for their backward pass that they may keep; the rest is
@@ -64,23 +65,28 @@ def compile_traced(
     saved: Mapping[Block, Collection[Any]],
     around: Callable[[], Hashable] = lambda: None,
     budget: float | None = None,
+    overlap: bool = False,
 ) -> list[TracedForward]:
-    """Trace a forward of every block by itself, and compile what each rank of mp computes of it.
+    """Trace a forward of every block by itself, and compile what each rank computes of it.
 
     Blocks that come to the same graph share what it is compiled to. One that can't be traced runs as it is.
 
     Args:
         forwards: of every block, what is traced.
-        group: the ranks of mp.
+        group: the ranks among which tensors of blocks are sharded, along mp, or else along cp.
         saved: the operators whose results alone a block keeps for its backward pass; of others those that take least
             memory are kept.
         around: what forwards depend on beside blocks and arguments.
         budget: as that of `apply_compile`.
+        overlap: whether matrices are multiplied while what they are multiplied with is gathered, or their products are
+            scattered, along sequences. Needs CUDA.
 
     Returns:
         what stands in the place of the forwards.
     """
-    compile_graph = _Shared(_compiler(mode))
+    if overlap:
+        let_ranks_reach_memory(group)
+    compile_graph = _Shared(_compiler(mode, overlap))
     within = nullcontext() if budget is None else MemoryBudget(budget)
     all_traced = []
     for block, forward in forwards.items():
@@ -90,9 +96,11 @@ def compile_traced(
     return all_traced
 
 
-def _compiler(mode: bool | str) -> Callable[[Any], Any]:
-    options: dict[str, Any] = {} if mode is True else {"mode": mode}
-    return functools.partial(torch.compile, **options)
+def _compiler(mode: bool | str, overlap: bool = False) -> Callable[[Any], Any]:
+    named = "default" if mode is True else str(mode)
+    if overlap:  # torch.compile takes a mode or options
+        return functools.partial(torch.compile, options=options_to_overlap(named))
+    return functools.partial(torch.compile, mode=named)
 
 
 def _forget_graphs_of_other_budgets(budget: float | None) -> None:

@@ -1,4 +1,4 @@
-"""The forward of a block whose tensors are sharded along mp, as a graph of what this rank computes of it.
+"""The forward of a block with something sharded along mp or cp, as a graph of what this rank computes of it.
 
 `torch.compile` does not follow sharded tensors and the modes that make plain ones fit through Python. So the forward
 runs once on shapes, with both, and what it comes to (operators on this rank's parts, and collectives) is kept as a
@@ -112,7 +112,7 @@ class TracedForward:
 
     Args:
         block: its name is for messages.
-        group: the ranks of mp, which all run a graph, or none does.
+        group: the ranks among which a block's tensors are sharded, which all run a graph, or none does.
         traced: the forward that is traced; the block's own is what runs where that fails.
         compile_graph: is given each graph and returns what runs in its place.
         saved: operators whose results alone are kept for the backward pass; None: as it takes least memory.
@@ -211,7 +211,7 @@ class TracedForward:
             if not voted:  # the graph of the forward pass comes first, and nothing has run yet
                 voted.append(True)
                 if not self._all_could(True):
-                    raise _CanNotBeTraced("other ranks of mp could not trace it")
+                    raise _CanNotBeTraced("other ranks could not trace it")
             return self.compile_graph(graph)
 
         voted: list[bool] = []
@@ -230,7 +230,7 @@ class TracedForward:
             raise _CanNotBeTraced(str(error) if isinstance(error, _CanNotBeTraced) else reason_of(error)) from error
 
     def _all_could(self, this_one: bool) -> bool:
-        """Whether every rank of mp could trace the block. Collective over them."""
+        """Whether every rank of the group could trace the block. Collective over it."""
         with outside_of_modes():
             device = next((item.device for item in self.module.parameters()), torch.device("cpu"))
             votes = torch.tensor([int(this_one)], device=device)
