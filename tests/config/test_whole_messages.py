@@ -76,7 +76,7 @@ COMMANDS = [
     pytest.param(
         ["precision=bf16"],
         "precision=bf16: not one of the choices\n"
-        "  allowed: 32-true, bf16-mixed, bf16-true, float8, float8-tensorwise\n"
+        "  allowed: 32-true, bf16-mixed, bf16-true, float8, float8-tensorwise, null\n"
         "  write:   precision=bf16-mixed",
         id="choice",
     ),
