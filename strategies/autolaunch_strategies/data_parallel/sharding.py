@@ -304,12 +304,12 @@ def sharding_reasons(
     if not pipelined:
         ends = find_ends(root, blocks)
         frees = dp.sharding_level == 3
-        for name in ends.embeddings:
-            reasons[name] = (
+        for end in ends.embeddings:
+            reasons[end] = (
                 "gathered for its forward and freed; a look-up needs no table in its backward" if frees else use
             )
-        for name in ends.heads:
-            reasons[name] = "gathered for its forward; it stays for its backward, which follows" if frees else use
+        for end in ends.heads:
+            reasons[end] = "gathered for its forward; it stays for its backward, which follows" if frees else use
     reasons["everything else"] = "gathered once per step: it is used at the start and at the end of it"
     if dp.sharding_level == 3 and not pipelined:
         reasons["everything else"] = "gathered for the forward; again for the backward if training_step calls the model"
