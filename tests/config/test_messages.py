@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autolaunch import cli
-from autolaunch.config import across_keys
+from autolaunch.config import across_keys, arithmetic
 from tests.support.messages import Told, assert_only_told
 from tests.support.tiers import one_in
 
@@ -1128,7 +1128,8 @@ def command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: ("cpu", None))
+    for module in (across_keys, arithmetic):
+        monkeypatch.setattr(module, "visible_devices", lambda accelerator: ("cpu", None))
     for variable in ("AUTOLAUNCH_NOT_SET", "HYDRA_FULL_ERROR"):
         monkeypatch.delenv(variable, raising=False)
 

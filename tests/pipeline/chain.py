@@ -104,7 +104,7 @@ class Chain:
                         loss(output).backward()
         if loss is not None:
             for pipeline in reversed(self.pipelines):
-                pipeline.drain()
+                pipeline.drain(lambda stage: None)
         assert not any(self.boxes.values()), "something was sent that nobody wanted"
         return output
 

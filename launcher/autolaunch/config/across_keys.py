@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autolaunch.config.arithmetic import check_matmul_precision
 from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.optimizer_groups import check_groups, check_library
@@ -85,6 +86,7 @@ def check(
         if config["task"] != "generate":  # which reads no data
             errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
     errors += _float8(config)
+    errors += check_matmul_precision(config, where)
     errors += _plans(config, mesh)
     errors += _schedule(config, where)
     errors += _accumulation(config, mesh, where)

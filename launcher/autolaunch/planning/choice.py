@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from autolaunch.config.arithmetic import arithmetic_words
 from autolaunch.config.cluster import hardware_of
 from autolaunch.config.schema import USUAL_STEPS
 from autolaunch.models.hf_tasks import task_of
@@ -55,6 +56,7 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
         trained=trained,
         # What a module of one's own computes is not known; the first step of a pipeline would tell.
         mean_loss=not config["module"] and config["model"].get("loss") != "output",
+        tf32=config["matmul_precision"] in ("high", "medium"),
     )
     return profile, recipe
 
@@ -122,8 +124,15 @@ def _not_compiled(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def choice_of(config: Mapping[str, Any], typed: list[str]) -> tuple[list[str], dict[str, Any]]:
+def choice_of(
+    config: Mapping[str, Any], typed: list[str], by_device: Mapping[str, str]
+) -> tuple[list[str], dict[str, Any]]:
     """(overrides that make the choice, the account of it as plain data: `planner.document`, and `why` if it was asked).
+
+    Args:
+        config: of a resolved job.
+        typed: the overrides of the command line.
+        by_device: of the job.
 
     Raises:
         ConfigError: as `plan_of`; or what `config["why"]` asks for is no way to run.
@@ -135,6 +144,7 @@ def choice_of(config: Mapping[str, Any], typed: list[str]) -> tuple[list[str], d
     plan = plan_of(config, typed)
     account = document(plan)
     account["warnings"] = [*account["warnings"], *_remarks(plan)]
+    account["precision"] = ", ".join(arithmetic_words(config, by_device))
     if config["precision"] in FLOAT8_RECIPES:
         account["warnings"].append(
             f"precision={config['precision']} is planned as {AROUND_FLOAT8}: memory is the same, and multiplications "

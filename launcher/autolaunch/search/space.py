@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from autolaunch import __version__
 from autolaunch.config.against_schema import validate
+from autolaunch.config.arithmetic import with_arithmetic
 from autolaunch.config.cluster import hardware_of
 from autolaunch.config.command_line import unquoted
 from autolaunch.config.compose import resolved
@@ -184,8 +185,8 @@ def _job(config: DictConfig, directory: Path, here: bool) -> ResolvedJob:
     # What the machine of the command lacks does not matter to jobs that run elsewhere.
     values, wrong = validate(resolved(config), Origin(hydra))
     raise_all(wrong)
-    values["output_dir"] = str(directory)
-    return ResolvedJob(values, directory, 1, [], __version__, chosen_options(hydra))
+    values, by_device = with_arithmetic({**values, "output_dir": str(directory)})
+    return ResolvedJob(values, directory, 1, [], __version__, chosen_options(hydra), by_device=by_device)
 
 
 def _belongs(override: str, keys: Sequence[str]) -> bool:

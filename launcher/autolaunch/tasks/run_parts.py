@@ -74,6 +74,8 @@ def build_trainer(
         if isinstance(callback, Samples):
             callback.begin(config)
     own_loggers = [build(node, f"logger.{name}") for name, node in config["logger"].items() if node is not None]
+    if config["matmul_precision"] is not None:  # on GPUs, of which a process of a sweep may serve several jobs
+        torch.set_float32_matmul_precision(config["matmul_precision"])
     checkpoints = config["checkpoint"]
     saving = checkpoints["enabled"] and not trainer["fast_dev_run"]
     if saving and config["task"] == "fit":

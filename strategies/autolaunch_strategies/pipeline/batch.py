@@ -72,6 +72,7 @@ class StagedBatch:
         self.root, self.pipeline, self.data_parallel, self.exchange = root, pipeline, data_parallel, exchange
         self.objective = Objective(pipeline)
         self._shared = SharedGradients(root, pipeline.cutting, pipeline)
+        self._units = _units_of_stages(data_parallel, pipeline)
         self._computed: Gradients = {}
         self._trained: tuple[bool, ...] = ()
         self._thaws: bool | None = None
@@ -198,13 +199,14 @@ class StagedBatch:
                 return step(tree_unflatten(parts[number], spec), items[number])
 
         self.data_parallel.gather_rest()
-        with self.data_parallel.several_backwards():
+        with self.data_parallel.several_backwards() as complete:
             microbatches = self.pipeline.run_schedule(
                 schedule,
                 run,
                 [share * scale for share in shares],
                 [(batched, shapes_of(part)) for part in parts],
                 keep_outputs=not self.objective.is_compared,
+                completed=lambda stage: complete(self._units[stage]),
             )
         if not self.pipeline.is_last:
             return TrainedBatch(microbatches, samples, None)
@@ -228,11 +230,11 @@ class StagedBatch:
             self._add_backward(loss, differentiate)
             return
         if self.is_exact:
-            with self.data_parallel.several_backwards():
+            with self.data_parallel.several_backwards() as complete:
                 if self.pipeline.is_last:
                     with self.pipeline.clock.busy():
                         differentiate()
-                self.pipeline.drain()
+                self.pipeline.drain(lambda stage: complete(self._units[stage]))
         else:
             add_gradients(self._computed)
             self._computed = {}
@@ -248,6 +250,17 @@ class StagedBatch:
             self.data_parallel.finish_backward()
             self._shared.sum()
         add_gradients(computed)
+
+
+def _units_of_stages(data_parallel: DataParallelModule, pipeline: Pipeline) -> dict[int, list[nn.Module]]:
+    """Stage of this rank -> what is sharded by itself and belongs to that stage alone, the last one first."""
+    units: dict[int, list[nn.Module]] = {stage: [] for stage in pipeline.stages}
+    for name, unit in reversed(data_parallel.units().items()):
+        holders = pipeline.cutting.holders
+        stages = {stage for own, _ in unit.named_parameters() for stage in holders.get(f"{name}.{own}", ())}
+        if len(stages) == 1 and (stage := stages.pop()) in units:
+            units[stage].append(unit)
+    return units
 
 
 @contextmanager

@@ -445,9 +445,11 @@ class Pipeline:
         self, structure: Structure, together: Filled, apart: Filled, leaves: list[Any]
     ) -> ConfigError | None:
         apart_values = apart.joined(self.axes)[0]
+        # What is fp32 there may come of products in another type.
+        narrow = torch.is_autocast_enabled(self.device.type)
         for leaf, value in together.joined(self.axes)[0].items():
             one, other = local_part(value), local_part(apart_values[leaf])
-            tolerance = 1e-3 if one.dtype in (torch.float32, torch.float64) else 5e-2
+            tolerance = 1e-3 if one.dtype.itemsize >= 4 and not narrow else 5e-2
             if one.shape != other.shape or (one.is_floating_point() and _far(one, other, tolerance)):
                 shapes = [tuple(item.shape) for item in leaves if isinstance(item, torch.Tensor)]
                 return ConfigError(
@@ -460,10 +462,14 @@ class Pipeline:
                 )
         return None
 
-    def drain(self) -> None:
-        """Run every microbatch backward through this rank's stages, once the loss has been differentiated."""
+    def drain(self, completed: Callable[[int], None]) -> None:
+        """Run every microbatch backward through this rank's stages, once the loss has been differentiated.
+
+        Args:
+            completed: is told each stage of this rank once nothing of it is left to be differentiated.
+        """
         assert len(self._filled) == 1, "one batch has been run forward"
-        self._drain(*self._filled.pop())
+        self._drain(*self._filled.pop(), completed)
 
     def drain_calls_in(self, loss: torch.Tensor, differentiate: Callable[[], Any]) -> None:
         """Differentiate `loss`, which every stage has, on the last one, and the calls it comes from on all of them.
@@ -480,7 +486,7 @@ class Pipeline:
                 differentiate()
         for place in reversed([place for place, is_wanted in enumerate(wanted) if is_wanted]):
             filled, works = self._filled.pop(place)
-            self._drain(filled, works)
+            self._drain(filled, works, lambda stage: None)  # another call may go through the same stages
             filled.forget()
             self._drained.append(filled)
 
@@ -506,7 +512,7 @@ class Pipeline:
             raise self.uses_outside(next(name for part in names for name in part))
         return wanted
 
-    def _drain(self, filled: Filled, works: dict[Job, Work]) -> None:
+    def _drain(self, filled: Filled, works: dict[Job, Work], completed: Callable[[int], None]) -> None:
         self._works = works
         handed: dict[Job, Gradients] = {}
         for stage in reversed(self.stages):
@@ -526,6 +532,7 @@ class Pipeline:
                     handed[Job(stage - 1, index)] = spread(sent, inputs)
                 elif stage > 0:
                     self.channel.send(sent, self._home(stage - 1))
+            completed(stage)
         self.channel.finish()
         with self.clock.busy():
             filled.differentiate_before()
@@ -587,6 +594,7 @@ class Pipeline:
         factors: Sequence[float | torch.Tensor],
         keys: Sequence[Any],
         keep_outputs: bool,
+        completed: Callable[[int], None],
     ) -> Microbatches:
         """Train on one batch: the step of every microbatch at every stage of this rank, forward and backward.
 
@@ -598,6 +606,7 @@ class Pipeline:
             factors: by what the loss of each microbatch is multiplied before it is differentiated.
             keys: per microbatch something hashable that is equal where shapes are.
             keep_outputs: keep what the model returned, for `replay`.
+            completed: is told each stage of this rank once nothing of it is left to be differentiated or sent.
         """
         self.clock.begin()
         keys = [(self._trained, key) for key in keys]
@@ -610,7 +619,9 @@ class Pipeline:
         put_off = PutOffWeights(self._weights) if parts_off else nullcontext()
         self._error = None
         with self._kept_numbers(), put_off:
-            for action in with_transfers(schedule)[self.pipe_rank]:
+            actions = with_transfers(schedule)[self.pipe_rank]
+            last = {action.stage: number for number, action in enumerate(actions)}
+            for number, action in enumerate(actions):
                 job = Job(action.stage, action.microbatch)
                 before, behind = Job(job.stage - 1, job.microbatch), Job(job.stage + 1, job.microbatch)
                 if action.kind is Kind.RECV_F:
@@ -640,6 +651,8 @@ class Pipeline:
                 elif action.kind is Kind.W:
                     with self.clock.busy():
                         add_weight_gradients(later.pop(job))
+                if number == last[action.stage]:
+                    completed(action.stage)
         self.channel.finish()
         self.clock.end()
         self.others_wait = True

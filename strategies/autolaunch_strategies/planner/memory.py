@@ -163,14 +163,17 @@ def _put_states(
     largest: Any = 0.0
     for suffix, kind, part in parts:
         dense = _over_mp(part.parameters - part.expert_parameters, part.sharded_parameters, c.mp)
-        gathered = _put_state(recipe, hardware, c, put, suffix, kind, dense, c.shard, dense * recipe.cast_bytes)
+        alone = suffix != "_shared" and (not suffix or not profile.shared_parameters)  # tied, both ends are one table
+        gathered = _put_state(recipe, hardware, c, put, suffix, kind, dense, c.shard, dense * recipe.cast_bytes, alone)
         if part.expert_parameters:
             experts = part.expert_parameters / c.expert_parts
             # Without ep a rank of mp computes with its own ones; compiled, with all, which the backward pass uses, too.
             whole = np.where((c.ep == 1) & (c.mp > 1) & (c.compile == 1), recipe.gathered_bytes, 0.0)
             held = np.where(c.compile == 1, c.ep, c.expert_parts)
             copies = part.expert_parameters / held * (recipe.cast_bytes + whole)
-            gathered = gathered + _put_state(recipe, hardware, c, put, suffix, kind, experts, c.expert_shard, copies)
+            gathered = gathered + _put_state(
+                recipe, hardware, c, put, suffix, kind, experts, c.expert_shard, copies, alone
+            )
         if not suffix:
             largest = np.maximum(largest, gathered)
     put("other", "gathered", largest)
@@ -186,6 +189,7 @@ def _put_state(
     count: Floats,
     over: Ints,
     copies: Floats,
+    alone: bool,
 ) -> Floats:
     """Put what so many parameters of a rank take; the bytes of those that are gathered at once.
 
@@ -194,6 +198,7 @@ def _put_state(
         count: [n], before dp shards them.
         over: [n]: over how many ranks it does.
         copies: [n]: bytes in other types, or whole, that a pass makes of them.
+        alone: whether they are gathered by themselves, not with everything that is outside of the blocks.
     """
     sharded = (c.level > 0) & (c.dp * c.cp > 1)
     shard = np.where(sharded, over, 1)
@@ -223,7 +228,9 @@ def _put_state(
         put("gradients", column, count * np.where(one_pass, in_pass, 0.0), kind)
     put("gradients", f"end{suffix}", count * gradient, kind)
     put("other", f"end{suffix}", count * at_end, kind)
-    put("parameters", f"state{suffix}", count * (gathered if suffix else np.where(freed, 0.0, gathered)), kind)
+    put("parameters", f"state{suffix}", count * (np.where(freed, 0.0, gathered) if alone else gathered), kind)
+    if suffix and alone:  # whole while it is used, at one end of the step
+        put("parameters", "before_works" if suffix == "_before" else "loss", count * np.where(freed, gathered, 0.0))
     if suffix:
         if suffix != "_before":  # a look-up in a table needs no copy of it
             put("parameters", f"state{suffix}", copies)
