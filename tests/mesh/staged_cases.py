@@ -40,7 +40,6 @@ def collectives() -> dict[str, Any]:
         into(f"all_reduce {op}", summed := own.clone(), dist.all_reduce(summed, getattr(dist.ReduceOp, op)))
     into("all_reduce async", summed := own.clone(), dist.all_reduce(summed, async_op=True))
     into("all_reduce of a number", number := torch.tensor(RANK + 2), dist.all_reduce(number))
-    into("all_reduce of columns", columns := own.clone().T, dist.all_reduce(columns.contiguous()))
     into("broadcast", told := own.clone(), dist.broadcast(told, 1))
     into("reduce", to_one := own.clone(), dist.reduce(to_one, 0)) if RANK == 0 else dist.reduce(own.clone(), 0)
     into("all_gather_single", gathered := empty(8, 6), all_gather_single(gathered, own, world))
@@ -92,6 +91,7 @@ def collectives() -> dict[str, Any]:
         dist.all_reduce(average)
         average /= 2
     results["average"] = average.tolist()
+    into("average scattered", share := empty(2, 6), dist.reduce_scatter_tensor(share, own, dist.ReduceOp.AVG))
     part = dist.new_group([0, 1])
     into("of a group", summed := own.clone(), dist.all_reduce(summed, group=part))
     return results

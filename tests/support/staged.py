@@ -19,11 +19,13 @@ NAME = "staged"
 
 
 class Copied(dist.Work):
-    """Ends when something in host memory has; `wait` copies what came to where it is wanted."""
+    """Ends when something in host memory has; `wait` copies what came, over `divisor`, to where it is wanted."""
 
-    def __init__(self, work: dist.Work, arriving: list[tuple[torch.Tensor, torch.Tensor]], staged: Any) -> None:
+    def __init__(
+        self, work: dist.Work, arriving: list[tuple[torch.Tensor, torch.Tensor]], staged: Any, divisor: int
+    ) -> None:
         super().__init__()
-        self._work, self._arriving, self._staged = work, arriving, staged
+        self._work, self._arriving, self._staged, self._divisor = work, arriving, staged, divisor
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -34,7 +36,7 @@ class Copied(dist.Work):
         else:
             self._work.wait(timeout)
         for tensor, host in self._arriving:
-            tensor.detach().copy_(host.view(tensor.shape))
+            tensor.detach().copy_((host if self._divisor == 1 else host / self._divisor).view(tensor.shape))
         self._arriving, self._staged = [], None
         return True
 
@@ -53,19 +55,15 @@ def _through_host_memory(name: str, arrives: bool = True) -> Callable[..., dist.
         staged = tree_map_only(torch.Tensor, _on_host, list(args))
         options = [item for item in (*args, *kwargs.values()) if hasattr(item, "reduceOp")]
         averages = [item for item in options if item.reduceOp == dist.ReduceOp.AVG]
-        for item in averages:  # which gloo can't
+        for item in averages:  # which gloo can't do in all of them
             item.reduceOp = dist.ReduceOp.SUM
         arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
         if arrives:
             arriving = list(zip(tree_flatten(args[0])[0], tree_flatten(staged[0])[0], strict=True))
         work: dist.Work = getattr(self.host, name)(*staged, **kwargs)
-        if averages:
-            work.wait()
-            for item in averages:
-                item.reduceOp = dist.ReduceOp.AVG
-            for _, host in arriving:
-                host /= self.size()
-        return Copied(work, arriving, staged)
+        for item in averages:
+            item.reduceOp = dist.ReduceOp.AVG
+        return Copied(work, arriving, staged, self.size() if averages else 1)
 
     return collective
 
