@@ -14,7 +14,8 @@ HERE = Path(__file__).parent
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
+    chosen = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize") if "device" in mark.args[0]}
+    if "device" in metafunc.fixturenames and not chosen:
         metafunc.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.full)], scope="module")
 
 

@@ -13,6 +13,7 @@ from autolaunch_strategies.config import AXES, AXIS_TABLE, SAME_DATA_AXES, SHARD
 from autolaunch_strategies.mesh.layout import Peers
 from autolaunch_strategies.torch_private.collectives import group_of_some
 from autolaunch_strategies.torch_private.meshes import flatten_mesh, join_meshes
+from autolaunch_strategies.torch_private.modes import outside_of_modes
 
 _DIMS = {axis.name: axis.dims for axis in AXIS_TABLE}
 _SHARDED_OVER = tuple(dim for axis in SHARDING_AXES for dim in _DIMS[axis] if dim != "dp_replicate")
@@ -127,8 +128,9 @@ class RankMesh:
         """
         names = self.device_mesh.mesh_dim_names
         assert names is not None
-        along = self.device_mesh.mesh.movedim(names.index(axis), -1)
-        lines = along.reshape(-1, along.shape[-1]).sort(dim=-1).values.tolist()  # as torch numbers ranks of a group
+        with outside_of_modes():
+            along = self.device_mesh.mesh.movedim(names.index(axis), -1)
+            lines = along.reshape(-1, along.shape[-1]).sort(dim=-1).values.tolist()  # as torch numbers ranks of a group
         place = next(line.index(dist.get_rank()) for line in lines if dist.get_rank() in line)
         rounds: list[list[tuple[int, int]]] = []  # in each, every place comes once at most
         for pair in pairs:
