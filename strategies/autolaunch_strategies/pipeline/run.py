@@ -123,6 +123,7 @@ class Pipeline:
         self.host = host_device(device, group)
         self.pipe_rank = pipe_rank(rank_of_stage, group.size(), group.rank())
         self.stages = stages_of(rank_of_stage, self.pipe_rank)
+        self._homes = [group_rank(rank_of_stage, group.size(), stage) for stage in range(len(rank_of_stage))]
         self.calls = 0
         """How often the model has been called in the present step."""
         self.others_wait = False
@@ -200,7 +201,7 @@ class Pipeline:
 
     def _home(self, stage: int) -> int:
         """The rank within the group that holds a stage."""
-        return group_rank(self.rank_of_stage, self.group.size(), stage)
+        return self._homes[stage]
 
     def _is_here(self, stage: int) -> bool:
         return stage in self.stages

@@ -156,7 +156,8 @@ class Channel:
         self, group: dist.ProcessGroup, routes: Mapping[tuple[int, int], dist.ProcessGroup], device: torch.device
     ) -> None:
         self.group, self.device = group, device
-        self._routes = routes
+        self._routes = {route: (pair, 1 - pair.rank()) for route, pair in routes.items()}
+        """The group of two, and the other one's rank in it."""
         self._host = host_device(device, group)  # the host needs the values of headers at once
         self._sent_headers: dict[int, dict[Any, Header]] = {}
         self._received_headers: dict[int, dict[Any, Header]] = {}
@@ -177,10 +178,10 @@ class Channel:
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         """Begin to send tensors to rank `to` of the group."""
-        route = self._routes[self.group.rank(), to]
+        route, other = self._routes[self.group.rank(), to]
         for tensor in tensors:
             kept = tensor.detach().contiguous()
-            work = dist.isend(kept, group=route, group_dst=1 - route.rank())
+            work = dist.isend(kept, group=route, group_dst=other)
             assert work is not None
             self._running.append((work, kept))
         while self._running and self._running[0][0].is_completed():
@@ -194,11 +195,11 @@ class Channel:
         Args:
             device: where they are; by default where the rank computes.
         """
-        route = self._routes[source, self.group.rank()]
+        route, other = self._routes[source, self.group.rank()]
         buffers = [torch.empty(shape, dtype=dtype, device=device or self.device) for shape, dtype in shapes]
         works = []
         for buffer in buffers:
-            work = dist.irecv(buffer, group=route, group_src=1 - route.rank())
+            work = dist.irecv(buffer, group=route, group_src=other)
             assert work is not None
             works.append(work)
         return buffers, works
