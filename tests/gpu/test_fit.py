@@ -105,8 +105,9 @@ def test_float8_is_close_to_bf16_and_not_the_same(fit: Fit, checkpoint: Path, co
         assert found != expected, name
 
 
-def test_a_compiled_run_computes_what_an_eager_one_does(fit: Fit, checkpoint: Path, on_gpu: Run) -> None:
-    run = fit("trainer.accelerator=gpu", f"trainer.max_steps={LAST}", f"ckpt_path={checkpoint}", "compile=true")
+@pytest.mark.parametrize("mode", ["true", "max-autotune-no-cudagraphs"])
+def test_a_compiled_run_computes_what_an_eager_one_does(fit: Fit, checkpoint: Path, on_gpu: Run, mode: str) -> None:
+    run = fit("trainer.accelerator=gpu", f"trainer.max_steps={LAST}", f"ckpt_path={checkpoint}", f"compile={mode}")
     assert_same_curve(run, on_gpu, after=FIRST, tolerance=1e-4)
 
 

@@ -38,13 +38,14 @@ from autolaunch_strategies.pipeline.placement import group_rank, pipe_rank, stag
 from autolaunch_strategies.pipeline.record import Leaf
 from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
 from autolaunch_strategies.pipeline.structure import Structure, Structures, batch_size
-from autolaunch_strategies.pipeline.transfer import Axes, Channel, Header, LeafMeta, local_part
+from autolaunch_strategies.pipeline.transfer import Arrivals, Axes, Channel, Header, LeafMeta, local_part
 from autolaunch_strategies.pipeline.weight_gradients import PutOffWeights, WeightGradients, add_weight_gradients
 from autolaunch_strategies.schedules.schedule import (
+    Action,
     Kind,
     Schedule,
+    fill_and_drain,
     fitting_microbatches,
-    forward_only,
     schedule_for_batch,
     with_transfers,
 )
@@ -75,11 +76,17 @@ class Job(NamedTuple):
 
 @dataclass
 class _Arrival:
-    """What a job starts from: this rank's parts of what is carried."""
+    """What comes from another stage: this rank's parts of what is carried, or gradients of what was sent."""
 
     parts: list[torch.Tensor]
-    header: Header
     works: list[dist.Work] = field(default_factory=list)
+    header: Header = field(default_factory=lambda: Header((), ()))
+    """Of what is carried."""
+
+    def wait(self) -> None:
+        """Until it is there; on a GPU what is computed from now on waits, and not the host."""
+        for work in self.works:
+            work.wait()
 
 
 class Pipeline:
@@ -99,6 +106,7 @@ class Pipeline:
         rank_of_stage: tuple[int, ...],
         group: dist.ProcessGroup,
         axes: Axes,
+        channel: Channel,
         device: torch.device,
     ) -> None:
         """Take over the calls of the pipelined model in `root`. Not collective.
@@ -106,6 +114,7 @@ class Pipeline:
         Args:
             rank_of_stage: the pipe rank of every stage.
             group: this rank's peers that hold the other stages.
+            channel: to them.
         """
         self.root, self.cutting, self.held, self.structures = root, cutting, held, structures
         self.config, self.rank_of_stage, self.group, self.device = config, rank_of_stage, group, device
@@ -114,13 +123,14 @@ class Pipeline:
         self.host = host_device(device, group)
         self.pipe_rank = pipe_rank(rank_of_stage, group.size(), group.rank())
         self.stages = stages_of(rank_of_stage, self.pipe_rank)
+        self._homes = [group_rank(rank_of_stage, group.size(), stage) for stage in range(len(rank_of_stage))]
         self.calls = 0
         """How often the model has been called in the present step."""
         self.others_wait = False
         """Whether the other stages have done their part of the present step; they can be told of an error then."""
         self.number = 0
         """Of the present step: part of the seeds of what stages draw at random."""
-        self.channel = Channel(group, device)
+        self.channel = channel
         self.clock = IdleClock(device)
         self._own_call = intercepted(self.model)
         self.staged = StagedModel(self.model, cutting, self.stages, axes, device)
@@ -191,7 +201,7 @@ class Pipeline:
 
     def _home(self, stage: int) -> int:
         """The rank within the group that holds a stage."""
-        return group_rank(self.rank_of_stage, self.group.size(), stage)
+        return self._homes[stage]
 
     def _is_here(self, stage: int) -> bool:
         return stage in self.stages
@@ -380,20 +390,22 @@ class Pipeline:
         parts = cut_leaves(leaves, filled.structure.batched, filled.count)
         keys = [(kind, self._trained, shapes_of(part)) for part in parts]
         samples = [filled.structure.samples(part) for part in parts]
-        arrivals: dict[Job, _Arrival] = {}
-        for action in with_transfers(forward_only(self.rank_of_stage, filled.count))[self.pipe_rank]:
+        arrivals = Arrivals(self._begin(keys))
+        handed: dict[Job, _Arrival] = {}
+        for action in fill_and_drain(self.rank_of_stage, filled.count)[0][self.pipe_rank]:
             job = Job(action.stage, action.microbatch)
             if action.kind is Kind.RECV_F:
-                arrivals[job] = self._receive(job, keys[job.microbatch])
+                arrivals.expect(action, self._home(job.stage - 1))
                 continue
             if action.kind is Kind.F:
                 part_args, part_kwargs = tree_unflatten(parts[job.microbatch], spec)
+                arrival = handed.pop(job) if job in handed else self._arrived(arrivals, job)
                 with drawing_of_part(sum(samples[: job.microbatch]), samples[job.microbatch], sum(samples)):
-                    self._forward(filled.structure, job, arrivals.pop(job, None), part_args, part_kwargs, stop=True)
+                    self._forward(filled.structure, job, arrival, part_args, part_kwargs, stop=True)
                 if job.stage == self.last_stage:
                     filled.take(self._works[job])
                 elif self._is_here(job.stage + 1):
-                    arrivals[Job(job.stage + 1, job.microbatch)] = self._handed_on(job)
+                    handed[Job(job.stage + 1, job.microbatch)] = self._handed_on(job)
                 else:
                     continue  # what is made is sent next
             else:
@@ -514,25 +526,28 @@ class Pipeline:
 
     def _drain(self, filled: Filled, works: dict[Job, Work], completed: Callable[[int], None]) -> None:
         self._works = works
+        arrivals = Arrivals(self._begin(()))
         handed: dict[Job, Gradients] = {}
-        for stage in reversed(self.stages):
-            for index in range(filled.count):
-                job = Job(stage, index)
-                if stage == self.last_stage:
-                    gradients = filled.gradients(index)
-                elif job in handed:
-                    gradients = handed.pop(job)
+        made: dict[Job, list[torch.Tensor]] = {}
+        actions = fill_and_drain(self.rank_of_stage, filled.count)[1][self.pipe_rank]
+        last = {action.stage: number for number, action in enumerate(actions)}
+        for number, action in enumerate(actions):
+            job = Job(action.stage, action.microbatch)
+            if action.kind is Kind.RECV_B:
+                arrivals.expect(action, self._home(job.stage + 1))
+            elif action.kind is Kind.B:
+                if job.stage == self.last_stage:
+                    gradients = filled.gradients(job.microbatch)
                 else:
-                    gradients, receives = self._begin_gradients(job)
-                    for receive in receives:
-                        receive.wait()
+                    gradients = handed.pop(job) if job in handed else self._arrived_gradients(arrivals, job)
                 inputs = self._works[job].inputs
-                sent = self._backward(job, gradients)
-                if stage > 0 and self._is_here(stage - 1):
-                    handed[Job(stage - 1, index)] = spread(sent, inputs)
-                elif stage > 0:
-                    self.channel.send(sent, self._home(stage - 1))
-            completed(stage)
+                made[job] = self._backward(job, gradients)
+                if job.stage > 0 and self._is_here(job.stage - 1):
+                    handed[Job(job.stage - 1, job.microbatch)] = spread(made.pop(job), inputs)
+            else:
+                self.channel.send(made.pop(job), self._home(job.stage - 1))
+            if number == last[action.stage]:
+                completed(action.stage)
         self.channel.finish()
         with self.clock.busy():
             filled.differentiate_before()
@@ -611,8 +626,9 @@ class Pipeline:
         self.clock.begin()
         keys = [(self._trained, key) for key in keys]
         results = Microbatches(works=[] if keep_outputs else None)
-        arrivals: dict[Job, _Arrival] = {}
-        gradients: dict[Job, tuple[Gradients, list[dist.Work]]] = {}
+        arrivals = Arrivals(self._begin(keys))
+        handed: dict[Job, _Arrival] = {}
+        handed_back: dict[Job, Gradients] = {}
         input_gradients: dict[Job, list[torch.Tensor]] = {}
         later: dict[Job, Any] = {}
         parts_off = any(action.kind is Kind.W for actions in schedule.actions for action in actions)
@@ -625,27 +641,28 @@ class Pipeline:
                 job = Job(action.stage, action.microbatch)
                 before, behind = Job(job.stage - 1, job.microbatch), Job(job.stage + 1, job.microbatch)
                 if action.kind is Kind.RECV_F:
-                    arrivals[job] = self._receive(job, keys[job.microbatch])
+                    arrivals.expect(action, self._home(before.stage))
                 elif action.kind is Kind.F:
-                    self._step_of(job, arrivals.pop(job, None), step, factors[job.microbatch], results)
+                    arrival = handed.pop(job) if job in handed else self._arrived(arrivals, job)
+                    self._step_of(job, arrival, step, factors[job.microbatch], results)
                     if job.stage != self.last_stage and self._is_here(behind.stage):
-                        arrivals[behind] = self._handed_on(job)
+                        handed[behind] = self._handed_on(job)
                 elif action.kind is Kind.SEND_F:
                     self._send(job, keys[job.microbatch])
                 elif action.kind is Kind.RECV_B:
-                    gradients[job] = self._begin_gradients(job)
+                    arrivals.expect(action, self._home(behind.stage))
                 elif action.kind in (Kind.B, Kind.I):
-                    arrived, works = gradients.pop(job, ((None,), []))
-                    for work in works:
-                        work.wait()
                     if job.stage == self.last_stage:
-                        arrived = [torch.ones_like(output) for output in self._works[job].outputs]
+                        gradients: Gradients = [torch.ones_like(output) for output in self._works[job].outputs]
+                    else:
+                        here = job in handed_back
+                        gradients = handed_back.pop(job) if here else self._arrived_gradients(arrivals, job)
                     inputs = self._works[job].inputs
-                    input_gradients[job] = self._backward(job, arrived, put_off=action.kind is Kind.I)
+                    input_gradients[job] = self._backward(job, gradients, put_off=action.kind is Kind.I)
                     if action.kind is Kind.I:
                         later[job] = self._weights.take()
                     if before.stage >= 0 and self._is_here(before.stage):
-                        gradients[before] = spread(input_gradients.pop(job), inputs), []
+                        handed_back[before] = spread(input_gradients.pop(job), inputs)
                 elif action.kind is Kind.SEND_B:
                     self.channel.send(input_gradients.pop(job), self._home(before.stage))
                 elif action.kind is Kind.W:
@@ -750,8 +767,7 @@ class Pipeline:
         known: dict[Leaf, torch.Tensor] = {}
         inputs: list[torch.Tensor] = []
         if arrival is not None:
-            for work in arrival.works:
-                work.wait()
+            arrival.wait()
             for leaf, part in zip(arrival.header.carry, arrival.parts, strict=True):
                 meta = arrival.header.metas[leaf.call][leaf.place]
                 if meta.requires_grad and torch.is_grad_enabled():
@@ -792,24 +808,43 @@ class Pipeline:
     def _handed_on(self, job: Job) -> _Arrival:
         """What the next stage starts from, where it is on this rank, too."""
         work = self._works[job]
-        return _Arrival([part.detach() for part in work.outputs], work.header)
+        return _Arrival([part.detach() for part in work.outputs], header=work.header)
 
     def _send(self, job: Job, key: Any) -> None:
         work, to = self._works[job], self._home(job.stage + 1)
         self.channel.send_header((job.stage + 1, key), work.header, to)
         self.channel.send(work.outputs, to)
 
-    def _receive(self, job: Job, key: Any) -> _Arrival:
-        source = self._home(job.stage - 1)
-        header = self.channel.receive_header((job.stage, key), source)
-        parts, works = self.channel.receive(header.shapes(self.axes), source)
-        return _Arrival(parts, header, works)
+    def _begin(self, keys: Sequence[Any]) -> Callable[[Action, bool], _Arrival | None]:
+        """How receives begin, for `Arrivals`. `keys` of every microbatch say which header tells shapes."""
 
-    def _begin_gradients(self, job: Job) -> tuple[Gradients, list[dist.Work]]:
-        outputs = self._works[job].outputs
-        shapes = [(tuple(item.shape), item.dtype) for item in outputs if item.requires_grad]
-        buffers, works = self.channel.receive(shapes, self._home(job.stage + 1))
-        return spread(buffers, outputs), works
+        def begin(action: Action, wait: bool) -> _Arrival | None:
+            job = Job(action.stage, action.microbatch)
+            if action.kind is Kind.RECV_B:
+                outputs = self._works[job].outputs
+                source = self._home(job.stage + 1)
+                shapes = [(tuple(item.shape), item.dtype) for item in outputs if item.requires_grad]
+                return _Arrival(*self.channel.receive(shapes, source))
+            source = self._home(job.stage - 1)
+            key = (job.stage, keys[job.microbatch])
+            if not wait and not self.channel.knows_header(key, source):
+                return None
+            header = self.channel.receive_header(key, source)
+            return _Arrival(*self.channel.receive(header.shapes(self.axes), source), header)
+
+        return begin
+
+    def _arrived(self, arrivals: Arrivals[Action, _Arrival], job: Job) -> _Arrival | None:
+        """What a job starts from, begun to be received; None at the first stage."""
+        if job.stage == 0:
+            return None
+        return arrivals.take(Action(Kind.RECV_F, *job), self._home(job.stage - 1))
+
+    def _arrived_gradients(self, arrivals: Arrivals[Action, _Arrival], job: Job) -> Gradients:
+        """The gradients of what a job sent to another rank."""
+        arrival = arrivals.take(Action(Kind.RECV_B, *job), self._home(job.stage + 1))
+        arrival.wait()
+        return spread(arrival.parts, self._works[job].outputs)
 
     @contextmanager
     def _own_numbers(self, stage: int | str, index: int) -> Iterator[None]:
