@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from autolaunch_strategies.model.parts import modules_of, parameters_of
+from autolaunch_strategies.model.parts import modules_of, parameters_in
 
 
 def test_parts_are_those_of_torch() -> None:
@@ -14,4 +14,4 @@ def test_parts_are_those_of_torch() -> None:
     model.last["b"].weight = shared.weight
     model.register_parameter("missing", None)
     assert modules_of(model) == list(model.modules())
-    assert list(map(id, parameters_of(model))) == list(map(id, model.parameters()))
+    assert list(map(id, parameters_in(modules_of(model)))) == list(map(id, model.parameters()))

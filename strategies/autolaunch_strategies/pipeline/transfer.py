@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,7 @@ class SequenceDim:
     positions: Positions
 
 
-@dataclass(frozen=True)
-class LeafMeta:
+class LeafMeta(NamedTuple):
     """What a stage has to know of a leaf that another one made."""
 
     shape: tuple[int, ...]
@@ -57,7 +56,7 @@ class LeafMeta:
     def of(cls, leaf: Any) -> LeafMeta:
         """The meta of a leaf; what is neither a tensor nor plain data counts as None."""
         if isinstance(leaf, SequenceShard):
-            return replace(cls.of(leaf.local), sequence=SequenceDim(leaf.sequence_dim, leaf.positions))
+            return cls.of(leaf.local)._replace(sequence=SequenceDim(leaf.sequence_dim, leaf.positions))
         if isinstance(leaf, DTensor):
             return cls(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.placements))
         if isinstance(leaf, torch.Tensor):
@@ -81,7 +80,7 @@ class LeafMeta:
             positions = sequence.positions.one_row()
             rows = sum(part.sequence.positions.rows or 0 for part in parts if part.sequence is not None)
             sequence = SequenceDim(dim, positions.flattened(rows))
-        return replace(self, shape=tuple(shape), sequence=sequence)
+        return self._replace(shape=tuple(shape), sequence=sequence)
 
     def wrapped(self, local: torch.Tensor, axes: Axes) -> torch.Tensor:
         """`local` (this rank's part) as the leaf, differentiably."""
@@ -98,6 +97,8 @@ class LeafMeta:
 
 def local_part(leaf: torch.Tensor) -> torch.Tensor:
     """This rank's part of a leaf as a plain tensor, differentiably."""
+    if type(leaf) is torch.Tensor:
+        return leaf
     if isinstance(leaf, SequenceShard):
         leaf = leaf.local
     return leaf.to_local() if isinstance(leaf, DTensor) else leaf
@@ -105,6 +106,8 @@ def local_part(leaf: torch.Tensor) -> torch.Tensor:
 
 def closed(leaf: Any) -> Any:
     """A leaf that can travel: a DTensor without open sums; anything else as it is."""
+    if type(leaf) is torch.Tensor:
+        return leaf
     if isinstance(leaf, SequenceShard):
         local = closed(leaf.local)
         return leaf if local is leaf.local else SequenceShard.of(local, leaf.sequence_dim, leaf.positions, leaf.group)
@@ -117,8 +120,7 @@ Metas = tuple[tuple[LeafMeta, ...], ...]
 """Of every unit call so far, of every leaf."""
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What will cross the cut in front of a stage; sent to it once."""
 
     metas: Metas
