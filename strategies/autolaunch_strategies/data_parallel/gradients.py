@@ -7,11 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from autolaunch_strategies.data_parallel.groups import GradientGroup
@@ -266,23 +268,22 @@ def gradient_norm(
     """
     groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
     homes: dict[tuple[dist.ProcessGroup, ...], torch.device] = {}
+    placed: Any = None
+    groups_of_placed: tuple[dist.ProcessGroup, ...] = ()
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None or not counted(parameter):
             continue
         sharded_over: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
-            if any(placement.is_partial() for placement in gradient.placements):
-                gradient = gradient.redistribute(
-                    placements=[Replicate() if item.is_partial() else item for item in gradient.placements]
-                )
-            sharded_over = tuple(
-                gradient.device_mesh.get_group(dim)
-                for dim, placement in enumerate(gradient.placements)
-                if not placement.is_replicate()
-            )
+            gradient = _without_addends(gradient)
+            if placed != (gradient.device_mesh, gradient.placements):  # those of most are those of the one before
+                placed = gradient.device_mesh, gradient.placements
+                groups_of_placed = _sharded_over(*placed)
+            sharded_over = groups_of_placed
         groups[sharded_over].append(_dense(_local(gradient)))
-        homes[sharded_over] = _where_it_travels(gradient)
+        if sharded_over not in homes:
+            homes[sharded_over] = _where_it_travels(gradient)
     operator = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     total: torch.Tensor | None = None
     for sharded_over, gradients in groups.items():
@@ -306,6 +307,18 @@ def gradient_norm(
         total = total.double()
         dist.all_reduce(total, op=operator, group=pipeline_group)
     return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).to(precision)
+
+
+def _without_addends(gradient: DTensor) -> DTensor:
+    for placement in gradient.placements:
+        if placement.is_partial():
+            summed = [Replicate() if item.is_partial() else item for item in gradient.placements]
+            return gradient.redistribute(placements=summed)
+    return gradient
+
+
+def _sharded_over(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
 def _widest(precision: torch.dtype, group: dist.ProcessGroup, device: torch.device) -> torch.dtype:
