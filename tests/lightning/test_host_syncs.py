@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lightning.host_sync_cases import STEPS, watched
+from tests.lightning.host_sync_cases import GROUPS, STEPS, watched
 from tests.support.host_reads import HostReads
 from tests.support.one_rank import without_process_group
 from tests.support.ranks import GroupOf
@@ -52,7 +52,7 @@ def test_reads_are_seen() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ["level 0", "level 3", "1f1b", "exact", "ring"])
+@pytest.mark.parametrize("case", GROUPS["two"])
 def test_neither_does_one_on_a_mesh(group_of: GroupOf, case: str) -> None:
     ranks: Any = group_of(CASES, "two", 2)
     for found in ranks.read_all(case):
