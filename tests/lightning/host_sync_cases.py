@@ -77,13 +77,6 @@ def staged(schedule: str) -> dict[str, Any]:
 
 
 WHOLE = {"dp": {"sharding_level": 0}}
-MIXTURE = {
-    "name": "hf", "config": {
-        "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
 GROUPS: dict[str, dict[str, Any]] = {
     "two": {
         "level 0": partial(watched, mesh=mesh(dp=2), **WHOLE),
@@ -101,7 +94,6 @@ GROUPS: dict[str, dict[str, Any]] = {
             backend: partial(watched, mesh=mesh(cp=2), cp={"backend": backend})
             for backend in ("ring", "gather", "ulysses")
         },
-        "experts": partial(watched, mesh=mesh(dp=2), ep=2, model=MIXTURE, dp={"sharding_level": 3}),
     },
 }
 
