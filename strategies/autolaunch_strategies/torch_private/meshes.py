@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from autolaunch_strategies.torch_private.modes import outside_of_modes
 
 
 def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
@@ -33,7 +35,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_index(tensor: DTensor) -> tuple[slice, ...]:
     """Which part of the whole tensor this rank holds, as one slice per dim."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = _part(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
@@ -47,7 +49,25 @@ def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 def local_shape(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> tuple[int, ...]:
     """The shape of this rank's part of a DTensor of the given shape."""
-    return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, tuple(placements))[0])
+    return _part(torch.Size(shape), mesh, tuple(placements))[0]
+
+
+_Part = tuple[tuple[int, ...], tuple[int, ...]]
+_PARTS: dict[Hashable, _Part] = {}
+
+
+def _part(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]) -> _Part:
+    """(shape, offset) of this rank's part.
+
+    Where two axes shard one dim torch lists every index of the dim and cuts the list for all ranks: on a large mesh
+    that takes longer than all else, and layers ask for the same again. Not of modes: the list is one of values.
+    """
+    key = (shape, tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), placements)
+    if key not in _PARTS:
+        with outside_of_modes():
+            own_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+        _PARTS[key] = tuple(own_shape), tuple(offset)
+    return _PARTS[key]
 
 
 def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
