@@ -8,7 +8,7 @@ A step of eight tiny llama blocks: forward, backward, AdamW. Ours under Lightnin
 that the machine's drift hits both. Printed are the medians of processor ms of all ranks for each block and microbatch
 that they run, and of the ratio of neighbouring turns. The loops by hand take the fused AdamW, as ours do. With --calls
 it is the functions that Python calls in a step, of all ranks, and not time: the same on a machine that others load.
-Lightning's own loop is some 1,000 of them on each rank, whatever the model.
+Lightning's own loop is some 1,500 of them on each rank, whatever the model (1,000 with pp, where a turn is one step).
 
 Of mp (seq_parallel, tensor_parallel), without a Trainer: torch's own styles (`mp_step_time`), ours, ours with
 compile=true, and plain local tensors with two all-reduces per block, as Megatron does it, which is what can be reached;
