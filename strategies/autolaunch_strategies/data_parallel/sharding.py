@@ -30,6 +30,7 @@ from autolaunch_strategies.data_parallel.groups import GradientGroup
 from autolaunch_strategies.data_parallel.outside import GathersOnUse
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
+from autolaunch_strategies.model.parts import modules_of
 from autolaunch_strategies.torch_private.fsdp import (
     abandon_several_backwards,
     begin_several_backwards,
@@ -163,7 +164,7 @@ class DataParallelModule:
         """Free every gathered parameter. After an optimizer step their values are old."""
         if not isinstance(self.root, FSDPModule):
             return
-        for module in self.root.modules():
+        for module in modules_of(self.root):
             if isinstance(module, FSDPModule):
                 end_left_forward(module)  # a stage leaves the forward of its model behind its own part
                 module.reshard()

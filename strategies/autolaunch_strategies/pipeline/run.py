@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from autolaunch_strategies.config import ConfigError, PipelineParallel
-from autolaunch_strategies.model.parts import parameters_of
+from autolaunch_strategies.context.arguments import is_simple
+from autolaunch_strategies.model.parts import modules_of, parameters_in
 from autolaunch_strategies.model.random_positions import drawing, drawing_now, drawing_of_part
 from autolaunch_strategies.pipeline.absent import INSTEAD, ReadOfAbsent
 from autolaunch_strategies.pipeline.cut import Cutting, Held
@@ -151,6 +152,8 @@ class Pipeline:
         self._samples_checked = False
         self._is_cut = True
         """False once it is known that only a whole batch gives what the model gives."""
+        self.holders: list[nn.Module] = []
+        """The modules that have parameters of their own, as they are in the present step."""
         self._batch_norms, self._warned_of_statistics = batch_norms(self.model), False
         self._seed_of_step = torch.initial_seed()
         self.drew_in_replay = False
@@ -215,7 +218,8 @@ class Pipeline:
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         if self.staged.running:
             return self._call(*args, **kwargs)
-        open_dataclasses((args, kwargs))
+        if not is_simple(args, kwargs):
+            open_dataclasses((args, kwargs))
         if self._in_step is None:
             return self._forward_only(args, kwargs)
         self.calls += 1
@@ -555,6 +559,7 @@ class Pipeline:
 
     def forget(self) -> None:
         """Begin a step: drop what one left behind that failed halfway."""
+        self.holders = [module for module in modules_of(self.root) if module._parameters]
         self._seed_of_step = torch.initial_seed()
         self.others_wait = False
         self._filled.clear()
@@ -800,7 +805,7 @@ class Pipeline:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
             self._weights.put_off = False
             if job.microbatch == 0:  # the others add to what it has made
-                separate_gradients(parameters_of(self.model))
+                separate_gradients(parameters_in(self.holders))
         return [
             torch.zeros_like(part) if part.grad is None else part.grad for part in work.inputs if part.requires_grad
         ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,7 @@ class SequenceDim:
     positions: Positions
 
 
-@dataclass(frozen=True)
-class LeafMeta:
+class LeafMeta(NamedTuple):
     """What a stage has to know of a leaf that another one made."""
 
     shape: tuple[int, ...]
@@ -59,7 +58,7 @@ class LeafMeta:
     def of(cls, leaf: Any) -> LeafMeta:
         """The meta of a leaf; what is neither a tensor nor plain data counts as None."""
         if isinstance(leaf, SequenceShard):
-            return replace(cls.of(leaf.local), sequence=SequenceDim(leaf.sequence_dim, leaf.positions))
+            return cls.of(leaf.local)._replace(sequence=SequenceDim(leaf.sequence_dim, leaf.positions))
         if isinstance(leaf, DTensor):
             return cls(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.placements))
         if isinstance(leaf, torch.Tensor):
@@ -83,7 +82,7 @@ class LeafMeta:
             positions = sequence.positions.one_row()
             rows = sum(part.sequence.positions.rows or 0 for part in parts if part.sequence is not None)
             sequence = SequenceDim(dim, positions.flattened(rows))
-        return replace(self, shape=tuple(shape), sequence=sequence)
+        return self._replace(shape=tuple(shape), sequence=sequence)
 
     def wrapped(self, local: torch.Tensor, axes: Axes) -> torch.Tensor:
         """`local` (this rank's part) as the leaf, differentiably."""
@@ -100,6 +99,8 @@ class LeafMeta:
 
 def local_part(leaf: torch.Tensor) -> torch.Tensor:
     """This rank's part of a leaf as a plain tensor, differentiably."""
+    if type(leaf) is torch.Tensor:
+        return leaf
     if isinstance(leaf, SequenceShard):
         leaf = leaf.local
     return leaf.to_local() if isinstance(leaf, DTensor) else leaf
@@ -107,6 +108,8 @@ def local_part(leaf: torch.Tensor) -> torch.Tensor:
 
 def closed(leaf: Any) -> Any:
     """A leaf that can travel: a DTensor without open sums; anything else as it is."""
+    if type(leaf) is torch.Tensor:
+        return leaf
     if isinstance(leaf, SequenceShard):
         local = closed(leaf.local)
         return leaf if local is leaf.local else SequenceShard.of(local, leaf.sequence_dim, leaf.positions, leaf.group)
@@ -119,8 +122,7 @@ Metas = tuple[tuple[LeafMeta, ...], ...]
 """Of every unit call so far, of every leaf."""
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What will cross the cut in front of a stage; sent to it once."""
 
     metas: Metas
