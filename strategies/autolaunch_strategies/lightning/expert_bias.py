@@ -70,7 +70,7 @@ class ExpertBias(pl.Callback):
     def _found(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Names of mixtures -> the module beside them that has the bias."""
         for mixture in countable_mixtures(model):
-            around = model.get_submodule(mixture.name.rpartition(".")[0])
+            around = model.get_submodule(mixture.place.rpartition(".")[0])
             for module in around.modules():
                 bias = module._buffers.get(self.name)
                 if bias is not None and bias.shape == (mixture.experts,):
