@@ -63,6 +63,16 @@ WRONG = [
         id="experts-of-a-dense-model",
     ),
     pytest.param(
+        ["model=hf", "model.config.model_type=qwen3", "mesh=2", "ep=2"],
+        Told("ep=2 with model=hf", "no mixture of experts", allowed=("ep=1",), write="ep=1"),
+        id="experts-of-a-dense-model-of-transformers",
+    ),
+    pytest.param(
+        ["model=hf", "model.config.model_type=qwen3_moe", "mesh=6", "ep=3", "data.batch_size=6"],
+        Told("ep=3 with model=hf", "128 experts can't be shared out evenly", allowed=("1, 2",), write="ep=2"),
+        id="more-ranks-than-experts-by-default-divide-by",
+    ),
+    pytest.param(
         ["model=hf", "model.config.model_type=mixtral", "+model.config.num_local_experts=6", "mesh=4", "ep=4"],
         Told("ep=4 with model=hf", "6 experts can't be shared out evenly", allowed=("1, 2",), write="ep=2"),
         id="more-ranks-than-experts-divide-by",

@@ -295,6 +295,33 @@ GROUPS: dict[str, list[str]] = {
 }  # fmt: skip
 """Ranks -> cases."""
 
+_MESHES = [
+    ("2", "2", 2), ("4", "4", 2), ("4", "4", 4), ("2", "1x2", 2), ("4", "2x2", 2), ("4", "2x2", 4), ("2", "1x1x2", 1),
+    ("2", "dp1xcp2", 2), ("4", "2x1x2", 2), ("8", "2x2x2", 2), ("8", "2x2x2", 4),
+]  # fmt: skip
+"""(ranks, mesh, ep); with one rank of dp x cp x mp there is no other degree than 1."""
+
+
+def _product() -> dict[tuple[int, int], tuple[str, str]]:
+    """(model, mesh), by their places -> (ranks, case): every model on every mesh, what else there is in turns."""
+    product = {}
+    for row, name in enumerate(model for model in ("own", *MODELS) if model != "nemotron_h"):
+        for column, (ranks, mesh, ep) in enumerate(_MESHES):
+            turn, stages = row + column, mesh.endswith("x2") and mesh.count("x") == 2
+            settings = [f"ep={ep}", f"dp={(turn + column) % 4}"]
+            settings += [f"pp={('1f1b', 'exact', 'gpipe')[turn % 3]}"] if stages else []
+            settings += [f"mp={('auto', 'seq_parallel')[row % 2]}"] if mesh.startswith(("1x2", "2x2")) else []
+            settings += [f"cp={('gather', 'ring', 'ulysses')[turn % 3]}"] if "cp" in mesh else []
+            product[row, column] = ranks, f"{name}:{mesh}:{','.join(settings)}"
+    return product
+
+
+PRODUCT = _product()
+DAILY = [case for (row, column), (_, case) in PRODUCT.items() if row == column]
+"""Each model once, each on another mesh."""
+for number, case_of in PRODUCT.values():
+    GROUPS[number].append(case_of)
+
 if __name__ == "__main__":
     with no_compiler():
         serve({ranks: {case: parsed(case) for case in cases} for ranks, cases in GROUPS.items()}, tensors=True)

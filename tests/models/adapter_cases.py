@@ -58,8 +58,7 @@ def job(name: str) -> dict[str, Any]:
     family, keys = ADAPTED[name]
     if family in CAUSAL or family == "deepseek_v3":
         sizes = CAUSAL[family] if family in CAUSAL else MORE[family][1]
-        fields = {key: value for key, value in sizes.items() if (family, key) != ("qwen3_moe", "head_dim")}
-        model: dict[str, Any] = {"name": "hf", "config": {**fields, "model_type": family}}
+        model: dict[str, Any] = {"name": "hf", "config": {**sizes, "model_type": family}}
     else:
         model = {"_target_": "tests.models.adapter_cases.family_model", "family": family, "loss": "output"}
     adapter = {**dataclasses.asdict(Adapter()), "r": 4, **keys}
