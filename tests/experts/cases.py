@@ -283,7 +283,7 @@ GROUPS: dict[str, list[str]] = {
     "4": [
         "own:2x2:ep=4,dp=3,mp=auto", "own:4:ep=2,dp=3,accumulate=2,recompute=selective", "own:2x1x2:ep=2,pp=1f1b",
         "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2,bias=1", "olmoe:4:ep=2,dp=0",
-        "deepseek_v3:4:ep=4,dp=2,compile=1", "glm4_moe:4:ep=2,replicate=2,bias=1,recompute=full,accumulate=2",
+        "deepseek_v3:4:ep=4,dp=2,bias=1,compile=1", "glm4_moe:4:ep=2,replicate=2,bias=1,recompute=full,accumulate=2",
         "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1,compile=1",
         "mixtral:1x4:ep=2,recompute=selective,accumulate=8",
         "gpt_oss:2x2:ep=1,dp=3,recompute=selective", "qwen3_moe:1x2x2:ep=1,pp=1f1b",

@@ -90,6 +90,10 @@ def test_a_bias_that_can_not_follow_the_load_is_refused() -> None:
     trainer = SimpleNamespace(strategy=MeshStrategy(mesh="1"))
     with pytest.raises(ConfigError, match="no mixture of experts in the model has a router with a buffer 'e_score"):
         ExpertBias().setup(trainer, Module(made("mixtral", {})), "fit")
+    trainer = SimpleNamespace(strategy=MeshStrategy(mesh="1", compile=True))
+    with pytest.raises(ConfigError, match="with compile") as raised:
+        ExpertBias().setup(trainer, Module(made("deepseek_v3", {})), "fit")
+    assert "ep above 1" in str(raised.value) and raised.value.write == "compile=false"
     with pytest.raises(ConfigError, match="more than 0"):
         ExpertBias(rate=0)
 
