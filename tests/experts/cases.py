@@ -277,7 +277,7 @@ def parsed(text: str) -> Any:
 GROUPS: dict[str, list[str]] = {
     "2": [
         "own:2:ep=2,dp=0,recompute=full", "own:2:ep=2,compile=1", "resume-own:2ep2:2ep1",
-        "mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring", "jamba:2:ep=2,aux=1", "nemotron_h:2:ep=2,recompute=full",
+        "olmoe:dp1xcp2:ep=2,cp=ring", "jamba:2:ep=2,aux=1", "nemotron_h:2:ep=2,recompute=full",
         "gpt_oss:1x2:ep=1,mp=seq_parallel",
     ],
     "4": [
