@@ -10,7 +10,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
@@ -33,8 +33,28 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_index(tensor: DTensor) -> tuple[slice, ...]:
     """Which part of the whole tensor this rank holds, as one slice per dim."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+    return _local_index(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def _local_index(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> tuple[slice, ...]:
+    """As torch's `compute_local_shape_and_global_offset`, which errs where parts of a dim sharded twice are not even.
+
+    `fully_shard` shards once more what another axis has sharded, and calls it `_StridedShard`: it comes last.
+    """
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside of the mesh holds no part"
+    sharded = [(axis, item) for axis, item in enumerate(placements) if item.is_shard() or _is_strided(item)]
+    parts = [(0, size) for size in shape]
+    for axis, placement in sorted(sharded, key=lambda item: _is_strided(item[1])):
+        start, length = parts[placement.dim]
+        each = -(-length // mesh.size(axis))
+        first = min(each * coordinate[axis], length)
+        parts[placement.dim] = start + first, min(each, length - first)
+    return tuple(slice(start, start + length) for start, length in parts)
+
+
+def _is_strided(placement: Any) -> bool:
+    return isinstance(placement, _StridedShard)
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
@@ -47,7 +67,7 @@ def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 def local_shape(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> tuple[int, ...]:
     """The shape of this rank's part of a DTensor of the given shape."""
-    return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, tuple(placements))[0])
+    return tuple(part.stop - part.start for part in _local_index(shape, mesh, placements))
 
 
 def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
