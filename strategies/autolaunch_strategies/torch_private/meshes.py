@@ -33,11 +33,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_index(tensor: DTensor) -> tuple[slice, ...]:
     """Which part of the whole tensor this rank holds, as one slice per dim."""
-    return _local_index(tensor.shape, tensor.device_mesh, tensor.placements)
+    return part_of_rank(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
-def _local_index(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> tuple[slice, ...]:
-    """As torch's `compute_local_shape_and_global_offset`, which errs where parts of a dim sharded twice are not even.
+def part_of_rank(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> tuple[slice, ...]:
+    """Which part of a DTensor this rank holds, as one slice per dim.
+
+    As torch's `compute_local_shape_and_global_offset`, which errs where parts of a dim sharded twice are not even.
 
     `fully_shard` shards once more what another axis has sharded, and calls it `_StridedShard`: it comes last.
     """
@@ -67,7 +69,7 @@ def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 def local_shape(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> tuple[int, ...]:
     """The shape of this rank's part of a DTensor of the given shape."""
-    return tuple(part.stop - part.start for part in _local_index(shape, mesh, placements))
+    return tuple(part.stop - part.start for part in part_of_rank(shape, mesh, placements))
 
 
 def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
