@@ -23,4 +23,4 @@ def _shape_and_offset(shape: Iterable[int], mesh: DeviceMesh, placements: Iterab
     return tuple(part.stop - part.start for part in parts), tuple(part.start for part in parts)
 
 
-planner_helpers.compute_local_shape_and_global_offset = _shape_and_offset
+planner_helpers.compute_local_shape_and_global_offset = _shape_and_offset  # type: ignore[assignment]
