@@ -30,8 +30,10 @@ from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.pretended import (
     addresses_of_fakes,
     meshes_outside,
+    own_chunk_alone,
     pretended_group,
     swaps_of_fakes,
+    whole_shapes_outside,
 )
 from autolaunch_strategies.torch_private.tracing import fake_tensors
 from autolaunch_strategies.tracing.step import Step
@@ -99,7 +101,9 @@ def pretend(training: Training, rank: int, world: World) -> PretendedRank:
         stack.enter_context(world.heard_by_a_rank())
         stack.enter_context(fake_tensors())
         stack.enter_context(meshes_outside())
+        stack.enter_context(whole_shapes_outside())
         stack.enter_context(swaps_of_fakes())
+        stack.enter_context(own_chunk_alone())
         stack.enter_context(addresses_of_fakes())
         stack.enter_context(trace.watching())
         _become_fake(module)

@@ -47,6 +47,19 @@ def meshes_outside() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def whole_shapes_outside() -> Iterator[None]:
+    """Within it no mode sees how DTensors find out what an operator gives: on fake tensors of the whole shape."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator as Propagator
+
+    own = Propagator._propagate_tensor_meta_non_cached
+    Propagator._propagate_tensor_meta_non_cached = _outside(own)  # type: ignore[method-assign]  # there is no hook
+    try:
+        yield
+    finally:
+        Propagator._propagate_tensor_meta_non_cached = own  # type: ignore[method-assign]  # as it was
+
+
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
@@ -119,6 +132,32 @@ def addresses_of_fakes() -> Iterator[None]:
     finally:
         torch.Tensor.data_ptr = of_tensor  # type: ignore[method-assign]  # as it was
         torch.UntypedStorage.data_ptr = of_storage  # type: ignore[method-assign]  # as it was
+
+
+class _Chunks:
+    """The parts of a tensor, as `torch.chunk` cuts it, each made when it is asked for; empty ones at the end."""
+
+    def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
+        self.tensor, self.dim = tensor, dim
+        self.length = -(-tensor.size(dim) // count)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        begin = number * self.length
+        length = min(self.length, self.tensor.size(self.dim) - begin)
+        return self.tensor.narrow(self.dim, begin, length) if length > 0 else self.tensor.new_empty(0)
+
+
+@contextmanager
+def own_chunk_alone() -> Iterator[None]:
+    """Within it FSDP makes the part of a parameter that it keeps, not those of all ranks: fake ones take long."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp
+
+    own = fsdp._chunk_with_empty
+    fsdp._chunk_with_empty = lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim)
+    try:
+        yield
+    finally:
+        fsdp._chunk_with_empty = own
 
 
 @contextmanager
