@@ -63,6 +63,21 @@ WRONG = [
         id="experts-of-a-dense-model",
     ),
     pytest.param(
+        ["mesh=2", "mp.plan={layers.*.mlp.experts: ExpertParallel}"],
+        Told("mp.plan: layers.*.mlp.experts", "experts are found by their structure", allowed=("ep=N",), write="ep=2"),
+        id="a-rule-for-experts",
+    ),
+    pytest.param(
+        ["model=hf", "model.config.model_type=qwen3", "mesh=2", "ep=2"],
+        Told("ep=2 with model=hf", "no mixture of experts", allowed=("ep=1",), write="ep=1"),
+        id="experts-of-a-dense-model-of-transformers",
+    ),
+    pytest.param(
+        ["model=hf", "model.config.model_type=qwen3_moe", "mesh=6", "ep=3", "data.batch_size=6"],
+        Told("ep=3 with model=hf", "128 experts can't be shared out evenly", allowed=("1, 2",), write="ep=2"),
+        id="more-ranks-than-experts-by-default-divide-by",
+    ),
+    pytest.param(
         ["model=hf", "model.config.model_type=mixtral", "+model.config.num_local_experts=6", "mesh=4", "ep=4"],
         Told("ep=4 with model=hf", "6 experts can't be shared out evenly", allowed=("1, 2",), write="ep=2"),
         id="more-ranks-than-experts-divide-by",
@@ -662,7 +677,12 @@ WRONG = [
     ),
     pytest.param(
         ["mesh=dp2xep2"],
-        Told("mesh=dp2xep2", "no axis", "ep", allowed=("dp, mp, pp, cp", "4x2", "dp4xmp2")),
+        Told("mesh=dp2xep2", "ep is no axis", allowed=("dp, mp, pp, cp", "4x2", "dp4xmp2"), write="mesh=dp2 ep=2"),
+        id="mesh-degree-as-axis",
+    ),
+    pytest.param(
+        ["mesh=dp2xzp2"],
+        Told("mesh=dp2xzp2", "no axis", "zp", allowed=("dp, mp, pp, cp", "4x2", "dp4xmp2")),
         id="mesh-unknown-axis",
     ),
     pytest.param(
