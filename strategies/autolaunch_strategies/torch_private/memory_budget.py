@@ -51,7 +51,7 @@ class MemoryBudget:
     def __enter__(self) -> None:
         self._setting.__enter__()
         if self.share < 1:
-            partitioners.choose_saved_values_set = self._choose
+            partitioners.choose_saved_values_set = self._choose  # type: ignore[assignment]  # it has no default here
 
     def __exit__(self, *error: Any) -> None:
         partitioners.choose_saved_values_set = _TORCHS_CHOICE
