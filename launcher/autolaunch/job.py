@@ -35,6 +35,9 @@ class ResolvedJob:
     recorded: dict[str, Any] = field(default_factory=dict)
     """What checkpoints say about it, to compare runs that go on from them; only of a training."""
 
+    by_device: dict[str, str] = field(default_factory=dict)
+    """Keys that were left open and have the value that suits the device -> why."""
+
     taken_from: str | None = None
     """The checkpoint from whose job model, adapter and data were taken, as far as they were not typed."""
 

@@ -213,7 +213,7 @@ class ByHand:
         self.input_ids, self.labels = (batch[name][:, positions] for name in ("input_ids", "labels"))
         self.positions, self.count = positions[None], batch["labels"].numel()
         self.model = _model(sizes)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)  # as ours
         self.attention = {"ring": _ring, "gather": _gathered, "ulysses": _by_heads}[backend]
         self.loss: Any = None
 

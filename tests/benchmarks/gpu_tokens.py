@@ -1,21 +1,26 @@
 """Tokens per second of llama-1b in bf16, compiled: MeshStrategy under lightning's Trainer, beside a loop by hand.
 
-    python tests/benchmarks/gpu_tokens.py [--gpus 1] [--size 1b] [--length 4096] [--batch 4] [--rounds 8]
+    python tests/benchmarks/gpu_tokens.py [--gpus 1] [--size 1b] [--length 4096] [--batch 4] [--rounds 8] [--torchtitan]
 
 Both take turns of five steps in the same processes, so that what clocks and neighbours do hits both. The loop by hand
 is what torch's examples write: FSDP2 (`fully_shard` on each block and the root, bf16 parameters, sums of gradients in
-fp32), each block compiled, fused AdamW, clipping. Printed are medians over the turns, without the first two. `--cpu`
-runs it where there is no GPU, to see that it works; its figures mean nothing then.
+fp32), each block compiled, fused AdamW, clipping. Printed are medians over the turns, without the first two.
+`--torchtitan` runs torchtitan 0.3.0 afterwards (`pip install torchtitan==0.3.0`) with the same model, tokens per step,
+FSDP2 in bf16 and compiled blocks, and prints the median of what it logs. `--cpu` runs it where there is no GPU, to see
+that it works; its figures mean nothing then.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -34,6 +39,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences of each rank")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each; the first two are warm-up")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--torchtitan", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
@@ -44,6 +50,75 @@ def main() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(arguments.gpus), "--standalone"]
     subprocess.run([*command, __file__, *sys.argv[1:]], check=True, env=env)
+    if arguments.torchtitan:
+        with tempfile.TemporaryDirectory() as directory:
+            rate = torchtitan(arguments, Path(directory), command, env)
+        print(f"{'torchtitan':>12}: {rate * arguments.gpus:33,.0f} tokens/s", flush=True)
+
+
+TORCHTITAN = """
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+
+def bench():
+    config = llama3_debugmodel()
+    config.model_spec = model_registry("{flavor}")
+    loss = CrossEntropyLoss.Config(global_vocab_size=config.model_spec.model.vocab_size)
+    config.loss = ChunkedLossWrapper.Config(loss_fn=loss)
+    config.hf_assets_path = config.dataloader.dataset_path = "{directory}/assets"
+    config.training.local_batch_size, config.training.seq_len = {batch}, {length}
+    config.training.steps = {steps}
+    config.compile.enable = {compiled}
+    config.activation_checkpoint = None
+    config.validator.freq, config.validator.steps = 1_000_000, 1
+    config.checkpoint.enable = False
+    return config
+"""
+"""A module with a config of torchtitan's: its Llama 3 of a size, on a file of our own."""
+
+
+def torchtitan(arguments: argparse.Namespace, directory: Path, command: list[str], env: dict[str, str]) -> float:
+    """Tokens per second of each GPU that torchtitan logs, the median without its first steps."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    assets = directory / "assets"
+    assets.mkdir()
+    words = {f"w{number}": number for number in range(1000)}
+    tokenizer = Tokenizer(models.WordLevel({**words, "<unk>": 1000, "<s>": 1001, "</s>": 1002}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(assets / "tokenizer.json"))
+    special = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (assets / "tokenizer_config.json").write_text(json.dumps(special))
+    lines = (
+        json.dumps({"text": " ".join(f"w{(7 * row + place) % 1000}" for place in range(2000))}) for row in range(200)
+    )
+    (assets / "data.json").write_text("\n".join(lines))
+    flavor = {"1b": "1B", "3b": "3B", "8b": "8B"}.get(arguments.size, "debugmodel")
+    steps = arguments.rounds * STEPS_PER_TURN
+    (directory / "titan_bench.py").write_text(
+        TORCHTITAN.format(
+            flavor=flavor,
+            directory=directory,
+            batch=arguments.batch,
+            length=arguments.length,
+            steps=steps,
+            compiled=not arguments.no_compile,
+        )
+    )
+    env = {**env, "PYTHONPATH": os.pathsep.join([str(directory), env["PYTHONPATH"]]), "NO_COLOR": "1"}
+    words_of_run = ["-m", "torchtitan.train", "--module", "titan_bench", "--config", "bench"]
+    done = subprocess.run(
+        [*command, *words_of_run], cwd=directory, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    rates = [
+        float(rate.replace(",", "")) for rate in re.findall(r"tps: ([\d,]+)", re.sub(r"\x1b\[\d*m", "", done.stdout))
+    ]
+    if done.returncode or len(rates) <= STEPS_PER_TURN * TURNS_TO_WARM_UP:
+        raise SystemExit(f"torchtitan ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    return statistics.median(rates[STEPS_PER_TURN * TURNS_TO_WARM_UP :])
 
 
 def run_rank(arguments: argparse.Namespace) -> None:

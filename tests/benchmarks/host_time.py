@@ -1,11 +1,14 @@
 """Processor time per block, with tensors so small that it is the host's: what a GPU would wait for.
 
-    python tests/benchmarks/host_time.py [dp0 dp3 1f1b exact ring ...] [--ranks 2] [--rounds 12] [--backend inductor]
+    python tests/benchmarks/host_time.py [dp0 dp3 1f1b exact ring ...] [--ranks 2] [--rounds 12] [--calls]
+        [--backend inductor]
 
 A step of eight tiny llama blocks: forward, backward, AdamW. Ours under Lightning's Trainer and the loops by hand of
 `step_time` (dp0, dp3), `pp_step_time` (1f1b, exact) and `cp_step_time` (ring) take turns in one set of processes, so
 that the machine's drift hits both. Printed are the medians of processor ms of all ranks for each block and microbatch
-that they run, and of the ratio of neighbouring turns.
+that they run, and of the ratio of neighbouring turns. The loops by hand take the fused AdamW, as ours do. With --calls
+it is the functions that Python calls in a step, of all ranks, and not time: the same on a machine that others load.
+Lightning's own loop is some 1,500 of them on each rank, whatever the model (1,000 with pp, where a turn is one step).
 
 Of mp (seq_parallel, tensor_parallel), without a Trainer: torch's own styles (`mp_step_time`), ours, ours with
 compile=true, and plain local tensors with two all-reduces per block, as Megatron does it, which is what can be reached;
@@ -52,6 +55,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="turns of each; the first two are warm-up")
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"{', '.join((*BESIDE, *PLANS))} (default: all)")
     parser.add_argument("--backend", default="inductor", help="of torch.compile; eager runs the graphs as they are")
+    parser.add_argument("--calls", action="store_true", help="count what Python calls, of dp, pp and cp")
     arguments = parser.parse_args()
     if unknown := set(arguments.what) - {*BESIDE, *PLANS}:
         parser.error(f"unknown: {', '.join(unknown)}")
@@ -63,6 +67,7 @@ def main() -> None:
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
     options = [f"--rounds={arguments.rounds}", f"--ranks={arguments.ranks}", f"--backend={arguments.backend}"]
+    options += ["--calls"] if arguments.calls else []
     for what in arguments.what or (*BESIDE, *PLANS):
         subprocess.run([*command, __file__, what, *options], check=True, env=cp_step_time._environment())
 
@@ -71,6 +76,8 @@ def beside_a_loop(arguments: argparse.Namespace) -> None:
     """dp, pp and cp beside the loops by hand of their own benchmarks."""
     what, ranks, microbatches = arguments.plan, int(os.environ["WORLD_SIZE"]), 1
     each = argparse.Namespace(rounds=arguments.rounds, tiny=True, length=32, steps=5, profile=False)
+    if arguments.calls:
+        step_time.time = pp_step_time.time = cp_step_time.time = CallClock()  # type: ignore[assignment]
     if what.startswith("dp"):
         step_time.SIZES, step_time.BATCH, step_time.LENGTH = SIZES, 2 * ranks, 32
         turns = step_time.take_turns(ranks, int(what[2:]), arguments.rounds)
@@ -83,12 +90,34 @@ def beside_a_loop(arguments: argparse.Namespace) -> None:
         turns = pp_step_time.take_turns(what, each)
     if os.environ["RANK"] == "0":
         runs = BLOCKS * microbatches * (1 if what in pp_step_time.SCHEDULES else ranks)
-        by_hand, ours = ([processor * 1e3 / runs for _, processor in part] for part in turns)
+        scale, unit = (1, "calls") if arguments.calls else (1e3 / runs, "ms")
+        by_hand, ours = ([processor * scale for _, processor in part] for part in turns)
         ratio = statistics.median(second / first for first, second in zip(by_hand, ours, strict=True))
         by_hand, ours = statistics.median(by_hand), statistics.median(ours)
-        print(f"{what:16} by hand {by_hand:7.3f} ms   ours {ours:7.3f} ms   {ratio:5.2f}", flush=True)
+        print(f"{what:16} by hand {by_hand:9.3f} {unit}   ours {ours:9.3f} {unit}   {ratio:5.2f}", flush=True)
     sys.stdout.flush()
     os._exit(0)
+
+
+class CallClock:
+    """In the place of `time`: every second look at the time of the processor says how much Python called meanwhile."""
+
+    perf_counter = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self._count, self._counts = 0, False
+
+    def process_time(self) -> int:
+        sys.setprofile(None)
+        self._counts = not self._counts
+        if not self._counts:
+            return self._count
+        self._count = 0
+        sys.setprofile(self._see)
+        return 0
+
+    def _see(self, frame: Any, event: str, what: Any) -> None:
+        self._count += event in ("call", "c_call")
 
 
 def run_plan(arguments: argparse.Namespace) -> None:

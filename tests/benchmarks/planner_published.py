@@ -136,6 +136,7 @@ def _published(row: dict[str, str]) -> Published | None:
         split=int(layers % (pp * virtual) > 0),
         microbatches=microbatches,
         recompute=_recompute(row),
+        compile=int(bool(re.search(r"(?<!no )\bcompile", note))),
         backend=CP_BACKENDS.index(ring) if cp > 1 else 0,
         ulysses=cp if ring == "ulysses" else 1,
     )
@@ -217,12 +218,11 @@ def _recipe(row: dict[str, str], note: str, batch: int, level: int) -> Recipe:
         4 if torch_native else 2,
         2 if compute == "fp16" else 4,
         8 if torch_native else 12,
-        bool(re.search(r"(?<!no )\bcompile", note)),
     )
 
 
 @functools.cache
-def _cached_recipe(batch: int, compute: str, parameter: int, gradient: int, optimizer: int, compiled: bool) -> Recipe:
+def _cached_recipe(batch: int, compute: str, parameter: int, gradient: int, optimizer: int) -> Recipe:
     return Recipe(
         batch_size=batch,
         compute=compute,
@@ -231,7 +231,6 @@ def _cached_recipe(batch: int, compute: str, parameter: int, gradient: int, opti
         gradient_bytes=gradient,
         reduce_bytes=gradient,
         optimizer_bytes=optimizer,
-        compiled=compiled,
     )
 
 

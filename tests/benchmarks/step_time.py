@@ -153,7 +153,7 @@ class HandWritten:
             for layer in self.model.model.layers:
                 fully_shard(layer)
             fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)  # as ours
 
     def steps(self, count: int) -> None:
         import torch

@@ -16,7 +16,7 @@ import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from autolaunch import cli
-from autolaunch.config import across_keys
+from autolaunch.config import across_keys, arithmetic
 from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
 from autolaunch.launch import lock
@@ -58,7 +58,8 @@ def command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: ("cpu", None))
+    for module in (across_keys, arithmetic):
+        monkeypatch.setattr(module, "visible_devices", lambda accelerator: ("cpu", None))
     monkeypatch.setenv("COLUMNS", "150")
 
     def run(*argv: str) -> Outcome:

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from autolaunch import cli
-from autolaunch.config import across_keys
+from autolaunch.config import across_keys, arithmetic
 from autolaunch.config.command_line import parse
 from autolaunch.config.compose import compose
 from autolaunch.jobs.run import resolve_job
@@ -230,7 +230,8 @@ WRONG = [
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
-    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: ("cpu", None))
+    for module in (across_keys, arithmetic):
+        monkeypatch.setattr(module, "visible_devices", lambda accelerator: ("cpu", None))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     return tmp_path
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autolaunch import cli
-from autolaunch.config import across_keys
+from autolaunch.config import across_keys, arithmetic
 from tests.support.messages import Told, assert_only_told
 from tests.support.tiers import one_in
 
@@ -61,6 +61,21 @@ WRONG = [
         ["mesh=2", "ep=2"],
         Told("ep=2 with model=llama", "no mixture of experts", allowed=("ep=1",), write="ep=1"),
         id="experts-of-a-dense-model",
+    ),
+    pytest.param(
+        ["mesh=2", "mp.plan={layers.*.mlp.experts: ExpertParallel}"],
+        Told("mp.plan: layers.*.mlp.experts", "experts are found by their structure", allowed=("ep=N",), write="ep=2"),
+        id="a-rule-for-experts",
+    ),
+    pytest.param(
+        ["model=hf", "model.config.model_type=qwen3", "mesh=2", "ep=2"],
+        Told("ep=2 with model=hf", "no mixture of experts", allowed=("ep=1",), write="ep=1"),
+        id="experts-of-a-dense-model-of-transformers",
+    ),
+    pytest.param(
+        ["model=hf", "model.config.model_type=qwen3_moe", "mesh=6", "ep=3", "data.batch_size=6"],
+        Told("ep=3 with model=hf", "128 experts can't be shared out evenly", allowed=("1, 2",), write="ep=2"),
+        id="more-ranks-than-experts-by-default-divide-by",
     ),
     pytest.param(
         ["model=hf", "model.config.model_type=mixtral", "+model.config.num_local_experts=6", "mesh=4", "ep=4"],
@@ -662,7 +677,12 @@ WRONG = [
     ),
     pytest.param(
         ["mesh=dp2xep2"],
-        Told("mesh=dp2xep2", "no axis", "ep", allowed=("dp, mp, pp, cp", "4x2", "dp4xmp2")),
+        Told("mesh=dp2xep2", "ep is no axis", allowed=("dp, mp, pp, cp", "4x2", "dp4xmp2"), write="mesh=dp2 ep=2"),
+        id="mesh-degree-as-axis",
+    ),
+    pytest.param(
+        ["mesh=dp2xzp2"],
+        Told("mesh=dp2xzp2", "no axis", "zp", allowed=("dp, mp, pp, cp", "4x2", "dp4xmp2")),
         id="mesh-unknown-axis",
     ),
     pytest.param(
@@ -806,6 +826,31 @@ WRONG = [
             write="dp.sharding_level=3 dp.cpu_offload=true",
         ),
         id="offload-of-nothing",
+    ),
+    pytest.param(
+        ["recompute=budget"],
+        Told(
+            "recompute=budget with compile=false",
+            "when blocks are compiled",
+            allowed="compile=true, or recompute=selective, full",
+            write="recompute=budget compile=true",
+        ),
+        id="budget-without-compile",
+    ),
+    pytest.param(
+        ["recompute=budget", "compile=true", "recompute_budget=1.5"],
+        Told("recompute_budget=1.5", "share", allowed=("from 0",), write="recompute_budget=0.5"),
+        id="budget-is-no-share",
+    ),
+    pytest.param(
+        ["recompute=selective", "recompute_budget=0.3"],
+        Told(
+            "recompute_budget=0.3 with recompute=selective",
+            "recompute=budget alone",
+            allowed="recompute=budget, or no recompute_budget",
+            write="recompute=budget recompute_budget=0.3 compile=true",
+        ),
+        id="budget-that-nothing-reads",
     ),
     pytest.param(
         ["mesh=2", "data.batch_size=7"],
@@ -1103,7 +1148,8 @@ def command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: ("cpu", None))
+    for module in (across_keys, arithmetic):
+        monkeypatch.setattr(module, "visible_devices", lambda accelerator: ("cpu", None))
     for variable in ("AUTOLAUNCH_NOT_SET", "HYDRA_FULL_ERROR"):
         monkeypatch.delenv(variable, raising=False)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autolaunch import cli
-from autolaunch.config import across_keys
+from autolaunch.config import across_keys, arithmetic
 from autolaunch.config.command_line import parse
 from autolaunch.config.compose import compose
 from autolaunch.jobs.run import resolve_job
@@ -248,7 +248,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
-    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: ("cpu", None))
+    for module in (across_keys, arithmetic):
+        monkeypatch.setattr(module, "visible_devices", lambda accelerator: ("cpu", None))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     return tmp_path
 

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from autolaunch import cli
-from autolaunch.config import across_keys
+from autolaunch.config import across_keys, arithmetic
 from autolaunch.instantiate import build
 from autolaunch.launch.place import place
 from autolaunch_strategies.config import ConfigError
@@ -76,7 +76,7 @@ COMMANDS = [
     pytest.param(
         ["precision=bf16"],
         "precision=bf16: not one of the choices\n"
-        "  allowed: 32-true, bf16-mixed, bf16-true, float8, float8-tensorwise\n"
+        "  allowed: 32-true, bf16-mixed, bf16-true, float8, float8-tensorwise, null\n"
         "  write:   precision=bf16-mixed",
         id="choice",
     ),
@@ -195,7 +195,8 @@ def test_on_the_command_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: ("cpu", None))
+    for module in (across_keys, arithmetic):
+        monkeypatch.setattr(module, "visible_devices", lambda accelerator: ("cpu", None))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     assert cli.run(argv) == 2
     assert capfd.readouterr().err == message.replace("{cwd}", str(tmp_path)) + "\n"

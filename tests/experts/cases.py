@@ -277,13 +277,13 @@ def parsed(text: str) -> Any:
 GROUPS: dict[str, list[str]] = {
     "2": [
         "own:2:ep=2,dp=0,recompute=full", "own:2:ep=2,compile=1", "resume-own:2ep2:2ep1",
-        "mixtral:2:ep=2,dp=1", "olmoe:dp1xcp2:ep=2,cp=ring", "jamba:2:ep=2,aux=1", "nemotron_h:2:ep=2,recompute=full",
+        "olmoe:dp1xcp2:ep=2,cp=ring", "jamba:2:ep=2,aux=1", "nemotron_h:2:ep=2,recompute=full",
         "gpt_oss:1x2:ep=1,mp=seq_parallel",
     ],
     "4": [
         "own:2x2:ep=4,dp=3,mp=auto", "own:4:ep=2,dp=3,accumulate=2,recompute=selective", "own:2x1x2:ep=2,pp=1f1b",
         "qwen3_moe:4:ep=2,dp=3,accumulate=2,recompute=full", "deepseek_v3:4:ep=4,dp=2,bias=1", "olmoe:4:ep=2,dp=0",
-        "deepseek_v3:4:ep=4,dp=2,compile=1", "glm4_moe:4:ep=2,replicate=2,bias=1,recompute=full,accumulate=2",
+        "deepseek_v3:4:ep=4,dp=2,bias=1,compile=1", "glm4_moe:4:ep=2,replicate=2,bias=1,recompute=full,accumulate=2",
         "gpt_oss:2x2:ep=4,mp=seq_parallel,aux=1,compile=1",
         "mixtral:1x4:ep=2,recompute=selective,accumulate=8",
         "gpt_oss:2x2:ep=1,dp=3,recompute=selective", "qwen3_moe:1x2x2:ep=1,pp=1f1b",
@@ -294,6 +294,33 @@ GROUPS: dict[str, list[str]] = {
     "8": ["qwen3_moe:2x2x2:ep=4,aux=1"],
 }  # fmt: skip
 """Ranks -> cases."""
+
+_MESHES = [
+    ("2", "2", 2), ("4", "4", 2), ("4", "4", 4), ("2", "1x2", 2), ("4", "2x2", 2), ("4", "2x2", 4), ("2", "1x1x2", 1),
+    ("2", "dp1xcp2", 2), ("4", "2x1x2", 2), ("8", "2x2x2", 2), ("8", "2x2x2", 4),
+]  # fmt: skip
+"""(ranks, mesh, ep); with one rank of dp x cp x mp there is no other degree than 1."""
+
+
+def _product() -> dict[tuple[int, int], tuple[str, str]]:
+    """(model, mesh), by their places -> (ranks, case): every model on every mesh, what else there is in turns."""
+    product = {}
+    for row, name in enumerate(model for model in ("own", *MODELS) if model != "nemotron_h"):
+        for column, (ranks, mesh, ep) in enumerate(_MESHES):
+            turn, stages = row + column, mesh.endswith("x2") and mesh.count("x") == 2
+            settings = [f"ep={ep}", f"dp={(turn + column) % 4}"]
+            settings += [f"pp={('1f1b', 'exact', 'gpipe')[turn % 3]}"] if stages else []
+            settings += [f"mp={('auto', 'seq_parallel')[row % 2]}"] if mesh.startswith(("1x2", "2x2")) else []
+            settings += [f"cp={('gather', 'ring', 'ulysses')[turn % 3]}"] if "cp" in mesh else []
+            product[row, column] = ranks, f"{name}:{mesh}:{','.join(settings)}"
+    return product
+
+
+PRODUCT = _product()
+DAILY = [case for (row, column), (_, case) in PRODUCT.items() if row == column]
+"""Each model once, each on another mesh."""
+for number, case_of in PRODUCT.values():
+    GROUPS[number].append(case_of)
 
 if __name__ == "__main__":
     with no_compiler():

@@ -14,10 +14,14 @@ from autolaunch_strategies import ExpertBias, MeshStrategy
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.apply.order import foresee
 from autolaunch_strategies.config import ConfigError, parallel_config
-from tests.experts.cases import EXPERTS, GROUPS, STEPS, Module, made
+from tests.experts.cases import DAILY, EXPERTS, GROUPS, STEPS, Module, made
 from tests.support.ranks import Group
 
-MESHES = [pytest.param(ranks, case, id=case) for ranks, cases in GROUPS.items() for case in cases]
+MESHES = [
+    pytest.param(ranks, case, id=case, marks=() if case in DAILY else pytest.mark.full)
+    for ranks, cases in GROUPS.items()
+    for case in cases
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,6 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Group
         group.close()
 
 
-@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("ranks", "case"), MESHES)
 def test_a_mixture_trains_as_on_one_process(groups: dict[str, Group], ranks: str, case: str) -> None:
@@ -52,7 +55,9 @@ def test_a_mixture_trains_as_on_one_process(groups: dict[str, Group], ranks: str
             again = 2 if "recompute=full" in case else 0  # without the counts
             of_parameters = 3 if case.startswith("own") else 0  # and gradients; whole ones are not kept
             assert result["exchanges"] == layers * batches * (5 + again + of_parameters)
-        assert result["held"] * parts(case) * size(case, 2) <= expected_numbers(expected)
+    held = [item["found"]["held"] for item in results]
+    assert max(held) * parts(case) <= expected_numbers(expected)
+    assert sum(held) * parts(case) * size(case, 2) <= expected_numbers(expected) * len(held)  # a stage may have more
 
 
 def joined(results: list[Any], key: str) -> dict[str, torch.Tensor]:
@@ -85,6 +90,10 @@ def test_a_bias_that_can_not_follow_the_load_is_refused() -> None:
     trainer = SimpleNamespace(strategy=MeshStrategy(mesh="1"))
     with pytest.raises(ConfigError, match="no mixture of experts in the model has a router with a buffer 'e_score"):
         ExpertBias().setup(trainer, Module(made("mixtral", {})), "fit")
+    trainer = SimpleNamespace(strategy=MeshStrategy(mesh="1", compile=True))
+    with pytest.raises(ConfigError, match="with compile") as raised:
+        ExpertBias().setup(trainer, Module(made("deepseek_v3", {})), "fit")
+    assert "ep above 1" in str(raised.value) and raised.value.write == "compile=false"
     with pytest.raises(ConfigError, match="more than 0"):
         ExpertBias(rate=0)
 

@@ -1,4 +1,7 @@
-"""Tests that need a GPU: `pytest tests/gpu` on any machine that has one; elsewhere they are skipped."""
+"""Tests that need a GPU: `pytest tests/gpu` on any machine that has one; elsewhere they are skipped.
+
+Those that take `device` run on the CPU, too, in the full tier: so they are known to work before there is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,18 @@ import torch
 HERE = Path(__file__).parent
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    chosen = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize") if "device" in mark.args[0]}
+    if "device" in metafunc.fixturenames and not chosen:
+        metafunc.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.full)], scope="module")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # All items of the session come by here.
     needs_one = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is false")
     for item in items:
-        if HERE in item.path.parents:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if HERE in item.path.parents and parameters.get("device") != "cpu":
             item.add_marker(pytest.mark.gpu)
             item.add_marker(needs_one)

@@ -16,8 +16,9 @@ FIRST, LAST = 2, 8
 """Steps on the CPU before the runs that are compared, and their last one."""
 JOB = [
     "model=llama", "mesh=1", "data=synthetic", "data.seq_len=64", "data.batch_size=8", f"scheduler.total_steps={LAST}",
-    "optimizer.lr=3e-3", "trainer.enable_progress_bar=false",
+    "optimizer.lr=3e-3", "trainer.enable_progress_bar=false", "precision=32-true",
 ]  # fmt: skip
+"""In fp32, unless a run says more: also `precision=`, of which the last one counts."""
 FP32 = 1e-5
 """What fp32 leaves open. Measured on CPUs: 2e-7 between meshes; bf16 moves norms of gradients by up to 2e-3, so TF32,
 with 3 bits more, by some 1e-4.
@@ -36,8 +37,7 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Fit:
         if arguments not in ended:
             out = directory / f"run_{len(ended)}"
             command = [sys.executable, "-m", "autolaunch", "fit", *JOB, *arguments, f"output_dir={out}"]
-            # Images of NVIDIA's allow TF32 by this variable; the launcher leaves torch's own default alone, which is
-            # full fp32.
+            # Images of NVIDIA's allow TF32 by this variable.
             done = start(command, cold=True, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="0")
             assert done.returncode == 0, done.stdout[-4000:]
             ended[arguments] = Run(done.returncode, done.stdout, out)
@@ -74,6 +74,14 @@ def test_state_in_host_memory_trains_as_on_the_device(fit: Fit, checkpoint: Path
     assert_same_curve(run, on_cpu, after=FIRST, tolerance=FP32)
 
 
+def test_what_is_not_typed_is_bf16_mixed(fit: Fit, checkpoint: Path) -> None:
+    always = ("trainer.accelerator=gpu", f"trainer.max_steps={LAST}", f"ckpt_path={checkpoint}")
+    typed, chosen = (fit(*always, f"precision={name}") for name in ("bf16-mixed", "null"))
+    assert [row["loss"] for row in chosen.rows] == pytest.approx([row["loss"] for row in typed.rows], rel=1e-5)
+    assert (chosen.plan["precision"], chosen.plan["matmul_precision"]) == ("bf16-mixed", "high")
+    assert chosen.plan["reasons"]["by_device"]["precision"] == "default on GPUs"
+
+
 def test_bf16_mixed_is_close_to_fp32_and_not_the_same(fit: Fit, checkpoint: Path, on_gpu: Run) -> None:
     run = fit("trainer.accelerator=gpu", f"trainer.max_steps={LAST}", f"ckpt_path={checkpoint}", "precision=bf16-mixed")
     for name, tolerance in (("loss", 1e-3), ("grad_norm", 2e-2)):
@@ -97,8 +105,9 @@ def test_float8_is_close_to_bf16_and_not_the_same(fit: Fit, checkpoint: Path, co
         assert found != expected, name
 
 
-def test_a_compiled_run_computes_what_an_eager_one_does(fit: Fit, checkpoint: Path, on_gpu: Run) -> None:
-    run = fit("trainer.accelerator=gpu", f"trainer.max_steps={LAST}", f"ckpt_path={checkpoint}", "compile=true")
+@pytest.mark.parametrize("mode", ["true", "max-autotune-no-cudagraphs"])
+def test_a_compiled_run_computes_what_an_eager_one_does(fit: Fit, checkpoint: Path, on_gpu: Run, mode: str) -> None:
+    run = fit("trainer.accelerator=gpu", f"trainer.max_steps={LAST}", f"ckpt_path={checkpoint}", f"compile={mode}")
     assert_same_curve(run, on_gpu, after=FIRST, tolerance=1e-4)
 
 

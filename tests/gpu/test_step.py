@@ -22,45 +22,43 @@ from tests.lightning.host_sync_cases import STEPS, WARM, fit
 from tests.support.one_rank import without_process_group
 from tests.support.ranks import start
 
-DEVICE = "cuda"
-
 
 class RefusesToWait(pl.Callback):
     """Lets CUDA raise an error where the host waits for it, in the steps behind the warm ones."""
 
-    def __init__(self) -> None:
-        self.steps = 0
+    def __init__(self, device: str) -> None:
+        self.device, self.steps = device, 0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         watched = WARM <= trainer.global_step < WARM + STEPS
         self.steps += WARM < trainer.global_step <= WARM + STEPS
-        if DEVICE == "cuda":
+        if self.device == "cuda":
             torch.cuda.set_sync_debug_mode("error" if watched else "default")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_steady_step_waits_for_the_device_nowhere(precision: str) -> None:
+def test_a_steady_step_waits_for_the_device_nowhere(precision: str, device: str) -> None:
     without_process_group()
-    watches = RefusesToWait()
+    watches = RefusesToWait(device)
     try:
-        fit(watches, "gpu" if DEVICE == "cuda" else DEVICE, precision=precision)
+        fit(watches, "gpu" if device == "cuda" else device, precision=precision)
     finally:
-        if DEVICE == "cuda":
+        if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert watches.steps >= STEPS
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_a_fused_update_is_that_of_each_operation_by_itself(kind: type[torch.optim.Adam]) -> None:
+def test_a_fused_update_is_that_of_each_operation_by_itself(kind: type[torch.optim.Adam], device: str) -> None:
     def train(fused: bool) -> list[torch.Tensor]:
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64)).to(DEVICE)
+        model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64)).to(device)
         optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=None if fused else True)
         prefer_fused(optimizer)
         assert bool(optimizer.param_groups[0]["fused"]) is fused
         for _ in range(5):
             optimizer.zero_grad()
-            model(torch.randn(16, 64).to(DEVICE)).square().mean().backward()
+            model(torch.randn(16, 64).to(device)).square().mean().backward()
             optimizer.step()
         return [parameter.detach() for parameter in model.parameters()]
 
@@ -69,21 +67,21 @@ def test_a_fused_update_is_that_of_each_operation_by_itself(kind: type[torch.opt
 
 
 @pytest.fixture
-def alone() -> Iterator[dist.ProcessGroup]:
+def alone(device: str) -> Iterator[dist.ProcessGroup]:
     """The group of this process; ended, since others make their own."""
     without_process_group()
-    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def test_the_loss_of_128_thousand_classes_is_torchs_own_in_less_memory(alone: dist.ProcessGroup) -> None:
-    rows, classes = (512 if DEVICE == "cuda" else 8), 131_072
+def test_the_loss_of_128_thousand_classes_is_torchs_own_in_less_memory(alone: dist.ProcessGroup, device: str) -> None:
+    rows, classes = (512 if device == "cuda" else 8), 131_072
     torch.manual_seed(1)
-    given = torch.randn(rows, classes, dtype=torch.bfloat16).to(DEVICE)
-    target = torch.randint(0, classes, (rows,)).to(DEVICE)
+    given = torch.randn(rows, classes, dtype=torch.bfloat16).to(device)
+    target = torch.randint(0, classes, (rows,)).to(device)
     target[::7] = -100
     leaf = given.double().requires_grad_()
     expected = F.cross_entropy(leaf, target)
@@ -92,25 +90,25 @@ def test_the_loss_of_128_thousand_classes_is_torchs_own_in_less_memory(alone: di
 
     def measured(own: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
         logits = given.clone().requires_grad_()
-        if DEVICE == "cuda":
+        if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
-        with torch.autocast(DEVICE, torch.bfloat16):
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        with torch.autocast(device, torch.bfloat16):
             loss = vocabulary_cross_entropy(logits, target, alone, classes) if own else F.cross_entropy(logits, target)
         loss.backward()
         assert logits.grad is not None
-        peak = torch.cuda.max_memory_allocated() - before if DEVICE == "cuda" else 0
+        peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
         return loss.detach(), logits.grad, peak
 
     loss, grad, peak = measured(True)
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=0)
     torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-2, atol=1e-7)
-    if DEVICE == "cuda":
+    if device == "cuda":
         assert peak < measured(False)[2]
 
 
-def test_a_run_without_memory_ends_in_seconds_and_says_what_takes_less(tmp_path: Path) -> None:
-    kind = "gpu" if DEVICE == "cuda" else DEVICE
+def test_a_run_without_memory_ends_in_seconds_and_says_what_takes_less(tmp_path: Path, device: str) -> None:
+    kind = "gpu" if device == "cuda" else device
     job = [item for item in FAIL if "accelerator" not in item]
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""Attention in the tiles of a ring, all of them on one GPU, equals torch's attention in fp64 on the CPU."""
+"""Attention in the tiles of a ring, all of its places on one GPU, equals torch's attention in fp64 on the CPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from autolaunch_strategies.context.attention.tiles import Differentiated, Merged, ring_tile
 from autolaunch_strategies.mesh.layout import Layout
 
-DEVICE = "cuda"
-HEADS, SIZE, PLACES = 4, 100, 4  # 100 positions fill the chunks of 4 places unevenly
+HEADS, SIZE = 4, 100  # 100 positions fill the chunks of 4 places unevenly, and those of 8
 TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 2e-2}
 """Of the largest number of a tensor."""
 
@@ -27,11 +26,15 @@ def some_mask(name: str) -> torch.Tensor | None:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "everything"])
 @pytest.mark.parametrize(
     ("key_heads", "width", "width_v"),
-    [pytest.param(4, 64, 64, id="64"), pytest.param(2, 16, 8, id="groups"), pytest.param(1, 5, 5, id="odd")],
-)
+    [
+        pytest.param(4, 64, 64, id="64"), pytest.param(2, 16, 8, id="groups"), pytest.param(1, 5, 5, id="odd"),
+        pytest.param(2, 96, 96, id="96"), pytest.param(1, 128, 128, id="128"), pytest.param(2, 256, 256, id="256"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("places", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_ring_of_tiles_is_attention(
-    dtype: torch.dtype, key_heads: int, width: int, width_v: int, causal: bool, name: str
+    dtype: torch.dtype, places: int, key_heads: int, width: int, width_v: int, causal: bool, name: str, device: str
 ) -> None:
     torch.manual_seed(1)
     shapes = (HEADS, SIZE, width), (key_heads, SIZE, width), (key_heads, SIZE, width_v), (HEADS, SIZE, width_v)
@@ -40,19 +43,19 @@ def test_a_ring_of_tiles_is_attention(
     mask = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
     expected = whole(*given, causal, mask, width**-0.5)
 
-    q, k, v, grad = (tensor.to(DEVICE) for tensor in given)
-    mask = None if mask is None else mask.to(DEVICE)
-    layout, scale = Layout(SIZE, PLACES), width**-0.5
-    found = [torch.zeros(2, *shape, dtype=torch.float64, device=DEVICE) for shape in (shapes[3], *shapes[:3])]
-    for place in range(PLACES):
-        mine = layout.positions(place).to(DEVICE)
-        around = [(ring_tile(layout, place, origin, causal, mask), origin) for origin in range(PLACES)]
-        tiles = [(tile, layout.positions(origin).to(DEVICE)) for tile, origin in around if tile is not None]
+    q, k, v, grad = (tensor.to(device) for tensor in given)
+    mask = None if mask is None else mask.to(device)
+    layout, scale = Layout(SIZE, places), width**-0.5
+    found = [torch.zeros(2, *shape, dtype=torch.float64, device=device) for shape in (shapes[3], *shapes[:3])]
+    for place in range(places):
+        mine = layout.positions(place).to(device)
+        around = [(ring_tile(layout, place, origin, causal, mask), origin) for origin in range(places)]
+        tiles = [(tile, layout.positions(origin).to(device)) for tile, origin in around if tile is not None]
         merged = Merged(q[:, :, mine], width_v, scale)
         for tile, theirs in tiles:
             merged.add(tile, k[:, :, theirs], v[:, :, theirs])
         out, lse = merged.result()
-        assert (out.dtype, lse.dtype, out.device.type) == (dtype, torch.float32, torch.device(DEVICE).type)
+        assert (out.dtype, lse.dtype, out.device.type) == (dtype, torch.float32, device)
         found[0][:, :, mine] = out.double()
         backward = Differentiated(grad[:, :, mine], q[:, :, mine], out, lse, scale)
         for tile, theirs in tiles:

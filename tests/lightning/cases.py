@@ -574,7 +574,7 @@ def accumulated(module: nn.Module) -> list[torch.Tensor]:
             for item in group.fsdp_params if group is not None else ():
                 whole = getattr(item, "_unsharded_param", None)
                 aside = (getattr(item, "unsharded_accumulated_grad", None), whole.grad if whole is not None else None)
-                found += [gradient for gradient in aside if gradient is not None]
+                found += {id(gradient): gradient for gradient in aside if gradient is not None}.values()
     return found
 
 

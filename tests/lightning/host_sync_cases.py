@@ -45,15 +45,15 @@ def watched(**values: Any) -> Counter[str]:
     return watches.reads.found
 
 
-def fit(watches: pl.Callback, accelerator: str, **values: Any) -> None:
+def fit(watches: pl.Callback, accelerator: str, clip: float | None = 1.0, layers: int = 2, **values: Any) -> None:
     """Train `WARM + STEPS + 1` steps with a callback that comes last."""
     values = {
-        "task": "fit", "seed": 1, "model": LLAMA, "scheduler": {"name": "constant"}, "checkpoint": {"enabled": False},
-        "mesh": dict.fromkeys(("dp", "mp", "pp", "cp"), 1), "logger": {},
+        "task": "fit", "seed": 1, "model": {**LLAMA, "num_layers": layers}, "scheduler": {"name": "constant"},
+        "checkpoint": {"enabled": False}, "mesh": dict.fromkeys(("dp", "mp", "pp", "cp"), 1), "logger": {},
         "data": {"name": "synthetic", "seq_len": 16, "batch_size": 4, "microbatches": 2},
         "trainer": {
             "accelerator": accelerator, "max_steps": WARM + STEPS + 1, "limit_val_batches": 0,
-            "enable_progress_bar": False,
+            "enable_progress_bar": False, "gradient_clip_val": clip,
         },
         **values,
     }  # fmt: skip
@@ -72,13 +72,28 @@ def mesh(**sizes: int) -> dict[str, int]:
     return {"dp": 1, "mp": 1, "pp": 1, "cp": 1, **sizes}
 
 
+def staged(schedule: str) -> dict[str, Any]:
+    return {"mesh": mesh(pp=2), "pp": {"loss": "microbatch", "schedule": schedule}}
+
+
+WHOLE = {"dp": {"sharding_level": 0}}
 GROUPS: dict[str, dict[str, Any]] = {
     "two": {
-        "level 0": partial(watched, mesh=mesh(dp=2), dp={"sharding_level": 0}),
+        "level 0": partial(watched, mesh=mesh(dp=2), **WHOLE),
+        "level 0, not clipped": partial(watched, mesh=mesh(dp=2), clip=None, **WHOLE),
+        "level 2": partial(watched, mesh=mesh(dp=2), dp={"sharding_level": 2}),
         "level 3": partial(watched, mesh=mesh(dp=2), dp={"sharding_level": 3}),
-        "1f1b": partial(watched, mesh=mesh(pp=2), pp={"loss": "microbatch", "schedule": "1f1b"}),
         "exact": partial(watched, mesh=mesh(pp=2)),
-        "ring": partial(watched, mesh=mesh(cp=2), cp={"backend": "ring"}),
+        **{
+            schedule: partial(watched, layers=4, **staged(schedule))
+            for schedule in ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
+        },
+        "tensor parallel": partial(watched, mesh=mesh(mp=2), mp={"name": "tensor_parallel"}),
+        "sequence parallel": partial(watched, mesh=mesh(mp=2), mp={"name": "seq_parallel", "sequence_parallel": True}),
+        **{
+            backend: partial(watched, mesh=mesh(cp=2), cp={"backend": backend})
+            for backend in ("ring", "gather", "ulysses")
+        },
     },
 }
 

@@ -129,7 +129,7 @@ MISMATCHES = {
     "recompute": (
         {}, {"mesh": "2", "recompute": "some"}, {},
         "recompute=some: no such way of activation checkpointing\n"
-        "  allowed: none, full, selective, offload, or a number n for every n-th block",
+        "  allowed: none, full, selective, budget, offload, or a number n for every n-th block",
     ),
     "wrong-name": (
         {}, "autolaunchh", {},

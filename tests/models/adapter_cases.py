@@ -58,8 +58,7 @@ def job(name: str) -> dict[str, Any]:
     family, keys = ADAPTED[name]
     if family in CAUSAL or family == "deepseek_v3":
         sizes = CAUSAL[family] if family in CAUSAL else MORE[family][1]
-        fields = {key: value for key, value in sizes.items() if (family, key) != ("qwen3_moe", "head_dim")}
-        model: dict[str, Any] = {"name": "hf", "config": {**fields, "model_type": family}}
+        model: dict[str, Any] = {"name": "hf", "config": {**sizes, "model_type": family}}
     else:
         model = {"_target_": "tests.models.adapter_cases.family_model", "family": family, "loss": "output"}
     adapter = {**dataclasses.asdict(Adapter()), "r": 4, **keys}
@@ -154,7 +153,9 @@ MESHES: dict[str, dict[str, dict[str, Any]]] = {
         **{f"dp2-level{level}": {"mesh": "2", "dp": level} for level in (0, 1, 2, 3)},
         "dp2-recompute": {"mesh": "2", "dp": 3, "recompute": "full"},
         "dp2-compile": {"mesh": "2", "dp": 3, "compile": True, "recompute": "full"},
+        "dp2-ep2": {"mesh": "2", "dp": 3, "ep": 2, "recompute": "full"},
         "mp2": {"mesh": "1x2", "mp": "tensor_parallel"},
+        "mp2-ep2": {"mesh": "1x2", "mp": "tensor_parallel", "ep": 2},
         "sp2": {"mesh": "1x2", "mp": "seq_parallel"},
         "pp2-exact": {"mesh": "1x1x2", "pp": {"loss": "exact", "microbatches": 2}},
         "pp2-1f1b": {"mesh": "1x1x2", "pp": schedule("1f1b", 4)},
@@ -164,6 +165,9 @@ MESHES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "four": {
         "dp2xmp2": {"mesh": "2x2", "mp": "seq_parallel", "dp": 3},
+        "dp2xmp2-ep4": {"mesh": "2x2", "mp": "seq_parallel", "dp": 3, "ep": 4},
+        "dp4-ep2": {"mesh": "4", "dp": 1, "ep": 2},
+        "dp2xpp2-ep2": {"mesh": "2x1x2", "dp": 2, "pp": schedule("1f1b", 2), "ep": 2},
         "dp2xpp2": {"mesh": "2x1x2", "dp": 2, "pp": schedule("1f1b", 2), "recompute": "selective"},
         "mp2xpp2": {"mesh": "1x2x2", "mp": "tensor_parallel", "pp": "exact", "recompute": "full"},
         "dp2xcp2": {"mesh": "dp2xcp2", "dp": 3, "cp": "gather"},

@@ -23,11 +23,11 @@ TWO = [
     "llama@dp2-compile", "llama-dora@sp2", "qwen3@mp2", "mistral@cp2-ring", "gemma3@pp2-1f1b", "gpt2@cp2-ulysses",
     "gpt2-dora@pp2-exact", "phi3@dp2-recompute", "qwen3_moe@dp2-level0", "mixtral@mp2", "deepseek_v3@dp2-level3",
     "bert@cp2-gather", "llama-qlora@dp2-level3", "qwen3_moe-qlora@pp2-1f1b", "llama-dropout@sp2", "thaws@dp2-level1",
-    "switches@dp2-level2", "thaws@mp2", "switches@pp2-exact",
+    "switches@dp2-level2", "thaws@mp2", "switches@pp2-exact", "deepseek_v3@dp2-ep2", "mixtral@mp2-ep2",
 ]  # fmt: skip
 FOUR = [
     "qwen3_moe@dp2xmp2", "llama-dropout@dp2xpp2", "deepseek_v3@mp2xpp2", "llama-qlora@dp2xcp2", "mistral@mp2xcp2",
-    "thaws@dp2xpp2",
+    "thaws@dp2xpp2", "qwen3_moe@dp2xmp2-ep4", "mixtral@dp4-ep2", "deepseek_v3@dp2xpp2-ep2",
 ]  # fmt: skip
 
 

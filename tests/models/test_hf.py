@@ -138,7 +138,28 @@ def test_config_of_a_directory_and_overrides(saved: tuple[Path, torch.nn.Module]
 
 def test_facts_of_a_model_of_text_and_images() -> None:
     config = {"model_type": "gemma3", "text_config": {"num_hidden_layers": 3, "hidden_size": 8}, "vision_config": {}}
-    assert model_facts({"name": "hf", "config": config}) == ModelFacts("hf", num_layers=3, hidden_size=8)
+    assert model_facts({"name": "hf", "config": config}) == ModelFacts("hf", num_layers=3, hidden_size=8, num_experts=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [
+        ({"model_type": "mixtral"}, 8),
+        ({"model_type": "deepseek_v3"}, 256),
+        ({"model_type": "olmoe", "num_experts": 4}, 4),
+        ({"model_type": "llama"}, 0),
+        ({"model_type": "gemma3_text"}, None),  # whose files are in the directory of another
+        ({"model_type": "../llama"}, None),
+    ],
+)
+def test_how_many_experts_a_model_has_is_known_without_building_it(config: dict[str, Any], experts: int) -> None:
+    assert model_facts({"name": "hf", "config": config}).num_experts == experts
+
+
+def test_a_field_that_a_model_reads_and_does_not_declare() -> None:
+    config = {**USUAL, "model_type": "qwen3_moe", "num_experts": 2, "head_dim": 24}
+    with torch.device("meta"):
+        assert build_model({"name": "hf", "config": config}).model.layers[0].self_attn.head_dim == 24
 
 
 # --- weights -----------------------------------------------------------------------------------------------------

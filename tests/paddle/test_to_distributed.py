@@ -188,7 +188,8 @@ def test_refusals(groups: Any) -> None:
         "  allowed: the loader of one process: shuffle=True, or a sampler that goes through all data; without "
         "set_epoch\n  write:   DataLoader(dataset, batch_size=<of all ranks>, shuffle=True)",
         "config": "config: a ToDistributedConfig is needed, not dict\n"
-        "  allowed: fields: input_spec, sequence_parallel, axes, mesh, dp, mp, pp, cp, recompute, ep, hardware\n"
+        "  allowed: fields: input_spec, sequence_parallel, axes, mesh, dp, mp, pp, cp, recompute, compile, ep, "
+        "hardware\n"
         "  write:   ToDistributedConfig(sequence_parallel=...)",
         "input_spec": "config.input_spec: a list of InputSpec is needed, not a list of list\n"
         "  allowed: one InputSpec for each tensor that the model is called with\n"

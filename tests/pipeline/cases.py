@@ -13,17 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import parse_mesh
 from autolaunch_strategies.mesh.rank_mesh import coordinates
+from autolaunch_strategies.pipeline.run import Pipeline
 from tests.lightning import any_signature
 from tests.pipeline import modules as modules
 from tests.pipeline.modules import VOCABULARY, WIDTH
@@ -887,6 +890,7 @@ again("accumulate-tied", "dp2pp2-3", "four", "2x1x2", dp=3)
 again("accumulate-3", "dp2pp2-2", "four", "2x1x2", dp=2)
 again("tasks", "dp2pp2-3", "four", "2x1x2", dp=3)
 again("llama-8", "dp2pp2-3-1f1b", "four", "2x1x2", dp=3, **scheduled("1f1b", microbatches=2))
+again("llama-8", "dp2pp2-3-zbv", "four", "2x1x2", dp=3, **scheduled("zbv_zero_bubble", microbatches=4))
 again("llama-8", "dp2pp2-2-interleaved", "four", "2x1x2", dp=2, **scheduled("interleaved_1f1b", microbatches=2))
 for _name, _make, _data in (("own", modules.OwnLlama, SHORT), ("tied", hf("llama"), PAIRS)):
     recipe(f"short-{_name}")(
@@ -898,6 +902,31 @@ again("short-own", "mp2pp2-tensor_parallel", "four", "1x2x2", mp="tensor_paralle
 again("short-tied", "mp2pp2-seq_parallel", "four", "1x2x2", mp="seq_parallel")
 again("short-own", "mp2pp2-1f1b", "four", "1x2x2", mp="seq_parallel", **scheduled("1f1b"))
 again("recompute-full", "dp2pp2-3", "four", "2x1x2", dp=3, recompute="full")
+
+
+def exchanges() -> Any:
+    """What a rank does in a step: `B<stage>`, backward passes of a stage; `exchange`, of gradients along dp."""
+    done: list[str] = []
+
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.__name__.partition(".")[0] == "_reduce_scatter_base_":
+                done.append("exchange")
+            return func(*args, **(kwargs or {}))
+
+    differentiate = Pipeline._backward
+
+    def noted(self: Pipeline, job: Any, *args: Any, **kwargs: Any) -> Any:
+        done.append(f"B{job.stage}")
+        return differentiate(self, job, *args, **kwargs)
+
+    setting = Setting("2x1x2", {"dp": 3, **scheduled("interleaved_1f1b", microbatches=2)})
+    with Notes(), mock.patch.object(Pipeline, "_backward", noted):
+        fit(setting, lambda: modules.OwnLlama(layers=8), EVEN_TEXTS, max_steps=1)
+    return done
+
+
+add("four", "exchanges", exchanges)
 
 
 def masks() -> Any:

@@ -41,14 +41,14 @@ class _Arrived:
 
 class _Mailbox(Channel):
     def __init__(self, group: Any, boxes: dict[tuple[int, int], deque[torch.Tensor]]) -> None:
-        super().__init__(group, CPU)
+        super().__init__(group, {}, CPU)
         self.boxes = boxes
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         # Read as late as by a slow network: what is sent must not be changed meanwhile.
         self.boxes[self.group.rank(), to].extend(tensor.detach().contiguous() for tensor in tensors)
 
-    def receive(self, shapes: Any, source: int) -> tuple[list[torch.Tensor], list[Any]]:
+    def receive(self, shapes: Any, source: int, device: Any = CPU) -> tuple[list[torch.Tensor], list[Any]]:
         box = self.boxes[source, self.group.rank()]
         parts = [box.popleft().clone() for _ in shapes]
         assert [(tuple(part.shape), part.dtype) for part in parts] == list(shapes)
@@ -82,7 +82,7 @@ class Chain:
 
     def _pipeline(self, root: nn.Module, rank: int) -> Pipeline:
         group = _Group(len(self.roots), group_rank(self.rank_of_stage, len(self.roots), rank))
-        mesh: Any = SimpleNamespace(group=lambda axis: group, sub_mesh=lambda axis: None)
+        mesh: Any = SimpleNamespace(group=lambda axis: group, sub_mesh=lambda axis: None, routes=lambda *_: {})
         pipeline = CutModel.make(root, self.cutting, self.config, mesh).pipeline(CPU)
         pipeline.channel = _Mailbox(group, self.boxes)
         pipeline._samples_checked = True  # it asks all ranks at once
@@ -104,7 +104,7 @@ class Chain:
                         loss(output).backward()
         if loss is not None:
             for pipeline in reversed(self.pipelines):
-                pipeline.drain()
+                pipeline.drain(lambda stage: None)
         assert not any(self.boxes.values()), "something was sent that nobody wanted"
         return output
 

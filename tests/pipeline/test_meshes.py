@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,13 @@ def test_four_ranks_equal_one_process(one: Group, four: Group, case: str) -> Non
 @pytest.mark.parametrize("case", tiered(same("eight"), []))
 def test_eight_ranks_equal_one_process(one: Group, eight: Group, case: str) -> None:
     assert problems(one, eight, case.split("@")[0], case, TOLERANCE) == []
+
+
+def test_a_stage_exchanges_its_gradients_behind_its_last_backward_pass(four: Group) -> None:
+    """While earlier stages of the same rank still have theirs to do; embedding and head come with what is left."""
+    done = [[key for key, _ in groupby(four.read("exchanges", rank))] for rank in range(4)]
+    ends = ("B2", "exchange", "B0", "exchange"), ("B3", "exchange", "B1", "exchange")
+    assert sorted(map(tuple, done)) == sorted([*ends, *ends])
 
 
 def test_replicas_draw_masks_of_their_own(four: Group) -> None:

@@ -413,6 +413,8 @@ def test_default_stages_are_proposed() -> None:
 
 def test_what_is_not_predicted_is_refused_with_what_is() -> None:
     assert [recompute_code(mode) for mode in ("none", "selective", "full", 3)] == [0, -1, 1, 3]
-    with pytest.raises(ConfigError) as caught:
-        recompute_code("offload")
-    assert_told(caught.value, "recompute=offload", "doesn't predict", allowed=("selective",), write="recompute=full")
+    for mode, reason in (("offload", "host"), ("budget", "when blocks are compiled")):
+        with pytest.raises(ConfigError) as caught:
+            recompute_code(mode)
+        told = f"recompute={mode}", "doesn't predict", reason
+        assert_told(caught.value, *told, allowed=("selective",), write="recompute=full")

@@ -123,8 +123,8 @@ def test_what_is_proposed_can_be_run_and_the_rest_has_reasons() -> None:
     )
     refused = why(make_plan(dense, RECIPE, machines(), plan.wanted), {"ep": 2}).sentences
     assert "it has no mixture of experts" in refused[0]
-    compiled = make_plan(profile(), dataclasses.replace(RECIPE, compiled=True), machines(), plan.wanted)
-    assert compiled.chosen.ep > 1  # what lies beside the experts is compiled
+    compiled = why(plan, {"ep": 4, "compile": "true"}).candidate
+    assert compiled is not None and compiled.compile  # what lies beside the experts
 
 
 def test_no_schedule_is_proposed_where_routers_have_a_loss_of_their_own() -> None:

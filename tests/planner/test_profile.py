@@ -24,7 +24,7 @@ from autolaunch.config.schema import LLAMA_PLANS
 from autolaunch.models.language_model import LanguageModel
 from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
-from autolaunch_strategies.config import ConfigError, ModelParallel
+from autolaunch_strategies.config import ConfigError, ModelParallel, parallel_config
 from autolaunch_strategies.plan.choose import plan_for
 from autolaunch_strategies.planner import first_look
 from autolaunch_strategies.planner.measured_pass import default_loss
@@ -441,7 +441,11 @@ def test_fingerprints_tell_models_apart() -> None:
 
 # --- two processes ------------------------------------------------------------------------------------------------
 
-DIVIDED = [("llama", False), ("llama", True), ("gpt2", False), ("qwen3", False), ("perceptron", False)]
+DIVIDED = [
+    *(("llama", False, False), ("llama", True, False), ("gpt2", False, False), ("qwen3", False, False)),
+    *(("perceptron", False, False), ("llama", True, True), ("qwen3", False, True)),
+]
+"""Model, whether sequences are sharded between what mp shards, whether its blocks are compiled."""
 
 
 @pytest.fixture(scope="module")
@@ -454,15 +458,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize(("name", "by_sequence"), DIVIDED)
-def test_what_a_rank_of_mp_keeps(measured: dict[str, int], name: str, by_sequence: bool) -> None:
+@pytest.mark.parametrize(("name", "by_sequence", "compiled"), DIVIDED)
+def test_what_a_rank_of_mp_keeps(measured: dict[str, int], name: str, by_sequence: bool, compiled: bool) -> None:
     profile = profile_of(name, MODELS[name]())
-    whole = sum(part.saved_bytes for part in parts(profile))
-    divided = sum(part.sharded_saved_bytes for part in parts(profile))
+    each = [part.if_compiled if compiled else part for part in parts(profile)]
+    whole = sum(part.saved_bytes for part in each)
+    divided = sum(part.sharded_saved_bytes for part in each)
     gathered = sum(part.gathered_saved_bytes for part in parts(profile)) if by_sequence else 0
     rest = whole - divided - gathered
     expected = divided / 2 + gathered + (rest / 2 if by_sequence else rest)
-    assert expected == pytest.approx(measured[f"{name} {by_sequence}"], rel=0.05)
+    assert expected == pytest.approx(measured[f"{name} {by_sequence} {compiled}"], rel=0.05)
 
 
 def measure(out: str) -> None:
@@ -470,7 +475,9 @@ def measure(out: str) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-    from autolaunch_strategies import ProcessMesh, parallelize
+    from autolaunch_strategies import ProcessMesh
+    from autolaunch_strategies.loop.parallelize import parallelize_with
+    from tests.support.cases import no_compiler
 
     def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -479,16 +486,18 @@ def measure(out: str) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     found = {}
-    for name, by_sequence in DIVIDED:
+    for name, by_sequence, compiled in DIVIDED:
         torch.manual_seed(0)
         model = MODELS[name]()
         own = LLAMA_PLANS["seq_parallel" if by_sequence else "tensor_parallel"] if name == "llama" else None
         rules = plan_for(model, ModelParallel(sequence_parallel=by_sequence), own, 2)
         plan = {rule.pattern: [style.to_yaml() for style in rule.styles] for rule in rules if rule.styles}
-        parallelize(model, None, ProcessMesh([[0, 1]], ["dp", "mp"]), {"mp_config": {"parallelize_plan": plan}})
-        kept(model, batch_for(name, 2), local)  # what a first pass makes once
-        sizes = [kept(model, batch_for(name, batch), local) for batch in (2, 3)]
-        found[f"{name} {by_sequence}"] = sizes[1] - sizes[0]
+        settings = parallel_config({"mp": 2}, dp=0, mp={"base": "none", "plan": plan}, compile=compiled)
+        with no_compiler():
+            parallelize_with(model, None, ProcessMesh([[0, 1]], ["dp", "mp"]), settings)
+            kept(model, batch_for(name, 2), local)  # what a first pass makes once
+            sizes = [kept(model, batch_for(name, batch), local) for batch in (2, 3)]
+        found[f"{name} {by_sequence} {compiled}"] = sizes[1] - sizes[0]
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()

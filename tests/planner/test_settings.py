@@ -43,30 +43,41 @@ def job(candidate: Candidate, *before: str) -> dict[str, Any]:
 
 
 CASES = [
-    pytest.param(Candidate(), ["mesh=1", "dp=ddp", "recompute=none", "data.microbatches=1"], id="one rank"),
+    pytest.param(
+        Candidate(), ["mesh=1", "dp=ddp", "recompute=none", "compile=false", "data.microbatches=1"], id="one rank"
+    ),
     pytest.param(
         Candidate(dp=4, level=0, replicate=4, microbatches=2),
-        ["mesh=4", "dp=ddp", "recompute=none", "data.microbatches=2"],
+        ["mesh=4", "dp=ddp", "recompute=none", "compile=false", "data.microbatches=2"],
         id="ddp",
     ),
     pytest.param(
         Candidate(dp=4, level=3, replicate=2, recompute=FULL),
-        ["mesh=4", "dp=hsdp", "dp.replicate=2", "recompute=full", "data.microbatches=1"],
+        ["mesh=4", "dp=hsdp", "dp.replicate=2", "recompute=full", "compile=false", "data.microbatches=1"],
         id="hsdp",
     ),
     pytest.param(
-        Candidate(dp=4, level=1, replicate=2, recompute=4),
-        ["mesh=4", "dp=zero1", "dp.replicate=2", "recompute=4", "data.microbatches=1"],
-        id="zero1 in replicas",
+        Candidate(dp=4, level=1, replicate=2, recompute=4, compile=1),
+        ["mesh=4", "dp=zero1", "dp.replicate=2", "recompute=4", "compile=true", "data.microbatches=1"],
+        id="zero1 in replicas, compiled",
     ),
     pytest.param(
         Candidate(dp=2, mp=2, level=2, sequence_parallel=1, microbatches=4, recompute=SELECTIVE),
-        ["mesh=2x2", "dp=zero2", "mp=seq_parallel", "recompute=selective", "data.microbatches=4"],
+        ["mesh=2x2", "dp=zero2", "mp=seq_parallel", "recompute=selective", "compile=false", "data.microbatches=4"],
         id="zero2, sequence parallel",
     ),
     pytest.param(
         Candidate(mp=4, pp=2, pipeline=PIPELINES.index("exact"), microbatches=4),
-        ["mesh=1x4x2", "dp=ddp", "mp=auto", "pp=exact", "pp.microbatches=4", "recompute=none", "data.microbatches=1"],
+        [
+            "mesh=1x4x2",
+            "dp=ddp",
+            "mp=auto",
+            "pp=exact",
+            "pp.microbatches=4",
+            "recompute=none",
+            "compile=false",
+            "data.microbatches=1",
+        ],
         id="mp, exact",
     ),
     pytest.param(
@@ -78,18 +89,27 @@ CASES = [
             "pp.microbatches=8",
             "pp.virtual_stages=4",
             "recompute=none",
+            "compile=false",
             "data.microbatches=1",
         ],
         id="interleaved",
     ),
     pytest.param(
         Candidate(cp=4, level=3, backend=CP_BACKENDS.index("usp"), ulysses=2),
-        ["mesh=1x1x1x4", "dp=fsdp", "cp=usp", "cp.ulysses=2", "recompute=none", "data.microbatches=1"],
+        ["mesh=1x1x1x4", "dp=fsdp", "cp=usp", "cp.ulysses=2", "recompute=none", "compile=false", "data.microbatches=1"],
         id="usp",
     ),
     pytest.param(
         Candidate(dp=2, cp=2, level=3, replicate=2, backend=CP_BACKENDS.index("ring")),
-        ["mesh=2x1x1x2", "dp=hsdp", "dp.replicate=2", "cp=ring", "recompute=none", "data.microbatches=1"],
+        [
+            "mesh=2x1x1x2",
+            "dp=hsdp",
+            "dp.replicate=2",
+            "cp=ring",
+            "recompute=none",
+            "compile=false",
+            "data.microbatches=1",
+        ],
         id="ring, replicas",
     ),
 ]

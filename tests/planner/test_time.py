@@ -13,9 +13,8 @@ from autolaunch_strategies.planner.candidate import FULL, PIPELINES, SELECTIVE, 
 from autolaunch_strategies.planner.collectives import collective_time, local_members
 from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.hardware import Curve, Hardware, Link
-from autolaunch_strategies.planner.profile import Attention, MatMul, ModelProfile, Part, Recipe
+from autolaunch_strategies.planner.profile import Attention, Compiled, MatMul, ModelProfile, Part, Recipe
 from autolaunch_strategies.planner.time import (
-    COMPILED_KERNELS,
     COMPILED_SHARDED,
     PARTS,
     StepTime,
@@ -121,8 +120,9 @@ def test_kernels_on_divided_tensors_cost_more() -> None:
     assert found.parts["kernels"] == pytest.approx([2.5 * 1e-3, 2.5 * 3e-3])
     whole = of(model(block, 1), PLAIN, hardware, mp=2, sequence_parallel=1)
     assert whole.parts["kernels"] == pytest.approx([2.5 * 6e-3])  # all of them are DTensors then
-    compiled = of(model(block, 1), dataclasses.replace(PLAIN, compiled=True), hardware, mp=[1, 2])
-    kernels, sharded = COMPILED_KERNELS * 1e-3, COMPILED_SHARDED * 2e-3
+    fewer = dataclasses.replace(block, compiled=Compiled(0, 0, 30, 0, 0))
+    compiled = of(model(fewer, 1), PLAIN, hardware, mp=[1, 2], compile=1)
+    kernels, sharded = 0.3e-3, COMPILED_SHARDED * 2e-3
     assert compiled.parts["kernels"] == pytest.approx([2.5 * kernels, 2.5 * (kernels + sharded)])
     elsewhere = of(model(Part("b", 0, kernels=100), 1), PLAIN, hardware, mp=2, sequence_parallel=1)
     assert elsewhere.parts["kernels"] == pytest.approx([2.5 * 1e-3])  # runtimes without DTensors have none

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
-from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,15 @@ from autolaunch_strategies.config import SCHEDULE_SPECS, SCHEDULES, ConfigError,
 from autolaunch_strategies.schedules.schedule import (
     Action,
     Kind,
+    Rows,
     Schedule,
     build_schedule,
     check_schedule,
     default_virtual_stages,
+    fill_and_drain,
     fitting_microbatches,
+    forward_then_backward,
+    routes,
     timeline,
     with_transfers,
 )
@@ -96,41 +101,73 @@ def peer(action: Action, schedule: Schedule) -> int:
     return schedule.rank_of_stage[action.stage + (1 if down else -1)]
 
 
-def replay(schedule: Schedule, rows: tuple[tuple[Action, ...], ...]) -> None:
-    """Carry out `rows` with sends that never wait and receives that always do; fail if anything is missing."""
-    sent: dict[tuple[int, int], deque[Action]] = {}
-    have: list[set[Action]] = [set() for _ in rows]
-    at = [0] * len(rows)
-    last = schedule.stages - 1
-    progress = True
-    while progress:
-        progress = False
-        for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                action = row[at[rank]]
+@dataclass
+class Entry:
+    """Something in a queue of a device: it begins when the one before it in its queue, and what it needs, has ended."""
+
+    action: Action
+    before: list[Entry]
+    ended: bool = False
+
+
+Queue = Callable[[int, int], object]
+"""Which queue of a rank takes a transfer (from, to)."""
+
+
+def stuck(schedule: Schedule, rows: Rows, queue: Queue) -> list[Action]:
+    """Carry out `rows` as GPUs with NCCL do; what can never begin.
+
+    A rank has a queue of passes, and some of transfers, and puts everything into them without waiting. A transfer
+    begins when both ends come to it, each behind its passes so far; it holds up what follows in both queues.
+    """
+    transfers: dict[Action, list[Entry]] = {}
+    entries: list[Entry] = []
+    for rank, row in enumerate(rows):
+        ends: dict[object, Entry] = {}  # the last entry of every queue
+        receives: dict[Action, Entry] = {}
+        for action in row:
+            if len(action.kind) > 1:
+                to = peer(action, schedule)
+                name = queue(*((rank, to) if action.kind in (Kind.SEND_F, Kind.SEND_B) else (to, rank)))
+                entry = Entry(action, [ends[key] for key in (("transfer", name), "passes") if key in ends])
+                ends["transfer", name] = receives[action] = entry
+                transfers.setdefault(message(action), []).append(entry)
+            else:
                 s, m = action.stage, action.microbatch
-                if action.kind in (Kind.SEND_F, Kind.SEND_B):
-                    made = {Kind.SEND_F: "F", Kind.SEND_B: "BI"}[action.kind]
-                    assert any(Action(Kind(kind), s, m) in have[rank] for kind in made), action
-                    sent.setdefault((rank, peer(action, schedule)), deque()).append(action)
-                elif action.kind in (Kind.RECV_F, Kind.RECV_B):
-                    queue = sent.get((peer(action, schedule), rank))
-                    if not queue:
-                        break
-                    assert queue.popleft() == message(action)
-                elif action.kind == Kind.F:
-                    assert s == 0 or {Action(Kind.RECV_F, s, m), Action(Kind.F, s - 1, m)} & have[rank], action
-                elif action.kind == Kind.W:
-                    assert Action(Kind.I, s, m) in have[rank], action
-                else:
-                    gradient = {Action(kind, s + 1, m) for kind in (Kind.B, Kind.I)} | {Action(Kind.RECV_B, s, m)}
-                    assert Action(Kind.F, s, m) in have[rank], action
-                    assert s == last or gradient & have[rank], action
-                have[rank].add(action)
-                at[rank] += 1
-                progress = True
-    assert at == [len(row) for row in rows], "a receive waits for ever"
-    assert not any(sent.values()), "sent and never received"
+                kind = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
+                needed = receives.pop(Action(kind, s, m), None) if action.kind is not Kind.W else None
+                entry = Entry(action, [entry for entry in (ends.get("passes"), needed) if entry is not None])
+                ends["passes"] = entry
+                entries.append(entry)
+    assert all(len(pair) == 2 for pair in transfers.values()), "sent and not received, or the other way round"
+    waiting = [[entry] for entry in entries] + list(transfers.values())
+    while True:
+        ready = [both for both in waiting if all(before.ended for entry in both for before in entry.before)]
+        if not ready:
+            return [both[0].action for both in waiting]
+        for both in ready:
+            for entry in both:
+                entry.ended = True
+        waiting = [both for both in waiting if not both[0].ended]
+
+
+def by_route(source: int, to: int) -> object:
+    return source, to
+
+
+def needs(action: Action, schedule: Schedule) -> list[Action]:
+    """What must come before an action on its rank, any of the last two if there are three."""
+    s, m, last = action.stage, action.microbatch, schedule.stages - 1
+    if action.kind is Kind.F:
+        return [Action(Kind.RECV_F, s, m), Action(Kind.F, s - 1, m)] if s else []
+    if action.kind in (Kind.B, Kind.I):
+        return [Action(kind, s + 1, m) for kind in (Kind.B, Kind.I)] + [Action(Kind.RECV_B, s, m)] if s < last else []
+    return {
+        Kind.W: [Action(Kind.I, s, m)],
+        Kind.SEND_F: [Action(Kind.F, s, m)],
+        Kind.SEND_B: [Action(Kind.B, s, m), Action(Kind.I, s, m)],
+        Kind.RECV_B: [Action(Kind.F, s, m)],  # which tells its shape
+    }.get(action.kind, [])
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "virtual"), TABLES)
@@ -139,22 +176,54 @@ def test_transfers(name: str, ranks: int, microbatches: int, virtual: int) -> No
     rows = with_transfers(schedule)
     computing = tuple(tuple(action for action in row if len(action.kind) == 1) for row in rows)
     assert computing == schedule.actions
+    sends, receives = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
     for here in range(ranks):
-        for there in range(here):
-            mutual = [
-                [message(a) for a in rows[one] if len(a.kind) > 1 and peer(a, schedule) == other]
-                for one, other in ((here, there), (there, here))
-            ]
-            assert mutual[0] == mutual[1]
+        for there in range(ranks):
+            sent = [a for a in rows[here] if a.kind in sends and peer(a, schedule) == there]
+            assert sent == [message(a) for a in rows[there] if a.kind in receives and peer(a, schedule) == here]
+            assert not sent or (here, there) in routes(schedule.rank_of_stage)
     crossings = sum(a != b for a, b in zip(schedule.rank_of_stage, schedule.rank_of_stage[1:], strict=False))
     assert sum(len(action.kind) > 1 for row in rows for action in row) == 2 * 2 * crossings * microbatches
-    replay(schedule, rows)
+    for row in rows:
+        have: set[Action] = set()
+        held = 0
+        for action in row:
+            needed = needs(action, schedule)
+            assert not needed or have.intersection(needed), action
+            have.add(action)
+            held += action.kind in receives
+            held -= len(action.kind) == 1 and bool(have.intersection(a for a in needed if a.kind in receives))
+            assert held <= 3, "received long before it is needed"
+    assert stuck(schedule, rows, by_route) == []
 
 
-def test_a_transfer_stands_where_it_happens() -> None:
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_transfers_of_many_microbatches_wait_for_nobody(name: str) -> None:
+    schedule = build_schedule(name, 8, 32, SCHEDULE_SPECS[name].most_stages or 3)
+    assert stuck(schedule, with_transfers(schedule), by_route) == []
+
+
+@pytest.mark.parametrize("queue", [lambda *_: "one", lambda *ends: tuple(sorted(ends))], ids=["of a rank", "of a pair"])
+def test_receives_that_come_early_need_queues_of_their_own(queue: Queue) -> None:
+    schedule = build_schedule("1f1b", 2, 4)
+    assert stuck(schedule, with_transfers(schedule), queue)
+
+
+@pytest.mark.parametrize("rank_of_stage", [(0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1)])
+def test_what_is_done_before_and_behind_a_loss_of_the_whole_batch(rank_of_stage: tuple[int, ...]) -> None:
+    schedule = forward_then_backward(rank_of_stage, 5)
+    halves = fill_and_drain(rank_of_stage, 5)
+    for half in halves:
+        assert stuck(schedule, half, by_route) == []
+    both = [[*first, *second] for first, second in zip(*halves, strict=True)]
+    assert [sorted(map(str, row)) for row in both] == [sorted(map(str, row)) for row in with_transfers(schedule)]
+    assert tuple(tuple(a for a in row if len(a.kind) == 1) for row in both) == schedule.actions
+
+
+def test_a_receive_begins_one_pass_early() -> None:
     rows = [" ".join(map(str, row)) for row in with_transfers(build_schedule("1f1b", 2, 2))]
     assert rows == [
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1",
         "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
     ]
 

@@ -151,7 +151,7 @@ def test_the_best_runs_as_it_was_typed(command: Callable[..., Outcome], trials: 
     assert cli.run(["experiment=out/best.yaml"]) == 0
     ((job),) = ran
     assert candidate_of(job.config) == candidate_of(trial.config)
-    for key in ("mesh", "dp", "mp", "pp", "cp", "recompute", "data", "model"):
+    for key in ("mesh", "dp", "mp", "pp", "cp", "ep", "recompute", "compile", "data", "model"):
         assert job.config[key] == trial.config[key], key
     assert job.config["trainer"]["max_steps"] == 77 and job.config["optimizer"]["lr"] == 0.5
     assert job.config["checkpoint"]["enabled"] is True and job.config["checkpoint"]["keep_last"] == 5

@@ -47,7 +47,7 @@ def candidate_of(config: Mapping[str, Any], heads: int | None = None) -> Candida
         fields["ulysses"] = CP_BACKEND_SPECS[backend].neighbours(sizes["cp"], alone, cp.get("ulysses"))
     mode = parse_recompute(config["recompute"]).mode
     fields["recompute"] = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}.get(str(mode), mode)
-    return Candidate(**fields, ep=config.get("ep", 1))
+    return Candidate(**fields, ep=config.get("ep", 1), compile=int(bool(config.get("compile"))))
 
 
 def _pipeline(pp: Mapping[str, Any], sizes: Mapping[str, int], accumulated: int, batch: int | None) -> dict[str, int]:

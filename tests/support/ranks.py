@@ -174,6 +174,7 @@ class Group:
         count: how many ranks; on one it is a plain process, no rank of anything.
         timeout: of one case, the start included, in seconds.
         farewell: how long the others may still write when a case has ended one of them, in seconds.
+        cold: in new processes, with all their imports.
         extra: variables of the environment.
     """
 
@@ -185,8 +186,10 @@ class Group:
         count: int,
         timeout: float = 270,
         farewell: float = FAREWELL_SECONDS,
+        cold: bool = False,
         **extra: str,
     ) -> None:
+        self.cold = cold
         self.script, self.directory, self.name, self.count = script, directory, name, count
         self.timeout, self.farewell, self.extra = timeout, farewell, extra
         directory.mkdir(parents=True)
@@ -274,7 +277,7 @@ class Group:
         if self.count > 1:
             self._store, shared = _meeting(self.count)
         start: Any = functools.partial(subprocess.Popen, start_new_session=True)
-        if warm.SERVER in os.environ:
+        if warm.SERVER in os.environ and not self.cold:
             start = warm.Process
         for rank in range(self.count):
             own = _of_rank(rank) if self.count > 1 else {}

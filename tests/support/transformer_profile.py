@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from autolaunch_strategies.planner.profile import Attention, MatMul, ModelProfile, Part
+from autolaunch_strategies.planner.profile import Attention, Compiled, MatMul, ModelProfile, Part
 
 
 def transformer_profile(
@@ -101,6 +101,17 @@ def transformer_profile(
     kernels = 16 if plain else 13
     kernels += (3 if dropout else 0) + (0 if learned_positions else 4) + (1 if glu else 0)
     kernels += 0 if fused_norms else 8
+    # Compiled, the first addition and the second norm are one kernel, and nothing of a norm but its input is kept.
+    compiled_whole = s * hidden * (9.0 * e + 2 * masks)
+    compiled_divided = s * e * (up + ffn) + rotary + scores * (2 * e + (1 if dropout else 0))
+    saved_whole = float(s) * hidden * (4 * e + 2 * masks)
+    compiled = Compiled(
+        moved_bytes=compiled_whole + compiled_divided,
+        sharded_moved_bytes=compiled_divided,
+        kernels=(12 if plain else 10) + (0 if learned_positions else 1),
+        saved_bytes=saved_whole + divided,
+        sharded_saved_bytes=divided,
+    )
     working = max(s * e * (hidden + up + ffn), s * e * 4 * hidden + scores * 2 * e)
     block = Part(
         name="block",
@@ -121,6 +132,7 @@ def transformer_profile(
         sharded_peak_bytes=working - s * e * hidden,
         exchanges=2,
         exchange_bytes=e * s * hidden,
+        compiled=compiled,
     )
     table = vocab * hidden
     before = Part(

@@ -17,7 +17,7 @@ from tests.lightning import any_signature
 JOB = {
     "mesh": "pp2", "dp": None, "mp": None, "pp": {}, "cp": None, "recompute": "none", "recompute_save": ["mm"],
     "random_numbers": "by_rank", "ep": 1, "precision": "32-true",
-    "compile": False, "seed": 1, "module": {}, "data": {"name": "custom"}, "model": {},
+    "recompute_budget": None, "compile": False, "seed": 1, "module": {}, "data": {"name": "custom"}, "model": {},
 }  # fmt: skip
 
 

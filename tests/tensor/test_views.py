@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from autolaunch_strategies.tensor import views
@@ -26,6 +26,20 @@ def mesh() -> Iterator[DeviceMesh]:
 def sharded(mesh: DeviceMesh, *shape: int) -> DTensor:
     torch.manual_seed(0)
     return distribute_tensor(torch.rand(*shape) + 0.1, mesh, [Shard(1)]).requires_grad_()
+
+
+def test_one_number_is_that_of_all_ranks(mesh: DeviceMesh) -> None:
+    tensor = sharded(mesh, 3, 4)
+    with MixedTensors(mesh):
+        penalty = 0.5 * tensor.square().sum()
+        loss = torch.ones(()) + penalty
+        rows = tensor.sum(1)
+        loss.backward()
+    assert penalty.placements == loss.placements == (Replicate(),)
+    assert rows.placements == (Partial(),)  # as long as nobody reads them
+    torch.testing.assert_close(loss.item(), 1 + 0.5 * plain(tensor).square().sum().item())
+    assert tensor.grad is not None
+    torch.testing.assert_close(plain(tensor.grad), plain(tensor).detach())
 
 
 def test_a_function_without_a_rule_runs_whole_and_says_so_once(

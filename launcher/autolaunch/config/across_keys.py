@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autolaunch.config.arithmetic import check_matmul_precision
 from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.optimizer_groups import check_groups, check_library
@@ -74,15 +75,18 @@ def check(
     mesh: MeshShape | None = None
     with _collected(errors):
         mesh = _mesh(config, started_ranks)
+    recompute: dict[str, Any] = {}
+    with _collected(errors):
+        parse_recompute(config["recompute"], config["recompute_save"], config["recompute_budget"])
+        recompute = {key: config[key] for key in ("recompute", "recompute_save", "recompute_budget")}
     if mesh is not None:
         parallel = {axis: config[axis] for axis in AXES}
-        keys = {key: config[key] for key in ("compile", "random_numbers", "ep")}
+        keys = {key: config[key] for key in ("compile", "random_numbers", "ep")} | recompute
         errors += config_errors(parallel_config(mesh, **parallel, **keys), _kind_of_devices(config))
         if config["task"] != "generate":  # which reads no data
             errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
-    with _collected(errors):
-        parse_recompute(config["recompute"], config["recompute_save"])
     errors += _float8(config)
+    errors += check_matmul_precision(config, where)
     errors += _plans(config, mesh)
     errors += _schedule(config, where)
     errors += _accumulation(config, mesh, where)

@@ -71,6 +71,9 @@ class _Composed(ConfigLoaderImpl):
         OmegaConf.set_readonly(config.hydra, False)
         return config
 
+    _load_configuration = load_configuration
+    """What Hydra 1.4 calls in its place."""
+
 
 @contextmanager
 def _search_path(line: CommandLine) -> Iterator[str]:

@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autolaunch.config.against_schema import field_types, group_schema, help_of, schemas_of
+from autolaunch.config.arithmetic import KEYS_BY_DEVICE, with_arithmetic
 from autolaunch.config.command_line import HYDRA_INFO
-from autolaunch.config.schema import FAMILIES, GROUPS, TASKS, Job, default_of
+from autolaunch.config.schema import FAMILIES, GROUPS, TASKS, Job, default_of, defaults_of
 from autolaunch.config.sources import SHAPES
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.config.values import limits_text, written
@@ -217,6 +218,9 @@ def _print_key(key: str, parent: type, item: dataclasses.Field[Any], console: Co
         rows.append(("choices", ", ".join(map(written, item.metadata["choices"]))))
     if limits := limits_text(item.metadata):
         rows.append(("limits", limits))
+    if key in KEYS_BY_DEVICE:
+        values, reasons = with_arithmetic(defaults_of(Job))
+        rows.append(("here", f"{written(values[key])} ({reasons.get(key, 'no effect on a CPU')})"))
     if key in _STYLES_OF:
         rows.append(("styles", ", ".join(_STYLES_OF[key])))
     for name, text in rows:

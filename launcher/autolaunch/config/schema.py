@@ -681,19 +681,28 @@ class Job:
     name: str = option("Name of the run: part of its output directory.", "run")
     output_dir: str | None = option("Where everything is written (null: outputs/<name>/<date>_<time>).", None)
     seed: int = option("Seed of the initial weights, the data order and every random number.", 0, ge=0)
-    precision: str = option(
+    precision: str | None = option(
         "Arithmetic, by lightning's names; float8 (rowwise scales) and float8-tensorwise: linear layers of blocks "
-        "multiply in float8, all else is bf16-mixed.",
-        "32-true",
-        choices=("32-true", "bf16-mixed", "bf16-true", *FLOAT8_RECIPES),
+        "multiply in float8, all else is bf16-mixed (null: bf16-mixed on GPUs, 32-true on a CPU).",
+        None,
+        choices=("32-true", "bf16-mixed", "bf16-true", *FLOAT8_RECIPES, None),
+    )
+    matmul_precision: str | None = option(
+        "How GPUs multiply what is in fp32, by torch.set_float32_matmul_precision: highest (fp32), high (TF32), medium "
+        "(bf16 where it is faster) (null: high where precision is bf16 or float8, highest with 32-true).",
+        None,
+        choices=("highest", "high", "medium", None),
     )
     recompute: Any = option(
-        "Activation checkpointing: none, full, a number n (every n-th block), selective; or offload: what blocks save "
-        "waits in host memory.",
+        "Activation checkpointing: none, full, a number n (every n-th block), selective, budget (chosen when blocks "
+        "are compiled); or offload: what blocks save waits in host memory.",
         "none",
     )
     recompute_save: list[str] = option(
         "With recompute=selective: operators whose outputs are kept.", ["mm", "attention"]
+    )
+    recompute_budget: float | None = option(
+        "With recompute=budget: the share, 0 to 1, of what compiled blocks keep that they may keep (null: 0.5).", None
     )
     compile: bool | str = option(
         "torch.compile every block: true, or a mode such as max-autotune-no-cudagraphs.", False

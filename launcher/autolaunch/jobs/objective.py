@@ -15,7 +15,7 @@ from autolaunch.job import write_beside
 from autolaunch.jobs.ends import METRICS, read_summary
 from autolaunch_strategies.config import ConfigError, nearest
 
-SPEED = ("mesh", "dp", "mp", "pp", "cp", "ep", "recompute", "recompute_save", "compile", "launch")
+SPEED = ("mesh", "dp", "mp", "pp", "cp", "ep", "recompute", "recompute_save", "recompute_budget", "compile", "launch")
 """Groups and keys that change how fast a run is, and nothing of what it learns."""
 
 _FILE = ".hydra/objective.json"

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from autolaunch import __version__
 from autolaunch.config.across_keys import check
 from autolaunch.config.against_schema import validate
+from autolaunch.config.arithmetic import with_arithmetic
 from autolaunch.config.classification import with_labels_of_model
 from autolaunch.config.command_line import CommandLine, quoted_mesh, unquoted
 from autolaunch.config.compose import Composed, compose, from_environment, resolved, run_once, run_sweep, unresolvable
@@ -171,7 +172,7 @@ def _with_choice(
         )
     hydra = composed.config.hydra
     job = resolve_job(composed.config, hydra, _output_dir(composed.config, hydra.run), None, composed.origin)
-    chosen, choice = choice_of(job.config, line.overrides)
+    chosen, choice = choice_of(job.config, line.overrides, job.by_device)
     if job.config["task"] == "plan":
         _show_choice(choice, job.config["full"])
     settled = typed_keys(chosen)  # said twice, Hydra would refuse a group
@@ -463,6 +464,7 @@ def resolve_job(
     values, wrong = validate(values, origin)
     raise_all([*errors, *wrong])
     values = with_tokenizer(with_hub_directory(values))
+    values, by_device = with_arithmetic(values)
     mesh, wrong = check(values, output_dir, origin, started_ranks)
     raise_all(wrong)
     values = with_labels_of_model(values)
@@ -499,6 +501,7 @@ def resolve_job(
         choices,
         resumes_last=resumes_last,
         recorded=record,
+        by_device=by_device,
         taken_from=checkpoint if takes_from_job(typed_overrides(hydra)) else None,
         from_environment=from_environment(config),
     )

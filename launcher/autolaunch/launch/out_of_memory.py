@@ -68,7 +68,7 @@ def _lines(config: Mapping[str, Any], phase: str) -> list[tuple[str, str]]:
     mesh, dp, data = config["mesh"], config["dp"], config["data"]
     lines = []
     if phase not in _OF_STATE:
-        if config["task"] == "fit" and config["recompute"] in ("none", "selective", "offload"):
+        if config["task"] == "fit" and config["recompute"] in ("none", "selective", "budget", "offload"):
             lines.append(("recompute=full", "activations are computed again, a block at a time"))
         twice = 2 * data.get("microbatches", 0)
         if twice and data.get("batch_size", 0) % (mesh["dp"] * twice) == 0:

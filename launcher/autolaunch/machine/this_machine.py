@@ -103,12 +103,22 @@ def memory_gib() -> float:
     return whole / 2**30
 
 
-@cache
 def gpu_names() -> tuple[str, ...]:
     """What the driver calls the GPUs of this machine; empty if nobody can say."""
+    return _of_gpus("name")
+
+
+def multiplies_bf16() -> bool:
+    """Whether the GPUs of this machine have instructions for it; true if nobody can say."""
+    capabilities = (answer.partition(".")[0] for answer in _of_gpus("compute_cap"))
+    return all(int(major) >= 8 for major in capabilities if major.isdecimal())
+
+
+@cache
+def _of_gpus(fact: str) -> tuple[str, ...]:
     try:
         answer = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=10
+            ["nvidia-smi", f"--query-gpu={fact}", "--format=csv,noheader"], capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return ()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autolaunch.models.hf_config import read_hf_config
+from autolaunch.models.hf_config import code_of, read_hf_config
 from autolaunch.models.llama_config import llama_config
 
 
@@ -67,7 +68,19 @@ def model_facts(model_cfg: Mapping[str, Any]) -> ModelFacts:
         number = next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
         if number is not None:
             sizes[size] = number
-    if model_cfg.get("path") is not None:  # its config.json says everything; of a model_type it is what was typed
-        sizes.setdefault("num_experts", 0)
+    if "num_experts" not in sizes and (experts := _experts_by_default(fields)) is not None:
+        sizes["num_experts"] = experts
     shares = {key: value for key in _DROPOUTS if isinstance(value := fields.get(key), int | float) and value}
     return ModelFacts(name, **sizes, attention_dropout=next(iter(shares.items()), None))
+
+
+def _experts_by_default(fields: Mapping[str, Any]) -> int | None:
+    """How many experts a layer has where the config does not say it; 0 if the code of the model has no such word."""
+    code = code_of(str(fields["model_type"]))
+    if not code:
+        return None
+    if "expert" not in code.lower():
+        return 0
+    names = "|".join(_SPELLINGS["num_experts"])
+    numbers = set(re.findall(rf"(?m)^ +(?:{names})(?:: [^=\n]+?)? ?= ?(\d+),?$", code))
+    return int(numbers.pop()) if len(numbers) == 1 else None

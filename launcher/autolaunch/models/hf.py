@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from autolaunch.models.hf_config import read_hf_config
+from autolaunch.models.hf_config import code_of, read_hf_config
 from autolaunch.models.hf_tasks import MODEL_TASKS, ModelTask
 from autolaunch_strategies.config import ConfigError, nearest
 
@@ -96,8 +97,12 @@ def _check_fields(config_class: Any, overrides: Mapping[str, Any]) -> None:
     # A transformers config takes any keyword, so that a misspelt field would silently change nothing.
     defaults = config_class()
     known = sorted({*defaults.to_dict(), *config_class.attribute_map})
+    code = code_of(config_class.model_type)
     for key in overrides:
-        if key not in _OTHER_FIELDS and key not in known and not hasattr(defaults, key):
+        is_read = re.search(
+            rf"\bconfig\.{key}\b|\bconfig, \"{key}\"", code
+        )  # though not declared: Qwen3-MoE's head_dim
+        if key not in _OTHER_FIELDS and key not in known and not hasattr(defaults, key) and not is_read:
             close = nearest(key, known)
             raise ConfigError(
                 f"model.config.{key}",

@@ -82,6 +82,19 @@ def directory_meant(path: Path) -> str:
     return f"model.path={close}" if close is not None and (close / "config.json").is_file() else ""
 
 
+def code_of(model_type: str) -> str:
+    """The files of the installed `transformers` for a model, as text; empty if they are not in a directory of its name.
+
+    Not imported: that takes seconds.
+    """
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None or not model_type.replace("-", "_").isidentifier():
+        return ""
+    directory = Path(spec.origin).parent / "models" / model_type.replace("-", "_")
+    files = [*directory.glob("configuration_*.py"), *directory.glob("modeling_*.py")]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
 def _read_json(directory: Path, where: str) -> dict[str, Any]:
     allowed = "a directory with config.json and safetensors, or OWNER/NAME of a model of the hub"
     if not directory.is_dir():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from autolaunch.config.arithmetic import arithmetic_words
 from autolaunch.config.cluster import hardware_of
+from autolaunch.config.schema import USUAL_STEPS
 from autolaunch.models.hf_tasks import task_of
 from autolaunch.planning.known_profiles import KnownProfile
-from autolaunch.planning.wanted import wanted_by
+from autolaunch.planning.wanted import typed_keys, wanted_by
 from autolaunch_strategies.config import FLOAT8_RECIPES, ConfigError, lightning_precision
 from autolaunch_strategies.config.precision import AROUND_FLOAT8
 
@@ -41,6 +44,8 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
         profile_and_share = _profiled(config, device_type)
         known.keep(*profile_and_share)
     profile, trained = profile_and_share
+    if without := _not_compiled(config):
+        profile = dataclasses.replace(profile, refused={**profile.refused, "compile": without})
     optimizer = config["optimizer"]
     recipe = recipe_of(
         data["batch_size"],
@@ -49,9 +54,9 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
         optimizer["momentum"],
         config["dp"],
         trained=trained,
-        compiled=bool(config["compile"]),
         # What a module of one's own computes is not known; the first step of a pipeline would tell.
         mean_loss=not config["module"] and config["model"].get("loss") != "output",
+        tf32=config["matmul_precision"] in ("high", "medium"),
     )
     return profile, recipe
 
@@ -99,11 +104,35 @@ def plan_of(config: Mapping[str, Any], typed: Iterable[str]) -> Plan:
     hardware = hardware_of(config["cluster"])
     wanted = wanted_by(typed, config)
     profile, recipe = profile_of(config, hardware.device)
-    return make_plan(profile, recipe, hardware, wanted)
+    return make_plan(profile, dataclasses.replace(recipe, steps=_steps(config, typed)), hardware, wanted)
 
 
-def choice_of(config: Mapping[str, Any], typed: list[str]) -> tuple[list[str], dict[str, Any]]:
+def _steps(config: Mapping[str, Any], typed: Iterable[str]) -> int | None:
+    """Of the whole training. A plan is not made for the usual few where nobody has said when it ends."""
+    steps = config["trainer"]["max_steps"]
+    unsaid = config["task"] == "plan" and steps == USUAL_STEPS and "trainer.max_steps" not in typed_keys(typed)
+    return None if unsaid or steps < 1 else steps
+
+
+def _not_compiled(config: Mapping[str, Any]) -> str:
+    """Why the blocks of a job are not compiled, whatever its model is; empty if they may be."""
+    if config["random_numbers"] == "by_position":
+        return "random_numbers=by_position finds which module draws while Python runs"
+    targets = [str((item or {}).get("_target_", "")) for item in (config["callbacks"] or {}).values()]
+    if any(target.endswith("ExpertBias") for target in targets):
+        return "callbacks=expert_bias counts the tokens of experts while Python runs"
+    return ""
+
+
+def choice_of(
+    config: Mapping[str, Any], typed: list[str], by_device: Mapping[str, str]
+) -> tuple[list[str], dict[str, Any]]:
     """(overrides that make the choice, the account of it as plain data: `planner.document`, and `why` if it was asked).
+
+    Args:
+        config: of a resolved job.
+        typed: the overrides of the command line.
+        by_device: of the job.
 
     Raises:
         ConfigError: as `plan_of`; or what `config["why"]` asks for is no way to run.
@@ -115,6 +144,7 @@ def choice_of(config: Mapping[str, Any], typed: list[str]) -> tuple[list[str], d
     plan = plan_of(config, typed)
     account = document(plan)
     account["warnings"] = [*account["warnings"], *_remarks(plan)]
+    account["precision"] = ", ".join(arithmetic_words(config, by_device))
     if config["precision"] in FLOAT8_RECIPES:
         account["warnings"].append(
             f"precision={config['precision']} is planned as {AROUND_FLOAT8}: memory is the same, and multiplications "
@@ -125,6 +155,8 @@ def choice_of(config: Mapping[str, Any], typed: list[str]) -> tuple[list[str], d
     chosen = overrides(plan.chosen, plan.profile, plan.recipe)
     if "microbatches" not in config["data"]:
         chosen = [item for item in chosen if not item.startswith("data.microbatches=")]
+    if "compile" in typed_keys(typed):  # as a mode, perhaps
+        chosen = [item for item in chosen if not item.startswith("compile=")]
     return chosen, account
 
 

@@ -27,7 +27,19 @@ from autolaunch_strategies.mesh.rank_mesh import coordinates
 from autolaunch_strategies.model.construction import Construction
 
 FILE = "dryrun.json"
-_KEYS = ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile", "random_numbers", "ep")
+_KEYS = (
+    "mesh",
+    "dp",
+    "mp",
+    "pp",
+    "cp",
+    "recompute",
+    "recompute_save",
+    "recompute_budget",
+    "compile",
+    "random_numbers",
+    "ep",
+)
 
 
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
@@ -150,6 +162,7 @@ def candidate_of(config: Mapping[str, Any], parallel: ParallelConfig) -> Any:
         virtual_stages=virtual,
         microbatches=microbatches,
         recompute=recompute_code(parallel.recompute.mode),
+        compile=int(bool(parallel.compile)),
         backend=CP_BACKENDS.index("gather"),
     )
 

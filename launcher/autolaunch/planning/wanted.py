@@ -7,7 +7,7 @@ from typing import Any
 
 from autolaunch_strategies.config import AXES, CP_BACKENDS, ConfigError, parse_mesh, parse_recompute
 
-CHOSEN_GROUPS = ("mesh", "dp", "mp", "pp", "cp", "ep", "recompute")
+CHOSEN_GROUPS = ("mesh", "dp", "mp", "pp", "cp", "ep", "recompute", "compile")
 """Groups and keys of which the planner sets what nobody has typed (and `data.microbatches`)."""
 
 
@@ -79,6 +79,8 @@ def wanted_by(overrides: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
                 wanted["ulysses"] = (config["cp"]["ulysses"],)
     if "recompute" in typed:
         wanted["recompute"] = (recompute_code(parse_recompute(config["recompute"]).mode),)
+    if "compile" in typed:
+        wanted["compile"] = (int(bool(config["compile"])),)
     if "data.microbatches" in typed:
         wanted["microbatches"] = (config["data"]["microbatches"],)
     if "microbatches" not in config["data"] and not _is_typed("pp", typed):

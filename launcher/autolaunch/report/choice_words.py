@@ -222,7 +222,7 @@ def limit_in_sight(chosen: Mapping[str, Any], stages: Sequence[StageMemory]) -> 
 def decision_rows(choice: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(label, text) of what was planned for, what was chosen and what is predicted of it."""
     model, hardware, chosen = choice.get("model") or {}, choice.get("hardware") or {}, choice.get("chosen")
-    rows = [("model", _model(model)), ("machines", _machines(hardware))]
+    rows = [("model", _model(model)), ("machines", _machines(hardware)), ("precision", choice.get("precision") or "")]
     if chosen:
         low, high, unit = chosen.get("seconds_low"), chosen.get("seconds_high"), TimeUnit.of(chosen["seconds"])
         known = is_number(low) and is_number(high)

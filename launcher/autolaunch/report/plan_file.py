@@ -17,8 +17,11 @@ from autolaunch.job import write_beside
 from autolaunch_strategies.config import AXES
 
 SECTIONS = {
-    "What is trained": ("name", "seed", "random_numbers", "precision", "model", "module", "data"),
-    "On which devices, and how": ("mesh", "dp", "mp", "pp", "cp", "ep", "recompute", "recompute_save", "compile"),
+    "What is trained": ("name", "seed", "random_numbers", "precision", "matmul_precision", "model", "module", "data"),
+    "On which devices, and how": (
+        *("mesh", "dp", "mp", "pp", "cp", "ep"),
+        *("recompute", "recompute_save", "recompute_budget", "compile"),
+    ),
     "How it learns": ("optimizer", "scheduler", "trainer", "callbacks"),
     "What is written": ("checkpoint", "logger"),
     "How it runs": ("launch",),

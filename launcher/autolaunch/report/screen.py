@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from autolaunch.config.arithmetic import arithmetic_words
 from autolaunch.directories import shown
 from autolaunch.models.facts import ModelFacts, model_facts
 from autolaunch.report.page import LEVELS, Page
@@ -56,7 +57,7 @@ def show_start(
         ("data", _data(job)),
         ("packing", _packing(job, describe)),
         ("training", _training(job) if job["task"] == "fit" else ""),
-        ("precision", _precision(job)),
+        ("precision", _precision(job, describe)),
         ("sharded", _sharded(job, describe)),
         ("output", _shown(job.get("output_dir"))),
     ]
@@ -353,12 +354,12 @@ def _training(job: Mapping[str, Any]) -> str:
     return joined(" or ".join(limits), f"{optimizer['name']}, lr {optimizer['lr']:g} {job['scheduler']['name']}")
 
 
-def _precision(job: Mapping[str, Any]) -> str:
+def _precision(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
     recompute, compiled = job["recompute"], job["compile"]
     if isinstance(recompute, int) and not isinstance(recompute, bool):
         recompute = f"every {recompute} blocks" if recompute > 1 else "full"
     mode = "on" if compiled is True else compiled or "off"
-    return joined(job["precision"], f"recompute {recompute}", f"compile {mode}")
+    return joined(*arithmetic_words(job, describe.get("by_device", {})), f"recompute {recompute}", f"compile {mode}")
 
 
 def _sharded(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:

@@ -77,7 +77,7 @@ def option_rows(overrides: Iterable[str]) -> list[tuple[str, str]]:
         rows.setdefault(option.group, []).append(option.words.removeprefix(f"{option.group} "))
     if rows.get("dp") and (promise := _DP_WORDS.get(rows["dp"][0])):
         rows["dp"].append(promise)
-    order = (*AXES, "data", "recompute")
+    order = (*AXES, "data", "recompute", "compile")
     names = [*(name for name in order if name in rows), *(name for name in rows if name not in order)]
     return [(name, " · ".join(rows[name])) for name in names]
 
@@ -102,11 +102,13 @@ _WORDS = {
     "data.microbatches": "{} microbatches",
     "pp.microbatches": "{} microbatches",
     "recompute": "recompute {}",
+    "compile": "compiled blocks",
 }
 
 _OFF = {
     "microbatches": "1 microbatch",
     "recompute": "no recompute",
+    "compile": "not compiled",
     "pp.virtual_stages": "usual stages per rank",
     "pp.split_spec": "even cuts",
     "dp.replicate": "1 replica",
@@ -121,7 +123,7 @@ def _options(overrides: Iterable[str]) -> list[_Option]:
     for (key, value), item in pairs:
         group = key.partition(".")[0]
         setting = "microbatches" if key in ("data.microbatches", "pp.microbatches") else key
-        off = value in ("none", "null", "") or (setting == "microbatches" and value == "1")
+        off = value in ("none", "null", "", "false") or (setting == "microbatches" and value == "1")
         if key == "mesh" or group in unused or off:
             continue
         if key == "recompute" and value.isdigit():

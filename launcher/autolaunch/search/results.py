@@ -41,7 +41,7 @@ COLUMNS = (
 """Of results.csv, a row per trial. predicted_s: before the trial; fitted_s: fitted to all trials;
 low_s and high_s: 95 % confidence of the median measured_s."""
 
-_OF_THE_CANDIDATE = ("mesh", "dp", "mp", "pp", "cp", "recompute", "data")
+_OF_THE_CANDIDATE = ("mesh", "dp", "mp", "pp", "cp", "ep", "recompute", "compile", "data")
 """Keys of the config that best.yaml has from the trial; the others are those of the command line."""
 
 

@@ -66,7 +66,7 @@ def run_search(
         keep=wanted["keep"],
         noise=wanted["noise"],
         timeout_s=wanted["timeout"],
-        start_s=COMPILE_SECONDS if base.job.config["compile"] else START_SECONDS,
+        start_s=COMPILE_SECONDS if predictions.candidates.compile.any() else START_SECONDS,
         width=wanted["trials"] if kind in _APART else 1,
     )
     trials = _Trials(base, launcher, directory, console)

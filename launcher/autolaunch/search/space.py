@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from autolaunch import __version__
 from autolaunch.config.against_schema import validate
+from autolaunch.config.arithmetic import with_arithmetic
 from autolaunch.config.cluster import hardware_of
 from autolaunch.config.command_line import unquoted
 from autolaunch.config.compose import resolved
@@ -38,7 +39,9 @@ OF_THE_SEARCH = ("search", "cluster", "output_dir", "logger", "ckpt_path", "resu
 
 _DETERMINED = {
     "mesh": None,
+    "ep": None,
     "recompute": None,
+    "compile": None,
     "dp": ("name", "sharding_level", "replicate", "shard"),
     "mp": ("name", "sequence_parallel"),
     "pp": ("name", "schedule", "loss", "virtual_stages", "split", "split_spec", "microbatches"),
@@ -182,8 +185,8 @@ def _job(config: DictConfig, directory: Path, here: bool) -> ResolvedJob:
     # What the machine of the command lacks does not matter to jobs that run elsewhere.
     values, wrong = validate(resolved(config), Origin(hydra))
     raise_all(wrong)
-    values["output_dir"] = str(directory)
-    return ResolvedJob(values, directory, 1, [], __version__, chosen_options(hydra))
+    values, by_device = with_arithmetic({**values, "output_dir": str(directory)})
+    return ResolvedJob(values, directory, 1, [], __version__, chosen_options(hydra), by_device=by_device)
 
 
 def _belongs(override: str, keys: Sequence[str]) -> bool:
@@ -228,7 +231,9 @@ def candidate_overrides(base: Base, candidate: Candidate) -> list[str]:
     """What makes the candidate, as one would type it."""
     from autolaunch_strategies.planner.settings import overrides
 
-    return [unquoted(item) for item in overrides(candidate, base.profile, base.recipe)]
+    chosen = [unquoted(item) for item in overrides(candidate, base.profile, base.recipe)]
+    # What was typed for all trials may be a mode.
+    return [item for item in chosen if not (item == "compile=true" and "compile" in typed_keys(base.typed))]
 
 
 def trial_overrides(base: Base, candidate: list[str], steps: int, timeout: float) -> list[str]:

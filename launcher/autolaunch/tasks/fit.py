@@ -163,6 +163,7 @@ class _Screen(pl.Callback):
                 self.pipeline = pipeline_summary(account)
             if self.packed_attention is not None:
                 account |= self.packed_attention.account()
+            account |= {"by_device": self.job.by_device} if self.job.by_device else {}
             if self.job.choice is not None:
                 account = {"choice": self.job.choice, **account}
             self._account = account

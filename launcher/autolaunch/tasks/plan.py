@@ -34,6 +34,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
 
     config = job.config
     account, counts, schedule = _foreseen(config)
+    account |= _by_device(job)
     picture = None
     if schedule is not None:
         from autolaunch.report.pipeline import pipeline_summary, with_expectation
@@ -75,13 +76,17 @@ def _write_choice(job: ResolvedJob, choice: dict[str, Any]) -> Path:
     """Write the choice, with pictures if `full` is set, and say how to run it; the path of the plan."""
     from autolaunch.report.choice_screen import show_written
 
-    written = [write_plan(job.output_dir, job.config, {"choice": choice}, job.choices)]
+    written = [write_plan(job.output_dir, job.config, {"choice": choice, **_by_device(job)}, job.choices)]
     if job.config["full"]:
         from autolaunch.report.choice_html import write_choice
 
         written += write_choice(job.output_dir, choice)
     show_written(choice, Terminal(), written)
     return written[0]
+
+
+def _by_device(job: ResolvedJob) -> dict[str, Any]:
+    return {"by_device": job.by_device} if job.by_device else {}
 
 
 def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeline | None]:
@@ -97,7 +102,19 @@ def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeli
     from autolaunch_strategies.model.construction import Construction
     from autolaunch_strategies.model.counts import count_parameters
 
-    keys = ("mesh", "dp", "mp", "pp", "cp", "recompute", "recompute_save", "compile", "random_numbers", "ep")
+    keys = (
+        "mesh",
+        "dp",
+        "mp",
+        "pp",
+        "cp",
+        "recompute",
+        "recompute_save",
+        "recompute_budget",
+        "compile",
+        "random_numbers",
+        "ep",
+    )
     parallel = parallel_config(**{key: config[key] for key in keys})
     with Construction(config["seed"]).recording():
         module = build_module(config)

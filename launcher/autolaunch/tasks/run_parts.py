@@ -46,6 +46,7 @@ def build_strategy(config: Mapping[str, Any], recorded: Mapping[str, Any] | None
         cp=config["cp"],
         recompute=config["recompute"],
         recompute_save=config["recompute_save"],
+        recompute_budget=config["recompute_budget"],
         compile=config["compile"],
         random_numbers=config["random_numbers"],
         ep=config["ep"],
@@ -73,6 +74,8 @@ def build_trainer(
         if isinstance(callback, Samples):
             callback.begin(config)
     own_loggers = [build(node, f"logger.{name}") for name, node in config["logger"].items() if node is not None]
+    if config["matmul_precision"] is not None:  # on GPUs, of which a process of a sweep may serve several jobs
+        torch.set_float32_matmul_precision(config["matmul_precision"])
     checkpoints = config["checkpoint"]
     saving = checkpoints["enabled"] and not trainer["fast_dev_run"]
     if saving and config["task"] == "fit":

@@ -58,6 +58,15 @@ def config_errors(config: ParallelConfig, device: str | None = None) -> list[Con
                 f"compile={instead}",
             )
         )
+    if config.recompute.mode == "budget" and not config.compile:
+        errors.append(
+            ConfigError(
+                "recompute=budget with compile=false",
+                "what is computed again is chosen when blocks are compiled",
+                "compile=true, or recompute=selective, full",
+                "recompute=budget compile=true",
+            )
+        )
     if config.compile and config.random_numbers == "by_position":
         errors.append(
             ConfigError(

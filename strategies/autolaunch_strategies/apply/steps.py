@@ -329,7 +329,9 @@ class Recomputes(Step):
         self.held = {mixture.runs for mixture in look.mixtures}
 
     def account(self) -> dict[str, Any]:
-        return {"recompute": {"mode": self.config.recompute.mode, **if_any("blocks", self.blocks)}}
+        recompute = self.config.recompute
+        budget = {} if recompute.budget is None else {"budget": recompute.budget}
+        return {"recompute": {"mode": recompute.mode, **budget, **if_any("blocks", self.blocks)}}
 
     def apply(self, site: Site) -> None:
         context, model = site.context_parallel, site.model_parallel
@@ -337,28 +339,35 @@ class Recomputes(Step):
         chosen = [block for block in site.blocks if block.name in self.blocks]
         parts, _ = parts_to_compile(site.blocks, self.held)
         forwards = {part: part.module.forward for part in parts}
-        selective = self.config.recompute.mode == "selective"
+        recompute = self.config.recompute
+        selective = recompute.mode == "selective"
         if not selective:
             self._compile(site, forwards, {})
-        if self.config.recompute.mode != "offload":  # which is applied around what is compiled
+        if recompute.mode not in ("offload", "budget"):  # applied around what is compiled, and by compiling
             apply_recompute(
                 chosen,
-                self.config.recompute,
+                recompute,
                 lambda: both(context.repeating(), model.running()),
                 exchanges=bool(site.expert_parallel.dispatches),
             )
         if selective:  # graphs compute again what they have not kept
-            self._compile(site, forwards, dict.fromkeys(chosen, saved_operators(self.config.recompute.save)))
+            self._compile(site, forwards, dict.fromkeys(chosen, saved_operators(recompute.save)))
 
     def _compile(self, site: Site, forwards: Mapping[Block, Any], saved: Mapping[Block, Any]) -> None:
         context, model = site.context_parallel, site.model_parallel
         assert context is not None and model is not None
         if not self.config.compile:
             return
-        group = site.mesh.group("cp") if model.mode is None else model.mode.replicate.mesh.get_group()
-        if group is not None:
+        overlap = False
+        if model.mode is not None:
+            group = model.mode.replicate.mesh.get_group()
             overlap = self.config.mp is not None and self.config.mp.overlap
-            site.traced = compile_traced(forwards, self.config.compile, group, saved, context.now, overlap)
+        elif (along_cp := site.mesh.group("cp")) is not None:
+            group = along_cp
+        else:
+            return  # `Compiles` does it
+        budget = self.config.recompute.budget
+        site.traced = compile_traced(forwards, self.config.compile, group, saved, context.now, budget, overlap)
 
 
 class Compiles(Step):
@@ -392,7 +401,9 @@ class Compiles(Step):
         assert site.model_parallel is not None
         # Else `Recomputes` has done it.
         if self.config.compile and site.model_parallel.mode is None and site.mesh.group("cp") is None:
-            apply_compile(parts_to_compile(site.blocks, self.held)[0], self.config.compile)
+            apply_compile(
+                parts_to_compile(site.blocks, self.held)[0], self.config.compile, self.config.recompute.budget
+            )
 
 
 class Offloads(Step):

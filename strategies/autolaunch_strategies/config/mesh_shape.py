@@ -138,6 +138,10 @@ def parse_mesh(text: str | int, order: Iterable[str] | str = DEFAULT_ORDER) -> M
         for part in text.split("x"):
             match = re.fullmatch(rf"([a-z]+)({_SIZE})", part)
             assert match is not None
+            if match[1] == "ep":
+                axes = "x".join(other for other in text.split("x") if other != part) or match[2]
+                problem = "ep is no axis, but a degree beside the mesh: it is borrowed from dp x cp x mp"
+                raise ConfigError(where, problem, _MESH_ALLOWED, f"mesh={axes} ep={match[2]}")
             if match[1] not in AXIS_SPELLINGS:
                 raise ConfigError(where, f"no axis is called {match[1]!r}", _MESH_ALLOWED)
             named.append((AXIS_SPELLINGS[match[1]], match[2]))

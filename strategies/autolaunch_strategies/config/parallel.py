@@ -69,6 +69,7 @@ def parallel_config(
     random_numbers: str = "by_rank",
     ep: int = 1,
     float8: str | None = None,
+    recompute_budget: float | None = None,
 ) -> ParallelConfig:
     """Build a `ParallelConfig` from what people write in Python or YAML.
 
@@ -82,6 +83,7 @@ def parallel_config(
         random_numbers: one of `RANDOM_NUMBERS`.
         ep: over how many ranks the experts of a mixture are shared out.
         float8: one of `FLOAT8_RECIPES`' recipes; None: nothing multiplies in float8.
+        recompute, recompute_save, recompute_budget: as `parse_recompute` reads them.
 
     Raises:
         ConfigError: an unknown field, a wrong shape or a wrong value.
@@ -129,7 +131,7 @@ def parallel_config(
         model_parallel,
         pipeline,
         context_parallel(cp),
-        parse_recompute(recompute, recompute_save),
+        parse_recompute(recompute, recompute_save, recompute_budget),
         compile,
         random_numbers,
         ep,

@@ -30,10 +30,15 @@ class Form:
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Form]:
     """What is in the arguments of a call, within lists, tuples and dicts, too, and how they are written."""
     values, names = [*args, *kwargs.values()], tuple(kwargs)
-    if all(isinstance(item, _SIMPLE) for item in values):
+    if is_simple(args, kwargs):
         return values, Form(len(args), names)
     leaves, spec = tree_flatten(values)
     return leaves, Form(len(args), names, str(spec), spec)
+
+
+def is_simple(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether nothing is in any of the arguments of a call."""
+    return all(isinstance(item, _SIMPLE) for item in (*args, *kwargs.values()))
 
 
 _SIMPLE = (torch.Tensor, int, float, str, type(None))

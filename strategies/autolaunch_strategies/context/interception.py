@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,14 +54,12 @@ class AttentionCalls(TorchFunctionMode):
         with self:
             yield
 
-    @contextmanager
-    def sharding(self, module: str, layout: Layout, backend: str) -> Iterator[None]:
+    def sharding(self, module: str, layout: Layout, backend: str) -> AbstractContextManager[None]:
         """Within it tensors are this rank's part of a sequence."""
         within = Within(module, layout, backend)
         if torch.is_grad_enabled():
             self._ran.setdefault(layout.local, set()).add(replace(within, module=""))
-        with self._set(within):
-            yield
+        return self._set(within)
 
     @contextmanager
     def using(self, backend: str) -> Iterator[None]:
@@ -76,11 +74,9 @@ class AttentionCalls(TorchFunctionMode):
         """What a call of attention would be answered by; None: by torch."""
         return None if self.within is None else (self.within.layout, self._chosen or self.within.backend)
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self) -> AbstractContextManager[None]:
         """Within it tensors are whole."""
-        with self._set(None):
-            yield
+        return self._set(None)
 
     @contextmanager
     def _set(self, within: Within | None) -> Iterator[None]:

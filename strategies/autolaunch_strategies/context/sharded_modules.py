@@ -19,7 +19,7 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -559,12 +559,12 @@ class ShardedModule:
 
     # --- random numbers ---------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _own_numbers(self) -> Iterator[None]:
+    def _own_numbers(self) -> AbstractContextManager[None]:
         """Other random numbers than those of the other ranks, whose default generators stay in step with this one's."""
-        if not self.module.training or self._draws is False:
-            yield
-            return
+        return nullcontext() if not self.module.training or self._draws is False else self._drawing()
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
         device, rank = self.sequences.device, self.sequences.peers.rank
         digest = hashlib.blake2b(_random_state(device) + bytes([rank % 256, rank // 256]), digest_size=8).digest()
         with saved_random_state(device):

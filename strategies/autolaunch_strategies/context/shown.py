@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from autolaunch_strategies.model.parts import modules_of
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
-from autolaunch_strategies.torch_private.calls import change_forward_hooks, has_forward_hooks
+from autolaunch_strategies.torch_private.calls import change_forward_hooks, with_forward_hooks
 
 _OF_LAYOUTS = ("autolaunch_strategies.tensor.styles", "autolaunch_strategies.data_parallel", "torch.distributed")
 """Where hooks come from that change or gather tensors on the way, and not look at them."""
@@ -29,11 +30,8 @@ def show_whole(module: nn.Module, shard_of: ShardOf, is_trial: Callable[[], bool
     Args:
         is_trial: whether what runs is only tried out: hooks are not called then.
     """
-    if has_forward_hooks(module):
-        change_forward_hooks(module, lambda hook: _shown(hook, shard_of, is_trial))
-    for part in module._modules.values():  # at every call of every block: `modules()` takes several times as long
-        if part is not None:
-            show_whole(part, shard_of, is_trial)
+    for part in with_forward_hooks(modules_of(module)):
+        change_forward_hooks(part, lambda hook: _shown(hook, shard_of, is_trial))
 
 
 def _shown(hook: Callable[..., Any], shard_of: ShardOf, is_trial: Callable[[], bool]) -> Callable[..., Any] | None:

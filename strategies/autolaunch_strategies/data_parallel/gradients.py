@@ -6,15 +6,19 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from autolaunch_strategies.data_parallel.groups import GradientGroup
 from autolaunch_strategies.torch_private.collectives import host_device
+from autolaunch_strategies.torch_private.flat_tensors import flattened, parts_like
 from autolaunch_strategies.torch_private.modes import without_torch_functions
 
 BUCKET_BYTES = 25 * 2**20
@@ -38,15 +42,18 @@ class GradientAverage:
         self._groups = dict(groups)
         self._trained: list[bool] = []
         """Of every parameter whether it was trained when buckets were filled."""
-        self._running: list[tuple[_Bucket, torch.Tensor, dist.Work | None]] = []
+        self._running: list[tuple[_Bucket, PackedGradients, dist.Work | None]] = []
         self._fill_buckets()
-        self._hooks = [_when_accumulated(parameter, self._gradient_ready) for parameter in self._groups]
+        self._hooks = [
+            _when_accumulated(parameter, partial(self._gradient_ready, place))
+            for place, parameter in enumerate(self._groups)
+        ]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Whose gradients are averaged."""
         self._fill_buckets()
-        return list(self._bucket_of)
+        return [parameter for bucket in self._buckets for parameter in bucket.parameters]
 
     def _fill_buckets(self) -> None:
         """Share out what is trained now, before anything of a pass is on its way."""
@@ -55,14 +62,16 @@ class GradientAverage:
             return
         self._trained = trained
         self._buckets = _buckets({key: group for key, group in self._groups.items() if key.requires_grad})
-        self._bucket_of = {
-            parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket.parameters
-        }
+        places = {id(parameter): place for place, parameter in enumerate(self._groups)}
+        self._places = [[places[id(parameter)] for parameter in bucket.parameters] for bucket in self._buckets]
+        """Of every bucket the places of its parameters among all of them."""
+        self._bucket_of = {place: index for index, bucket in enumerate(self._places) for place in bucket}
         self._forget_pass()
 
     def _forget_pass(self) -> None:
         self._running.clear()
-        self._ready: list[set[nn.Parameter]] = [set() for _ in self._buckets]
+        self._missing = [set(places) for places in self._places]
+        """Of every bucket the places of those whose gradients are not there yet."""
         self._next, self._has_begun = 0, False
 
     def finish(self) -> None:
@@ -77,9 +86,10 @@ class GradientAverage:
             if work is not None:
                 work.wait()
         for divisor in {bucket.group.divisor for bucket, _, _ in self._running}:
-            torch._foreach_div_([flat for bucket, flat, _ in self._running if bucket.group.divisor == divisor], divisor)
-        for bucket, flat, _ in self._running:
-            unpack_gradients(bucket.parameters, flat)
+            flats = [packed.flat for bucket, packed, _ in self._running if bucket.group.divisor == divisor]
+            torch._foreach_div_(flats, divisor)
+        for _, packed, _ in self._running:
+            packed.unpack()
         self._forget_pass()
 
     def remove(self) -> None:
@@ -87,24 +97,22 @@ class GradientAverage:
         for hook in self._hooks:
             hook.remove()
 
-    def _gradient_ready(self, parameter: nn.Parameter) -> None:
+    def _gradient_ready(self, place: int, parameter: nn.Parameter) -> None:
         if not self.enabled:
             return
         if not self._has_begun:
             self._fill_buckets()
             self._has_begun = True
-        self._ready[self._bucket_of[parameter]].add(parameter)
+        self._missing[self._bucket_of[place]].discard(place)
         # In order on every rank, whatever the order of the gradients: collectives must match.
-        while self._next < len(self._buckets) and (
-            len(self._ready[self._next]) == len(self._buckets[self._next].parameters)
-        ):
+        while self._next < len(self._missing) and not self._missing[self._next]:
             self._start(self._next)
 
     def _start(self, index: int) -> None:
         bucket = self._buckets[index]
-        flat, ranks = pack_gradients(bucket.parameters), bucket.group.ranks
-        work = None if ranks is None else dist.all_reduce(flat, group=ranks, async_op=True)
-        self._running.append((bucket, flat, work))
+        packed, ranks = PackedGradients(bucket.parameters, bucket.take_views), bucket.group.ranks
+        work = None if ranks is None else dist.all_reduce(packed.flat, group=ranks, async_op=True)
+        self._running.append((bucket, packed, work))
         self._next = index + 1
 
 
@@ -122,7 +130,13 @@ class _Bucket:
     parameters: list[nn.Parameter]
     group: GradientGroup
 
+    @cached_property
+    def take_views(self) -> bool:
+        """As of `PackedGradients`."""
+        return take_views(self.parameters)
 
+
+@torch.no_grad()
 def _buckets(groups: Mapping[nn.Parameter, GradientGroup]) -> list[_Bucket]:
     buckets: list[_Bucket] = []
     filled, kind = 0, None
@@ -136,87 +150,89 @@ def _buckets(groups: Mapping[nn.Parameter, GradientGroup]) -> list[_Bucket]:
     return buckets
 
 
-@torch.no_grad()
-def pack_gradients(parameters: Sequence[nn.Parameter], device: torch.device | None = None) -> torch.Tensor:
+def take_views(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether gradients of parameters can be views of one tensor: all or none, since a single view would keep it."""
+    return all(not isinstance(item, DTensor) and item.is_contiguous() for item in parameters)
+
+
+class PackedGradients:
     """This rank's part of the gradients in one 1-D tensor, and behind them for each parameter 1 if it has one, else 0.
 
     Gradients become views of it where they can: what they were before is freed, and nothing is copied back.
 
     Args:
-        parameters: of one dtype.
+        parameters: of one dtype and device.
+        take_views: what `take_views` says of them.
         device: where the tensor is; by default where the parameters are.
     """
-    with without_torch_functions():
-        return _packed(parameters, device)
+
+    @torch.no_grad()
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], take_views: bool, device: torch.device | None = None
+    ) -> None:
+        self.parameters = parameters
+        with without_torch_functions():
+            gradients = [parameter.grad for parameter in parameters]
+            pieces = [
+                gradient
+                if type(gradient) is torch.Tensor and gradient.layout is torch.strided
+                else _piece(parameter, gradient)
+                for parameter, gradient in zip(parameters, gradients, strict=True)
+            ]
+            has_gradient = torch.ones(len(parameters), dtype=pieces[0].dtype, device=pieces[0].device)
+            for index, gradient in enumerate(gradients):
+                if gradient is None:
+                    has_gradient[index].zero_()
+            pieces.append(has_gradient)
+            self.flat = flattened(pieces if device is None else [piece.to(device) for piece in pieces])
+            *self._parts, self._has_gradient = parts_like(self.flat, pieces)
+            kind = parameters[0].dtype, parameters[0].device
+            self._take_views = take_views and kind == (self.flat.dtype, self.flat.device)
+            if self._take_views:
+                for parameter, gradient, part in zip(parameters, gradients, self._parts, strict=True):
+                    if gradient is not None:
+                        parameter.grad = part
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Put the numbers, once they are summed over ranks, in the place of the gradients.
+
+        A parameter that has a gradient on no rank keeps none. Only a rank that has none of a parameter waits to be told
+        whether another one has.
+        """
+        with without_torch_functions():
+            present: list[float] | None = None
+            copied: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
+            for index, (parameter, part) in enumerate(zip(self.parameters, self._parts, strict=True)):
+                gradient = parameter.grad
+                if gradient is part:
+                    continue
+                if gradient is None:
+                    present = self._has_gradient.tolist() if present is None else present
+                    if not present[index]:
+                        continue
+                    if self._take_views:
+                        parameter.grad = part
+                        continue
+                if gradient is None or gradient.is_sparse:
+                    parameter.grad = gradient = torch.zeros_like(parameter)
+                local = _local(gradient)
+                if local.data_ptr() != part.data_ptr():
+                    copied.append(local)
+                    sources.append(part)
+            if copied:
+                torch._foreach_copy_(copied, sources)
 
 
-def _packed(parameters: Sequence[nn.Parameter], device: torch.device | None) -> torch.Tensor:
-    gradients = [parameter.grad for parameter in parameters]
-    pieces = [
-        (torch.zeros_like(_local(parameter)) if gradient is None else _dense(_local(gradient))).flatten()
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-    ]
-    has_gradient = torch.ones(len(parameters), dtype=pieces[0].dtype, device=pieces[0].device)
-    for index, gradient in enumerate(gradients):
-        if gradient is None:
-            has_gradient[index].zero_()
-    flat = torch.cat([piece.to(device or piece.device) for piece in (*pieces, has_gradient)])
-    if _can_be_views(parameters, flat):
-        parts = flat.split_with_sizes([*(piece.numel() for piece in pieces), len(pieces)])
-        for parameter, gradient, part in zip(parameters, gradients, parts, strict=False):
-            if gradient is not None:
-                parameter.grad = part.view_as(parameter)
-    return flat
-
-
-@torch.no_grad()
-def unpack_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
-    """Put what `pack_gradients` made, once it is summed over ranks, in the place of the gradients.
-
-    A parameter that has a gradient on none of them keeps none. Only a rank that has none of a parameter waits to be
-    told whether another one has.
-    """
-    with without_torch_functions():
-        _unpack(parameters, flat)
-
-
-def _unpack(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
-    present: list[float] | None = None
-    pieces = flat.split_with_sizes([*(_local(parameter).numel() for parameter in parameters), len(parameters)])
-    copied: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=False)):
-        gradient = parameter.grad
-        if gradient is None:
-            present = pieces[-1].tolist() if present is None else present
-            if not present[index]:
-                continue
-            if _can_be_views(parameters, flat):
-                parameter.grad = piece.view_as(parameter)
-                continue
-            parameter.grad = gradient = torch.zeros_like(parameter)
-        elif gradient.is_sparse:
-            parameter.grad = gradient = torch.zeros_like(parameter)
-        elif _local(gradient).data_ptr() == piece.data_ptr():
-            continue
-        local = _local(gradient)
-        copied.append(local)
-        sources.append(piece.view_as(local))
-    if copied:
-        torch._foreach_copy_(copied, sources)
-
-
-def _can_be_views(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> bool:
-    """Whether gradients can: all or none, since a single view would keep the memory of all others beside theirs."""
-    kind = flat.dtype, flat.device
-    return all(
-        not isinstance(item, DTensor) and item.is_contiguous() and (item.dtype, item.device) == kind
-        for item in parameters
-    )
+def _piece(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor:
+    """This rank's part of a gradient, dense; zeros where there is none."""
+    return torch.zeros_like(_local(parameter)) if gradient is None else _dense(_local(gradient))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    """This rank's part of a tensor; to be asked for without gradients."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,23 +268,22 @@ def gradient_norm(
     """
     groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
     homes: dict[tuple[dist.ProcessGroup, ...], torch.device] = {}
+    placed: Any = None
+    groups_of_placed: tuple[dist.ProcessGroup, ...] = ()
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None or not counted(parameter):
             continue
         sharded_over: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
-            if any(placement.is_partial() for placement in gradient.placements):
-                gradient = gradient.redistribute(
-                    placements=[Replicate() if item.is_partial() else item for item in gradient.placements]
-                )
-            sharded_over = tuple(
-                gradient.device_mesh.get_group(dim)
-                for dim, placement in enumerate(gradient.placements)
-                if not placement.is_replicate()
-            )
+            gradient = _without_addends(gradient)
+            if placed != (gradient.device_mesh, gradient.placements):  # those of most are those of the one before
+                placed = gradient.device_mesh, gradient.placements
+                groups_of_placed = _sharded_over(*placed)
+            sharded_over = groups_of_placed
         groups[sharded_over].append(_dense(_local(gradient)))
-        homes[sharded_over] = _where_it_travels(gradient)
+        if sharded_over not in homes:
+            homes[sharded_over] = _where_it_travels(gradient)
     operator = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     total: torch.Tensor | None = None
     for sharded_over, gradients in groups.items():
@@ -292,6 +307,18 @@ def gradient_norm(
         total = total.double()
         dist.all_reduce(total, op=operator, group=pipeline_group)
     return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).to(precision)
+
+
+def _without_addends(gradient: DTensor) -> DTensor:
+    for placement in gradient.placements:
+        if placement.is_partial():
+            summed = [Replicate() if item.is_partial() else item for item in gradient.placements]
+            return gradient.redistribute(placements=summed)
+    return gradient
+
+
+def _sharded_over(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
 def _widest(precision: torch.dtype, group: dist.ProcessGroup, device: torch.device) -> torch.dtype:

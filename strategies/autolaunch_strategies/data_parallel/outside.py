@@ -136,10 +136,11 @@ class GathersOnUse(TorchFunctionMode):
 
 
 def _has_sharded(values: Iterable[Any]) -> bool:
-    return any(
-        type(value) is DTensor or (type(value) in (list, tuple) and any(type(item) is DTensor for item in value))
-        for value in values
-    )
+    for value in values:  # asked for every function outside of blocks, so without an iterator of its own
+        kind = type(value)
+        if kind is DTensor or ((kind is list or kind is tuple) and DTensor in map(type, value)):
+            return True
+    return False
 
 
 def _flat(value: Any) -> Iterable[Any]:

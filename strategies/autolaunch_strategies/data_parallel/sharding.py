@@ -1,7 +1,8 @@
 """Data parallelism: what each sharding level does to a module, and when gradients are exchanged.
 
 Level 0 keeps whole parameters and averages gradients (`GradientAverage`). Levels 1 to 3 are FSDP2 (`fully_shard`),
-by itself for each block, for what in it belongs to another gradient group, and for the rest:
+by itself for each block, for what in it belongs to another gradient group, for an embedding of tokens and its head,
+and for the rest:
 
 level 1  parameters are gathered once per step; gradients stay whole while a step accumulates, and are exchanged once;
 level 2  as 1, but gradients are exchanged and sharded after each backward;
@@ -12,7 +13,7 @@ At all three, what outlives a step (parameters, optimizer state) is sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,17 +24,20 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from autolaunch_strategies.config import SHARDING_AXES, DataParallel
+from autolaunch_strategies.data_parallel.ends import Ends, find_ends
 from autolaunch_strategies.data_parallel.gradients import GradientAverage
 from autolaunch_strategies.data_parallel.groups import GradientGroup
 from autolaunch_strategies.data_parallel.outside import GathersOnUse
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
+from autolaunch_strategies.model.parts import modules_of
 from autolaunch_strategies.torch_private.fsdp import (
     abandon_several_backwards,
     begin_several_backwards,
     complete_after_backward,
     end_left_forward,
     end_several_backwards,
+    exchange_after_last_backward,
     follow_requires_grad,
     gather_in,
     initialise_fsdp,
@@ -110,20 +114,28 @@ class DataParallelModule:
                     sharded.set_requires_all_reduce(True)
 
     @contextmanager
-    def several_backwards(self) -> Iterator[None]:
+    def several_backwards(self) -> Iterator[Callable[[Iterable[nn.Module]], None]]:
         """Within it any number of backward passes count as one; sharded gradients are exchanged at its end.
 
         `finish_backward` completes the rest, as after a single pass. Nothing is gathered again between the passes. If
-        anything is raised, nothing is exchanged, and sharded gradients that waited for it are dropped.
+        anything is raised, nothing more is exchanged, and sharded gradients that waited for it are dropped.
+
+        Gives a function for `units` of which no pass follows: it exchanges their gradients at once, in that order, and
+        frees what of them is gathered. Collective.
         """
         sharded = self.root if isinstance(self.root, FSDPModule) else None
         exchange = not (self.accumulates and self.level == 1)
+
+        def complete(units: Iterable[nn.Module]) -> None:
+            if sharded is not None:
+                exchange_after_last_backward(units, exchange, all_reduce=not self.accumulates)
+
         if self.average is not None:
             self.average.enabled = False
         if sharded is not None:
             begin_several_backwards(sharded)
         try:
-            yield
+            yield complete
         except BaseException:
             if sharded is not None:
                 abandon_several_backwards(sharded, exchange)
@@ -135,6 +147,14 @@ class DataParallelModule:
             if self.average is not None:
                 self.average.enabled = not self.accumulates
 
+    def units(self) -> dict[str, nn.Module]:
+        """What is sharded by itself, by name, without what belongs to none of it."""
+        return {
+            name: module
+            for name, module in self.root.named_modules()
+            if _is_sharded(module) and module is not self.root
+        }
+
     def gather_rest(self) -> None:
         """Gather what belongs to no block, for code that is not the forward of the root."""
         if isinstance(self.root, FSDPModule):
@@ -144,7 +164,7 @@ class DataParallelModule:
         """Free every gathered parameter. After an optimizer step their values are old."""
         if not isinstance(self.root, FSDPModule):
             return
-        for module in self.root.modules():
+        for module in modules_of(self.root):
             if isinstance(module, FSDPModule):
                 end_left_forward(module)  # a stage leaves the forward of its model behind its own part
                 module.reshard()
@@ -173,11 +193,12 @@ def apply_data_parallel(
     dp: DataParallel,
     other_groups: Mapping[str, GradientGroup] = MappingProxyType({}),
 ) -> DataParallelModule:
-    """Apply a sharding level to `root` in place: one unit of parameters per block, one for everything else.
+    """Apply a sharding level to `root` in place: one unit of parameters per block and end, one for everything else.
 
     Parameters may be on meta. Names of parameters do not change. With one rank along dp and cp nothing is done at all,
     unless state is kept elsewhere or computed with in another type. A stage of a pipeline uses its blocks for one
-    microbatch after the other: there they stay gathered for the whole step at level 3, too.
+    microbatch after the other: there they stay gathered for the whole step at level 3, too, and of the two ends it has
+    one at most.
 
     Args:
         other_groups: names of parameters -> their gradient group, if it is not that of all ranks along dp and cp. To be
@@ -202,16 +223,21 @@ def apply_data_parallel(
     }
     group_of = {parameter: groups[name] for name, parameter in root.named_parameters() if name not in scalars}
     gathers = GathersOnUse(root)
-    for unit in (*(block.module for block in blocks), root):
+    ends = Ends({}, {}) if pipelined else find_ends(root, blocks)
+    stays = {root, *ends.heads.values()}  # the backward pass begins with a head
+    for unit in (*(block.module for block in blocks), *ends.embeddings.values(), *ends.heads.values(), root):
         parts = list(_of_other_groups(unit, group_of, usual))
         if all(module is not unit for module, _ in parts):
             parts.append((unit, usual))
         for module, group in parts:
-            frees = dp.sharding_level == 3 and not pipelined and unit is not root
+            frees = dp.sharding_level == 3 and not pipelined and unit not in stays
             _shard(module, group, reshard_after_forward=frees, **options)
             if module is not root:
                 module.register_forward_pre_hook(_follow_requires_grad)
                 gathers.leave_within(module)
+    for embedding in ends.embeddings.values():
+        if isinstance(embedding, FSDPModule):
+            embedding.set_unshard_in_backward(False)  # the gradient of a look-up needs no table
     for module in root.modules():
         if not _is_sharded(module) and any(map(_is_sharded, module.modules())):
             gathers.act_within(module)
@@ -276,6 +302,15 @@ def sharding_reasons(
     if dp.sharding_level == 3 and not pipelined:
         use = "gathered for its forward and freed; again for its backward"
     reasons = {block.name: use for block in blocks}
+    if not pipelined:
+        ends = find_ends(root, blocks)
+        frees = dp.sharding_level == 3
+        for end in ends.embeddings:
+            reasons[end] = (
+                "gathered for its forward and freed; a look-up needs no table in its backward" if frees else use
+            )
+        for end in ends.heads:
+            reasons[end] = "gathered for its forward; it stays for its backward, which follows" if frees else use
     reasons["everything else"] = "gathered once per step: it is used at the start and at the end of it"
     if dp.sharding_level == 3 and not pipelined:
         reasons["everything else"] = "gathered for the forward; again for the backward if training_step calls the model"

@@ -7,13 +7,14 @@ with weight one. What a token's experts return is weighted and summed on the ran
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from autolaunch_strategies.experts.changed import ChangedExperts
 from autolaunch_strategies.experts.exchange import all_shares, exchange, own_share
 from autolaunch_strategies.experts.kept import kept
 from autolaunch_strategies.tensor.own_experts import made_by_own
@@ -27,12 +28,20 @@ class Dispatch:
         module: with parameters [experts, ...], DTensors over the ranks of `group`.
         group: the ranks over which the experts are shared out.
         same_tokens: ranks that are called with the same tokens, which each does a part of; None if there are none.
+        adapters: what PEFT has put around the module.
     """
 
     def __init__(
-        self, module: nn.Module, experts: int, group: dist.ProcessGroup, same_tokens: dist.ProcessGroup | None
+        self,
+        module: nn.Module,
+        experts: int,
+        group: dist.ProcessGroup,
+        same_tokens: dist.ProcessGroup | None,
+        adapters: Sequence[nn.Module] = (),
     ) -> None:
         self.module, self.experts, self.group, self.same_tokens = module, experts, group, same_tokens
+        first = self.local * group.rank()
+        self._change = ChangedExperts(adapters, first, self.local, same_tokens) if adapters else None
         self._forward: Callable[..., torch.Tensor] = module.forward
         module.forward = functools.wraps(self._forward)(self)
 
@@ -74,7 +83,7 @@ class Dispatch:
 
     def _made(self, rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What own experts make of rows [N, D], each with weight one; `numbers` [N] says whose they are."""
-        return made_by_own(self.module, self._forward, self.local, rows, numbers, weights)
+        return made_by_own(self.module, self._forward, self.local, rows, numbers, weights, self._change)
 
     def _counts(self, index: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
         """(rows to each rank, rows from each rank, rows from each rank for each expert of this one)."""

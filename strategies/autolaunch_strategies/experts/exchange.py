@@ -51,6 +51,25 @@ def all_shares(share: torch.Tensor, total: int, group: dist.ProcessGroup) -> tor
     return rows
 
 
+def used_in_parts(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What all ranks of `group` have and each uses for other rows: its gradient is the sum of theirs."""
+    used: torch.Tensor = _UsedInParts.apply(tensor, group)
+    return used
+
+
+class _UsedInParts(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=context.group)
+        return total, None
+
+
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

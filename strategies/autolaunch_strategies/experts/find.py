@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from autolaunch_strategies.config import ConfigError
+
+_INSIDE = "base_layer"
+"""What PEFT calls that around which it puts an adapter."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,13 @@ class Mixture:
     """How many there are."""
     caller: nn.Module | None = None
     """Where they are modules of a list: the one whose forward calls them."""
+    adapters: tuple[nn.Module, ...] = ()
+    """What PEFT has put around the module, each for one of its parameters, the outermost first."""
+
+    @property
+    def place(self) -> str:
+        """The name by which the model's own code calls it."""
+        return self.name.removesuffix(f".{_INSIDE}" * len(self.adapters))
 
     @property
     def runs(self) -> nn.Module:
@@ -61,15 +71,42 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         children = list(module.children())
         counts = {len(child) for child in children if isinstance(child, nn.ModuleList)}
-        counts |= {mixture.experts for child in children if isinstance(mixture := _stacked("", child), Mixture)}
+        inside = map(_without_adapters, children)
+        counts |= {mixture.experts for child in inside if isinstance(mixture := _stacked("", child), Mixture)}
         routers += [child for child in children if any(_is_router(child, count) for count in counts)]
     return routers
 
 
 def _all(model: nn.Module) -> Iterator[Mixture | ConfigError]:
     for name, module in model.named_modules():
-        if (mixture := _stacked(name, module) or _listed(name, module) or _elsewhere(name, module)) is not None:
-            yield mixture
+        if (mixture := _stacked(name, module) or _listed(name, module) or _elsewhere(name, module)) is None:
+            continue
+        if name.rpartition(".")[2] == _INSIDE and isinstance(mixture, Mixture):
+            mixture = _adapted(mixture, model)
+        yield mixture
+
+
+def _adapted(mixture: Mixture, model: nn.Module) -> Mixture | ConfigError:
+    """The mixture with the adapters around it."""
+    name, adapters = mixture.name, list[nn.Module]()
+    while name.rpartition(".")[2] == _INSIDE:
+        name = name.rpartition(".")[0]
+        adapters.insert(0, model.get_submodule(name))
+    if all(map(_is_adapter, adapters)):
+        return replace(mixture, adapters=tuple(adapters))
+    kinds = ", ".join({type(adapter).__name__ for adapter in adapters if not _is_adapter(adapter)})
+    return refusal(mixture.name, mixture.module, f"an adapter is around it of which nothing is known, {kinds}")
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """Whether it is what PEFT puts around a module one of whose parameters LoRA changes."""
+    return hasattr(module, "parameter_name") and {"lora_A", "lora_B", _INSIDE} <= module._modules.keys()
+
+
+def _without_adapters(module: nn.Module) -> nn.Module:
+    while _is_adapter(module):
+        module = module.get_submodule(_INSIDE)
+    return module
 
 
 def _stacked(name: str, module: nn.Module) -> Mixture | ConfigError | None:
@@ -82,8 +119,6 @@ def _stacked(name: str, module: nn.Module) -> Mixture | ConfigError | None:
         return refusal(name, module, "not all of its parameters are one of each expert")
     if sum(1 for _ in module.parameters()) > len(own):
         return refusal(name, module, "its experts share parameters of another module")
-    if name.rpartition(".")[2] == "base_layer":
-        return refusal(name, module, "an adapter of its parameters is around it")
     arguments = _arguments(module)
     if len(arguments) != 3:
         called = ", ".join(arguments)
@@ -130,7 +165,7 @@ def _elsewhere(name: str, module: nn.Module) -> ConfigError | None:
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
     if not isinstance(count, int) or is_list or next(module.parameters(recurse=False), None) is not None:
         return None
-    if len(_arguments(module)) != 3 or next(module.parameters(), None) is None:
+    if _is_adapter(module) or len(_arguments(module)) != 3 or next(module.parameters(), None) is None:
         return None
     return refusal(name, module, "its parameters are not [experts, ...], but those of modules within it")
 

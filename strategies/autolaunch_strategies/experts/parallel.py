@@ -92,7 +92,7 @@ def apply_experts(
             continue
         placed.update(_shard(mixture.module, experts["ep"]))
         applied.dispatches[mixture.name] = Dispatch(
-            mixture.module, mixture.experts, experts["ep"].get_group(), same_tokens
+            mixture.module, mixture.experts, experts["ep"].get_group(), same_tokens, mixture.adapters
         )
     group = _gradient_group(mesh, experts)
     applied.groups = {name: group for name, parameter in root.named_parameters() if parameter in placed}

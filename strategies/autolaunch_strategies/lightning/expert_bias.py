@@ -52,11 +52,11 @@ class ExpertBias(pl.Callback):
             raise ConfigError(
                 "ExpertBias", f"{type(strategy).__name__} does not count the tokens of experts", "MeshStrategy"
             )
-        if strategy.parallel.compile:
+        if strategy.parallel.compile and strategy.parallel.ep == 1:
             raise ConfigError(
                 "callbacks=expert_bias with compile",
-                "tokens of experts are counted only while Python runs",
-                "compile=false",
+                "tokens of experts are counted only while Python runs, and with ep=1 mixtures are compiled, too",
+                "compile=false, or ep above 1",
                 "compile=false",
             )
         self._routers = dict(self._found(pl_module))
@@ -70,7 +70,7 @@ class ExpertBias(pl.Callback):
     def _found(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Names of mixtures -> the module beside them that has the bias."""
         for mixture in countable_mixtures(model):
-            around = model.get_submodule(mixture.name.rpartition(".")[0])
+            around = model.get_submodule(mixture.place.rpartition(".")[0])
             for module in around.modules():
                 bias = module._buffers.get(self.name)
                 if bias is not None and bias.shape == (mixture.experts,):

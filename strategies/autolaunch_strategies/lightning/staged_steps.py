@@ -125,7 +125,7 @@ class StagedSteps:
 
 
 def _with_loss(output: Any) -> LossAndOutput:
-    output = tree_map(plain, output)
+    output = plain(output) if isinstance(output, torch.Tensor) else tree_map(plain, output)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, torch.Tensor) else None, output
 

@@ -89,8 +89,10 @@ class MeshStrategy(ParallelStrategy):
         mp: `auto`, `tensor_parallel`, `seq_parallel`, or the fields of `ModelParallel` as a mapping.
         pp: `exact`, the name of a schedule (`1f1b`, ...), or the fields of `PipelineParallel` as a mapping.
         cp: `gather`, `ring`, `ulysses`, `usp`, or the fields of `ContextParallel` as a mapping.
-        recompute: activation checkpointing: none, full, n (every n-th block), selective, offload (to the host).
+        recompute: activation checkpointing: none, full, n (every n-th block), selective, budget (chosen when blocks are
+            compiled), offload (to the host).
         recompute_save: operators whose outputs selective recomputation keeps.
+        recompute_budget: with budget, the share (0 to 1) that compiled blocks may keep of what they would; 0.5 if None.
         compile: compile every block: True or a mode of `torch.compile`.
         random_numbers: what dropout drops while training: what a generator on each rank says (by_rank; on one rank the
             numbers of plain Lightning), or what belongs to the place of an element in the run (by_position; the same on
@@ -138,6 +140,7 @@ class MeshStrategy(ParallelStrategy):
         *,
         recompute: str | int = "none",
         recompute_save: Iterable[str] = ("mm", "attention"),
+        recompute_budget: float | None = None,
         compile: bool | str = False,
         random_numbers: str = "by_rank",
         ep: int = 1,
@@ -160,7 +163,7 @@ class MeshStrategy(ParallelStrategy):
         if mesh == "auto":
             mesh = parse_mesh("-1")
         self.parallel = parallel_config(
-            mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers, ep, float8
+            mesh, dp, mp, pp, cp, recompute, recompute_save, compile, random_numbers, ep, float8, recompute_budget
         )
         self.place = Place(self.parallel, process_group_backend, timeout, first_step_timeout)
         self.collectives = Collectives(self.place)

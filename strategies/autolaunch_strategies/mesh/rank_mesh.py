@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autolaunch_strategies.config import AXES, AXIS_TABLE, SAME_DATA_AXES, SHARDING_AXES, MeshShape
 from autolaunch_strategies.mesh.layout import Peers
+from autolaunch_strategies.torch_private.collectives import group_of_some
 from autolaunch_strategies.torch_private.meshes import flatten_mesh, join_meshes
+from autolaunch_strategies.torch_private.modes import outside_of_modes
 
 _DIMS = {axis.name: axis.dims for axis in AXIS_TABLE}
 _SHARDED_OVER = tuple(dim for axis in SHARDING_AXES for dim in _DIMS[axis] if dim != "dp_replicate")
@@ -116,6 +119,32 @@ class RankMesh:
         """The process group of `sub_mesh(*axes)`; None if it has one rank only."""
         mesh = self.sub_mesh(*axes)
         return None if mesh is None else mesh.get_group()
+
+    def routes(self, axis: str, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """One group of two ranks for each pair of places along an axis that this rank is one of.
+
+        The same two in the other order are another pair, with a group of its own. Collective: every rank of the mesh
+        calls it, with the same pairs.
+        """
+        names = self.device_mesh.mesh_dim_names
+        assert names is not None
+        with outside_of_modes():
+            along = self.device_mesh.mesh.movedim(names.index(axis), -1)
+            lines = along.reshape(-1, along.shape[-1]).sort(dim=-1).values.tolist()  # as torch numbers ranks of a group
+        place = next(line.index(dist.get_rank()) for line in lines if dist.get_rank() in line)
+        rounds: list[list[tuple[int, int]]] = []  # in each, every place comes once at most
+        for pair in pairs:
+            free = (some for some in rounds if not {place for other in some for place in other}.intersection(pair))
+            some = next(free, None)
+            if some is None:
+                rounds.append(some := [])
+            some.append(pair)
+        routes: dict[tuple[int, int], dist.ProcessGroup] = {}
+        for some in rounds:
+            group = group_of_some([[line[one], line[other]] for line in lines for one, other in some], f"{axis} p2p")
+            if group is not None:
+                routes[next(pair for pair in some if place in pair)] = group
+        return routes
 
     def cp_peers(self) -> Peers | None:
         """The ranks with which this one shares sequences; None if cp has one rank."""

@@ -90,6 +90,8 @@ class Choice:
             lines.append(f"  ep: experts shared out over {settings.ep} ranks")
         if settings.recompute.mode != "none":
             lines.append(f"  recompute: {settings.recompute.mode}")
+        if settings.compile:
+            lines.append("  compile: every block")
         return "\n".join([*lines, *(f"  because {reason}" for reason in self.reasons)])
 
 
@@ -224,6 +226,8 @@ class _Space:
             wanted["ep"] = (config.ep,)
         if config.recompute is not None:
             wanted["recompute"] = (recompute_code(parse_recompute(config.recompute).mode),)
+        if config.compile is not None:
+            wanted["compile"] = (int(config.compile),)
         return wanted
 
     def settings(self, mesh: MeshShape, chosen: Mapping[str, Any]) -> ParallelConfig:
@@ -247,6 +251,7 @@ class _Space:
             pp,
             cp,
             config.recompute if config.recompute is not None else chosen.get("recompute", "none"),
+            compile=config.compile if config.compile is not None else chosen.get("compile", False),
             ep=config.ep if config.ep is not None else chosen.get("ep", 1),
         )
         if config.sequence_parallel and settings.mp is not None:
@@ -447,7 +452,7 @@ def _chosen(candidate: Candidate, profile: ModelProfile) -> dict[str, Any]:
     dp: dict[str, Any] = {"sharding_level": c.level}
     if c.level and c.replicate > 1:
         dp["replicate"] = c.replicate
-    chosen: dict[str, Any] = {"dp": dp, "recompute": c.recompute_name, "ep": c.ep}
+    chosen: dict[str, Any] = {"dp": dp, "recompute": c.recompute_name, "compile": c.compile == 1, "ep": c.ep}
     if c.pp > 1:
         exact = c.pipeline_name == "exact"
         pp = {"name": c.pipeline_name, "microbatches": c.microbatches}

@@ -71,6 +71,8 @@ class ToDistributedConfig:
     """How attention sees sharded sequences: gather, ring, ulysses, usp, or the fields of `config.ContextParallel`."""
     recompute: str | int | None = None
     """Activation checkpointing: none, selective, full, a number n for every n-th block, or offload."""
+    compile: bool | None = None
+    """Whether blocks are compiled (`torch.compile`, one by one)."""
     ep: int | None = None
     """Over how many ranks the experts of a mixture are shared out: a divisor of dp x cp x mp and of their number."""
     hardware: Any = None
@@ -106,7 +108,7 @@ class ToDistributedConfig:
         self.axes = tuple(AXIS_SPELLINGS[axis] for axis in axes)
         parallel_config(
             1 if self.mesh is None else self.mesh, self.dp, self.mp, self.pp, self.cp, self.recompute or "none",
-            ep=1 if self.ep is None else self.ep,
+            compile=bool(self.compile), ep=1 if self.ep is None else self.ep,
         )  # fmt: skip
 
 

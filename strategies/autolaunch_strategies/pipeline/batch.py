@@ -10,11 +10,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autolaunch_strategies.checkpoint.sharded import share_random_state
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule
-from autolaunch_strategies.model.parts import parameters_of
+from autolaunch_strategies.model.parts import parameters_in
 from autolaunch_strategies.model.random_positions import drawing_of_part
 from autolaunch_strategies.pipeline.absent import ReadOfAbsent
 from autolaunch_strategies.pipeline.microbatches import Microbatches, cut_leaves, shapes_of
@@ -24,6 +23,7 @@ from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.shared import SharedGradients
 from autolaunch_strategies.pipeline.structure import batch_size
 from autolaunch_strategies.torch_private.collectives import host_device
+from autolaunch_strategies.torch_private.trees import flattened, unflattened
 from autolaunch_strategies.training.weights import shares_of, weighed
 
 Gradients = dict[nn.Parameter, torch.Tensor]
@@ -72,6 +72,7 @@ class StagedBatch:
         self.root, self.pipeline, self.data_parallel, self.exchange = root, pipeline, data_parallel, exchange
         self.objective = Objective(pipeline)
         self._shared = SharedGradients(root, pipeline.cutting, pipeline)
+        self._units = _units_of_stages(data_parallel, pipeline)
         self._computed: Gradients = {}
         self._trained: tuple[bool, ...] = ()
         self._thaws: bool | None = None
@@ -118,7 +119,7 @@ class StagedBatch:
         """
         if self._thaws is False:
             return
-        trained = tuple(parameter.requires_grad for parameter in parameters_of(self.root))
+        trained = tuple(parameter.requires_grad for parameter in parameters_in(self.pipeline.holders))
         if self._thaws is None:
             self._thaws = self._anywhere(not all(trained))
         elif self._thaws and self._anywhere(trained != self._trained):
@@ -164,7 +165,7 @@ class StagedBatch:
             ConfigError: the mean loss is another one than that of the whole batch.
         """
         self.data_parallel.forget_gathered()
-        with gradients_apart(parameters_of(self.root)) as computed:
+        with gradients_apart(parameters_in(self.pipeline.holders)) as computed:
             trained = self._train(batch, step, scale, count)
         if trained.loss is not None and not self.objective.is_compared:
             try:
@@ -182,7 +183,7 @@ class StagedBatch:
         count: Callable[[Any], Any] | None,
     ) -> TrainedBatch:
         open_dataclasses(batch)
-        leaves, spec = tree_flatten(batch)
+        leaves, spec = flattened(batch)
         size = batch_size(leaves)
         schedule = self.pipeline.schedule_of(size)
         batched = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves)
@@ -190,21 +191,22 @@ class StagedBatch:
         samples = [batch_size(part) for part in parts] if schedule.microbatches > 1 else [size]
         items: list[float | torch.Tensor] = [*samples]
         if count is not None and schedule.microbatches > 1:
-            items = [torch.as_tensor(count(tree_unflatten(part, spec)), device=self.pipeline.device) for part in parts]
+            items = [torch.as_tensor(count(unflattened(part, spec)), device=self.pipeline.device) for part in parts]
         shares = shares_of(items)
 
         def run(number: int) -> LossAndOutput:
             with drawing_of_part(sum(samples[:number]), samples[number], size):
-                return step(tree_unflatten(parts[number], spec), items[number])
+                return step(unflattened(parts[number], spec), items[number])
 
         self.data_parallel.gather_rest()
-        with self.data_parallel.several_backwards():
+        with self.data_parallel.several_backwards() as complete:
             microbatches = self.pipeline.run_schedule(
                 schedule,
                 run,
                 [share * scale for share in shares],
                 [(batched, shapes_of(part)) for part in parts],
                 keep_outputs=not self.objective.is_compared,
+                completed=lambda stage: complete(self._units[stage]),
             )
         if not self.pipeline.is_last:
             return TrainedBatch(microbatches, samples, None)
@@ -228,11 +230,11 @@ class StagedBatch:
             self._add_backward(loss, differentiate)
             return
         if self.is_exact:
-            with self.data_parallel.several_backwards():
+            with self.data_parallel.several_backwards() as complete:
                 if self.pipeline.is_last:
                     with self.pipeline.clock.busy():
                         differentiate()
-                self.pipeline.drain()
+                self.pipeline.drain(lambda stage: complete(self._units[stage]))
         else:
             add_gradients(self._computed)
             self._computed = {}
@@ -248,6 +250,17 @@ class StagedBatch:
             self.data_parallel.finish_backward()
             self._shared.sum()
         add_gradients(computed)
+
+
+def _units_of_stages(data_parallel: DataParallelModule, pipeline: Pipeline) -> dict[int, list[nn.Module]]:
+    """Stage of this rank -> what is sharded by itself and belongs to that stage alone, the last one first."""
+    units: dict[int, list[nn.Module]] = {stage: [] for stage in pipeline.stages}
+    for name, unit in reversed(data_parallel.units().items()):
+        holders = pipeline.cutting.holders
+        stages = {stage for own, _ in unit.named_parameters() for stage in holders.get(f"{name}.{own}", ())}
+        if len(stages) == 1 and (stage := stages.pop()) in units:
+            units[stage].append(unit)
+    return units
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from autolaunch_strategies.pipeline.cut import Cutting, Held, cut, hold
 from autolaunch_strategies.pipeline.placement import group_rank, pipe_rank, stages_of
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.structure import Structures, skeleton_of
-from autolaunch_strategies.pipeline.transfer import Axes
-from autolaunch_strategies.schedules.schedule import placement
+from autolaunch_strategies.pipeline.transfer import Axes, Channel
+from autolaunch_strategies.schedules.schedule import placement, routes
 from autolaunch_strategies.torch_private.calls import intercepted, is_compiled
 from autolaunch_strategies.tracing.inputs import Steps, no_steps
 from autolaunch_strategies.training.batch_statistics import batch_norms
@@ -56,9 +56,12 @@ class CutModel:
         return Blocks(kept, blocks.reasons)
 
     def pipeline(self, device: torch.device) -> Pipeline:
-        """Take over the calls of the model."""
+        """Take over the calls of the model. Collective: the ranks of all pipelines connect."""
         group = self.mesh.group("pp")
         assert group is not None
+        homes = [group_rank(self.rank_of_stage, group.size(), stage) for stage in range(len(self.rank_of_stage))]
+        channel = Channel(group, self.mesh.routes("pp", routes(homes)), device)
+        channel.connect()
         return Pipeline(
             self.root,
             self.cutting,
@@ -68,6 +71,7 @@ class CutModel:
             self.rank_of_stage,
             group,
             Axes(self.mesh.sub_mesh("mp"), self.mesh.group("cp")),
+            channel,
             device,
         )
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,14 +60,15 @@ class IdleClock:
             self._step.passes.append((self._started, self._now()))
         self._started = None
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self) -> IdleClock:
         """Computing within the block; no block within another one."""
+        return self
+
+    def __enter__(self) -> None:
         self.start()
-        try:
-            yield
-        finally:
-            self.stop()
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop()
 
     def seconds(self) -> tuple[float, float]:
         """(busy, from begin to end) of a training step, on average after warm-up. Waits for the device.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, register_pytree_node, tree_flatten
 
-from autolaunch_strategies.torch_private.trees import children_of
+from autolaunch_strategies.torch_private.trees import children_of, flattened
 
 
 def open_dataclasses(value: Any) -> None:
@@ -17,7 +17,7 @@ def open_dataclasses(value: Any) -> None:
     is_new = True
     while is_new:
         is_new = False
-        for leaf in tree_flatten(value)[0]:
+        for leaf in flattened(value)[0]:
             if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and _holds_tensors(leaf):
                 is_new |= _open(type(leaf))
 

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from autolaunch_strategies.config import ConfigError, PipelineParallel
-from autolaunch_strategies.model.parts import parameters_of
+from autolaunch_strategies.context.arguments import is_simple
+from autolaunch_strategies.model.parts import modules_of, parameters_in
 from autolaunch_strategies.model.random_positions import drawing, drawing_now, drawing_of_part
 from autolaunch_strategies.pipeline.absent import INSTEAD, ReadOfAbsent
 from autolaunch_strategies.pipeline.cut import Cutting, Held
@@ -38,13 +39,14 @@ from autolaunch_strategies.pipeline.placement import group_rank, pipe_rank, stag
 from autolaunch_strategies.pipeline.record import Leaf
 from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
 from autolaunch_strategies.pipeline.structure import Structure, Structures, batch_size
-from autolaunch_strategies.pipeline.transfer import Axes, Channel, Header, LeafMeta, local_part
+from autolaunch_strategies.pipeline.transfer import Arrivals, Axes, Channel, Header, LeafMeta, local_part
 from autolaunch_strategies.pipeline.weight_gradients import PutOffWeights, WeightGradients, add_weight_gradients
 from autolaunch_strategies.schedules.schedule import (
+    Action,
     Kind,
     Schedule,
+    fill_and_drain,
     fitting_microbatches,
-    forward_only,
     schedule_for_batch,
     with_transfers,
 )
@@ -75,11 +77,17 @@ class Job(NamedTuple):
 
 @dataclass
 class _Arrival:
-    """What a job starts from: this rank's parts of what is carried."""
+    """What comes from another stage: this rank's parts of what is carried, or gradients of what was sent."""
 
     parts: list[torch.Tensor]
-    header: Header
     works: list[dist.Work] = field(default_factory=list)
+    header: Header = field(default_factory=lambda: Header((), ()))
+    """Of what is carried."""
+
+    def wait(self) -> None:
+        """Until it is there; on a GPU what is computed from now on waits, and not the host."""
+        for work in self.works:
+            work.wait()
 
 
 class Pipeline:
@@ -99,6 +107,7 @@ class Pipeline:
         rank_of_stage: tuple[int, ...],
         group: dist.ProcessGroup,
         axes: Axes,
+        channel: Channel,
         device: torch.device,
     ) -> None:
         """Take over the calls of the pipelined model in `root`. Not collective.
@@ -106,6 +115,7 @@ class Pipeline:
         Args:
             rank_of_stage: the pipe rank of every stage.
             group: this rank's peers that hold the other stages.
+            channel: to them.
         """
         self.root, self.cutting, self.held, self.structures = root, cutting, held, structures
         self.config, self.rank_of_stage, self.group, self.device = config, rank_of_stage, group, device
@@ -114,13 +124,14 @@ class Pipeline:
         self.host = host_device(device, group)
         self.pipe_rank = pipe_rank(rank_of_stage, group.size(), group.rank())
         self.stages = stages_of(rank_of_stage, self.pipe_rank)
+        self._homes = [group_rank(rank_of_stage, group.size(), stage) for stage in range(len(rank_of_stage))]
         self.calls = 0
         """How often the model has been called in the present step."""
         self.others_wait = False
         """Whether the other stages have done their part of the present step; they can be told of an error then."""
         self.number = 0
         """Of the present step: part of the seeds of what stages draw at random."""
-        self.channel = Channel(group, device)
+        self.channel = channel
         self.clock = IdleClock(device)
         self._own_call = intercepted(self.model)
         self.staged = StagedModel(self.model, cutting, self.stages, axes, device)
@@ -141,6 +152,8 @@ class Pipeline:
         self._samples_checked = False
         self._is_cut = True
         """False once it is known that only a whole batch gives what the model gives."""
+        self.holders: list[nn.Module] = []
+        """The modules that have parameters of their own, as they are in the present step."""
         self._batch_norms, self._warned_of_statistics = batch_norms(self.model), False
         self._seed_of_step = torch.initial_seed()
         self.drew_in_replay = False
@@ -191,7 +204,7 @@ class Pipeline:
 
     def _home(self, stage: int) -> int:
         """The rank within the group that holds a stage."""
-        return group_rank(self.rank_of_stage, self.group.size(), stage)
+        return self._homes[stage]
 
     def _is_here(self, stage: int) -> bool:
         return stage in self.stages
@@ -205,7 +218,8 @@ class Pipeline:
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         if self.staged.running:
             return self._call(*args, **kwargs)
-        open_dataclasses((args, kwargs))
+        if not is_simple(args, kwargs):
+            open_dataclasses((args, kwargs))
         if self._in_step is None:
             return self._forward_only(args, kwargs)
         self.calls += 1
@@ -380,20 +394,22 @@ class Pipeline:
         parts = cut_leaves(leaves, filled.structure.batched, filled.count)
         keys = [(kind, self._trained, shapes_of(part)) for part in parts]
         samples = [filled.structure.samples(part) for part in parts]
-        arrivals: dict[Job, _Arrival] = {}
-        for action in with_transfers(forward_only(self.rank_of_stage, filled.count))[self.pipe_rank]:
+        arrivals = Arrivals(self._begin(keys))
+        handed: dict[Job, _Arrival] = {}
+        for action in fill_and_drain(self.rank_of_stage, filled.count)[0][self.pipe_rank]:
             job = Job(action.stage, action.microbatch)
             if action.kind is Kind.RECV_F:
-                arrivals[job] = self._receive(job, keys[job.microbatch])
+                arrivals.expect(action, self._home(job.stage - 1))
                 continue
             if action.kind is Kind.F:
                 part_args, part_kwargs = tree_unflatten(parts[job.microbatch], spec)
+                arrival = handed.pop(job) if job in handed else self._arrived(arrivals, job)
                 with drawing_of_part(sum(samples[: job.microbatch]), samples[job.microbatch], sum(samples)):
-                    self._forward(filled.structure, job, arrivals.pop(job, None), part_args, part_kwargs, stop=True)
+                    self._forward(filled.structure, job, arrival, part_args, part_kwargs, stop=True)
                 if job.stage == self.last_stage:
                     filled.take(self._works[job])
                 elif self._is_here(job.stage + 1):
-                    arrivals[Job(job.stage + 1, job.microbatch)] = self._handed_on(job)
+                    handed[Job(job.stage + 1, job.microbatch)] = self._handed_on(job)
                 else:
                     continue  # what is made is sent next
             else:
@@ -445,9 +461,11 @@ class Pipeline:
         self, structure: Structure, together: Filled, apart: Filled, leaves: list[Any]
     ) -> ConfigError | None:
         apart_values = apart.joined(self.axes)[0]
+        # What is fp32 there may come of products in another type.
+        narrow = torch.is_autocast_enabled(self.device.type)
         for leaf, value in together.joined(self.axes)[0].items():
             one, other = local_part(value), local_part(apart_values[leaf])
-            tolerance = 1e-3 if one.dtype in (torch.float32, torch.float64) else 5e-2
+            tolerance = 1e-3 if one.dtype.itemsize >= 4 and not narrow else 5e-2
             if one.shape != other.shape or (one.is_floating_point() and _far(one, other, tolerance)):
                 shapes = [tuple(item.shape) for item in leaves if isinstance(item, torch.Tensor)]
                 return ConfigError(
@@ -460,10 +478,14 @@ class Pipeline:
                 )
         return None
 
-    def drain(self) -> None:
-        """Run every microbatch backward through this rank's stages, once the loss has been differentiated."""
+    def drain(self, completed: Callable[[int], None]) -> None:
+        """Run every microbatch backward through this rank's stages, once the loss has been differentiated.
+
+        Args:
+            completed: is told each stage of this rank once nothing of it is left to be differentiated.
+        """
         assert len(self._filled) == 1, "one batch has been run forward"
-        self._drain(*self._filled.pop())
+        self._drain(*self._filled.pop(), completed)
 
     def drain_calls_in(self, loss: torch.Tensor, differentiate: Callable[[], Any]) -> None:
         """Differentiate `loss`, which every stage has, on the last one, and the calls it comes from on all of them.
@@ -480,7 +502,7 @@ class Pipeline:
                 differentiate()
         for place in reversed([place for place, is_wanted in enumerate(wanted) if is_wanted]):
             filled, works = self._filled.pop(place)
-            self._drain(filled, works)
+            self._drain(filled, works, lambda stage: None)  # another call may go through the same stages
             filled.forget()
             self._drained.append(filled)
 
@@ -506,26 +528,30 @@ class Pipeline:
             raise self.uses_outside(next(name for part in names for name in part))
         return wanted
 
-    def _drain(self, filled: Filled, works: dict[Job, Work]) -> None:
+    def _drain(self, filled: Filled, works: dict[Job, Work], completed: Callable[[int], None]) -> None:
         self._works = works
+        arrivals = Arrivals(self._begin(()))
         handed: dict[Job, Gradients] = {}
-        for stage in reversed(self.stages):
-            for index in range(filled.count):
-                job = Job(stage, index)
-                if stage == self.last_stage:
-                    gradients = filled.gradients(index)
-                elif job in handed:
-                    gradients = handed.pop(job)
+        made: dict[Job, list[torch.Tensor]] = {}
+        actions = fill_and_drain(self.rank_of_stage, filled.count)[1][self.pipe_rank]
+        last = {action.stage: number for number, action in enumerate(actions)}
+        for number, action in enumerate(actions):
+            job = Job(action.stage, action.microbatch)
+            if action.kind is Kind.RECV_B:
+                arrivals.expect(action, self._home(job.stage + 1))
+            elif action.kind is Kind.B:
+                if job.stage == self.last_stage:
+                    gradients = filled.gradients(job.microbatch)
                 else:
-                    gradients, receives = self._begin_gradients(job)
-                    for receive in receives:
-                        receive.wait()
+                    gradients = handed.pop(job) if job in handed else self._arrived_gradients(arrivals, job)
                 inputs = self._works[job].inputs
-                sent = self._backward(job, gradients)
-                if stage > 0 and self._is_here(stage - 1):
-                    handed[Job(stage - 1, index)] = spread(sent, inputs)
-                elif stage > 0:
-                    self.channel.send(sent, self._home(stage - 1))
+                made[job] = self._backward(job, gradients)
+                if job.stage > 0 and self._is_here(job.stage - 1):
+                    handed[Job(job.stage - 1, job.microbatch)] = spread(made.pop(job), inputs)
+            else:
+                self.channel.send(made.pop(job), self._home(job.stage - 1))
+            if number == last[action.stage]:
+                completed(action.stage)
         self.channel.finish()
         with self.clock.busy():
             filled.differentiate_before()
@@ -533,6 +559,7 @@ class Pipeline:
 
     def forget(self) -> None:
         """Begin a step: drop what one left behind that failed halfway."""
+        self.holders = [module for module in modules_of(self.root) if module._parameters]
         self._seed_of_step = torch.initial_seed()
         self.others_wait = False
         self._filled.clear()
@@ -587,6 +614,7 @@ class Pipeline:
         factors: Sequence[float | torch.Tensor],
         keys: Sequence[Any],
         keep_outputs: bool,
+        completed: Callable[[int], None],
     ) -> Microbatches:
         """Train on one batch: the step of every microbatch at every stage of this rank, forward and backward.
 
@@ -598,48 +626,55 @@ class Pipeline:
             factors: by what the loss of each microbatch is multiplied before it is differentiated.
             keys: per microbatch something hashable that is equal where shapes are.
             keep_outputs: keep what the model returned, for `replay`.
+            completed: is told each stage of this rank once nothing of it is left to be differentiated or sent.
         """
         self.clock.begin()
         keys = [(self._trained, key) for key in keys]
         results = Microbatches(works=[] if keep_outputs else None)
-        arrivals: dict[Job, _Arrival] = {}
-        gradients: dict[Job, tuple[Gradients, list[dist.Work]]] = {}
+        arrivals = Arrivals(self._begin(keys))
+        handed: dict[Job, _Arrival] = {}
+        handed_back: dict[Job, Gradients] = {}
         input_gradients: dict[Job, list[torch.Tensor]] = {}
         later: dict[Job, Any] = {}
         parts_off = any(action.kind is Kind.W for actions in schedule.actions for action in actions)
         put_off = PutOffWeights(self._weights) if parts_off else nullcontext()
         self._error = None
         with self._kept_numbers(), put_off:
-            for action in with_transfers(schedule)[self.pipe_rank]:
+            actions = with_transfers(schedule)[self.pipe_rank]
+            last = {action.stage: number for number, action in enumerate(actions)}
+            for number, action in enumerate(actions):
                 job = Job(action.stage, action.microbatch)
                 before, behind = Job(job.stage - 1, job.microbatch), Job(job.stage + 1, job.microbatch)
                 if action.kind is Kind.RECV_F:
-                    arrivals[job] = self._receive(job, keys[job.microbatch])
+                    arrivals.expect(action, self._home(before.stage))
                 elif action.kind is Kind.F:
-                    self._step_of(job, arrivals.pop(job, None), step, factors[job.microbatch], results)
+                    arrival = handed.pop(job) if job in handed else self._arrived(arrivals, job)
+                    self._step_of(job, arrival, step, factors[job.microbatch], results)
                     if job.stage != self.last_stage and self._is_here(behind.stage):
-                        arrivals[behind] = self._handed_on(job)
+                        handed[behind] = self._handed_on(job)
                 elif action.kind is Kind.SEND_F:
                     self._send(job, keys[job.microbatch])
                 elif action.kind is Kind.RECV_B:
-                    gradients[job] = self._begin_gradients(job)
+                    arrivals.expect(action, self._home(behind.stage))
                 elif action.kind in (Kind.B, Kind.I):
-                    arrived, works = gradients.pop(job, ((None,), []))
-                    for work in works:
-                        work.wait()
                     if job.stage == self.last_stage:
-                        arrived = [torch.ones_like(output) for output in self._works[job].outputs]
+                        gradients: Gradients = [torch.ones_like(output) for output in self._works[job].outputs]
+                    else:
+                        here = job in handed_back
+                        gradients = handed_back.pop(job) if here else self._arrived_gradients(arrivals, job)
                     inputs = self._works[job].inputs
-                    input_gradients[job] = self._backward(job, arrived, put_off=action.kind is Kind.I)
+                    input_gradients[job] = self._backward(job, gradients, put_off=action.kind is Kind.I)
                     if action.kind is Kind.I:
                         later[job] = self._weights.take()
                     if before.stage >= 0 and self._is_here(before.stage):
-                        gradients[before] = spread(input_gradients.pop(job), inputs), []
+                        handed_back[before] = spread(input_gradients.pop(job), inputs)
                 elif action.kind is Kind.SEND_B:
                     self.channel.send(input_gradients.pop(job), self._home(before.stage))
                 elif action.kind is Kind.W:
                     with self.clock.busy():
                         add_weight_gradients(later.pop(job))
+                if number == last[action.stage]:
+                    completed(action.stage)
         self.channel.finish()
         self.clock.end()
         self.others_wait = True
@@ -737,8 +772,7 @@ class Pipeline:
         known: dict[Leaf, torch.Tensor] = {}
         inputs: list[torch.Tensor] = []
         if arrival is not None:
-            for work in arrival.works:
-                work.wait()
+            arrival.wait()
             for leaf, part in zip(arrival.header.carry, arrival.parts, strict=True):
                 meta = arrival.header.metas[leaf.call][leaf.place]
                 if meta.requires_grad and torch.is_grad_enabled():
@@ -771,7 +805,7 @@ class Pipeline:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
             self._weights.put_off = False
             if job.microbatch == 0:  # the others add to what it has made
-                separate_gradients(parameters_of(self.model))
+                separate_gradients(parameters_in(self.holders))
         return [
             torch.zeros_like(part) if part.grad is None else part.grad for part in work.inputs if part.requires_grad
         ]
@@ -779,24 +813,43 @@ class Pipeline:
     def _handed_on(self, job: Job) -> _Arrival:
         """What the next stage starts from, where it is on this rank, too."""
         work = self._works[job]
-        return _Arrival([part.detach() for part in work.outputs], work.header)
+        return _Arrival([part.detach() for part in work.outputs], header=work.header)
 
     def _send(self, job: Job, key: Any) -> None:
         work, to = self._works[job], self._home(job.stage + 1)
         self.channel.send_header((job.stage + 1, key), work.header, to)
         self.channel.send(work.outputs, to)
 
-    def _receive(self, job: Job, key: Any) -> _Arrival:
-        source = self._home(job.stage - 1)
-        header = self.channel.receive_header((job.stage, key), source)
-        parts, works = self.channel.receive(header.shapes(self.axes), source)
-        return _Arrival(parts, header, works)
+    def _begin(self, keys: Sequence[Any]) -> Callable[[Action, bool], _Arrival | None]:
+        """How receives begin, for `Arrivals`. `keys` of every microbatch say which header tells shapes."""
 
-    def _begin_gradients(self, job: Job) -> tuple[Gradients, list[dist.Work]]:
-        outputs = self._works[job].outputs
-        shapes = [(tuple(item.shape), item.dtype) for item in outputs if item.requires_grad]
-        buffers, works = self.channel.receive(shapes, self._home(job.stage + 1))
-        return spread(buffers, outputs), works
+        def begin(action: Action, wait: bool) -> _Arrival | None:
+            job = Job(action.stage, action.microbatch)
+            if action.kind is Kind.RECV_B:
+                outputs = self._works[job].outputs
+                source = self._home(job.stage + 1)
+                shapes = [(tuple(item.shape), item.dtype) for item in outputs if item.requires_grad]
+                return _Arrival(*self.channel.receive(shapes, source))
+            source = self._home(job.stage - 1)
+            key = (job.stage, keys[job.microbatch])
+            if not wait and not self.channel.knows_header(key, source):
+                return None
+            header = self.channel.receive_header(key, source)
+            return _Arrival(*self.channel.receive(header.shapes(self.axes), source), header)
+
+        return begin
+
+    def _arrived(self, arrivals: Arrivals[Action, _Arrival], job: Job) -> _Arrival | None:
+        """What a job starts from, begun to be received; None at the first stage."""
+        if job.stage == 0:
+            return None
+        return arrivals.take(Action(Kind.RECV_F, *job), self._home(job.stage - 1))
+
+    def _arrived_gradients(self, arrivals: Arrivals[Action, _Arrival], job: Job) -> Gradients:
+        """The gradients of what a job sent to another rank."""
+        arrival = arrivals.take(Action(Kind.RECV_B, *job), self._home(job.stage + 1))
+        arrival.wait()
+        return spread(arrival.parts, self._works[job].outputs)
 
     @contextmanager
     def _own_numbers(self, stage: int | str, index: int) -> Iterator[None]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autolaunch_strategies.data_parallel.gradients import pack_gradients, unpack_gradients
+from autolaunch_strategies.data_parallel.gradients import PackedGradients, take_views
 from autolaunch_strategies.pipeline.cut import Cutting
 from autolaunch_strategies.pipeline.placement import group_rank
 from autolaunch_strategies.pipeline.run import Pipeline
@@ -51,9 +51,9 @@ class SharedGradients:
                 self._sum(ranks, same)
 
     def _sum(self, ranks: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
-        flat = pack_gradients(parameters, self.device)
-        self._all_reduce(ranks, flat)
-        unpack_gradients(parameters, flat)
+        packed = PackedGradients(parameters, take_views(parameters), self.device)
+        self._all_reduce(ranks, packed.flat)
+        packed.unpack()
 
     def _all_reduce(self, ranks: tuple[int, ...], flat: torch.Tensor) -> None:
         if len(ranks) == self.group.size():

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from autolaunch_strategies.pipeline.record import Leaf, Shown
 from autolaunch_strategies.pipeline.structure import Structure
 from autolaunch_strategies.pipeline.transfer import Axes, LeafMeta, Metas, closed
 from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call, show_output
+from autolaunch_strategies.torch_private.trees import flattened, unflattened
 
 
 class _Leave(BaseException):
@@ -113,6 +115,8 @@ class StagedModel:
     def _unit(
         self, name: str, module: nn.Module, held: bool, own_call: Callable[..., Any] | None
     ) -> Callable[..., Any]:
+        run = partial(run_call, module) if own_call is None else own_call
+
         def call(*args: Any, **kwargs: Any) -> Any:
             todo = self._pass
             if todo is None or todo.inside:
@@ -122,7 +126,7 @@ class StagedModel:
                         f"pp: {self.cutting.name}{name} is held by stage {homes[0]} and can't run here; "
                         "call the whole model"
                     )
-                return own_call(*args, **kwargs) if own_call is not None else run_call(module, *args, **kwargs)
+                return run(*args, **kwargs)
             number = todo.position
             calls = todo.structure.recording.calls
             if number >= len(calls) or calls[number].unit != name:
@@ -138,8 +142,11 @@ class StagedModel:
             shown: dict[tuple[str, int], Any] = {}
             todo.inside = True
             try:
-                with self._watching(calls[number].shown, shown) if calls[number].shown else nullcontext():
-                    output = own_call(*args, **kwargs) if own_call is not None else run_call(module, *args, **kwargs)
+                if not calls[number].shown:
+                    output = run(*args, **kwargs)
+                else:
+                    with self._watching(calls[number].shown, shown):
+                        output = run(*args, **kwargs)
             finally:
                 todo.inside = False
             output = self._keep(todo, number, output, shown)
@@ -151,7 +158,7 @@ class StagedModel:
 
     def _keep(self, todo: Pass, number: int, output: Any, shown: dict[tuple[str, int], Any]) -> Any:
         recorded = todo.structure.recording.calls[number]
-        leaves, spec = tree_flatten(output)
+        leaves, spec = flattened(output)
         stepped_over = todo.structure.recording.untraceable
         if stepped_over and spec != recorded.spec:
             part, reason = next(iter(stepped_over.items()))
@@ -161,13 +168,13 @@ class StagedModel:
                 f"({reason}), so other stages can't go on with it",
                 "a model whose parts run on shapes alone, or a mesh with pp of size 1",
             )
-        leaves = [closed(leaf) for leaf in leaves]
+        leaves = list(map(closed, leaves))
         handed_on = list(leaves)
         for item in recorded.shown:
             leaves += [None] * (item.first - len(leaves))
             leaves += [closed(leaf) for leaf in tree_flatten(shown[item.module, item.turn])[0]]
-        todo.metas.append(tuple(LeafMeta.of(leaf) for leaf in leaves))
-        copied = {place for place in recorded.changed if place < len(handed_on)}
+        todo.metas.append(tuple(map(LeafMeta.of, leaves)))
+        copied = {place for place in recorded.changed if place < len(handed_on)} if recorded.changed else ()
         for place in copied:
             handed_on[place] = leaves[place].clone()
         for leaf in todo.carry:
@@ -175,7 +182,7 @@ class StagedModel:
                 todo.known[leaf] = value = leaves[leaf.place]
                 if leaf.place not in copied:
                     todo.versions[leaf] = value._version
-        return tree_unflatten(handed_on, spec)
+        return unflattened(handed_on, spec)
 
     @contextmanager
     def _watching(self, wanted: list[Shown], noted: dict[tuple[str, int], Any]) -> Iterator[None]:
@@ -216,7 +223,7 @@ class StagedModel:
             output = tree_unflatten([leaves[place] for place in item.places], item.spec)
             module = self.model.get_submodule(item.module)
             show_output(module, args if of_unit else (), kwargs if of_unit else {}, output)
-        return tree_unflatten(leaves[: recorded.spec.num_leaves], recorded.spec)
+        return unflattened(leaves[: recorded.spec.num_leaves], recorded.spec)
 
     def _blank(self, todo: Pass, meta: LeafMeta) -> torch.Tensor:
         """A tensor that nothing needs. If something did after all, its result would be NaN, not slightly wrong."""

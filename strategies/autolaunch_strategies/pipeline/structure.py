@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.config.errors import first_line
+from autolaunch_strategies.context import arguments
 from autolaunch_strategies.pipeline.cut import Cutting
 from autolaunch_strategies.pipeline.record import Leaf, Recording, record
 
@@ -105,14 +106,14 @@ class Structures:
         Raises:
             ConfigError: the call can't be cut into microbatches, or not between these stages.
         """
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, form = arguments.flattened(args, kwargs)
         size = batch_size(leaves)
-        kind = (training, several, torch.is_grad_enabled(), str(spec), tuple(_kind(leaf, size) for leaf in leaves))
-        sizes = tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+        kind = (training, several, torch.is_grad_enabled(), form, tuple([_kind(leaf, size) for leaf in leaves]))
+        sizes = tuple([tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves])
         if kind not in self._known:
             if len(self._known) >= _MOST_STRUCTURES:
                 self._known.clear()
-            self._known[kind] = self._record(leaves, spec, size, training, several)
+            self._known[kind] = self._record(*tree_flatten((args, kwargs)), size, training, several)
         return self._known[kind], (kind, sizes)
 
     def _record(self, leaves: list[Any], spec: Any, size: int, training: bool, several: bool) -> Structure:

@@ -117,6 +117,10 @@ def _read_style(style: Any, where: str) -> StyleSpec:
         raise ConfigError(where, f"not a style: {style!r}", "a name, {Name: {argument: value}}, or {_target_: ...}")
     else:
         return StyleSpec(type(style).__name__, {}, instance=style)
+    if name == "ExpertParallel":  # as plan.yaml calls what `ep` does
+        raise ConfigError(
+            where, "experts are found by their structure, no rule is needed: `ep` shares them out", "ep=N", "ep=2"
+        )
     if name not in STYLES:
         same_beginning = [known for known in STYLES if known[:3].lower() == str(name)[:3].lower()]
         close = nearest(str(name), same_beginning or STYLES)

@@ -20,7 +20,7 @@ from autolaunch_strategies.experts.find import Mixture, find_mixtures
 from autolaunch_strategies.planner.first_look import FirstLook
 from autolaunch_strategies.planner.measured_pass import MeasuredPass, Span
 from autolaunch_strategies.planner.operators import Tally
-from autolaunch_strategies.planner.profile import Attention, MatMul, ModelProfile, Part
+from autolaunch_strategies.planner.profile import Attention, Compiled, MatMul, ModelProfile, Part
 from autolaunch_strategies.planner.subject import ParameterSharding, Subject
 
 
@@ -49,7 +49,9 @@ class Assembly:
             self.mixtures = find_mixtures(self.subject.model)
         except ConfigError as error:
             self.without_experts = error.problem
-        if any(mixture.caller is not None for mixture in self.mixtures):
+        self.listed = any(mixture.caller is not None for mixture in self.mixtures)
+        """Whether experts are modules of a list."""
+        if self.listed:
             self.mixtures = []
             self.without_experts = (
                 "its experts are modules of a list, and how many rows they get is seen in a run alone"
@@ -157,9 +159,27 @@ class Assembly:
             matmuls=(*part.matmuls, *self._replaced_products(first)),
             saved_bytes=part.saved_bytes - twice[0],
             sharded_saved_bytes=part.sharded_saved_bytes - twice[1],
+            compiled=self._compiled(first),
             selective_bytes=selective[0] + three.input - two.input,
             sharded_selective_bytes=selective[1],
             output_bytes=three.output - two.output,
+        )
+
+    def _compiled(self, first: str) -> Compiled:
+        """What is other of a block of this kind if it is compiled."""
+        two, three = self.two.kinds[first], self.three.kinds[first]
+        saved, moved = _minus(three.compiled, two.compiled), _minus(three.kernels.moved, two.kernels.moved)
+        twice = (0.0, 0.0)
+        if self._is_kept_behind(self.look.order.index(first)):
+            twice = _minus(three.compiled_output, two.compiled_output)
+        return Compiled(
+            moved_bytes=moved[0],
+            sharded_moved_bytes=moved[1],
+            kernels=two.kernels.count,
+            saved_bytes=saved[0] - twice[0],
+            sharded_saved_bytes=saved[1] - twice[1],
+            expert_moved_bytes=three.kernels.moved[2] - two.kernels.moved[2],
+            expert_saved_bytes=three.compiled[2] - two.compiled[2],
         )
 
     def _kept_twice(self, first: str) -> tuple[float, float]:
@@ -216,7 +236,7 @@ class Assembly:
             **self._experts(names),
         )
 
-    def _experts(self, names: Sequence[str]) -> dict[str, int]:
+    def _experts(self, names: Sequence[str]) -> dict[str, Any]:
         """Fields of `Part` for the mixtures that have the parameters `names`."""
         owners = {f"{item.name}.{own}": item for item in self.mixtures for own, _ in item.module.named_parameters()}
         here = [name for name in names if name in owners]
@@ -265,6 +285,11 @@ class Assembly:
             refused["ep"] = self.without_experts
         if self.sharding.refused:
             refused["mp"] = self.sharding.refused
+        if self.replaced:
+            name, why = next(iter(self.replaced.items()))
+            refused["compile"] = f"what {name} does can't be followed on shapes alone ({why})"
+        elif self.listed:
+            refused["compile"] = "which rows the experts of its list get is known only while Python runs"
         if names := router_losses(self.subject.root):
             refused["schedules"] = f"{names[0] or 'the model'} adds the loss of its routers (output_router_logits)"
         if not self.look.order:

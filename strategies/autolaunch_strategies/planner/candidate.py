@@ -52,9 +52,13 @@ def recompute_code(mode: str | int) -> int:
         return mode
     codes = {"none": NO_RECOMPUTE, "selective": SELECTIVE, "full": FULL}
     if mode not in codes:
+        unknown = {
+            "offload": "how fast tensors move to the host and back is not in its profiles",
+            "budget": "what is computed again is chosen when blocks are compiled",
+        }
         raise ConfigError(
             f"recompute={mode}",
-            "the planner doesn't predict it: how fast tensors move to the host and back is not in its profiles",
+            f"the planner doesn't predict it: {unknown[mode]}",
             f"{', '.join(codes)}, or a number n for every n-th block; or a mesh of your own with recompute={mode}",
             "recompute=full",
         )
@@ -89,6 +93,8 @@ class Candidate:
     """Neighbours along cp that exchange heads (cp for ulysses, 1 for gather and ring)."""
     ep: int = 1
     """Over how many ranks of dp x cp x mp (of dp those of one replica) the experts of a mixture are shared out."""
+    compile: int = 0
+    """1: blocks are compiled."""
 
     @property
     def ranks(self) -> int:
@@ -159,6 +165,7 @@ class Candidates:
     backend: Ints
     ulysses: Ints
     ep: Ints
+    compile: Ints
 
     def __init__(self, **columns: Any) -> None:
         """Columns [n] by the names of `FIELDS`; scalars are repeated, absent ones have the default."""

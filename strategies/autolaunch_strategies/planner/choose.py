@@ -15,7 +15,7 @@ from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.memory import peak_memory
 from autolaunch_strategies.planner.plan import MEASURED, SURE, TIGHT, Looked, Plan
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
-from autolaunch_strategies.planner.reasons import in_bytes
+from autolaunch_strategies.planner.reasons import in_bytes, in_seconds
 from autolaunch_strategies.planner.settings import overrides
 from autolaunch_strategies.planner.shortage import changes
 from autolaunch_strategies.planner.time import step_time
@@ -32,6 +32,10 @@ REFINED = 200
 
 FEWER = 32
 """Smaller numbers of devices that are tried where nothing can be run on all of them."""
+
+COMPILE_S = 40.0
+"""Seconds to compile one kind of block for both passes, on every rank at once: what torch 2.13 took here for blocks of
+Llama on one core, C++ in place of Triton, was 30 to 60. Not measured on a GPU."""
 
 SAMPLES = 16
 """Draws of the constants from which the uncertainty of a prediction is estimated."""
@@ -64,6 +68,10 @@ def make_plan(
         memory_share = MEASURED if hardware.margin_measured else SURE
     rejections, looked, warnings = _look(profile, recipe, hardware, wanted, memory_share)
     index = pick(looked, noise)
+    short = _too_short(profile, recipe, looked, index, noise)
+    if short:
+        eager = np.flatnonzero(looked.candidates.compile == 0)
+        index = int(eager[pick(looked.select(eager), noise)])
     chosen = looked.candidates.select([index])
     times = step_time(profile, recipe, hardware, chosen)
     if not looked.fits[index]:
@@ -96,6 +104,7 @@ def make_plan(
         float(spread(profile, recipe, hardware, chosen, SAMPLES)[0]),
         _alternatives(looked, index, top),
         tuple(warnings),
+        short,
     )
 
 
@@ -230,6 +239,23 @@ def _tight(looked: Looked, chosen: int, noise: float) -> str:
         f"{faster:.0%} faster, but tight, with {looked.memory_bytes[near[0]] / looked.limit:.1%} of the memory: it may "
         "be chosen once cluster.constants.context_bytes (bytes that are in use beside torch's) and "
         "cluster.constants.fragmentation (reserved over allocated at the peak, minus 1) say what was measured"
+    )
+
+
+def _too_short(profile: ModelProfile, recipe: Recipe, looked: Looked, chosen: int, noise: float) -> str:
+    """Why a training ends before its compiled blocks have gained what compiling them takes; empty if it does not."""
+    eager = looked.select(np.flatnonzero(looked.candidates.compile == 0))
+    if recipe.steps is None or not looked.candidates.compile[chosen] or not eager.pool.any():
+        return ""
+    if looked.fits[chosen] and not eager.fits.any():
+        return ""
+    gained = recipe.steps * float(eager.seconds[pick(eager, noise)] - looked.seconds[chosen])
+    takes = COMPILE_S * len(profile.kinds)
+    if gained > takes:
+        return ""
+    return (
+        f"compile=true would gain {in_seconds(max(gained, 0.0))} in {recipe.steps:,} steps, and compiling takes about "
+        f"{in_seconds(takes)}"
     )
 
 

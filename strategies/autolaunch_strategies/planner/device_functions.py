@@ -80,6 +80,8 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is self.original:
             return self.attention(*args, **kwargs)
+        if not self.on_cpu and func in (F.dropout, torch.dropout):
+            return _dropout(func, *args, **kwargs)
         if not self.on_cpu and func in _FP32 and torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
             args, kwargs = tree_map(_widened, (args, kwargs))
         return func(*args, **kwargs)
@@ -110,6 +112,15 @@ class _Functions(TorchFunctionMode):
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, float("-inf"))
         return _Fused.apply(query, key, value, attn_mask, is_causal, self.tape)
+
+
+def _dropout(function: Any, input: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """CUDA keeps a mask of one byte for each element, a CPU the numbers by which it multiplies."""
+    training = kwargs.get("training", kwargs.get("train", args[0] if args else True))
+    inplace = kwargs.get("inplace", args[1] if len(args) > 1 else False)
+    if not training or p == 0 or inplace:
+        return function(input, p, *args, **kwargs)
+    return torch.native_dropout(input, p, True)[0]
 
 
 def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shared_heads: bool) -> bool:
@@ -155,6 +166,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         query, key, value, *_ = context.saved_tensors
+        context.tape.read_again(context.saved_tensors)
         own_gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
         for tensor, like in zip(own_gradients, (query, key, value), strict=True):
             if (dim := context.tape.dim_of(like)) is not None:

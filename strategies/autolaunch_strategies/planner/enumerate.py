@@ -163,7 +163,8 @@ class Space:
 
     def variants(self, candidates: Candidates) -> Candidates:
         """What differs from one of `candidates` in a single choice: the schedule with its stages and its cut, the way
-        of cp and of mp, what is recomputed, the level with its replicas. Each once; none that is given."""
+        of cp and of mp, what is recomputed, whether blocks are compiled, the level with its replicas. Each once; none
+        that is given."""
         start = _Table({name: getattr(candidates, name) for name in FIELDS})
         tables = [start]
         for options in (
@@ -173,6 +174,7 @@ class Space:
             self._recomputes,
             self._levels,
             self._experts,
+            self._compiles,
         ):
             rows = start.match(options(start))
             for rule in self.rejections.rules:
@@ -194,7 +196,8 @@ class Space:
         if limit is not None and rows.matches(experts) > limit:
             return None
         rows = self._kept(rows.match(experts), "expert_ranks")
-        for table in (self._contexts(meshes), self._sequence_parallel(meshes), self._recomputes(meshes)):
+        tables = (self._contexts, self._sequence_parallel, self._recomputes, self._compiles)
+        for table in (options(meshes) for options in tables):
             if limit is not None and rows.matches(table) > limit:
                 return None
             rows = rows.match(table)
@@ -365,6 +368,19 @@ class Space:
             usual += [every for every in (2, 4) if every <= len(self.profile.blocks) // pp]
         return [(number,) for number in self._values("recompute", usual)]
 
+    def _compiles(self, rows: _Table) -> _Table:
+        table = rows.distinct("pp").with_options(("compile",), lambda _: self._compiles_of())
+        return self._kept(table, "compile_refused", "compile_on_cpu")
+
+    def _compiles_of(self) -> list[tuple[int, ...]]:
+        usual = [1] if self._thin and can_compile(self.profile, self.hardware) else [0, 1]
+        return [(number,) for number in self._values("compile", usual)]
+
+
+def can_compile(profile: ModelProfile, hardware: Hardware) -> bool:
+    """Whether compiled blocks are proposed at all."""
+    return hardware.device == "cuda" and "compile" not in profile.refused
+
 
 def _first_degrees(spec: ContextBackend, cp: int, heads: int | None, between: list[int]) -> list[int]:
     """Degrees of ulysses for the first look: what sends least, which is heads for positions as far as there are heads,
@@ -433,6 +449,24 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
                 f"ep={c.ep} borrows ranks of dp (of one replica) x cp x mp, and does not divide these: "
                 f"{c.dp // (c.replicate if c.level else 1)} x {c.cp} x {c.mp}"
             ),
+        ),
+        Rule(
+            "compile_refused",
+            "compile with this job",
+            ("compile",),
+            lambda c: (c.compile > 0) & ("compile" in refused),
+            lambda c: f"the blocks of {profile.name} are not compiled: {refused['compile']}",
+            lifted_by=("compile",),
+        ),
+        Rule(
+            "compile_on_cpu",
+            "compile on a CPU",
+            ("compile",),
+            lambda c: (c.compile > 0) & (hardware.device == "cpu"),
+            lambda c: (
+                "on a CPU a C++ compiler takes a minute or so for each kind of block, and what that gains is not known"
+            ),
+            lifted_by=("compile",),
         ),
         Rule(
             "mp_sizes",

@@ -41,6 +41,7 @@ KEYS = (
     "backend",
     "ulysses",
     "recompute",
+    "compile",
     "microbatches",
 )
 """What may be asked for; longer spellings are in `_SPELLINGS`."""
@@ -133,7 +134,7 @@ def why(plan: Plan, asked: Mapping[str, Any]) -> Explanation:
     Args:
         asked: as people type it: sizes of axes (``mp`` or ``tp``, ``dp``, ``pp``, ``cp``, ``mesh``: ``4x2``), options
             (``dp``: ``zero1``, ``pp``: ``1f1b``, ``cp``: ``ring``, ``mp``: ``seq_parallel``), ``ep``, ``recompute``,
-            ``microbatches``, ``level``, ``replicas``, ``virtual_stages``, ``split``.
+            ``compile``, ``microbatches``, ``level``, ``replicas``, ``virtual_stages``, ``split``.
 
     Raises:
         ConfigError: an unknown key or value.
@@ -208,6 +209,8 @@ def _field(name: str, value: str) -> dict[str, int]:
         return {"recompute": recompute_code(parse_recompute(value).mode)}
     if name in ("pipeline", "backend") and not value.isdigit():
         return _option({"pipeline": "pp", "backend": "cp"}[name], value)
+    if name == "compile":
+        return {"compile": _one_of("compile", value.lower(), {"true": 1, "false": 0})}
     if name == "split":
         return {"split": _one_of("split", value, {"even": 0, "balanced": 1, "0": 0, "1": 1})}
     if not value.isdigit() or (int(value) < 1 and name != "level"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from autolaunch_strategies.planner.compiled import JointPass, Kernels
 from autolaunch_strategies.planner.first_look import FirstLook
 from autolaunch_strategies.planner.model_call import ModelCall
 from autolaunch_strategies.planner.operators import Tally, Tape
@@ -33,6 +34,12 @@ class Span:
     """Whether what goes from block to block is kept by it."""
     saved_output: tuple[int, int] = (0, 0)
     """Of what it keeps, what it returns: that is kept by who gets it, too, if that one keeps its input."""
+    compiled: tuple[int, int, int] = (0, 0, 0)
+    """(bytes that it keeps for its backward pass if it is compiled, of which sharded, of which made by experts)."""
+    compiled_output: tuple[int, int] = (0, 0)
+    """Of these, what it returns."""
+    kernels: Kernels = field(default_factory=lambda: Kernels(0, (0, 0, 0)))
+    """Those of its forward pass if it is compiled."""
 
 
 class MeasuredPass:
@@ -63,7 +70,8 @@ class MeasuredPass:
 
     def _run(self, model_call: ModelCall, args: Any, kwargs: Mapping[str, Any]) -> None:
         tape = self.tape
-        with model_call.on(tape, args, kwargs, self._block) as call:
+        unused = [name for name, first in self._look.kind_of.items() if name != first]
+        with model_call.on(tape, args, kwargs, self._block, unused) as call:
             tape.tally = self.before.tally
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, _as_it_is):
                 output = call()
@@ -116,6 +124,10 @@ class MeasuredPass:
             storage_key(leaf): inputs[storage_key(leaf)] for place, leaf in tensors.items() if place not in shared
         }
         span.begin = len(tape.events)
+        tape.joint = joint = JointPass()
+        for place, leaf in tensors.items():
+            if place not in shared and (number := tape.value_of(leaf)) is not None:
+                joint.begins_with(number, *tape.bytes_of(leaf))
         args, kwargs = tree_unflatten(own, spec)
         output = run_call(module, *args, **kwargs)
         outputs, output_spec = tree_flatten(output)
@@ -142,6 +154,7 @@ class MeasuredPass:
             for leaf in outputs
         ]
         differentiable = [leaf for leaf in results if leaf.requires_grad]
+        returned = {number for leaf in results if (number := tape.value_of(leaf)) is not None}
         del output, outputs, results
         if differentiable:
             tape.backward = True
@@ -151,7 +164,11 @@ class MeasuredPass:
         for leaf in (*tensors.values(), *module.parameters()):
             leaf.grad = None
         span.end = len(tape.events)
-        tape.tally = outer
+        tape.tally, tape.joint = outer, None
+        kept_compiled = joint.kept()
+        span.compiled = _sums(kept_compiled.values())
+        span.kernels = joint.kernels(kept_compiled, returned)
+        span.compiled_output = _sums(value for number, value in kept_compiled.items() if number in returned)[:2]
         return output_spec, shapes
 
     def _stand_in(self, leaves: list[Any], spec: TreeSpec, shapes: list[Any]) -> Any:
@@ -187,6 +204,16 @@ class _Bridge(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         return (None, *(torch.empty(shape, dtype=dtype) for shape, dtype in context.like))
+
+
+def _sums(values: Iterable[tuple[int, bool, bool]]) -> tuple[int, int, int]:
+    """(bytes of all values, of the sharded ones, of those of experts)."""
+    values = list(values)
+    return (
+        sum(size for size, _, _ in values),
+        sum(size for size, sharded, _ in values if sharded),
+        sum(size for size, _, routed in values if routed),
+    )
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

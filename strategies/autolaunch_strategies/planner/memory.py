@@ -163,14 +163,17 @@ def _put_states(
     largest: Any = 0.0
     for suffix, kind, part in parts:
         dense = _over_mp(part.parameters - part.expert_parameters, part.sharded_parameters, c.mp)
-        gathered = _put_state(recipe, hardware, c, put, suffix, kind, dense, c.shard, dense * recipe.cast_bytes)
+        alone = suffix != "_shared" and (not suffix or not profile.shared_parameters)  # tied, both ends are one table
+        gathered = _put_state(recipe, hardware, c, put, suffix, kind, dense, c.shard, dense * recipe.cast_bytes, alone)
         if part.expert_parameters:
             experts = part.expert_parameters / c.expert_parts
             # Without ep a rank of mp computes with its own ones; compiled, with all, which the backward pass uses, too.
-            whole = np.where((c.ep == 1) & (c.mp > 1), recipe.gathered_bytes, 0.0) if recipe.compiled else 0.0
-            held = c.ep if recipe.compiled else c.expert_parts
+            whole = np.where((c.ep == 1) & (c.mp > 1) & (c.compile == 1), recipe.gathered_bytes, 0.0)
+            held = np.where(c.compile == 1, c.ep, c.expert_parts)
             copies = part.expert_parameters / held * (recipe.cast_bytes + whole)
-            gathered = gathered + _put_state(recipe, hardware, c, put, suffix, kind, experts, c.expert_shard, copies)
+            gathered = gathered + _put_state(
+                recipe, hardware, c, put, suffix, kind, experts, c.expert_shard, copies, alone
+            )
         if not suffix:
             largest = np.maximum(largest, gathered)
     put("other", "gathered", largest)
@@ -186,6 +189,7 @@ def _put_state(
     count: Floats,
     over: Ints,
     copies: Floats,
+    alone: bool,
 ) -> Floats:
     """Put what so many parameters of a rank take; the bytes of those that are gathered at once.
 
@@ -194,6 +198,7 @@ def _put_state(
         count: [n], before dp shards them.
         over: [n]: over how many ranks it does.
         copies: [n]: bytes in other types, or whole, that a pass makes of them.
+        alone: whether they are gathered by themselves, not with everything that is outside of the blocks.
     """
     sharded = (c.level > 0) & (c.dp * c.cp > 1)
     shard = np.where(sharded, over, 1)
@@ -223,7 +228,9 @@ def _put_state(
         put("gradients", column, count * np.where(one_pass, in_pass, 0.0), kind)
     put("gradients", f"end{suffix}", count * gradient, kind)
     put("other", f"end{suffix}", count * at_end, kind)
-    put("parameters", f"state{suffix}", count * (gathered if suffix else np.where(freed, 0.0, gathered)), kind)
+    put("parameters", f"state{suffix}", count * (np.where(freed, 0.0, gathered) if alone else gathered), kind)
+    if suffix and alone:  # whole while it is used, at one end of the step
+        put("parameters", "before_works" if suffix == "_before" else "loss", count * np.where(freed, gathered, 0.0))
     if suffix:
         if suffix != "_before":  # a look-up in a table needs no copy of it
             put("parameters", f"state{suffix}", copies)
@@ -257,19 +264,32 @@ def _put_activations(
     whole_mp = np.where(c.sequence_parallel == 1, c.mp, 1)
 
     ones = np.ones_like(c.mp)
-    # The share of a sequence that a rank's experts see.
-    fullest = constants.fullest(profile.experts, c.ep) / np.where(c.ep > 1, c.mp, 1) / c.cp
+    compiled = c.compile == 1
+    # The share of a sequence that a rank's experts see: ranks of mp share them out, too, unless they are compiled.
+    held = np.where((c.ep > 1) | compiled, c.ep, c.mp)
+    fullest = constants.fullest(profile.experts, held) / np.where(held > 1, c.mp, 1) / c.cp
 
     def of(whole: float, sharded: float = 0.0, over: Ints = whole_mp) -> Floats:
         """Bytes on one rank of `whole` for one sequence: mp shards `sharded` of them, the rest is on `over` ranks."""
         return ((whole - sharded) / over + sharded / c.mp) / c.cp
 
+    def saved_by(part: Part, others: float, sharded: float) -> Floats:
+        """Of what a block saves without its experts."""
+        gathered = min(part.exchanges * part.exchange_bytes, others - sharded)
+        return of(others - gathered, sharded) + of(gathered, 0.0, ones)
+
     def kept_by(part: Part) -> tuple[Floats, Floats, Floats]:
-        others = part.saved_bytes - part.expert_saved_bytes
-        gathered = min(part.exchanges * part.exchange_bytes, others - part.sharded_saved_bytes)
-        saved = of(others - gathered, part.sharded_saved_bytes) + of(gathered, 0.0, ones)
+        saved = saved_by(part, part.saved_bytes - part.expert_saved_bytes, part.sharded_saved_bytes)
         saved = saved + part.expert_saved_bytes * fullest
+        if compiled.any():
+            other = part.if_compiled
+            fused = saved_by(part, other.saved_bytes - other.expert_saved_bytes, other.sharded_saved_bytes)
+            # Experts that are shared out run as they are.
+            experts = np.where(c.ep > 1, part.expert_saved_bytes, other.expert_saved_bytes)
+            saved = np.where(compiled, fused + experts * fullest, saved)
         selective = of(part.selective_bytes, part.sharded_selective_bytes)
+        # Rows that have travelled, there and back, are kept.
+        selective = selective + np.where(c.ep > 1, 2 * part.routed_elements * profile.element_bytes * fullest, 0.0)
         return saved, np.minimum(selective, saved), np.minimum(of(part.output_bytes), saved)
 
     for kind, part in enumerate(profile.kinds):
@@ -283,7 +303,8 @@ def _put_activations(
         put("activations", "input", flying * inputs, kind)
         put("other", "works", sequences * (saved - kept + peak), kind)
         put("other", "repeats", sequences * (saved - inputs + peak), kind)
-        put("activations", "waits", sequences * _put_off(part, profile.element_bytes, c), kind)
+        # Compiled blocks put the gradients of their weights off in no schedule.
+        put("activations", "waits", ~compiled * sequences * _put_off(part, profile.element_bytes, c), kind)
     before, after = (of(part.saved_bytes, part.sharded_saved_bytes, ones) for part in (profile.before, profile.after))
     put("activations", "before", flying * before)
     put("activations", "after", flying * after)

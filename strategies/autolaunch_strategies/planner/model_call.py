@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,20 +47,26 @@ class ModelCall:
 
     @contextmanager
     def on(
-        self, tape: Tape, args: Any, kwargs: Any, block: Callable[[str, nn.Module, Any, Mapping[str, Any]], Any]
+        self,
+        tape: Tape,
+        args: Any,
+        kwargs: Any,
+        block: Callable[[str, nn.Module, Any, Mapping[str, Any]], Any],
+        unused: Collection[str] = (),
     ) -> Iterator[Callable[[], Any]]:
         """Within it everything that runs is on `tape`; gives the call of the model.
 
         Args:
             args, kwargs: what the model is called with.
             block: what the call of a block returns, see `parts_intercepted`.
+            unused: blocks that are not run: nothing stands for parameters that they alone have.
         """
         model = self.subject.model
         dtype, autocast = PRECISIONS[self.precision]
         recorder = Recorder(model, [tape], FAKES)
         with ExitStack() as stack:
             stack.enter_context(on_shapes_alone())
-            state = self._state(tape)
+            state = self._state(tape, unused)
             fake_args, fake_kwargs = fake_inputs(args, kwargs, dtype)
             stack.enter_context(_experts_seen([item.module for item in countable_mixtures(model)], tape))
             stack.enter_context(parts_intercepted(self.subject.blocks, block))
@@ -69,11 +75,19 @@ class ModelCall:
             stack.enter_context(recorder.watching())
             yield lambda: recorder.call(state, fake_args, fake_kwargs)
 
-    def _state(self, tape: Tape) -> dict[str, torch.Tensor]:
+    def _state(self, tape: Tape, unused: Collection[str]) -> dict[str, torch.Tensor]:
         """Parameters and buffers of the model, in the types of the run."""
         model, run_dtype = self.subject.model, PRECISIONS[self.precision][0]
         state: dict[str, torch.Tensor] = {}
+        blocks = tuple(f"{name}." for name in unused)
+        used = {
+            id(item)
+            for name, item in model.named_parameters(remove_duplicate=False)
+            if not (blocks and name.startswith(blocks))
+        }
         for name, parameter in model.named_parameters():
+            if id(parameter) not in used:
+                continue
             dtype = self.param_dtype or run_dtype
             state[name] = fake_like(parameter, dtype if parameter.is_floating_point() else None)
         unsaved = {

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autolaunch_strategies.planner.compiled import SHAPES_ALONE, JointPass, Kernel, kernel_of
 from autolaunch_strategies.planner.profile import Attention, MatMul
 from autolaunch_strategies.planner.sharded_dims import GATHERED, REDUCED, SAME, sharded_outputs, sharded_product
 from autolaunch_strategies.torch_private.tracing import storage_key
@@ -92,7 +93,9 @@ class Tape(Observer):
         """Parameter -> the tallies of the parts that use it."""
         self.head_counts: set[int] = set()
         """Into how many parts views cut dims that mp shards."""
-        self._alive: dict[int, tuple[weakref.ref, int, bool]] = {}
+        self.joint: JointPass | None = None
+        """Of the block that is running."""
+        self._alive: dict[int, tuple[weakref.ref, int, bool, int]] = {}
         self._dims: dict[int, dict[Any, int]] = {}
         self._routed: set[int] = set()
         """Memory that the experts of a mixture have made."""
@@ -136,7 +139,7 @@ class Tape(Observer):
                 self._routed.discard(key)
                 self.events.append((-size, entry[2], born))
 
-        self._alive[key] = (weakref.ref(storage, freed), size, sharded)
+        self._alive[key] = (weakref.ref(storage, freed), size, sharded, born)
         self.events.append((size, sharded, born))
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -147,6 +150,41 @@ class Tape(Observer):
             if key in self._routed:
                 self.tally.routed_saved[key] = self.tally.saved[key][0]
         return tensor
+
+    def value_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of the memory that a tensor is in, which no other has had; None for parameters and the like."""
+        entry = self._alive.get(storage_key(tensor))
+        return entry[3] if entry else None
+
+    def _note_passes(
+        self,
+        name: str,
+        kernel: Kernel,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        arguments: Any = None,
+    ) -> None:
+        """Note an operator in `joint`.
+
+        Args:
+            arguments: all that it was called with besides tensors.
+        """
+        assert self.joint is not None
+        if name in SHAPES_ALONE:
+            inputs = ()
+        read = [number for tensor in inputs if (number := self.value_of(tensor)) is not None]
+        if self.backward:
+            self.joint.backward(kernel, read)
+            return
+        seen = [(self.value_of(tensor) or storage_key(tensor), _window(tensor), tensor.dtype) for tensor in inputs]
+        made = [
+            (number, size, sharded, storage_key(tensor) in self._routed)
+            for tensor in outputs
+            if (number := self.value_of(tensor)) is not None
+            for size, sharded in [self.bytes_of(tensor)]
+        ]
+        call = (name, tuple(seen), repr(arguments))
+        self.joint.forward(name, kernel, read, made, sum(_size(tensor) for tensor in inputs), call)
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -172,6 +210,12 @@ class Tape(Observer):
         if not self.unseen:
             for tensor in outputs:
                 self._register(tensor, self.dim_of(tensor) is not None)
+            if self.joint is not None and not self.quiet and not _is_no_kernel(operation):
+                pointwise = torch.Tag.pointwise in operation.operator.tags
+                arguments = [item for item in operation.args if not isinstance(item, torch.Tensor)], operation.kwargs
+                product = _is_product(operation.name) or operation.name in _ATTENTION or "convolution" in operation.name
+                kernel = kernel_of(operation.name, pointwise, product)
+                self._note_passes(operation.name, kernel, inputs, outputs, arguments)
         if not self._charging:
             return
         if exchange:
@@ -181,7 +225,7 @@ class Tape(Observer):
                 if exchange == REDUCED
                 else sum(_size(tensor) for tensor in inputs if id(tensor) in dims) / 2
             )
-        if not getattr(operation.operator, "is_view", False) and operation.name not in _NO_KERNEL:
+        if not _is_no_kernel(operation):
             self._charge(operation, bool(dims))
 
     def _note_users(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -272,6 +316,8 @@ class Tape(Observer):
             if dim is not None:
                 self.shard(tensor, dim)
             self._register(tensor, sharded)
+        if self.joint is not None:
+            self._note_passes("attention", Kernel.PRODUCT, (query, key, value), (result, sums))
         if self.backward:
             return
         self.tally.operators.append(("attention", query.shape, key.shape, causal))
@@ -281,6 +327,11 @@ class Tape(Observer):
         self.tally.selective[0] += size
         self.tally.selective[1] += size if sharded else 0
         self.attention(query, key, value, causal)
+
+    def read_again(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Note that the backward pass of such a kernel reads these."""
+        if self.joint is not None:
+            self._note_passes("attention", Kernel.PRODUCT, [tensor for tensor in tensors if tensor is not None], ())
 
     def _product(self, operation: Operation, dims: dict[int, int]) -> str:
         """Charge a matrix product and note what is sharded of its result; what ranks exchange for it."""
@@ -341,6 +392,10 @@ def _grouped_result(left: torch.Tensor, right: torch.Tensor, offs: Any = None, *
 
 FAKES = {getattr(torch.ops.aten, "_grouped_mm", None): _grouped_result}
 """For `Recorder`: torch's own function for the shapes of `_grouped_mm` knows bf16 alone, kernels know more types."""
+
+
+def _is_no_kernel(operation: Operation) -> bool:
+    return getattr(operation.operator, "is_view", False) or operation.name in _NO_KERNEL
 
 
 def _is_product(name: str) -> bool:

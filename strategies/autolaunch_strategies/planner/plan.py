@@ -107,6 +107,8 @@ class Plan:
     alternatives: Ints
     """Indices in `looked`: the fastest of each kind, the one that needs least memory; without the chosen one."""
     warnings: tuple[str, ...] = ()
+    short: str = ""
+    """Why a training of so few steps does without compiled blocks, which would be faster; else empty."""
 
     @property
     def simplicity(self) -> int:
@@ -135,5 +137,5 @@ def simplicity(candidates: Candidates, filled: Floats | float = 0.0) -> Ints:
     of_recompute = np.select([c.recompute == 0, c.recompute == 1, c.recompute < 0], [0, 1, 2], 3)
     accumulates = (c.pp == 1) & (c.microbatches > 1)
     of_context = of_backends("complexity", c.backend)
-    rest = of_pipeline + of_level + of_recompute + accumulates + of_context + 10 * (c.ep > 1)
+    rest = of_pipeline + of_level + of_recompute + accumulates + of_context + 10 * (c.ep > 1) + c.compile
     return np.asarray(axes + rest + c.sequence_parallel + c.split + (c.virtual_stages > 2), dtype=np.int64)

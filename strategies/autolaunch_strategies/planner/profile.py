@@ -59,6 +59,21 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """What of the numbers of a block is other if it is compiled; they mean what those of `Part` mean."""
+
+    moved_bytes: float
+    """Neighbours are one kernel: what lies between them is not moved."""
+    sharded_moved_bytes: float
+    kernels: int
+    saved_bytes: float
+    """What is cheapest to keep; the rest is computed again, beside what the backward pass computes anyway."""
+    sharded_saved_bytes: float
+    expert_moved_bytes: float = 0
+    expert_saved_bytes: float = 0
+
+
+@dataclass(frozen=True)
 class Part:
     """One kind of block, or what runs before or after the blocks: its forward pass of one sequence.
 
@@ -108,6 +123,21 @@ class Part:
     """Of `moved_bytes`, what experts move."""
     expert_saved_bytes: float = 0
     """Of `saved_bytes`, what experts keep."""
+    compiled: Compiled | None = None
+    """Of a block: what is other if it is compiled; None where that is not known."""
+
+    @property
+    def if_compiled(self) -> Compiled:
+        """Its numbers if it is compiled; where they are not known, those if it is not."""
+        return self.compiled or Compiled(
+            self.moved_bytes,
+            self.sharded_moved_bytes,
+            self.kernels,
+            self.saved_bytes,
+            self.sharded_saved_bytes,
+            self.expert_moved_bytes,
+            self.expert_saved_bytes,
+        )
 
     @property
     def routed_elements(self) -> int:
@@ -149,7 +179,7 @@ class ModelProfile:
     """Attention heads, which ulysses shares out; None without fused attention."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Axis (`mp`, `pp`, `cp`) or degree (`ep`) -> why this model can't be divided along it; `schedules` -> why none but
-    `exact` computes its loss."""
+    `exact` computes its loss; `compile` -> why its blocks are not compiled."""
 
     @property
     def parameters(self) -> int:
@@ -184,7 +214,8 @@ class ModelProfile:
 def _part(values: dict[str, Any]) -> Part:
     matmuls = tuple(MatMul(**item) for item in values["matmuls"])
     attention = Attention(**values["attention"]) if values["attention"] else None
-    return Part(**{**values, "matmuls": matmuls, "attention": attention})
+    compiled = Compiled(**values["compiled"]) if values["compiled"] else None
+    return Part(**{**values, "matmuls": matmuls, "attention": attention, "compiled": compiled})
 
 
 @dataclass(frozen=True)
@@ -208,7 +239,7 @@ class Recipe:
     """State of the optimizer for a parameter, master copy included: AdamW 8, SGD 0, Megatron's mixed precision 12."""
     trained: float = 1.0
     """Share of the parameters that is trained."""
+    steps: int | None = None
+    """Of the whole training; None where it is not known."""
     mean_loss: bool = True
     """Whether the loss is a mean over samples, so that schedules that see microbatches may be used."""
-    compiled: bool = False
-    """Whether blocks are compiled: elementwise kernels are fused."""

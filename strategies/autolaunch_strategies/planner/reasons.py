@@ -41,10 +41,13 @@ def reasons(plan: Plan) -> list[str]:
     mesh before the rest); and why this way among those that are as fast. Settings whose best other value is the same
     way are told in one."""
     compared: dict[tuple[bool, int], list[str]] = {}  # (whether it fits, index) -> what is told of it
+    told: list[tuple[bool, float, str]] = []
     for name in _settings(plan):
-        if (other := _best_other(plan, name)) is not None:
+        if name == "compile" and (without := _why_not_compiled(plan)):
+            told.append((False, plan.noise, without))
+        elif (other := _best_other(plan, name)) is not None:
             compared.setdefault(other, []).append(name)
-    told = [(False, plan.noise, _among_the_fastest(plan))]
+    told.append((False, plan.noise, _among_the_fastest(plan)))
     for (fits, index), names in compared.items():
         slower = float(plan.looked.seconds[index]) / plan.seconds - 1 if fits else float("inf")
         axes = [name for name in names if name in _MESH]
@@ -62,7 +65,18 @@ def _settings(plan: Plan) -> list[str]:
     fields += ["backend"] if chosen.cp > 1 else []
     fields += ["sequence_parallel"] if chosen.mp > 1 else []
     fields += ["ep"] if plan.profile.experts else []
-    return [*fields, "recompute", "microbatches"]
+    return [*fields, "recompute", "compile", "microbatches"]
+
+
+def _why_not_compiled(plan: Plan) -> str:
+    """Why blocks are not compiled where that is not for the time of a step; empty where it is."""
+    if plan.short:
+        return f"compile=false: {plan.short}."
+    if plan.looked.candidates.compile.any() or "compile" in plan.wanted:
+        return ""
+    refused = plan.rejections.of(Candidate(compile=1))
+    reasons = [reason for rule, reason in refused if rule.startswith("compile")]
+    return f"compile=false: {reasons[0]}." if reasons else ""
 
 
 def setting(candidate: Candidate, name: str) -> str:
@@ -75,6 +89,8 @@ def setting(candidate: Candidate, name: str) -> str:
         return f"cp={candidate.backend_name}"
     if name == "recompute":
         return f"recompute={candidate.recompute_name}"
+    if name == "compile":
+        return f"compile={str(candidate.compile == 1).lower()}"
     if name == "sequence_parallel":
         return f"mp={'seq_parallel' if candidate.sequence_parallel else 'tensor_parallel'}"
     return f"{name}={getattr(candidate, name)}"
@@ -148,7 +164,7 @@ def _there(plan: Plan, other: Candidate, names: list[str]) -> str:
     """The other values, and what else goes best with them."""
     with_it = [
         name
-        for name in (*_MESH, "recompute")
+        for name in (*_MESH, "recompute", "compile")
         if name not in names and getattr(other, name) != getattr(plan.chosen, name)
     ]
     return _values(other, names) + (f" (best with {_values(other, with_it)})" if with_it else "")

@@ -27,7 +27,6 @@ def recipe_of(
     dp: Mapping[str, Any] | None = None,
     *,
     trained: float = 1.0,
-    compiled: bool = False,
     mean_loss: bool = True,
     tf32: bool = False,
 ) -> Recipe:
@@ -40,7 +39,6 @@ def recipe_of(
         momentum: of SGD and RMSprop.
         dp: the group `dp` of a job: `param_dtype` and `reduce_dtype` count.
         trained: share of the parameters that is trained.
-        compiled: whether blocks are compiled.
         mean_loss: whether the loss is a mean over samples.
         tf32: whether products of fp32 are computed in TF32.
 
@@ -68,5 +66,4 @@ def recipe_of(
         optimizer_bytes=states * _BYTES[stored],
         trained=trained,
         mean_loss=mean_loss,
-        compiled=compiled,
     )

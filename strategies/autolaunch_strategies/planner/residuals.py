@@ -32,7 +32,7 @@ SIZES = (
 )  # fmt: skip
 """In which runs differ by a factor: fields of `Candidate`, positions of one microbatch on one device, positions of a
 sequence, blocks, the square root of the parameters of a block, and the peak of a device."""
-KINDS = ("level", "sequence_parallel", "pipeline", "split", "recompute", "backend", "compute")
+KINDS = ("level", "sequence_parallel", "pipeline", "split", "recompute", "backend", "compile", "compute")
 """In which runs are the same or not: fields of `Candidate`, and the type of matrix products."""
 FEATURES = (*SIZES, *KINDS)
 

@@ -39,6 +39,7 @@ def overrides(candidate: Candidate, profile: ModelProfile, recipe: Recipe) -> li
     if profile.experts:
         settings.append(f"ep={c.ep}")
     settings.append(f"recompute={c.recompute_name}")
+    settings.append(f"compile={str(c.compile == 1).lower()}")
     settings.append(f"data.microbatches={c.microbatches if c.pp == 1 else 1}")
     return settings
 

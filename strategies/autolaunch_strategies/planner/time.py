@@ -48,8 +48,6 @@ BACKWARD_MOVED = 1.6
 BACKWARD_KERNELS = 1.5
 EXCHANGE_KERNELS = 1
 """Kernels that take as long to launch as one exchange."""
-COMPILED_MOVED, COMPILED_KERNELS = 0.6, 0.4
-"""What compiled blocks still move and launch, as a share."""
 COMPILED_SHARDED = 0.4
 """What compiled blocks still take of the further host time of DTensors, as a share: graphs hold plain parts, which are
 taken out of parameters, and gradients put together again, once per block (`tests/benchmarks/host_time.py`)."""
@@ -125,6 +123,7 @@ class _Ways:
     ep: Floats
     held: Floats
     """Ranks that share the experts of a mixture out: those of ep, or without it those of mp, unless it is compiled."""
+    compiled: NDArray[np.bool_]
     fullest: Floats
     """Tokens that come to the experts of the fullest rank, over those of a rank; ranks of mp have the same."""
     accumulates: NDArray[np.bool_]
@@ -241,21 +240,23 @@ def _ep_times(part: Part, ways: _Ways, profile: ModelProfile, hardware: Hardware
 
 
 def _part_costs(
-    part: Part, ways: _Ways, profile: ModelProfile, recipe: Recipe, hardware: Hardware, recomputes: bool
+    part: Part, ways: _Ways, profile: ModelProfile, recipe: Recipe, hardware: Hardware, is_block: bool
 ) -> Floats:
     """[components + phases, u] seconds of one microbatch in one part of the model, forward and backward."""
     constants, device = hardware.constants, _Device(recipe, hardware)
     zero = np.zeros_like(ways.batch)
     whole_share = 1 / np.where(ways.sequence_parallel, ways.mp, 1.0)
 
-    def local(total: float, sharded: float) -> Floats:
+    def local(total: Any, sharded: float) -> Floats:
         return np.asarray((total - sharded) * whole_share + sharded / ways.mp)
 
-    def with_experts(total: float, sharded: float, of_experts: float) -> Floats:
+    compiled = ways.compiled & is_block
+
+    def with_experts(total: Any, sharded: float, of_experts: Any) -> Floats:
         return local(total - of_experts, sharded) + of_experts * ways.fullest
 
-    full = np.where(ways.recompute >= FULL, 1 / np.maximum(ways.recompute, 1), 0.0) if recomputes else zero
-    selective = np.where(ways.recompute == SELECTIVE, 1.0, 0.0) if recomputes else zero
+    full = np.where(ways.recompute >= FULL, 1 / np.maximum(ways.recompute, 1), 0.0) if is_block else zero
+    selective = np.where(ways.recompute == SELECTIVE, 1.0, 0.0) if is_block else zero
 
     compute_f = compute_b = compute_w = compute_s = zero
     for item in part.matmuls:
@@ -272,9 +273,14 @@ def _part_costs(
         attention_f = ways.batch * part.attention.flops / (ways.mp * ways.cp) / rate
     attention_b = attention_f * (BACKWARD_ATTENTION + full)
 
-    fused = COMPILED_MOVED if recipe.compiled else 1.0
     moved = with_experts(part.moved_bytes, part.sharded_moved_bytes, part.expert_moved_bytes)
-    moved = fused * moved * ways.batch / ways.cp
+    if compiled.any():
+        # Experts that are shared out run as they are.
+        other = part.if_compiled
+        experts = np.where(ways.ep > 1, part.expert_moved_bytes, other.expert_moved_bytes)
+        fused = with_experts(other.moved_bytes - other.expert_moved_bytes + experts, other.sharded_moved_bytes, experts)
+        moved = np.where(compiled, fused, moved)
+    moved = moved * ways.batch / ways.cp
     again = full + selective * part.selective_share
     weights = part.parameters - part.expert_parameters - part.sharded_parameters + part.sharded_parameters / ways.mp
     weights = weights + part.expert_parameters / ways.held
@@ -295,28 +301,30 @@ def _part_costs(
     if part.expert_parameters:  # each rank of mp has a part of them; compiled, it gathers the others
         parts = collective_time(hardware, "all_gather", ways.mp, 1, part.expert_parameters * recipe.gathered_bytes)
         results = part.mixtures * collective_time(hardware, "all_reduce", ways.mp, 1, size)
-        of_mixtures = np.where(ways.ep > 1, 0.0, parts if recipe.compiled else results)
-    mp_b = mp_f * (1 + full) + of_mixtures * (full + selective + (not recipe.compiled))
+        of_mixtures = np.where(ways.ep > 1, 0.0, np.where(compiled, parts, results))
+    mp_b = mp_f * (1 + full) + of_mixtures * (full + selective + ~compiled)
     mp_f = mp_f + of_mixtures
     ep_f = _ep_times(part, ways, profile, hardware)
-    ep_b = ep_f * (1 + full + selective)
+    ep_b = ep_f * (1 + full)  # selective recomputation keeps what has travelled
 
     forward, backward, hides = _cp_times(part, ways, profile.element_bytes, hardware)
     hidden = min(constants.hidden_cp, 1.0) * hides
     cp_f = forward - np.minimum(forward, attention_f) * hidden
     cp_b = backward - np.minimum(backward, attention_f * BACKWARD_ATTENTION) * hidden + full * cp_f
 
-    kernels = part.kernels * (COMPILED_KERNELS if recipe.compiled else 1.0)
+    kernels = np.where(compiled, part.if_compiled.kernels, part.kernels)
     calls = part.attention.count if part.attention is not None else 0
     exchanged = np.where(ways.mp > 1, part.exchanges * EXCHANGE_KERNELS, 0.0)
     # With sequences sharded between what mp shards, everything works on DTensors.
     sharded = np.where(ways.sequence_parallel & (part.sharded_kernels > 0), part.kernels, part.sharded_kernels)
-    sharded = sharded * (COMPILED_SHARDED if recipe.compiled else 1.0)
+    sharded = sharded * np.where(compiled, COMPILED_SHARDED, 1.0)
     host = (kernels + exchanged) * constants.kernel_s + np.where(ways.mp > 1, sharded * constants.mp_kernel_s, 0.0)
     host = host + np.where(ways.cp > 1, calls * constants.cp_s, 0.0)
     busy_f = compute_f + attention_f + elementwise_f + mp_f + cp_f + ep_f
     busy_b = compute_b + attention_b + elementwise_b + mp_b + cp_b + ep_b
     busy_w = compute_w + elementwise_w
+    # Compiled blocks compute the gradients of weights with those of inputs.
+    busy_b, busy_w = busy_b + np.where(compiled, busy_w, 0.0), np.where(compiled, 0.0, busy_w)
     host_b = host * (BACKWARD_KERNELS + again)
     if hardware.device == "cpu":  # one processor launches and computes
         extra_f, extra_b = host, host_b
@@ -374,10 +382,11 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
     first, way = _distinct(
         [
             *(c.dp * c.microbatches, c.microbatches > 1, c.mp, c.cp, c.sequence_parallel, c.recompute),
-            *(c.backend, c.ulysses, c.ep),
+            *(c.backend, c.ulysses, c.ep, c.compile),
         ]
     )
-    held = np.where((c.ep[first] > 1) | recipe.compiled, c.ep[first], c.mp[first])
+    compiled = c.compile[first] > 0
+    held = np.where((c.ep[first] > 1) | compiled, c.ep[first], c.mp[first])
     ways = _Ways(
         batch=np.maximum(recipe.batch_size / (c.dp * c.microbatches)[first], 1.0),
         mp=c.mp[first].astype(np.float64),
@@ -388,6 +397,7 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
         ulysses=c.ulysses[first].astype(np.float64),
         ep=c.ep[first].astype(np.float64),
         held=held.astype(np.float64),
+        compiled=compiled,
         fullest=constants.fullest(profile.experts, held) / np.where(held > 1, c.mp[first], 1),
         accumulates=c.microbatches[first] > 1,
     )

@@ -9,8 +9,9 @@ import csv
 import functools
 import itertools
 import re
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -287,12 +288,22 @@ def forward_then_backward(rank_of_stage: Sequence[int], microbatches: int) -> Sc
     return Schedule("forward_then_backward", ranks, per_rank, microbatches, tuple(rank_of_stage), tuple(actions))
 
 
+Rows = tuple[tuple[Action, ...], ...]
+"""Per pipe rank its actions, in order."""
+
+
 @functools.lru_cache(maxsize=64)
-def forward_only(rank_of_stage: tuple[int, ...], microbatches: int) -> Schedule:
-    """A schedule without a backward, for evaluation and for a loss of the whole batch."""
-    whole = forward_then_backward(rank_of_stage, microbatches)
-    actions = tuple(tuple(action for action in row if action.kind is Kind.F) for row in whole.actions)
-    return replace(whole, name="forward_only", actions=actions)
+def fill_and_drain(rank_of_stage: tuple[int, ...], microbatches: int) -> tuple[Rows, Rows]:
+    """Per pipe rank all forward passes, and all backward passes, with their transfers.
+
+    The first by itself is what evaluation does; something may happen to the output of the whole batch between them.
+    """
+    rows = with_transfers(forward_then_backward(rank_of_stage, microbatches))
+    forward = (Kind.RECV_F, Kind.F, Kind.SEND_F)
+    return (
+        tuple(tuple(action for action in row if action.kind in forward) for row in rows),
+        tuple(tuple(action for action in row if action.kind not in forward) for row in rows),
+    )
 
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -518,37 +529,84 @@ def _relative(costs: Sequence[float] | None, stages: int) -> list[float]:
 
 
 @functools.lru_cache(maxsize=16)
-def with_transfers(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+def with_transfers(schedule: Schedule) -> Rows:
     """Per pipe rank the actions of a schedule with every SEND and RECV between them.
 
-    Both are placed at one moment of a simulated run, so the transfers between two ranks come in the same order on
-    both. Carried out in this order, a rank that waits at each RECV always gets it, as long as no SEND waits.
+    What is computed is sent at once. A RECV comes one pass before the one that needs it, so that something can arrive
+    while that computes, and a rank holds what two or three passes need at most. Those from one rank come in the order
+    in which it sends them: a GPU carries out what goes from one rank to another in order.
+
+    Carried out in this order no rank waits for ever, if a pass waits for what it needs and nothing else waits for
+    anything but the transfers before it from the same rank to the same rank. In one queue for several ranks, or for
+    both ways between two, a RECV that comes early holds up a SEND on which it depends.
 
     Raises:
         ConfigError: the schedule cannot run to its end.
     """
     try:
-        bars = _simulate(schedule, _durations(schedule))
+        _simulate(schedule, _durations(schedule))
     except _Stuck as stuck:
         step = schedule.actions[stuck.rank][stuck.index]
         raise ConfigError(
             f"pp.schedule={schedule.name}",
             f"{step} on pipe rank {stuck.rank} waits for {stuck.missing}, which never comes",
         ) from None
-    # What ends at a moment is sent before anything starts at it, so that it is there for what needs it.
-    moments = sorted(
-        [(bar.start, 1, bar.rank, bar) for bar in bars] + [(bar.end, 0, bar.rank, bar) for bar in bars],
-        key=lambda moment: moment[:3],
-    )
-    lists: list[list[Action]] = [[] for _ in range(schedule.ranks)]
-    for _, starts, rank, bar in moments:
-        if starts:
-            lists[rank].append(bar.action)
-        elif pair := _transfer(bar.action, schedule):
-            send, receive = pair
-            lists[rank].append(send)
-            lists[schedule.rank_of_stage[receive.stage]].append(receive)
-    return tuple(tuple(actions) for actions in lists)
+    sent: dict[tuple[int, int], deque[Action]] = {}
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if pair := _transfer(action, schedule):
+                sent.setdefault((rank, schedule.rank_of_stage[pair[1].stage]), deque()).append(pair[1])
+    return tuple(_with_transfers(schedule, rank, sent) for rank in range(schedule.ranks))
+
+
+def _with_transfers(schedule: Schedule, rank: int, sent: dict[tuple[int, int], deque[Action]]) -> tuple[Action, ...]:
+    """The actions of a rank with transfers; takes what arrives at it out of `sent`, RECVs by (from, to)."""
+    row: list[Action] = []
+    begun: set[Action] = set()
+    forward: set[Action] = set()  # passes that have been computed
+
+    def receive(action: Action, needed: bool) -> None:
+        receives = _received(action, schedule)
+        if receives is None:
+            return
+        queue = sent[schedule.rank_of_stage[receives.stage + (-1 if receives.kind is Kind.RECV_F else 1)], rank]
+        while receives not in begun:
+            first = queue[0]
+            # The shapes of gradients are known from what they are gradients of.
+            if first.kind is Kind.RECV_B and Action(Kind.F, first.stage, first.microbatch) not in forward:
+                assert not needed, "it is a gradient of what has not been computed"
+                return
+            row.append(queue.popleft())
+            begun.add(first)
+
+    actions = schedule.actions[rank]
+    for action, following in itertools.zip_longest(actions, actions[1:]):
+        receive(action, needed=True)
+        if following is not None:
+            receive(following, needed=False)
+        row.append(action)
+        if action.kind is Kind.F:
+            forward.add(action)
+        if pair := _transfer(action, schedule):
+            row.append(pair[0])
+    return tuple(row)
+
+
+def routes(rank_of_stage: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(from, to) of pipe ranks, for all that send something to another one: activations, or gradients back."""
+    forward = [pair for pair in itertools.pairwise(rank_of_stage) if pair[0] != pair[1]]
+    return tuple(dict.fromkeys((*forward, *((to, source) for source, to in forward))))
+
+
+def _received(action: Action, schedule: Schedule) -> Action | None:
+    """How the input of an action comes from another rank, if it does."""
+    stage, kind = (-1, Kind.RECV_F) if action.kind is Kind.F else (1, Kind.RECV_B)
+    peer = action.stage + stage
+    if action.kind is Kind.W or not 0 <= peer < schedule.stages:
+        return None
+    if schedule.rank_of_stage[peer] == schedule.rank_of_stage[action.stage]:
+        return None
+    return Action(kind, action.stage, action.microbatch)
 
 
 def _transfer(action: Action, schedule: Schedule) -> tuple[Action, Action] | None:

@@ -38,7 +38,7 @@ class Positions:
     @classmethod
     def of_layout(cls, layout: Layout) -> Positions:
         """All positions of a sequence that is sharded as `layout` says; ranks that hold padding hold fewer."""
-        return cls(layout, 0, layout.size, 1, 0, layout.size)
+        return _all_positions(layout)
 
     @property
     def size(self) -> int:
@@ -85,6 +85,11 @@ class Positions:
     def order(self, device: torch.device) -> torch.Tensor | None:
         """Where each entry stands among those of all ranks one after the other, [size]; None: already in order."""
         return _order(self, device)
+
+
+@lru_cache(maxsize=1024)
+def _all_positions(layout: Layout) -> Positions:
+    return Positions(layout, 0, layout.size, 1, 0, layout.size)
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -27,6 +27,11 @@ def intercepted(module: nn.Module) -> Callable[..., Any] | None:
 def run_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What `module(...)` does, hooks included, even if its calls are intercepted."""
     return module._call_impl(*args, **kwargs)
+
+
+def with_forward_hooks(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of some modules of which someone is shown what they return."""
+    return [module for module in modules if module._forward_hooks]
 
 
 def has_forward_hooks(module: nn.Module, besides: int = 0) -> bool:

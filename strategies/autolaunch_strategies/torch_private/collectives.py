@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -65,6 +67,25 @@ def start_passing(
             dist.P2POp(dist.irecv, received, group=group, tag=tag, group_peer=source),
         ]
     )
+
+
+def group_of_some(groups: Sequence[Sequence[int]], description: str) -> dist.ProcessGroup | None:
+    """The group of this process among groups of global ranks that share none; None if it is in none of them.
+
+    Collective over all ranks of the run, and begun there in the same order. Where the default group is bound to a GPU,
+    the communicators are split off its own at once, all of them by one call.
+    """
+    # Torch warns of ranks that send one by one in a group whose other work would wait for it.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    default = dist.distributed_c10d._get_default_group()
+    device = default.bound_device_id
+    if device is not None and default._get_backend(device).supports_splitting:
+        return dist.split_group(default, [sorted(ranks) for ranks in groups], group_desc=description)
+    own = None
+    for ranks in groups:
+        group = dist.new_group(sorted(ranks), group_desc=description)
+        own = group if default.rank() in ranks else own
+    return own
 
 
 def host_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:

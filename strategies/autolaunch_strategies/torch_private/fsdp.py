@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -125,6 +125,29 @@ def end_several_backwards(root: nn.Module, exchange: bool, all_reduce: bool) -> 
     state._root_post_backward_final_callback()
 
 
+def exchange_after_last_backward(units: Iterable[nn.Module], exchange: bool, all_reduce: bool) -> None:
+    """Do for some sharded modules what `end_several_backwards` does for all, since no backward pass of them follows.
+
+    Not for those with parameters that were used outside of them: what follows such a use may still be differentiated.
+
+    Args:
+        units: as `fully_shard` was given them, in the order of their backward passes.
+        exchange: as in `end_several_backwards`.
+        all_reduce: as in `end_several_backwards`.
+    """
+    for unit in units:
+        assert isinstance(unit, FSDPModule)
+        groups = parameter_groups(unit._get_fsdp_state())
+        if any(_is_used_outside(group) for group in groups):
+            continue
+        unit.set_reshard_after_backward(True, recurse=False)
+        unit.set_requires_gradient_sync(exchange, recurse=False)
+        if exchange:
+            unit.set_requires_all_reduce(all_reduce, recurse=False)
+        for group in groups:
+            group.post_backward()
+
+
 def abandon_several_backwards(root: nn.Module, exchange: bool) -> None:
     """What `end_several_backwards` does, after an error: no rank is waited for, and what was not exchanged is dropped.
 
@@ -156,13 +179,24 @@ def gather_in(root: nn.Module, parameters: set[nn.Parameter], dtype: torch.dtype
     assert isinstance(root, FSDPModule)
     for state in root._get_fsdp_state()._state_ctx.all_states:
         for group in parameter_groups(state):
-            for parameter in group.fsdp_params:
-                if parameter.sharded_param not in parameters or parameter.orig_dtype != torch.float32:
-                    continue
-                group.mp_policy = replace(group.mp_policy, reduce_dtype=parameter.orig_dtype)
+            chosen = [
+                parameter
+                for parameter in group.fsdp_params
+                if parameter.sharded_param in parameters and parameter.orig_dtype == torch.float32
+            ]
+            for parameter in chosen:
                 parameter.init_dtype_attrs = _with_type(parameter.init_dtype_attrs, dtype)
-                parameter.init_unsharded_param = _summing_gradients(parameter, parameter.init_unsharded_param)
-            group._init_mp_dtypes()
+                if accumulates_apart(parameter):  # else its gradients have the type that is stored
+                    parameter.init_unsharded_param = _summing_gradients(parameter, parameter.init_unsharded_param)
+            if chosen:
+                _reduce_in(group, torch.float32)
+                group._init_mp_dtypes()
+
+
+def _reduce_in(group: Any, dtype: torch.dtype) -> None:
+    """Let gradients of a group be reduced in `dtype`; since torch 2.15 each parameter has a policy of its own."""
+    for holder in [group] if hasattr(group, "mp_policy") else group.fsdp_params:
+        holder.mp_policy = replace(holder.mp_policy, reduce_dtype=dtype)
 
 
 def _with_type(initialise: Callable[[Any], None], dtype: torch.dtype) -> Callable[[Any], None]:
@@ -230,7 +264,7 @@ class UseOutside:
         """
         (module,) = self._state._modules
         if torch.is_grad_enabled():
-            self._group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
+            self._group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)  # see `_is_used_outside`
             module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
         follow_requires_grad(module)
@@ -239,6 +273,10 @@ class UseOutside:
     def prepare_backward(self, output: torch.Tensor) -> None:
         """Let a backward pass from `output`, which was computed with it, exchange its gradient."""
         output.register_hook(self._state._pre_backward)
+
+
+def _is_used_outside(group: Any) -> bool:
+    return "_register_post_backward_hook" in vars(group)
 
 
 def sharded_parameters(root: nn.Module) -> Iterator[UseOutside]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ Compile = Callable[[torch.fx.GraphModule], Callable[..., Any]]
 
 
 def traced_jointly(
-    function: Callable[..., list[torch.Tensor]], compile_graph: Compile, saved: Collection[Any] | None = None
+    function: Callable[..., list[torch.Tensor]],
+    compile_graph: Compile,
+    saved: Collection[Any] | None = None,
+    budget: AbstractContextManager[None] = nullcontext(),  # noqa: B008  # it has no state
 ) -> Callable[..., Any]:
     """`function` as it is traced at its first call, with gradients; later calls run the graphs alone.
 
@@ -27,6 +31,7 @@ def traced_jointly(
         function: takes and returns plain tensors; what it does with others inside is traced as what that comes to.
         compile_graph: is given the graphs, the forward one first, and returns what runs in their place.
         saved: operators (`torch.ops.aten.mm`) whose results alone are kept; None leaves the choice to torch.
+        budget: within which torch chooses.
 
     Raises:
         Exception: at the first call: whatever `function` raises on tensors without values.
@@ -38,7 +43,8 @@ def traced_jointly(
     def partitioned(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         if saved is not None:
             _say_what_is_kept(graph, saved)
-        return min_cut_rematerialization_partition(graph, *args, **kwargs)
+        with budget:
+            return min_cut_rematerialization_partition(graph, *args, **kwargs)
 
     return aot_function(function, fw_compiler=compiled, bw_compiler=compiled, partition_fn=partitioned)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,9 +10,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-from autolaunch_strategies.torch_private.modes import outside_of_modes
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
@@ -35,8 +33,30 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_index(tensor: DTensor) -> tuple[slice, ...]:
     """Which part of the whole tensor this rank holds, as one slice per dim."""
-    shape, offset = _part(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+    return part_of_rank(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def part_of_rank(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> tuple[slice, ...]:
+    """Which part of a DTensor this rank holds, as one slice per dim.
+
+    As torch's `compute_local_shape_and_global_offset`, which errs where parts of a dim sharded twice are not even.
+
+    `fully_shard` shards once more what another axis has sharded, and calls it `_StridedShard`: it comes last.
+    """
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside of the mesh holds no part"
+    sharded = [(axis, item) for axis, item in enumerate(placements) if item.is_shard() or _is_strided(item)]
+    parts = [(0, size) for size in shape]
+    for axis, placement in sorted(sharded, key=lambda item: _is_strided(item[1])):
+        start, length = parts[placement.dim]
+        each = -(-length // mesh.size(axis))
+        first = min(each * coordinate[axis], length)
+        parts[placement.dim] = start + first, min(each, length - first)
+    return tuple(slice(start, start + length) for start, length in parts)
+
+
+def _is_strided(placement: Any) -> bool:
+    return isinstance(placement, _StridedShard)
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
@@ -49,25 +69,7 @@ def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 def local_shape(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> tuple[int, ...]:
     """The shape of this rank's part of a DTensor of the given shape."""
-    return _part(torch.Size(shape), mesh, tuple(placements))[0]
-
-
-_Part = tuple[tuple[int, ...], tuple[int, ...]]
-_PARTS: dict[Hashable, _Part] = {}
-
-
-def _part(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]) -> _Part:
-    """(shape, offset) of this rank's part.
-
-    Where two axes shard one dim torch lists every index of the dim and cuts the list for all ranks: on a large mesh
-    that takes longer than all else, and layers ask for the same again. Not of modes: the list is one of values.
-    """
-    key = (shape, tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), placements)
-    if key not in _PARTS:
-        with outside_of_modes():
-            own_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-        _PARTS[key] = tuple(own_shape), tuple(offset)
-    return _PARTS[key]
+    return tuple(part.stop - part.start for part in part_of_rank(shape, mesh, placements))
 
 
 def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:

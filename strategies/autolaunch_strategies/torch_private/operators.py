@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("autolaunch", "FRAGMENT")
+NAMESPACE = "autolaunch"
+"""Of the operators that are defined here, in `torch.ops`."""
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def define_operator(signature: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:

@@ -150,8 +150,9 @@ class _Chunks:
 @contextmanager
 def own_chunk_alone() -> Iterator[None]:
     """Within it FSDP makes the part of a parameter that it keeps, not those of all ranks: fake ones take long."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
 
+    fsdp: Any = _fsdp_param
     own = fsdp._chunk_with_empty
     fsdp._chunk_with_empty = lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim)
     try:

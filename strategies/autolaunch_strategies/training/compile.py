@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,14 +13,24 @@ from torch import nn
 
 from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.torch_private.async_tensor_parallel import let_ranks_reach_memory, options_to_overlap
+from autolaunch_strategies.torch_private.memory_budget import MemoryBudget
 from autolaunch_strategies.training.traced_block import TracedForward
 
 
-def apply_compile(blocks: Iterable[Block], mode: bool | str) -> None:
-    """Compile the forward of every block by itself. Nothing in it is sharded along mp or cp."""
+def apply_compile(blocks: Iterable[Block], mode: bool | str, budget: float | None = None) -> None:
+    """Compile the forward of every block by itself. Nothing in it is sharded along mp or cp.
+
+    Args:
+        budget: the share (0 to 1) of what compiled blocks keep for their backward pass that they may keep; the rest is
+            computed again.
+    """
+    _forget_graphs_of_other_budgets(budget)
     compiler = _compiler(mode)
     for block in blocks:
-        block.module.forward = functools.wraps(block.module.forward)(compiler(block.module.forward))
+        compiled = compiler(block.module.forward)
+        if budget is not None:  # which torch looks at when it compiles, and that is in a call
+            compiled = _within(MemoryBudget(budget), compiled)
+        block.module.forward = functools.wraps(block.module.forward)(compiled)
 
 
 def parts_to_compile(blocks: Iterable[Block], held: Set[nn.Module]) -> tuple[list[Block], dict[str, str]]:
@@ -53,6 +64,7 @@ def compile_traced(
     group: dist.ProcessGroup,
     saved: Mapping[Block, Collection[Any]],
     around: Callable[[], Hashable] = lambda: None,
+    budget: float | None = None,
     overlap: bool = False,
 ) -> list[TracedForward]:
     """Trace a forward of every block by itself, and compile what each rank computes of it.
@@ -65,6 +77,7 @@ def compile_traced(
         saved: the operators whose results alone a block keeps for its backward pass; of others those that take least
             memory are kept.
         around: what forwards depend on beside blocks and arguments.
+        budget: as that of `apply_compile`.
         overlap: whether matrices are multiplied while what they are multiplied with is gathered, or their products are
             scattered, along sequences. Needs CUDA.
 
@@ -74,9 +87,10 @@ def compile_traced(
     if overlap:
         let_ranks_reach_memory(group)
     compile_graph = _Shared(_compiler(mode, overlap))
+    within = nullcontext() if budget is None else MemoryBudget(budget)
     all_traced = []
     for block, forward in forwards.items():
-        traced = TracedForward(block, forward, group, compile_graph, saved.get(block), around)
+        traced = TracedForward(block, forward, group, compile_graph, saved.get(block), around, within)
         block.module.forward = functools.wraps(block.module.forward)(traced)
         all_traced.append(traced)
     return all_traced
@@ -87,6 +101,25 @@ def _compiler(mode: bool | str, overlap: bool = False) -> Callable[[Any], Any]:
     if overlap:  # torch.compile takes a mode or options
         return functools.partial(torch.compile, options=options_to_overlap(named))
     return functools.partial(torch.compile, mode=named)
+
+
+def _forget_graphs_of_other_budgets(budget: float | None) -> None:
+    """torch finds graphs again by the code that they were made of, for another model of this process, too."""
+    global _BUDGET_OF_GRAPHS
+    if budget != _BUDGET_OF_GRAPHS:
+        torch.compiler.reset()
+        _BUDGET_OF_GRAPHS = budget
+
+
+_BUDGET_OF_GRAPHS: float | None = None
+
+
+def _within(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+
+    return run
 
 
 class _Shared:

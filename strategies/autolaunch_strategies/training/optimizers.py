@@ -121,9 +121,11 @@ def _before_updates(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim
 def _lay_out_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            gradient = parameter.grad
             # Parts of sharded ones are laid out where they are put in their place.
-            if parameter.grad is not None and not isinstance(parameter, DTensor):
-                parameter.grad = _laid_out_as(parameter, parameter.grad)
+            if gradient is None or isinstance(parameter, DTensor) or gradient.stride() == parameter.stride():
+                continue
+            parameter.grad = _laid_out_as(parameter, gradient)
 
 
 def _laid_out_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

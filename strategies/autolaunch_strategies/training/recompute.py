@@ -47,7 +47,7 @@ def apply_recompute(
 
 
 def recomputed_blocks(blocks: Iterable[Block], recompute: Recompute) -> dict[str, str]:
-    """Which blocks a setting is for, and how: block name -> full, selective or offload."""
+    """Which blocks a setting is for, and how: block name -> full, selective, budget or offload."""
     if isinstance(recompute.mode, str):
         every, how = int(recompute.mode != "none"), recompute.mode
     else:

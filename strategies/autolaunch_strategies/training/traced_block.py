@@ -16,7 +16,7 @@ import operator
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +117,7 @@ class TracedForward:
         compile_graph: is given each graph and returns what runs in its place.
         saved: operators whose results alone are kept for the backward pass; None: as it takes least memory.
         around: what the forward depends on beside the block and its arguments, such as what modes know.
+        budget: within which it is chosen what is kept for the backward pass.
     """
 
     def __init__(
@@ -127,10 +128,11 @@ class TracedForward:
         compile_graph: Callable[[torch.fx.GraphModule], Callable[..., Any]],
         saved: Collection[Any] | None = None,
         around: Callable[[], Hashable] = lambda: None,
+        budget: AbstractContextManager[None] = nullcontext(),  # noqa: B008  # it has no state
     ) -> None:
         self.name, self.module, self.forward = block.name, block.module, block.module.forward
         self.traced, self.group, self.compile_graph, self.saved = traced, group, compile_graph, saved
-        self.around = around
+        self.around, self.budget = around, budget
         self.reason = ""
         """Why the block runs as it is; empty while it does not."""
         self._graphs: dict[Hashable, _Traced] = {}
@@ -213,7 +215,7 @@ class TracedForward:
             return self.compile_graph(graph)
 
         voted: list[bool] = []
-        traced.run = traced_jointly(on_parts, compiled, self.saved)
+        traced.run = traced_jointly(on_parts, compiled, self.saved, self.budget)
         try:
             self._refuse_hooks()
             with attributes_kept(self.module), errors_not_logged():

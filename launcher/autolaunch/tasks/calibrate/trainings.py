@@ -11,10 +11,10 @@ import lightning.pytorch as pl
 import torch
 
 from autolaunch.config.against_schema import validate
+from autolaunch.config.arithmetic import device_of, with_arithmetic
 from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.data import build_data
 from autolaunch.job import ResolvedJob
-from autolaunch.machine.devices import visible_devices
 from autolaunch.models import build_module
 from autolaunch.models.own_plan import own_plan
 from autolaunch.report.metrics import StepMetrics
@@ -24,12 +24,10 @@ from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate
 from autolaunch_strategies.planner.module_profile import profile_module
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
+from autolaunch_strategies.planner.recipe import recipe_of
 
 STEPS, MORE = 7, 10
 """Of a training, and of one whose steps are short; the first three are warm-up, the median of the others counts."""
-
-GPU_PRECISION, CPU_PRECISION = "bf16-mixed", "32-true"
-"""What most people train with there."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,6 @@ class Training:
         c = self.candidate
         values: dict[str, Any] = {
             "task": "fit",
-            "precision": GPU_PRECISION
-            if visible_devices(job.config["trainer"]["accelerator"])[0] == "gpu"
-            else CPU_PRECISION,
             "seed": job.config["seed"],
             "mesh": {**c.mesh.sizes, "order": list(c.mesh.order)},
             "model": {"name": "llama", **self.model},
@@ -79,6 +74,7 @@ class Training:
         }
         config, wrong = validate(values)  # and every other key at its default
         raise_all(wrong)
+        config, _ = with_arithmetic(config)  # what most people train with there
         return with_batch_parts(config, c.pp)
 
     def run(self, job: ResolvedJob, device: torch.device) -> float:
@@ -101,12 +97,10 @@ class Training:
         own = own_plan({**config, "mp": _fields(MP_NAMES["tensor_parallel"])})
         with Construction(config["seed"]).recording():
             module = build_module(config)
-        device = "cuda" if config["precision"] != CPU_PRECISION else "cpu"
         profile = profile_module(
-            module, positions=self.positions, own_plan=own, precision=config["precision"], device_type=device
+            module, positions=self.positions, own_plan=own, precision=config["precision"], device_type=device_of(config)
         )
-        recipe = Recipe(self.batch)
-        return profile, dataclasses.replace(recipe, compute="bf16", cast_bytes=2) if device == "cuda" else recipe
+        return profile, recipe_of(self.batch, config["precision"], tf32=config["matmul_precision"] == "high")
 
 
 def trainings(ranks: int, local_ranks: int) -> Iterator[Training]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autolaunch_strategies.mesh.layout import Layout
+from autolaunch_strategies.mesh.layout import Layout, layout_of
 from autolaunch_strategies.torch_private.collectives import group_called, start_all_gather, start_passing
 from autolaunch_strategies.torch_private.operators import define_operator
 
@@ -106,12 +106,12 @@ def _gather_in_order(parts: list[torch.Tensor], group: str, layout: list[int], d
     boolean = parts[0].dtype == torch.bool  # which not every backend sends
     sent = [part.view(torch.uint8) if boolean else part for part in parts]
     arrived = Gathering(sent, group_called(group)).wait()
-    wholes = [in_order(pieces, Layout(*layout), dim).contiguous() for pieces in arrived]
+    wholes = [in_order(pieces, layout_of(*layout), dim).contiguous() for pieces in arrived]
     return [whole.view(torch.bool) if boolean else whole for whole in wholes]
 
 
 def _sum_at_owners(wholes: list[torch.Tensor], group: str, layout: list[int], dim: int) -> list[torch.Tensor]:
-    sums = sum_at_owners(wholes, group_called(group), Layout(*layout), dim)
+    sums = sum_at_owners(wholes, group_called(group), layout_of(*layout), dim)
     return sums if len(sums) == 1 else [part.clone() for part in sums]  # an operator's results share no memory
 
 
@@ -122,13 +122,13 @@ def _with_length(tensor: torch.Tensor, dim: int, length: int, dtype: torch.dtype
 define_operator(
     "gather_in_order(Tensor[] parts, str group, int[] layout, int dim) -> Tensor[]",
     _gather_in_order,
-    lambda parts, group, layout, dim: [_with_length(part, dim, Layout(*layout).size, part.dtype) for part in parts],
+    lambda parts, group, layout, dim: [_with_length(part, dim, layout_of(*layout).size, part.dtype) for part in parts],
 )
 define_operator(
     "sum_at_owners(Tensor[] wholes, str group, int[] layout, int dim) -> Tensor[]",
     _sum_at_owners,
     lambda wholes, group, layout, dim: [
-        _with_length(whole, dim, Layout(*layout).local, torch.promote_types(wholes[0].dtype, torch.float32))
+        _with_length(whole, dim, layout_of(*layout).local, torch.promote_types(wholes[0].dtype, torch.float32))
         for whole in wholes
     ],
 )

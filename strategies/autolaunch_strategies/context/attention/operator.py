@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from autolaunch_strategies.context.attention.tiles import Differentiated, Merged, padded
-from autolaunch_strategies.mesh.layout import Layout
+from autolaunch_strategies.mesh.layout import Layout, layout_of
 from autolaunch_strategies.torch_private.collectives import group_called
 from autolaunch_strategies.torch_private.operators import define_operator
 
@@ -74,7 +74,7 @@ def _run(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    keys = _EXCHANGES[exchange](group_called(group), Layout(*layout), causal, mask)
+    keys = _EXCHANGES[exchange](group_called(group), layout_of(*layout), causal, mask)
     merged = Merged(q[:, :, : keys.layout.valid_at(keys.place)], v.shape[3], scale)
     keys.attend(merged, k, v)
     out, lse = merged.result()
@@ -84,7 +84,7 @@ def _run(
 def _shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, exchange: str, group: str, layout: list[int], *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    count = Layout(*layout).valid_at(group_called(group).rank())
+    count = layout_of(*layout).valid_at(group_called(group).rank())
     b, h = q.shape[:2]
     lse = q.new_empty((b, h, count), dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty((b, count, h, v.shape[3])).transpose(1, 2), lse
@@ -104,7 +104,7 @@ def _run_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    keys = _EXCHANGES[exchange](group_called(group), Layout(*layout), causal, mask)
+    keys = _EXCHANGES[exchange](group_called(group), layout_of(*layout), causal, mask)
     count = keys.layout.valid_at(keys.place)
     parts = Differentiated(grad[:, :, :count], q[:, :, :count], out, lse, scale)
     dk, dv = keys.differentiate(parts, k, v)
