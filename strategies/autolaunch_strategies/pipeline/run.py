@@ -152,7 +152,7 @@ class Pipeline:
         self._samples_checked = False
         self._is_cut = True
         """False once it is known that only a whole batch gives what the model gives."""
-        self.holders: list[nn.Module] = []
+        self.holders = self._with_parameters()
         """The modules that have parameters of their own, as they are in the present step."""
         self._batch_norms, self._warned_of_statistics = batch_norms(self.model), False
         self._seed_of_step = torch.initial_seed()
@@ -201,6 +201,9 @@ class Pipeline:
             }
             known = self._first_held.get(id(parameter), (parameter, self.is_last))
         return known[1]
+
+    def _with_parameters(self) -> list[nn.Module]:
+        return [module for module in modules_of(self.root) if module._parameters]
 
     def _home(self, stage: int) -> int:
         """The rank within the group that holds a stage."""
@@ -559,7 +562,7 @@ class Pipeline:
 
     def forget(self) -> None:
         """Begin a step: drop what one left behind that failed halfway."""
-        self.holders = [module for module in modules_of(self.root) if module._parameters]
+        self.holders = self._with_parameters()
         self._seed_of_step = torch.initial_seed()
         self.others_wait = False
         self._filled.clear()
