@@ -312,9 +312,14 @@ def test_a_plan_is_repeated_except_for_what_is_chosen_anew(
 
 @pytest.mark.parametrize("argv", [[], ["launch=slurm"], ["-m", "seed=1,2"]], ids=["run", "slurm", "sweep"])
 def test_a_directory_is_one_runs(
-    argv: list[str], command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    argv: list[str], command: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As long as it lasts."""
+    sbatch = tmp_path / "bin" / "sbatch"  # whether or not this machine submits jobs
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/false\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
     refused: list[str] = []
 
     def run(job: ResolvedJob, *, isolated: bool = False) -> RunEnd:

@@ -121,6 +121,7 @@ def test_a_plan_is_shown_with_reasons_and_can_be_run(command: Commands, alone: R
         "name": "tensor_parallel",
         "base": "none",
         "sequence_parallel": False,
+        "overlap": False,
         "plan": {
             "model.embed_tokens": "RowWiseParallel",
             "model.layers.*.self_attn.(q|k|v)_proj": "ColWiseParallel",
