@@ -31,11 +31,11 @@ from tests.support.tiers import tiered
 
 AGREES = (
     *("one", "accumulates", "full", "selective", "every_second", "mp", "mp_sp"),
-    *("ddp", "zero1", "zero1_accumulates", "zero2_accumulates", "zero3", "hybrid", "dp_mp_zero2"),
+    *("ddp", "zero1", "zero1_accumulates", "zero2_accumulates", "zero3", "dp_mp_zero2"),
     *("1f1b", "1f1b_full", "interleaved", "zbv", "dualpipev"),
 )
 """Not those whose formula counts gradients at a moment at which a step has none yet (gpipe, exact, zero3_full), up to
-8 % more; nor interleaved_zb, of which it counts 7 % less."""
+8 % more, or a block that is not gathered any more (hybrid, 5.04 %); nor interleaved_zb, of which it counts 7 % less."""
 
 
 @pytest.fixture(scope="module")

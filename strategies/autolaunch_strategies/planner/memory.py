@@ -484,6 +484,7 @@ def _counts(
     for of_gradients, of_state in stale:
         scores[:, of_gradients] = scores[:, of_state]
     scores[:, at["all_casts"]] = held[last]
+    scores[:, at["gathered"]] = 1
     add(scores, last)
     ends_step = np.zeros((ranks, columns.count))
     ends_step[:, at["end"]] = held
