@@ -48,9 +48,7 @@ JOBS = [
     Job("70b", 8192, 1024, 16 * MILLION, (32, 4, 8, 1), "as NVIDIA, with more replicas"),
     Job("70b", 131072, 64, 4 * MILLION, (1, 8, 1, 8), "cp2 would recompute everything; 32 sequences: a pipeline waits"),
     Job("405b", 8192, 1024, 16 * MILLION, (2, 8, 64, 1), "of mp8 pp8, fp32 parameters and gradients alone are 47 GiB"),
-    Job(
-        "405b", 8192, 16384, 16 * MILLION, (32, 8, 32, 2), "pp16 leaves more state to gather and keeps more: 4 % slower"
-    ),
+    Job("405b", 8192, 16384, 16 * MILLION, (32, 8, 32, 2), "pp16 has more state to exchange: 4 % slower"),
     Job("405b", 131072, 1024, 16 * MILLION, (2, 8, 16, 4), "between Llama 3's two layouts"),
     Job("405b", 131072, 16384, 16 * MILLION, (4, 8, 16, 32), "Llama 3's, with more cp: 32 microbatches, not 16"),
 ]
