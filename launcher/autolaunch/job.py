@@ -9,6 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PARALLEL_KEYS = (
+    *("mesh", "dp", "mp", "pp", "cp", "ep"),
+    *("recompute", "recompute_save", "recompute_budget", "compile", "random_numbers"),
+)
+"""Keys of a job that `parallel_config` takes as they are."""
+
 
 @dataclass(frozen=True)
 class ResolvedJob:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autolaunch.job import ResolvedJob, write_beside
+from autolaunch.job import PARALLEL_KEYS, ResolvedJob, write_beside
 from autolaunch.launch.place import Place
 from autolaunch.models import build_module
 from autolaunch.models.own_plan import own_plan
@@ -27,19 +27,6 @@ from autolaunch_strategies.mesh.rank_mesh import coordinates
 from autolaunch_strategies.model.construction import Construction
 
 FILE = "dryrun.json"
-_KEYS = (
-    "mesh",
-    "dp",
-    "mp",
-    "pp",
-    "cp",
-    "recompute",
-    "recompute_save",
-    "recompute_budget",
-    "compile",
-    "random_numbers",
-    "ep",
-)
 
 
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
@@ -49,7 +36,9 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         ConfigError: what can't be run without devices, or what a run would refuse; ranks whose collectives differ.
     """
     started, config = time.time(), job.config
-    parallel = parallel_config(**{key: config[key] for key in _KEYS}, float8=FLOAT8_RECIPES.get(config["precision"]))
+    parallel = parallel_config(
+        **{key: config[key] for key in PARALLEL_KEYS}, float8=FLOAT8_RECIPES.get(config["precision"])
+    )
     refuse_what_cannot_be_pretended(parallel)
     with quiet_lightning():
         ranks = pretend_ranks(training_of(config, parallel), config["rank"] or telling_ranks(parallel.mesh))

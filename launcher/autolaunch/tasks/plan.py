@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autolaunch.job import ResolvedJob
+from autolaunch.job import PARALLEL_KEYS, ResolvedJob
 from autolaunch.launch.place import Place
 from autolaunch.report.plan_file import write_plan
 from autolaunch.report.summary_file import write_summary
@@ -102,20 +102,7 @@ def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeli
     from autolaunch_strategies.model.construction import Construction
     from autolaunch_strategies.model.counts import count_parameters
 
-    keys = (
-        "mesh",
-        "dp",
-        "mp",
-        "pp",
-        "cp",
-        "recompute",
-        "recompute_save",
-        "recompute_budget",
-        "compile",
-        "random_numbers",
-        "ep",
-    )
-    parallel = parallel_config(**{key: config[key] for key in keys})
+    parallel = parallel_config(**{key: config[key] for key in PARALLEL_KEYS})
     with Construction(config["seed"]).recording():
         module = build_module(config)
     packed = settle(config, module, None)
