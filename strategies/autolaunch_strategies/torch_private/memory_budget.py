@@ -79,5 +79,6 @@ def _tensors(node: torch.fx.Node) -> list[torch.fx.Node]:
     """A node that is kept; if it has several results, which torch names whole: those that the backward pass needs."""
     if not isinstance(node.meta.get("val"), tuple | list):
         return [node]
-    needed: Any = [user for user in node.users if user.target is operator.getitem and user.dist_from_bw < _NEVER]  # type: ignore[attr-defined]
+    results: Any = [user for user in node.users if user.target is operator.getitem]
+    needed = [result for result in results if result.dist_from_bw < _NEVER]
     return [tensor for user in needed for tensor in _tensors(user)]
