@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,13 +88,9 @@ CASES = (
 )  # fmt: skip
 
 GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
-    "one": {counterpart(text): lambda text=text: recipe(PLAIN, **parsed(text)[2]) for text in CASES},  # type: ignore[misc]
+    "one": {counterpart(text): partial(recipe, PLAIN, **parsed(text)[2]) for text in CASES},
     **{
-        str(ranks): {
-            text: lambda text=text: on_mesh(text)  # type: ignore[misc]
-            for text in CASES
-            if parse_mesh(parsed(text)[0]).size == ranks
-        }
+        str(ranks): {text: partial(on_mesh, text) for text in CASES if parse_mesh(parsed(text)[0]).size == ranks}
         for ranks in (4, 8)
     },
 }
