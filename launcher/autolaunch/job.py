@@ -13,7 +13,7 @@ PARALLEL_KEYS = (
     *("mesh", "dp", "mp", "pp", "cp", "ep"),
     *("recompute", "recompute_save", "recompute_budget", "compile", "random_numbers"),
 )
-"""Keys of a job that `parallel_config` takes as they are."""
+"""Keys of a job that `parallel_config` and `MeshStrategy` take as they are."""
 
 
 @dataclass(frozen=True)

@@ -1212,6 +1212,15 @@ def test_one_message_and_nothing_else(
             id="overlap-on-cpu",
         ),
         pytest.param(
+            [
+                *("launch=slurm", "launch.gpus_per_node=0", "launch.submit=false"),
+                *("mesh=1x2", "mp=seq_parallel", "compile=true", "mp.overlap=true"),
+            ],
+            ("gpu", 2),
+            Told("mp.overlap=true on a CPU", "only GPUs", allowed=("mp.overlap=false",), write="mp.overlap=false"),
+            id="overlap-on-nodes-of-which-no-gpu-is-asked",
+        ),
+        pytest.param(
             ["mesh=1x2", "mp=seq_parallel", "mp.overlap=true"],
             ("gpu", 2),
             Told(
@@ -1248,7 +1257,8 @@ def test_devices(
     command: Callable[..., Outcome],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(across_keys, "visible_devices", lambda accelerator: devices)
+    for module in (across_keys, arithmetic):
+        monkeypatch.setattr(module, "visible_devices", lambda accelerator: devices)
     code, out, err = command(*argv)
     assert_only_told(err, told)
     assert (code, out) == (2, "")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autolaunch.config.arithmetic import check_matmul_precision
+from autolaunch.config.arithmetic import check_matmul_precision, device_of
 from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.optimizer_groups import check_groups, check_library
@@ -82,7 +82,7 @@ def check(
     if mesh is not None:
         parallel = {axis: config[axis] for axis in AXES}
         keys = {key: config[key] for key in ("compile", "random_numbers", "ep")} | recompute
-        errors += config_errors(parallel_config(mesh, **parallel, **keys), _kind_of_devices(config))
+        errors += config_errors(parallel_config(mesh, **parallel, **keys), device_of(config))
         if config["task"] != "generate":  # which reads no data
             errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
     errors += _float8(config)
@@ -213,16 +213,6 @@ def _devices(config: Mapping[str, Any]) -> tuple[int | None, str]:
     if count is not None and wanted > count:
         raise ConfigError(f"launch.devices={wanted}", machine, f"1 to {count}" if count else "", "launch.devices=null")
     return wanted, f"launch.devices={wanted}"
-
-
-def _kind_of_devices(config: Mapping[str, Any]) -> str:
-    """Of what runs, or is planned for: `cpu`, or one of a GPU."""
-    if (cluster := config["cluster"]) is not None:
-        return cluster["device"]
-    accelerator = config["trainer"]["accelerator"]
-    if accelerator == "auto" and config["launch"]["name"] == "slurm":
-        return "gpu"  # which this machine may lack
-    return visible_devices(accelerator)[0]
 
 
 def _count(number: int, noun: str) -> str:

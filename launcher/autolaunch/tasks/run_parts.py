@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from autolaunch.instantiate import build
-from autolaunch.job import ResolvedJob
+from autolaunch.job import PARALLEL_KEYS, ResolvedJob
 from autolaunch.models import build_module
 from autolaunch.models.own_plan import own_plan
 from autolaunch.report.metrics import StepMetrics
@@ -39,17 +39,7 @@ def build_strategy(config: Mapping[str, Any], recorded: Mapping[str, Any] | None
         recorded: what its checkpoints are to say about it.
     """
     return MeshStrategy(
-        mesh=config["mesh"],
-        dp=config["dp"],
-        mp=config["mp"],
-        pp=config["pp"],
-        cp=config["cp"],
-        recompute=config["recompute"],
-        recompute_save=config["recompute_save"],
-        recompute_budget=config["recompute_budget"],
-        compile=config["compile"],
-        random_numbers=config["random_numbers"],
-        ep=config["ep"],
+        **{key: config[key] for key in PARALLEL_KEYS},
         float8=FLOAT8_RECIPES.get(config["precision"]),
         own_plan=own_plan(config),
         timeout=config["launch"]["collective_timeout"],
