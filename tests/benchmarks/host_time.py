@@ -3,12 +3,14 @@
     python tests/benchmarks/host_time.py [dp0 dp3 1f1b exact ring ...] [--ranks 2] [--rounds 12] [--calls]
         [--backend inductor]
 
-A step of eight tiny llama blocks: forward, backward, AdamW. Ours under Lightning's Trainer and the loops by hand of
+A step of tiny llama blocks: forward, backward, AdamW. Ours under Lightning's Trainer and the loops by hand of
 `step_time` (dp0, dp3), `pp_step_time` (1f1b, exact) and `cp_step_time` (ring) take turns in one set of processes, so
-that the machine's drift hits both. Printed are the medians of processor ms of all ranks for each block and microbatch
-that they run, and of the ratio of neighbouring turns. The loops by hand take the fused AdamW, as ours do. With --calls
-it is the functions that Python calls in a step, of all ranks, and not time: the same on a machine that others load.
-Lightning's own loop is some 1,500 of them on each rank, whatever the model (1,000 with pp, where a turn is one step).
+that the machine's drift hits both. Each is run at two sizes, with 8 and with 24 blocks (pp: with 8 blocks, and 4 and
+12 microbatches), since what a step costs once, Lightning's loop among it, is no cost of a block: from the medians at
+both sizes follow what one more block costs for a microbatch on one rank, and what a step costs once on each rank.
+Counted is the time of the thread that runs Python. What gloo's own threads do, no GPU waits for. The loops by hand take
+the fused AdamW, as ours do. With --calls it is the functions that Python calls and not time: the same on a machine that
+others load.
 
 Of mp (seq_parallel, tensor_parallel), without a Trainer: torch's own styles (`mp_step_time`), ours, ours with
 compile=true, and plain local tensors with two all-reduces per block, as Megatron does it, which is what can be reached;
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import logging
 import os
 import statistics
@@ -37,12 +40,12 @@ import step_time
 from mp_step_time import ByHand, Loop, Ours
 
 BESIDE, PLANS = ("dp0", "dp3", "1f1b", "exact", "ring"), ("seq_parallel", "tensor_parallel")
-BLOCKS, STEPS_PER_TURN = 8, 3
+BLOCKS, MICROBATCHES, SMALL_AND_LARGE = 8, 4, (1, 3)
+STEPS_PER_TURN, TURNS_TO_WARM_UP = 3, 2
 SIZES = {
     "size": "debug",
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_layers": BLOCKS,
     "num_heads": 4,
     "num_kv_heads": 2,
     "vocab_size": 256,
@@ -52,51 +55,93 @@ SIZES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=12, help="turns of each; the first two are warm-up")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of each; the first are warm-up")
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"{', '.join((*BESIDE, *PLANS))} (default: all)")
     parser.add_argument("--backend", default="inductor", help="of torch.compile; eager runs the graphs as they are")
-    parser.add_argument("--calls", action="store_true", help="count what Python calls, of dp, pp and cp")
+    parser.add_argument("--calls", action="store_true", help="count what Python calls, not time")
+    parser.add_argument("--times", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if unknown := set(arguments.what) - {*BESIDE, *PLANS}:
         parser.error(f"unknown: {', '.join(unknown)}")
     if "RANK" in os.environ:
         warnings.filterwarnings("ignore")
         logging.disable(logging.WARNING)
-        arguments.plan = arguments.what[0]
-        (beside_a_loop if arguments.plan in BESIDE else run_plan)(arguments)
+        run_rank(arguments.what[0], arguments)
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-    options = [f"--rounds={arguments.rounds}", f"--ranks={arguments.ranks}", f"--backend={arguments.backend}"]
-    options += ["--calls"] if arguments.calls else []
+    unit, scale, digits = ("calls", 1.0, 0) if arguments.calls else ("ms", 1e3, 3)
     for what in arguments.what or (*BESIDE, *PLANS):
-        subprocess.run([*command, __file__, what, *options], check=True, env=cp_step_time._environment())
+        small, large = (_medians(what, times, arguments) for times in SMALL_AND_LARGE)
+        print(f"{what} on {arguments.ranks} ranks", flush=True)
+        ratio_to = 0.0
+        for name in small:
+            runs = [_runs(what, times, arguments.ranks) for times in SMALL_AND_LARGE]
+            of_block = (large[name] - small[name]) / (runs[1] - runs[0]) * scale
+            once = small[name] * scale / arguments.ranks - of_block * runs[0] / arguments.ranks
+            ratio_to = ratio_to or of_block
+            print(
+                f"    {name:16} {of_block:9.{digits}f} {unit} per block   {of_block / ratio_to:5.2f}"
+                f"   and once a step {once:9.{digits}f} {unit}",
+                flush=True,
+            )
 
 
-def beside_a_loop(arguments: argparse.Namespace) -> None:
-    """dp, pp and cp beside the loops by hand of their own benchmarks."""
-    what, ranks, microbatches = arguments.plan, int(os.environ["WORLD_SIZE"]), 1
-    each = argparse.Namespace(rounds=arguments.rounds, tiny=True, length=32, steps=5, profile=False)
-    if arguments.calls:
-        step_time.time = pp_step_time.time = cp_step_time.time = CallClock()  # type: ignore[assignment]
-    if what.startswith("dp"):
-        step_time.SIZES, step_time.BATCH, step_time.LENGTH = SIZES, 2 * ranks, 32
-        turns = step_time.take_turns(ranks, int(what[2:]), arguments.rounds)
-        turns = tuple([(wall, processor * ranks) for wall, processor in part] for part in turns)
-    elif what == "ring":
-        cp_step_time.TINY = {**cp_step_time.TINY, "num_layers": BLOCKS}
-        turns = cp_step_time.take_turns(what, each)
+def _medians(what: str, times: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Of each way, by its name: the median of what a step costs all ranks together."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+    options = [f"--rounds={arguments.rounds}", f"--backend={arguments.backend}", f"--times={times}"]
+    options += ["--calls"] if arguments.calls else []
+    ended = subprocess.run(
+        [*command, __file__, what, *options], check=True, env=cp_step_time._environment(), stdout=subprocess.PIPE
+    )
+    medians: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return medians
+
+
+def _runs(what: str, times: int, ranks: int) -> int:
+    """How often a block runs in a step, in all ranks together."""
+    return BLOCKS * times * (MICROBATCHES if what in pp_step_time.SCHEDULES else ranks)
+
+
+def run_rank(what: str, arguments: argparse.Namespace) -> None:
+    import torch.distributed as dist
+
+    clock: Any = CallClock() if arguments.calls else ThreadClock
+    if what in BESIDE:
+        step_time.time = pp_step_time.time = cp_step_time.time = clock
+        by_hand, ours = beside_a_loop(what, arguments)
+        seconds = {"by hand": by_hand, "ours": ours}
     else:
-        each.microbatches = microbatches = 4
-        turns = pp_step_time.take_turns(what, each)
-    if os.environ["RANK"] == "0":
-        runs = BLOCKS * microbatches * (1 if what in pp_step_time.SCHEDULES else ranks)
-        scale, unit = (1, "calls") if arguments.calls else (1e3 / runs, "ms")
-        by_hand, ours = ([processor * scale for _, processor in part] for part in turns)
-        ratio = statistics.median(second / first for first, second in zip(by_hand, ours, strict=True))
-        by_hand, ours = statistics.median(by_hand), statistics.median(ours)
-        print(f"{what:16} by hand {by_hand:9.3f} {unit}   ours {ours:9.3f} {unit}   {ratio:5.2f}", flush=True)
+        seconds = run_plan(what, arguments, clock)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    if dist.get_rank() == 0:
+        print(json.dumps(medians))
     sys.stdout.flush()
     os._exit(0)
+
+
+def beside_a_loop(what: str, arguments: argparse.Namespace) -> list[list[float]]:
+    """dp, pp and cp beside the loops by hand of their own benchmarks: costs of a step in each turn, of all ranks."""
+    ranks, times = int(os.environ["WORLD_SIZE"]), arguments.times
+    each = argparse.Namespace(
+        rounds=arguments.rounds, tiny=True, length=32, steps=STEPS_PER_TURN, profile=False, microbatches=MICROBATCHES
+    )
+    if what.startswith("dp"):
+        step_time.SIZES, step_time.BATCH, step_time.LENGTH = {**SIZES, "num_layers": BLOCKS * times}, 2 * ranks, 32
+        turns = step_time.take_turns(ranks, int(what[2:]), arguments.rounds)
+        return [[own * ranks for _, own in part] for part in turns]
+    if what == "ring":
+        cp_step_time.TINY = {**cp_step_time.TINY, "num_layers": BLOCKS * times}
+        return [[own for _, own in part] for part in cp_step_time.take_turns(what, each)]
+    each.microbatches *= times
+    pp_step_time.TINY = {**pp_step_time.TINY, "num_layers": BLOCKS}
+    return [[own / pp_step_time.STEPS_PER_TURN for _, own in part] for part in pp_step_time.take_turns(what, each)]
+
+
+class ThreadClock:
+    """In the place of `time`: that of the processor is the time of this thread."""
+
+    perf_counter = staticmethod(time.perf_counter)
+    process_time = staticmethod(time.thread_time)
 
 
 class CallClock:
@@ -120,8 +165,8 @@ class CallClock:
         self._count += event in ("call", "c_call")
 
 
-def run_plan(arguments: argparse.Namespace) -> None:
-    """mp, in four ways."""
+def run_plan(plan: str, arguments: argparse.Namespace, clock: Any) -> dict[str, list[float]]:
+    """mp, in four ways: what a step costs in each turn, of all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -131,9 +176,9 @@ def run_plan(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.compile = functools.partial(torch.compile, backend=arguments.backend)
     dist.init_process_group("gloo")
-    ranks, plan = dist.get_world_size(), arguments.plan
+    ranks = dist.get_world_size()
     mp_step_time.SIZES.clear()
-    mp_step_time.SIZES.update(SIZES)
+    mp_step_time.SIZES.update(SIZES, num_layers=BLOCKS * arguments.times)
     tokens = torch.randint(0, SIZES["vocab_size"], (2, 33), generator=torch.Generator().manual_seed(0))
     configs = [parallel_config({"mp": ranks}, mp=plan, compile=compiled) for compiled in (False, True)]
     mesh = RankMesh.build(configs[0].mesh, 1, 1, "cpu")
@@ -147,21 +192,16 @@ def run_plan(arguments: argparse.Namespace) -> None:
         loop.steps(2)
     losses = {name: loop.loss for name, loop in loops.items()}
     assert max(losses.values()) - min(losses.values()) < 1e-4 * max(losses.values()), losses
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    costs: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(arguments.rounds):
         for name, loop in loops.items():
             dist.barrier()
-            begin = time.process_time()
+            begin = clock.process_time()
             loop.steps(STEPS_PER_TURN)
-            seconds[name].append((time.process_time() - begin) / STEPS_PER_TURN / BLOCKS)
-    if dist.get_rank() == 0:
-        print(f"{plan} on {ranks} ranks, compiled by {arguments.backend}")
-        first = statistics.median(seconds["torch's styles"][2:])
-        for name, values in seconds.items():
-            middle = statistics.median(values[2:])
-            print(f"{name:16} {middle * 1e3:7.3f} ms per block   {middle / first:5.2f}", flush=True)
-    sys.stdout.flush()
-    os._exit(0)
+            own = torch.tensor(float(clock.process_time() - begin) / STEPS_PER_TURN, dtype=torch.float64)
+            dist.all_reduce(own)
+            costs[name].append(float(own))
+    return {name: values[TURNS_TO_WARM_UP:] for name, values in costs.items()}
 
 
 class Local(Loop):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from autolaunch_strategies.torch_private.modes import without_torch_functions
 
 NAMESPACE = "autolaunch"
 """Of the operators that are defined here, in `torch.ops`."""
@@ -19,10 +22,16 @@ def define_operator(signature: str, run: Callable[..., Any], shapes: Callable[..
     Args:
         signature: as torch writes it: `name(Tensor x, int n) -> Tensor`. What it returns shares nothing with what it
             is given.
-        run: what it does.
+        run: what it does, on plain tensors; no function mode sees it.
         shapes: returns tensors like those that `run` returns (shape, stride, dtype), whatever is in them.
     """
+
+    @functools.wraps(run)
+    def run_unseen(*args: Any) -> Any:
+        with without_torch_functions():
+            return run(*args)
+
     name = signature.partition("(")[0]
     _LIBRARY.define(signature)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, run_unseen, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autolaunch::{name}", shapes, lib=_LIBRARY)
