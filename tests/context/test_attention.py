@@ -160,6 +160,11 @@ def flash_backward_stand_in(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: An
     return of_torch.attention_on_cpu_backward(grad, q, k, v, out, lse, causal, None, scale)
 
 
+def cudnn_backward_stand_in(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float) -> Any:
+    assert lse.is_contiguous() and max(q.shape[3], v.shape[3]) <= 128
+    return flash_backward_stand_in(grad, q, k, v, out, lse, causal, scale)
+
+
 def efficient_stand_in(q: Any, k: Any, v: Any, causal: bool, bias: Any, scale: float) -> Any:
     """What torch's memory-efficient kernel takes and gives back (attention_backward.cu), by the formula."""
     check_efficient(q, k, v, bias)
@@ -184,14 +189,26 @@ def check_efficient(q: Any, k: Any, v: Any, bias: Any) -> None:
         assert bias.stride(3) == 1 and all(stride % 16 == 0 for stride in bias.stride()[:3])
 
 
-@pytest.fixture(params=["cpu", "plain", "flash", "efficient"])
+def not_asked_for(*_: Any) -> Any:
+    raise AssertionError
+
+
+@pytest.fixture(params=["cpu", "plain", "flash", "cudnn", "efficient"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    asked_for = "flash" if request.param == "cudnn" else request.param
+
     def chosen(q: Any, k: Any, v: Any, bias: Any) -> str:
-        return "efficient" if request.param == "flash" and bias is not None else request.param  # flash takes no mask
+        return "efficient" if asked_for == "flash" and bias is not None else asked_for  # flash takes no mask
 
     monkeypatch.setattr(kernels, "_kernel", chosen)
-    monkeypatch.setattr(of_torch, "flash_attention", flash_stand_in)
-    monkeypatch.setattr(of_torch, "flash_attention_backward", flash_backward_stand_in)
+    if request.param == "cudnn":
+        monkeypatch.setattr(of_torch, "takes_cudnn", lambda *_: True)
+        monkeypatch.setattr(of_torch, "cudnn_attention", flash_stand_in)
+        monkeypatch.setattr(of_torch, "cudnn_attention_backward", cudnn_backward_stand_in)
+        monkeypatch.setattr(of_torch, "flash_attention", not_asked_for)
+    else:
+        monkeypatch.setattr(of_torch, "flash_attention", flash_stand_in)
+        monkeypatch.setattr(of_torch, "flash_attention_backward", flash_backward_stand_in)
     monkeypatch.setattr(of_torch, "efficient_attention", efficient_stand_in)
     monkeypatch.setattr(of_torch, "efficient_attention_backward", efficient_backward_stand_in)
     return request.param
@@ -281,17 +298,26 @@ def test_log_sum_exp_of_a_query_that_sees_nothing(kernel: str) -> None:
 
 @pytest.mark.parametrize(
     ("function", "dtype", "bias"),
-    [("flash", torch.bfloat16, False), ("efficient", torch.float32, False), ("efficient", torch.float16, True)],
+    [
+        ("flash", torch.bfloat16, False),
+        ("cudnn", torch.bfloat16, False),
+        ("efficient", torch.float32, False),
+        ("efficient", torch.float16, True),
+    ],
 )
 def test_calls_of_kernels_for_gpus_fit_their_schema(function: str, dtype: torch.dtype, bias: bool) -> None:
     """Shapes and arguments alone, by torch's own fake kernels: there is no GPU here."""
+    device = "meta" if function == "cudnn" else "cuda:0"  # its gradient asks for a context of the device
     with fake_tensors():
         q, k, v, grad = (
-            torch.empty(2, 4, rows, 16, dtype=dtype, device="cuda:0") for rows in (40, 48, 48, 40)
+            torch.empty(2, 4, rows, 16, dtype=dtype, device=device) for rows in (40, 48, 48, 40)
         )  # fmt: skip
         if function == "flash":
             out, lse = of_torch.flash_attention(q, k, v, False, 0.5)
             grads = of_torch.flash_attention_backward(grad, q, k, v, out, lse, False, 0.5)
+        elif function == "cudnn":
+            out, lse = of_torch.cudnn_attention(q, k, v, False, 0.5)
+            grads = of_torch.cudnn_attention_backward(grad, q, k, v, out, lse, False, 0.5)
         else:
             mask = torch.empty(2, 4, 40, 48, dtype=dtype, device="cuda:0") if bias else None
             out, lse = of_torch.efficient_attention(q, k, v, False, mask, 0.5)

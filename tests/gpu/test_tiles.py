@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
+from autolaunch_strategies.context.attention.kernels import attend
 from autolaunch_strategies.context.attention.tiles import Differentiated, Merged, ring_tile
 from autolaunch_strategies.mesh.layout import Layout
+from autolaunch_strategies.torch_private import attention
 
 HEADS, SIZE = 4, 100  # 100 positions fill the chunks of 4 places unevenly, and those of 8
 TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 2e-2}
@@ -89,3 +92,14 @@ def whole(
     out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, scale=scale, enable_gqa=True)
     out.backward(grad.double())
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def test_tiles_take_the_kernel_of_cudnn_where_torch_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(2, HEADS, 128, 64, dtype=torch.bfloat16, device=device)
+    called = []
+    own = attention.cudnn_attention
+    monkeypatch.setattr(attention, "cudnn_attention", lambda *given: called.append(own(*given)) or called[-1])
+    out, _ = attend(q, q, q, causal=True, mask=None, scale=0.125)
+    prefers = torch._fused_sdp_choice(q, q, q, None, 0.0, True) == SDPBackend.CUDNN_ATTENTION.value
+    assert bool(called) == prefers
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q, is_causal=True), rtol=2e-2, atol=2e-2)

@@ -83,6 +83,39 @@ def flash_attention_backward(
     )
 
 
+def takes_cudnn(q: Any, k: Any, v: Any, causal: bool, scale: float) -> bool:
+    """Whether torch's own function takes cuDNN's kernel for these tensors on their GPU (16 bits, without a mask).
+
+    It does so on Hopper and Blackwell with a cuDNN since 9.15, where that is faster than flash attention
+    (`check_prefer_cudnn_attention`, sdp_utils.cpp), unless `torch.nn.attention.sdpa_kernel` says otherwise.
+    """
+    # It is asked without gradients; what needs one has heads of 128 at most, and may not be asked to repeat itself.
+    if max(q.shape[3], v.shape[3]) > 128 or torch.are_deterministic_algorithms_enabled():
+        return False
+    fewer = k.shape[1] != q.shape[1]
+    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=fewer)
+    return chosen == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
+
+
+def cudnn_attention(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
+    """cuDNN's kernel: output [b, h, s_q, d_v] and log-sum-exp [b, h, s_q]; fewer key heads allowed."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    return out, lse.squeeze(3)
+
+
+def cudnn_attention_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float
+) -> tuple[Any, Any, Any]:
+    """Gradients of q, k and v of `cudnn_attention`."""
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state, read with dropout only
+    lengths = None, None, q.shape[2], k.shape[2]
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse[..., None], unused, unused, None, *lengths, 0.0, causal, scale=scale
+    )
+
+
 def varlen_attention(q: Any, k: Any, v: Any, cumulative: Any, longest: int, scale: float) -> tuple[Any, Any]:
     """The flash kernel of GPUs on sequences that lie one behind another, each causal and by itself.
 

@@ -44,6 +44,8 @@ def attend(
         q, k, v = _fitted(name, q, k, v)
         if name == "cpu":
             out, lse = kernels.attention_on_cpu(q, k, v, causal, bias, scale)
+        elif name == "flash" and kernels.takes_cudnn(q, k, v, causal, scale):
+            out, lse = kernels.cudnn_attention(q, k, v, causal, scale)
         elif name == "flash":
             out, lse = kernels.flash_attention(q, k, v, causal, scale)
         else:
@@ -87,6 +89,8 @@ def attend_backward(
     grad, out = (_widened(x, v.shape[3]) for x in (grad, out))
     if name == "cpu":
         dq, dk, dv = kernels.attention_on_cpu_backward(grad, q, k, v, out, lse, causal, bias, scale)
+    elif name == "flash" and kernels.takes_cudnn(q, k, v, causal, scale):
+        dq, dk, dv = kernels.cudnn_attention_backward(grad, q, k, v, out, lse.contiguous(), causal, scale)
     elif name == "flash":
         dq, dk, dv = kernels.flash_attention_backward(grad, q, k, v, out, lse.contiguous(), causal, scale)
     else:
@@ -124,7 +128,7 @@ def attend_whole(
 
 
 def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> str:
-    """cpu, flash, efficient or plain: the fastest that takes these tensors."""
+    """cpu, flash (or cuDNN's, which takes the same), efficient or plain: the fastest that takes these tensors."""
     half = q.dtype in (torch.float16, torch.bfloat16)
     if q.device.type == "cpu" and (half or q.dtype in (torch.float32, torch.float64)):
         return "cpu"
