@@ -67,7 +67,16 @@ dist.init_process_group("gloo")
 mesh = RankMesh.build(parse_mesh("2"), 1, 2, "cpu")
 for level in range(4):
     check(mesh, level)
-del mesh
+    # Nothing has been gathered yet, and gradients are summed in another type than weights are gathered in.
+    model = Blocks()
+    data_parallel = apply_data_parallel(model, find_blocks(model), mesh, DataParallel(sharding_level=level))
+    data_parallel.begin(torch.bfloat16)
+    try:
+        with data_parallel.several_backwards():
+            raise KeyError
+    except KeyError:
+        pass
+del mesh, data_parallel, model
 leave_process_group()
 """
 

@@ -48,6 +48,8 @@ class UnusedParameters:
 
     def _behind_filling(self, group: Any, exchange: Callable[..., None]) -> Callable[..., None]:
         def post_backward(*unused: Any) -> None:
+            if not any(hasattr(item, "_unsharded_param") for item in group.fsdp_params):
+                return  # never gathered; torch looks for its gradients all the same where none are exchanged
             if group._training_state == TrainingState.PRE_BACKWARD:
                 self._took_part.add(group)
             if group.reduce_grads:
