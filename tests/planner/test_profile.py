@@ -395,6 +395,10 @@ def test_a_loss_of_ones_own() -> None:
     [
         ({}, {"compute": "fp32", "parameter_bytes": 4, "cast_bytes": 0, "optimizer_bytes": 8}),
         ({"precision": "bf16-mixed"}, {"compute": "bf16", "parameter_bytes": 4, "cast_bytes": 2, "reduce_bytes": 4}),
+        ({}, {"gathers_casts": False}),
+        ({"precision": "bf16-mixed"}, {"gathers_casts": True}),
+        ({"precision": "bf16-mixed", "dp": {"param_dtype": "fp32"}}, {"gathers_casts": False}),
+        ({"precision": "bf16-mixed", "dp": {"reduce_dtype": "bf16"}}, {"gathers_casts": False}),
         (
             {"precision": "bf16-true", "optimizer": "sgd"},
             {"compute": "bf16", "gathered_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 0},

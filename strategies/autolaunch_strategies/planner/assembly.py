@@ -12,9 +12,11 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.data_parallel.sharding import linear_weights
 from autolaunch_strategies.experts.auxiliary import router_losses
 from autolaunch_strategies.experts.find import Mixture, find_mixtures
 from autolaunch_strategies.planner.first_look import FirstLook
@@ -141,6 +143,11 @@ class Assembly:
             shared += parameter.numel() if any(user is two.after.tally for user in users) else 0
         return names, shared
 
+    @cached_property
+    def _linear(self) -> frozenset[str]:
+        """Parameters of the model that linear layers alone hold."""
+        return frozenset(name.removeprefix(self.subject.prefix) for name in linear_weights(self.subject.root))
+
     def _counts(self, names: Sequence[str]) -> tuple[int, int]:
         """(elements of parameters, of which sharded)."""
         sizes = {name: item.numel() for name, item in self.subject.root.named_parameters()}
@@ -218,6 +225,7 @@ class Assembly:
             name=name,
             parameters=parameters,
             sharded_parameters=sharded_parameters,
+            linear_parameters=self._counts([name for name in names if name in self._linear])[0],
             matmuls=matmuls,
             attention=attention,
             moved_bytes=moved[0],

@@ -192,6 +192,11 @@ class Candidates:
         return Candidates(**{name: getattr(self, name)[which] for name in FIELDS})
 
     @property
+    def is_sharded(self) -> NDArray[np.bool_]:
+        """Whether dp shards any state."""
+        return np.asarray((self.level > 0) & (self.dp * self.cp > 1))
+
+    @property
     def shard(self) -> Ints:
         """Over how many ranks the state is sharded: dp x cp / replicate; 1 at level 0."""
         return np.where(self.level == 0, 1, self.dp * self.cp // self.replicate)

@@ -114,8 +114,8 @@ class _Columns:
         "waits",  # for gradients of weights that are put off
         "works",  # beyond what is kept, while its backward pass runs
         "repeats",  # the same of a block that is recomputed as a whole
-        "casts",  # copies of weights in a narrower type that its backward pass uses
-        "all_casts",  # those that its forward pass made
+        "casts",  # copies of weights in a narrower type that one microbatch keeps for its backward pass
+        "casts_done",  # those of one microbatch, taken off
     )
     PARTS = ("state", "gradients", "stale", "end")
     ONES = ("before", "after", "after_done", "output", "before_works", "after_works", "loss", "drain", "gathered")
@@ -163,8 +163,12 @@ def _put_states(
     largest: Any = 0.0
     for suffix, kind, part in parts:
         dense = _over_mp(part.parameters - part.expert_parameters, part.sharded_parameters, c.mp)
+        # Of those that dp shards, weights of linear layers are gathered as their copies.
+        cast = np.where(c.is_sharded, part.linear_share * recipe.gathers_casts, 0.0)
         alone = suffix != "_shared" and (not suffix or not profile.shared_parameters)  # tied, both ends are one table
-        gathered = _put_state(recipe, hardware, c, put, suffix, kind, dense, c.shard, dense * recipe.cast_bytes, alone)
+        copies = dense * (1 - cast) * recipe.cast_bytes
+        each = recipe.gathered_bytes * (1 - cast) + recipe.cast_bytes * cast
+        gathered = _put_state(recipe, hardware, c, put, suffix, kind, dense, c.shard, each, copies, alone)
         if part.expert_parameters:
             experts = part.expert_parameters / c.expert_parts
             # Without ep a rank of mp computes with its own ones; compiled, with all, which the backward pass uses, too.
@@ -172,10 +176,12 @@ def _put_states(
             held = np.where(c.compile == 1, c.ep, c.expert_parts)
             copies = part.expert_parameters / held * (recipe.cast_bytes + whole)
             gathered = gathered + _put_state(
-                recipe, hardware, c, put, suffix, kind, experts, c.expert_shard, copies, alone
+                recipe, hardware, c, put, suffix, kind, experts, c.expert_shard, recipe.gathered_bytes, copies, alone
             )
         if not suffix:
             largest = np.maximum(largest, gathered)
+    tied = _shared(profile)
+    put("parameters", "loss", _over_mp(tied.parameters, tied.sharded_parameters, c.mp) * recipe.cast_bytes)
     put("other", "gathered", largest)
 
 
@@ -188,6 +194,7 @@ def _put_state(
     kind: int,
     count: Floats,
     over: Ints,
+    each: Any,
     copies: Floats,
     alone: bool,
 ) -> Floats:
@@ -197,10 +204,11 @@ def _put_state(
         suffix, kind: which of the columns.
         count: [n], before dp shards them.
         over: [n]: over how many ranks it does.
+        each: [n]: bytes of a parameter that is gathered.
         copies: [n]: bytes in other types, or whole, that a pass makes of them.
         alone: whether they are gathered by themselves, not with everything that is outside of the blocks.
     """
-    sharded = (c.level > 0) & (c.dp * c.cp > 1)
+    sharded = c.is_sharded
     shard = np.where(sharded, over, 1)
     pipelined = c.pp > 1
     freed = sharded & (c.level == 3) & ~pipelined
@@ -211,7 +219,7 @@ def _put_state(
     in_pass = np.where(whole, recipe.reduce_bytes * recipe.trained, gradient)
     one_pass = ~pipelined & (c.microbatches == 1)
     optimizer = recipe.optimizer_bytes * recipe.trained / shard
-    gathered = np.where(sharded, recipe.gathered_bytes, 0.0)
+    gathered = np.where(sharded, each, 0.0)
     # Level 0 holds its buckets until all of them are exchanged. AdamW on CUDA works on all parameters at once.
     buckets = np.where((c.level == 0) & (c.dp * c.cp > 1), recipe.gradient_bytes * recipe.trained, 0.0)
     steps = recipe.parameter_bytes * recipe.trained / shard if hardware.device == "cuda" and optimizer.any() else 0.0
@@ -232,16 +240,17 @@ def _put_state(
     if suffix and alone:  # whole while it is used, at one end of the step
         put("parameters", "before_works" if suffix == "_before" else "loss", count * np.where(freed, gathered, 0.0))
     if suffix:
-        if suffix != "_before":  # a look-up in a table needs no copy of it
-            put("parameters", f"state{suffix}", copies)
+        if suffix == "_after":  # a look-up in a table needs no copy of it, a tied head does
+            put("parameters", "loss", copies)
         return count * gathered
     # Gathered for now: a block, and the next one on its way.
     moving = count * (exchanged + np.where(freed, 2 * gathered, 0.0))
     for column in ("works", "repeats"):
         put("other", column, moving, kind)
     again = c.recompute == NO_RECOMPUTE
-    put("parameters", "casts", copies * (again | (c.recompute > FULL)), kind)
-    put("parameters", "all_casts", copies, kind)
+    keeps = copies * (again | (c.recompute > FULL))
+    put("parameters", "casts", keeps * np.where(of_schedules("all_forward_first", c.pipeline), c.microbatches, 1), kind)
+    put("parameters", "casts_done", -keeps, kind)
     put("other", "repeats", copies, kind)
     put("other", "works", copies * ~again, kind)
     return count * gathered
@@ -432,6 +441,7 @@ def _counts(
     gradients = [(at[f"gradients{suffix}"], at[f"state{suffix}"]) for suffix in suffixes]
     stale = [(at[f"stale{suffix}"], at[f"state{suffix}"]) for suffix in suffixes]
     base[:, :, at["kept"]] = flying @ (blocks - recomputed)
+    base[:, :, at["casts"]] = flying @ (blocks - recomputed)
     base[:, :, at["input"]] = flying @ recomputed
     base[:, :, at["waits"]] = waiting @ blocks
     base[:, :, at["output"]] = flying @ sends[..., None]
@@ -456,8 +466,7 @@ def _counts(
             rows = base[here]  # a copy
             rows[:, :, at[column].start + kind] = 1
             if column == "repeats":
-                rows[:, :, at["kept_done"]] = done[here, None]
-            rows[:, :, at["casts"]] = (blocks - recomputed).sum(axis=1)[here, None]
+                rows[:, :, at["kept_done"]] = rows[:, :, at["casts_done"]] = done[here, None]
             ends = here == last
             rows[ends, :, at["after_done"]] = base[last, :, at["after"]] > 0
             rows[ends, :, at["drain"]] = float(exact)
@@ -467,23 +476,21 @@ def _counts(
             for of_gradients, of_state in gradients:
                 rows[:, :, of_gradients] = rows[:, :, of_state]
             rows[:, :, [at[name].start for name in ("output", "after")]] = 0
-            rows[:, :, at["input"]] = rows[:, :, at["kept"]] = 0
-            column = "input" if again[0, kind] else "kept"
-            rows[:, :, at[column].start + kind] = 1
+            rows[:, :, at["input"]] = rows[:, :, at["kept"]] = rows[:, :, at["casts"]] = 0
+            for column in ("input",) if again[0, kind] else ("kept", "casts"):
+                rows[:, :, at[column].start + kind] = 1
             rows[:, :, at["repeats" if again[0, kind] else "works"].start + kind] = 1
             add(rows, 0)
     embeds = base[first].copy()  # forward or backward, whichever has more
     for of_gradients, of_state in gradients:
         embeds[:, of_gradients] = embeds[:, of_state]
     embeds[:, at["before_works"]] = 1
-    embeds[:, at["all_casts"]] = held[first]
     embeds[:, at["gathered"]] = 1
     add(embeds, first)
     scores = base[last, flying[last, :, -1] > 0]
     scores[:, at["loss"]] = 1
     for of_gradients, of_state in stale:
         scores[:, of_gradients] = scores[:, of_state]
-    scores[:, at["all_casts"]] = held[last]
     scores[:, at["gathered"]] = 1
     add(scores, last)
     ends_step = np.zeros((ranks, columns.count))

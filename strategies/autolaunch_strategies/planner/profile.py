@@ -84,6 +84,8 @@ class Part:
     name: str
     parameters: int
     sharded_parameters: int = 0
+    linear_parameters: int = 0
+    """Of `parameters`, those that linear layers alone hold (`expert_parameters` are of other modules)."""
     matmuls: tuple[MatMul, ...] = ()
     attention: Attention | None = None
     moved_bytes: float = 0
@@ -125,6 +127,11 @@ class Part:
     """Of `saved_bytes`, what experts keep."""
     compiled: Compiled | None = None
     """Of a block: what is other if it is compiled; None where that is not known."""
+
+    @property
+    def linear_share(self) -> float:
+        """Of its parameters without experts, those of linear layers."""
+        return self.linear_parameters / max(self.parameters - self.expert_parameters, 1)
 
     @property
     def if_compiled(self) -> Compiled:
@@ -243,3 +250,5 @@ class Recipe:
     """Of the whole training; None where it is not known."""
     mean_loss: bool = True
     """Whether the loss is a mean over samples, so that schedules that see microbatches may be used."""
+    gathers_casts: bool = False
+    """Whether sharded weights of linear layers are gathered in the type of those copies, which are not made then."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, DataParallel
 from autolaunch_strategies.planner.profile import Recipe
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
@@ -53,6 +53,7 @@ def recipe_of(
     reduced = (dp or {}).get("reduce_dtype") or gathered
     compute = autocast or gathered
     casts = autocast is not None and _BYTES[gathered] > _BYTES[autocast]
+    asked = {key: value for key, value in (dp or {}).items() if key in ("param_dtype", "reduce_dtype")}
     kind = optimizer.rpartition(".")[2].lower()
     states = _STATES.get(kind, 2) + (1 if momentum and kind in ("sgd", "rmsprop") else 0)
     return Recipe(
@@ -61,6 +62,7 @@ def recipe_of(
         parameter_bytes=_BYTES[stored],
         gathered_bytes=_BYTES[gathered],
         cast_bytes=_BYTES[autocast] if casts and autocast else 0,
+        gathers_casts=casts and stored == "fp32" and DataParallel(**asked).follows_autocast,
         gradient_bytes=_BYTES[stored],
         reduce_bytes=_BYTES[reduced],
         optimizer_bytes=states * _BYTES[stored],

@@ -128,6 +128,8 @@ class _Ways:
     """Tokens that come to the experts of the fullest rank, over those of a rank; ranks of mp have the same."""
     accumulates: NDArray[np.bool_]
     """Whether gradients are added to those of other microbatches."""
+    sharded: NDArray[np.bool_]
+    """Whether dp shards state."""
 
 
 class _Device:
@@ -283,8 +285,12 @@ def _part_costs(
     moved = moved * ways.batch / ways.cp
     again = full + selective * part.selective_share
     weights = part.parameters - part.expert_parameters - part.sharded_parameters + part.sharded_parameters / ways.mp
-    weights = weights + part.expert_parameters / ways.held
-    cast = weights * (recipe.gathered_bytes + recipe.cast_bytes) if recipe.cast_bytes else zero
+    of_experts = part.expert_parameters / ways.held
+    weights = weights + of_experts
+    # What is gathered as a copy is cast in shards, which takes a small part of that.
+    in_shards = np.where(ways.sharded, part.linear_share * recipe.gathers_casts, 0.0)
+    copied = weights * (1 - in_shards) + of_experts * in_shards
+    cast = copied * (recipe.gathered_bytes + recipe.cast_bytes) if recipe.cast_bytes else zero
     gradients = weights * recipe.trained * (recipe.gradient_bytes + ways.accumulates * recipe.gradient_bytes)
     elementwise_f = (moved + cast) / device.memory_rate
     elementwise_b = (moved * (BACKWARD_MOVED + again) + cast * full) / device.memory_rate
@@ -382,7 +388,7 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
     first, way = _distinct(
         [
             *(c.dp * c.microbatches, c.microbatches > 1, c.mp, c.cp, c.sequence_parallel, c.recompute),
-            *(c.backend, c.ulysses, c.ep, c.compile),
+            *(c.backend, c.ulysses, c.ep, c.compile, c.is_sharded),
         ]
     )
     compiled = c.compile[first] > 0
@@ -400,6 +406,7 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
         compiled=compiled,
         fullest=constants.fullest(profile.experts, held) / np.where(held > 1, c.mp[first], 1),
         accumulates=c.microbatches[first] > 1,
+        sharded=c.is_sharded[first],
     )
     members = (profile.before, *profile.kinds, profile.after)
     costs = np.stack(
@@ -409,7 +416,7 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
     exact = c.pipeline == PIPELINES.index("exact")
     loss = costs[-1, _COMPONENTS.index("elementwise")][way] * exact
 
-    inside = _contents(profile, c, costs[:, number:].sum(axis=1), way, loss)
+    inside = _contents(profile, recipe, c, costs[:, number:].sum(axis=1), way, loss)
     everything = np.bincount(profile.blocks, minlength=len(profile.kinds)).astype(np.float64)
     everything = np.concatenate([[1.0], everything, [1.0]])
     # [n, components + phases] of one microbatch on the busiest rank, and on all ranks of a pipeline together.
@@ -457,6 +464,10 @@ class _Contents:
     """[1 + kinds + 1, n]: how often it has the part before the blocks, blocks of each kind, the part after them."""
     parameters: Floats
     """[n]: most of all pipe ranks, after mp; without `experts`."""
+    gathered: Floats
+    """[n]: their bytes where they are gathered."""
+    regathered: Floats
+    """[n]: those of blocks alone; what runs before and after them is not gathered for the backward pass again."""
     experts: Floats
     """[n]: of the experts that ep shares out: most of all pipe ranks, those of one rank of ep."""
     mixtures: Floats
@@ -465,7 +476,9 @@ class _Contents:
     """[n]"""
 
 
-def _contents(profile: ModelProfile, c: Candidates, totals: Floats, way: Ints, loss: Floats) -> _Contents:
+def _contents(
+    profile: ModelProfile, recipe: Recipe, c: Candidates, totals: Floats, way: Ints, loss: Floats
+) -> _Contents:
     """Which rank of each pipeline is busiest.
 
     Args:
@@ -476,7 +489,10 @@ def _contents(profile: ModelProfile, c: Candidates, totals: Floats, way: Ints, l
     whole = np.array([part.parameters - part.sharded_parameters - part.expert_parameters for part in parts], float)
     of_experts = np.array([part.expert_parameters for part in parts], dtype=np.float64)
     sharded = np.array([part.sharded_parameters for part in parts], dtype=np.float64)
-    members, parameters, experts = np.zeros((len(parts), n)), np.zeros(n), np.zeros(n)
+    less = (recipe.gathered_bytes - recipe.cast_bytes) * recipe.gathers_casts
+    each = recipe.gathered_bytes - less * np.array([part.linear_share for part in parts])
+    members, experts = np.zeros((len(parts), n)), np.zeros(n)
+    parameters, gathered, regathered = np.zeros(n), np.zeros(n), np.zeros(n)
     first, group = _distinct([c.pp, c.virtual_stages, c.split, c.pipeline])
     order = np.argsort(group, kind="stable")
     bounds = np.searchsorted(group[order], np.arange(len(first) + 1))
@@ -489,16 +505,27 @@ def _contents(profile: ModelProfile, c: Candidates, totals: Floats, way: Ints, l
         rows = np.unique(_held(profile, name, pp, virtual, int(c.split[index])), axis=0)
         busiest = np.argmax(rows @ seconds[:, own], axis=0)
         members[:, own] = rows[busiest].T
-        # Tied weights are on the last stage, too.
-        split = rows @ sharded + profile.shared_parameters * (rows[:, -1] > rows[:, 0])
+        tied = profile.shared_parameters * (rows[:, -1] > rows[:, 0])  # on the last stage, too
         # Without ep experts are sharded as all else is, and in parts along mp.
         alone = (c.ep[own] == 1) / c.mp[own]
-        parameters[own] = (
-            (rows @ whole)[:, None] + split[:, None] / c.mp[own] + (rows @ of_experts)[:, None] * alone
-        ).max(axis=0)
+
+        def held(
+            rows: Floats, tied: Any, each: Any, of_expert: float, own: Ints = own, alone: Floats = alone
+        ) -> Floats:
+            """[pp, candidates]: `each` of what the rows hold is so much."""
+            split = rows @ (sharded * each) + tied
+            experts = (rows @ of_experts)[:, None] * alone * of_expert
+            return np.asarray((rows @ (whole * each))[:, None] + split[:, None] / c.mp[own] + experts)
+
+        of_blocks = rows.copy()
+        of_blocks[:, [0, -1]] = 0
+        size = recipe.gathered_bytes
+        parameters[own] = held(rows, tied, 1.0, 1.0).max(axis=0)
+        gathered[own] = held(rows, tied * size, each, size).max(axis=0)
+        regathered[own] = held(of_blocks, 0.0 * tied, each, size).max(axis=0)
         experts[own] = np.where(c.ep[own] > 1, (rows @ of_experts).max() / c.ep[own], 0.0)
     mixtures = np.array([part.mixtures for part in parts]) @ members
-    return _Contents(members, parameters, experts, mixtures, members[1:-1].sum(axis=0))
+    return _Contents(members, parameters, gathered, regathered, experts, mixtures, members[1:-1].sum(axis=0))
 
 
 def _held(profile: ModelProfile, pipeline: str, pp: int, virtual: int, split: int) -> Floats:
@@ -572,31 +599,37 @@ def _dp_time(
         number = np.maximum(number, 1)
         return np.asarray(number * collective_time(hardware, kind, ranks, stride, total / number))
 
-    def both(kind: str, bytes_each: Any, dense: tuple[Ints, Ints, Any], experts: tuple[Ints, Ints, Any]) -> Floats:
-        """Of what ep does not share out, and of experts: each with ranks, stride and number of groups."""
-        seconds = collective(kind, dense[0], dense[1], inside.parameters * bytes_each, dense[2])
+    def both(
+        kind: str, total: Floats, of_expert: Any, dense: tuple[Ints, Ints, Any], experts: tuple[Ints, Ints, Any]
+    ) -> Floats:
+        """Of `total` bytes that ep does not share out, and of experts: each with ranks, stride and number of groups."""
+        seconds = collective(kind, dense[0], dense[1], total, dense[2])
         if inside.experts.any():
             ranks = np.where(c.ep > 1, experts[0], 1)
-            seconds = seconds + collective(kind, ranks, experts[1], inside.experts * bytes_each, experts[2])
+            seconds = seconds + collective(kind, ranks, experts[1], inside.experts * of_expert, experts[2])
         return seconds
 
     gradient_bytes = recipe.trained * recipe.reduce_bytes
     efsdp = c.expert_ranks // c.ep  # ranks with the same experts, of one replica
-    reduced = both("all_reduce", gradient_bytes, (size, c.mp, 1), (efsdp, c.ep, 1))
+    gradients = inside.parameters * gradient_bytes
+    reduced = both("all_reduce", gradients, gradient_bytes, (size, c.mp, 1), (efsdp, c.ep, 1))
     result = np.where(c.level == 0, exposed(reduced, backward), 0.0)
     sharded = c.level > 0
     if sharded.any():
         apart = (shard, c.mp, groups), (efsdp, c.ep, of_experts)
-        gather = both("all_gather", recipe.gathered_bytes, *apart)
-        scatter = both("reduce_scatter", gradient_bytes, *apart)
+        gather = both("all_gather", inside.gathered, recipe.gathered_bytes, *apart)
+        gather_again = both("all_gather", inside.regathered, recipe.gathered_bytes, *apart)
+        scatter = both("reduce_scatter", gradients, gradient_bytes, *apart)
         among = np.where(sharded, c.replicate, 1)
         one = shard * c.mp  # ranks of a replica
-        replicas = both("all_reduce", gradient_bytes / shard, (among, one, groups), (among, one, of_experts))
+        replicas = both(
+            "all_reduce", gradients / shard, gradient_bytes / shard, (among, one, groups), (among, one, of_experts)
+        )
         gathers, again, scatters = _sharded_exchanges(c)
         host = (groups + np.where(c.ep > 1, of_experts, 0)) * constants.group_s
         time = gathers * (exposed(gather, forward) + host)
         # Parameters that were freed are gathered beside the exchange of gradients, under the same backward pass.
-        beside = np.where(again > 0, gather, 0.0)
+        beside = np.where(again > 0, gather_again, 0.0)
         time = time + scatters * (exposed(scatter + beside, backward) + host)
         time = time + exposed(replicas, backward)
         result = np.where(sharded & (size > 1), time, result)
