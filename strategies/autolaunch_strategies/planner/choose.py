@@ -27,8 +27,9 @@ Ints = NDArray[np.int64]
 ALIKE = 2
 """Alternatives of one cell (mp, pp, recompute)."""
 
-REFINED = 200
-"""The fastest of a first look, of which all variants are looked at."""
+REFINED, ROUNDS = 200, 4
+"""The fastest of a first look, of which all variants are looked at, and how often: variants of variants are found in
+the second round, as a schedule that fits only with another level."""
 
 FEWER = 32
 """Smaller numbers of devices that are tried where nothing can be run on all of them."""
@@ -118,10 +119,11 @@ def look(
     """Everything that could be run, with its predictions; of a large space the variants of the fastest only."""
     space = Space(profile, recipe, hardware, wanted)
     looked = predicted(profile, recipe, hardware, space.candidates(), memory_share)
-    if not space.complete and len(looked):
+    for _ in range(0 if space.complete or not len(looked) else ROUNDS):
         # Where nothing fits, the variants of what comes closest.
-        order = np.arange(len(looked)) if looked.may_fit.any() else np.argsort(looked.memory_bytes, kind="stable")
-        fresh = space.variants(looked.candidates.select(order[:REFINED]))
+        some_fit = looked.may_fit.any()
+        order = np.argsort(np.where(looked.pool, looked.seconds, np.inf) if some_fit else looked.memory_bytes)
+        fresh = _without(space.variants(looked.candidates.select(order[:REFINED])), looked.candidates)
         looked = _merged(looked, predicted(profile, recipe, hardware, fresh, memory_share))
     return space.rejections, looked
 
@@ -283,6 +285,13 @@ def _nothing_fits(looked: Looked) -> str:
 
 def _sorted(looked: Looked) -> Looked:
     return looked.select(np.argsort(looked.seconds, kind="stable"))
+
+
+def _without(some: Candidates, others: Candidates) -> Candidates:
+    """Those of `some` that are not among `others`."""
+    columns = [np.concatenate([getattr(others, name), getattr(some, name)]) for name in FIELDS]
+    every = codes(*columns)
+    return some.select(~np.isin(every[len(others) :], every[: len(others)]))
 
 
 def _merged(one: Looked, other: Looked) -> Looked:
