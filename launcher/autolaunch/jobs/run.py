@@ -57,6 +57,7 @@ from autolaunch.launch.end import correct_summary
 from autolaunch.launch.lock import LOCK_FILE, locked
 from autolaunch.launch.output_lost import output_lost
 from autolaunch.launch.place import Place, place
+from autolaunch.loading import loading
 from autolaunch.planning.wanted import typed_keys
 from autolaunch.report.terminal import Terminal
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
@@ -172,7 +173,8 @@ def _with_choice(
         )
     hydra = composed.config.hydra
     job = resolve_job(composed.config, hydra, _output_dir(composed.config, hydra.run), None, composed.origin)
-    chosen, choice = choice_of(job.config, line.overrides, job.by_device)
+    with loading():
+        chosen, choice = choice_of(job.config, line.overrides, job.by_device)
     if job.config["task"] == "plan":
         _show_choice(choice, job.config["full"])
     settled = typed_keys(chosen)  # said twice, Hydra would refuse a group

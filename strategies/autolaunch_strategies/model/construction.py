@@ -21,7 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from autolaunch_strategies.torch_private.random_state import saved_random_state
-from autolaunch_strategies.torch_private.tracing import is_random, storage_key, writes_to
+from autolaunch_strategies.torch_private.tracing import (
+    argument_names,
+    is_random,
+    returns_numbers,
+    storage_key,
+    takes_device,
+    writes_to,
+)
 
 _OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_", "bernoulli_"}
 """In-place operators after which nothing of the old values is left."""
@@ -237,17 +244,15 @@ class _Record(TorchDispatchMode):
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         if self.construction.replaying or (tensors and not any(tensor.is_meta for tensor in tensors)):
             return func(*args, **kwargs)  # data that the constructor holds already, e.g. torch.tensor([...])
-        returns_numbers = not any("Tensor" in str(value.type) for value in func._schema.returns)
-        if tensors and returns_numbers and func._schema.returns:
+        if tensors and returns_numbers(func):
             return func(*self.construction.values(args), **self.construction.values(kwargs))
-        takes_device = any(argument.name == "device" for argument in func._schema.arguments)
         on_meta = tree_map(_to_meta, (args, kwargs))
-        if takes_device:
+        if takes_device(func):
             on_meta[1]["device"] = torch.device("meta")
             on_meta[1].pop("pin_memory", None)
         output = func(*on_meta[0], **on_meta[1])
         recorded_kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-        if takes_device:
+        if takes_device(func):
             recorded_kwargs["device"] = torch.device("cpu")  # stands for the device of the replay
         self.construction.record(func, args, recorded_kwargs, output)
         return output
@@ -309,7 +314,7 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def _named_arguments(operator: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield from zip((argument.name for argument in operator._schema.arguments), args, strict=False)
+    yield from zip(argument_names(operator), args, strict=False)
     yield from kwargs.items()
 
 

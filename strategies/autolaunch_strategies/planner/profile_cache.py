@@ -112,5 +112,5 @@ def _source(module: str) -> tuple[str, str]:
 def _own_sources() -> list[tuple[str, int, int]]:
     """This package's files: a profile that an older version made is not read."""
     rooms = Path(autolaunch_strategies.planner.__file__).parent.parent
-    files = [path for room in ("planner", "plan", "tracing") for path in (rooms / room).glob("*.py")]
+    files = [path for room in ("planner", "plan", "tracing", "data_parallel") for path in (rooms / room).glob("*.py")]
     return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)

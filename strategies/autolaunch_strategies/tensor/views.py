@@ -34,7 +34,6 @@ from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 from autolaunch_strategies.torch_private.modes import changes_first
 from autolaunch_strategies.torch_private.sharding_rules import register_missing_rules
 
-register_missing_rules()
 log = logging.getLogger(__name__)
 
 
@@ -96,6 +95,7 @@ class MixedTensors(TorchFunctionMode):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
+        register_missing_rules()
         self.replicate = Replicator(mesh)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

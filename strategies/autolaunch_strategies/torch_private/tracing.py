@@ -33,6 +33,26 @@ def draws_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 @functools.cache
+@functools.cache
+def returns_numbers(operator: Any) -> bool:
+    """Whether an `OpOverload` returns something, and no tensor."""
+    returned = operator._schema.returns
+    return bool(returned) and not any("Tensor" in str(value.type) for value in returned)
+
+
+@functools.cache
+def takes_device(operator: Any) -> bool:
+    """Whether an `OpOverload` is told on which device its output is made."""
+    return any(argument.name == "device" for argument in operator._schema.arguments)
+
+
+@functools.cache
+def argument_names(operator: Any) -> tuple[str, ...]:
+    """Of an `OpOverload`, in order."""
+    return tuple(argument.name for argument in operator._schema.arguments)
+
+
+@functools.cache
 def writes_to(operator: Any) -> tuple[str, ...]:
     """Names of the arguments that an `OpOverload` changes in place."""
     return tuple(
