@@ -15,16 +15,25 @@ from autolaunch.launch.place import Place
 from autolaunch.models import build_module
 from autolaunch.models.own_plan import own_plan
 from autolaunch.report.dryrun_screen import show_dryrun
+from autolaunch.report.pipeline import batch_of_rank
 from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.run_parts import quiet_lightning
-from autolaunch_strategies.config import CP_BACKENDS, FLOAT8_RECIPES, ConfigError, ParallelConfig, parallel_config
+from autolaunch_strategies.config import (
+    CP_BACKENDS,
+    FLOAT8_RECIPES,
+    SCHEDULE_SPECS,
+    ConfigError,
+    ParallelConfig,
+    parallel_config,
+)
 from autolaunch_strategies.dry_run.agreement import disagreements
 from autolaunch_strategies.dry_run.ranks import pretend_ranks, refuse_what_cannot_be_pretended, telling_ranks
 from autolaunch_strategies.dry_run.step import PretendedRank, Training
 from autolaunch_strategies.lightning.first_step import first_step
 from autolaunch_strategies.mesh.rank_mesh import coordinates
 from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.schedules.schedule import fitting_microbatches
 
 FILE = "dryrun.json"
 
@@ -141,7 +150,10 @@ def candidate_of(config: Mapping[str, Any], parallel: ParallelConfig) -> Any:
     microbatches, virtual = config["data"]["microbatches"], 1
     if mesh.pp > 1 and pp is not None:
         pipeline = "exact" if pp.loss == "exact" else pp.schedule
-        microbatches, virtual = pp.microbatches or mesh.pp, pp.virtual_stages or 1
+        batch = batch_of_rank({**config, "mesh": mesh.sizes})
+        assert batch is not None  # of data that hands out batches of its own nothing is run here
+        microbatches = fitting_microbatches(pp.schedule, mesh.pp, pp.virtual_stages, pp.microbatches, batch) or batch
+        virtual = pp.virtual_stages or SCHEDULE_SPECS[pp.schedule].least_stages
     return Candidate(
         **mesh.sizes,
         level=parallel.dp.sharding_level,
