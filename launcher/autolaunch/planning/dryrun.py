@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections import Counter
@@ -49,6 +50,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         **{key: config[key] for key in PARALLEL_KEYS}, float8=FLOAT8_RECIPES.get(config["precision"])
     )
     refuse_what_cannot_be_pretended(parallel)
+    gc.freeze()  # looking for garbage in what a step makes does not go through all of torch each time
     with quiet_lightning():
         ranks = pretend_ranks(training_of(config, parallel), config["rank"] or telling_ranks(parallel.mesh))
     predicted = predicted_memory(config, parallel)

@@ -14,7 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
-from autolaunch_strategies.torch_private.pretended import group_of_collective, is_pretended, resizes_told
+from autolaunch_strategies.torch_private.pretended import (
+    device_of_fake,
+    group_of_collective,
+    is_pretended,
+    resizes_told,
+)
 from autolaunch_strategies.torch_private.tracing import reads_values
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "parameters", "gradients", "optimizer", "activations"
@@ -112,6 +117,8 @@ class Trace(TorchDispatchMode):
         if not is_pretended(types):
             return NotImplemented
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and (device := device_of_fake(args[0])) is not None:
+            return device  # half of all calls: each tensor is asked for its own
         try:
             output = func(*args, **kwargs)
         except Exception as error:

@@ -97,6 +97,11 @@ def is_pretended(kinds: Any) -> bool:
     return all(kind in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in kinds)
 
 
+def device_of_fake(tensor: Any) -> torch.device | None:
+    """The device that a fake tensor pretends to be on; None of a tensor that is not fake."""
+    return getattr(tensor, "fake_device", None)
+
+
 def group_of_collective(operator: Any, args: Any) -> dist.ProcessGroup | None:
     """The group of an operator of `c10d` or `_c10d_functional`; None of one that has none (`wait_tensor`)."""
     if operator.namespace == "c10d":
