@@ -29,12 +29,12 @@ def pretend_ranks(training: Training, ranks: Iterable[int]) -> list[PretendedRan
     for rank in wanted:
         if not 0 <= rank < shape.size:
             raise ConfigError(f"rank={rank}", f"mesh={shape.name} has {shape.size} ranks", f"0 to {shape.size - 1}")
-    done: dict[int, PretendedRank] = {}
+    done: dict[int, PretendedRank | None] = {}
     todo, waiting = list(wanted), 0
     while todo:
         rank = todo.pop(0)
         try:
-            done[rank] = pretend(training, rank, world)
+            done[rank] = pretend(training, rank, world, is_told=rank in wanted)
             waiting = 0
         except ConfigError:
             raise
@@ -50,7 +50,7 @@ def pretend_ranks(training: Training, ranks: Iterable[int]) -> list[PretendedRan
                 todo = more + todo
         except Exception as error:  # whatever a model raises when it is run
             raise _refusal(rank, shape, error) from error
-    return [done[rank] for rank in wanted]
+    return [told for rank in wanted if (told := done[rank]) is not None]
 
 
 def _refusal(rank: int, shape: MeshShape, error: Exception) -> ConfigError:

@@ -82,8 +82,12 @@ class PretendedRank:
         return sum(self.memory[kind] for kind in KINDS)
 
 
-def pretend(training: Training, rank: int, world: World) -> PretendedRank:
+def pretend(training: Training, rank: int, world: World, is_told: bool = True) -> PretendedRank | None:
     """Run one step as `rank` of the mesh.
+
+    Args:
+        is_told: whether somebody wants to know of it; else it is run only for what other stages hear from it, and None
+            is returned.
 
     Raises:
         ConfigError: as a run would.
@@ -124,6 +128,8 @@ def pretend(training: Training, rank: int, world: World) -> PretendedRank:
         )
         trainer = _OneStep(training, applied, module, step, batch, precision, trace)
         trainer.warm_up()
+        if not is_told:
+            return None
         with trace.listening(), step.around():
             trainer.run()
         trainer.name_all()
