@@ -32,7 +32,7 @@ def _printed(directory: str | None, words: str) -> str:
         ended = subprocess.run(
             ["bash", "-c", command],
             cwd=ROOT / (directory or "."),
-            env={**os.environ, "PYTHON": sys.executable, "OUTPUTS": outputs, "COLUMNS": "100"},
+            env={**os.environ, "PYTHON": sys.executable, "OUTPUTS": outputs, "COLUMNS": "80"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
