@@ -22,8 +22,8 @@ model or the first batch can show it, every rank says the same before the first 
 wrong, what is allowed, and the line to write:
 
 ```text
-data.batch_size=16: 16 sequences cannot be shared evenly by 3 data parallel ranks in 1 microbatches
-  allowed: multiples of 3 x 1 = 3
+data.batch_size=16: 16 sequences cannot be shared evenly by 3 data parallel ranks
+  allowed: multiples of 3
   write:   data.batch_size=15 or data.batch_size=18
 ```
 

@@ -122,8 +122,8 @@ COMMANDS = [
     ),
     pytest.param(
         ["mesh=2", "data.batch_size=7"],
-        "data.batch_size=7: 7 sequences cannot be shared evenly by 2 data parallel ranks in 1 microbatches\n"
-        "  allowed: multiples of 2 x 1 = 2\n"
+        "data.batch_size=7: 7 sequences cannot be shared evenly by 2 data parallel ranks\n"
+        "  allowed: multiples of 2\n"
         "  write:   data.batch_size=6 or data.batch_size=8",
         id="sizes",
     ),

@@ -66,11 +66,13 @@ def _batch_errors(config: dict[str, Any], dp: int) -> list[ConfigError]:
         return []
     below = batch // parts * parts
     sizes = [size for size in (below, below + parts) if size]
+    several = microbatches > 1
     return [
         ConfigError(
             f"data.batch_size={batch}",
-            f"{batch} sequences cannot be shared evenly by {dp} data parallel ranks in {microbatches} microbatches",
-            f"multiples of {dp} x {microbatches} = {parts}",
+            f"{batch} sequences cannot be shared evenly by {dp} data parallel rank{'s' if dp > 1 else ''}"
+            + (f" in {microbatches} microbatches" if several else ""),
+            f"multiples of {dp} x {microbatches} = {parts}" if several else f"multiples of {parts}",
             " or ".join(f"data.batch_size={size}" for size in sizes),
         )
     ]
