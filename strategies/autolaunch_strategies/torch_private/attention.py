@@ -89,7 +89,8 @@ def takes_cudnn(q: Any, k: Any, v: Any, causal: bool, scale: float) -> bool:
     It does so on Hopper and Blackwell with a cuDNN since 9.15, where that is faster than flash attention
     (`check_prefer_cudnn_attention`, sdp_utils.cpp), unless `torch.nn.attention.sdpa_kernel` says otherwise.
     """
-    # It is asked without gradients; what needs one has heads of 128 at most, and may not be asked to repeat itself.
+    # Torch is asked of the forward pass. The backward one has wider heads with some versions only, and its sums are not
+    # the same each time.
     if max(q.shape[3], v.shape[3]) > 128 or torch.are_deterministic_algorithms_enabled():
         return False
     fewer = k.shape[1] != q.shape[1]

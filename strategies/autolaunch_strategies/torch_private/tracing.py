@@ -33,7 +33,6 @@ def draws_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 @functools.cache
-@functools.cache
 def returns_numbers(operator: Any) -> bool:
     """Whether an `OpOverload` returns something, and no tensor."""
     returned = operator._schema.returns
