@@ -69,7 +69,8 @@ def training(name: str) -> Training:
         }
     dp = {"sharding_level": one.level, **({"replicate": one.replicate} if one.level else {})}
     mp = "seq_parallel" if one.sequence_parallel else "auto"
-    parallel = parallel_config(one.mesh, dp, mp, pp, recompute=one.recompute_name)  # type: ignore[arg-type]
+    cp = one.backend_name if one.cp > 1 else None
+    parallel = parallel_config(one.mesh, dp, mp, pp, cp, recompute=one.recompute_name)  # type: ignore[arg-type]
     accumulated = one.microbatches if one.pp == 1 else 1
     shape = (cases.BATCH // one.dp // accumulated, cases.POSITIONS + 1)
 

@@ -119,6 +119,13 @@ def iterated(x: Any, g: Operands) -> Any:
     return torch.stack(list(x))
 
 
+def joined_by_hand(x: torch.Tensor) -> torch.Tensor:
+    joined = x.new_empty(*x.shape[:-1], 2 * WIDTH)
+    joined[..., :WIDTH].copy_(x)
+    joined[..., WIDTH:].copy_(x * x)
+    return joined + x.new_zeros((*x.shape[:-1], 1)) + x.new_full(size=(2, x.shape[1], 1), fill_value=2.0)
+
+
 LOCAL: dict[str, Callable[[Any, Operands], Any]] = {
     "add": lambda x, g: x + 1,
     "radd": lambda x, g: 2.0 + x,
@@ -201,6 +208,11 @@ LOCAL: dict[str, Callable[[Any, Operands], Any]] = {
     "pad": lambda x, g: F.pad(x, (1, 2, 0, 0, 1, 0), value=3.0),
     "getitem": lambda x, g: x[..., 2:4],
     "getitem mixed": lambda x, g: x[1, :, None, ::2],
+    "scatter": lambda x, g: (
+        x.scatter(2, x.topk(2)[1], 2.0) + torch.zeros_like(x).scatter_(-1, x.topk(2)[1], x[..., :2])
+    ),
+    "new and copied": lambda x, g: joined_by_hand(x),
+    "getitem of a list": lambda x, g: x[..., [-1, 1]] + x[[1, 0], :, None, :2].squeeze(2),
     "shift": lambda x, g: x[:, :-1],
     "shift from the right": lambda x, g: x[..., 1:, :].contiguous(),
     "shift all": lambda x, g: x[:, 0 : g.size] + x[:],

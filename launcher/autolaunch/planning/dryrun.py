@@ -166,7 +166,9 @@ def candidate_of(config: Mapping[str, Any], parallel: ParallelConfig) -> Any:
         microbatches=microbatches,
         recompute=recompute_code(parallel.recompute.mode),
         compile=int(bool(parallel.compile)),
-        backend=CP_BACKENDS.index("gather"),
+        backend=CP_BACKENDS.index(parallel.cp.backend if mesh.cp > 1 and parallel.cp is not None else "gather"),
+        ulysses=parallel.ulysses,
+        ep=parallel.ep,
     )
 
 
@@ -186,6 +188,7 @@ def account_of(rank: PretendedRank, parallel: ParallelConfig, predicted: Mapping
         "stage": rank.pipe_rank,
         "memory": {**rank.memory, "total": rank.total},
         "held": rank.held,
+        "notes": list(rank.notes),
         **({"predicted": dict(predicted)} if predicted is not None else {}),
         "collectives": [
             {"kind": kind, "axes": axes, "bytes": size, "count": count}

@@ -50,6 +50,8 @@ def show_dryrun(
         for number, ((kind, among), (count, size)) in enumerate(_exchanged(alike[0]).items()):
             table.add_row(_ranks(alike) if not number else "", kind, among, f"{count:,}", readable_bytes(size))
     page.print(table)
+    for note in dict.fromkeys(note for row in rows for note in row["notes"]):
+        page.text(note)
     agreed = "" if wrong else "ranks of one group do the same in the same order; "
     page.text(f"{agreed}every size: {shown(file)}")
 

@@ -15,7 +15,9 @@ from torch.overrides import TorchFunctionMode
 from autolaunch_strategies.config import ConfigError, to_write
 from autolaunch_strategies.context.attention.backends import context_attention
 from autolaunch_strategies.mesh.layout import Layout, Peers
-from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, repeated_to
+from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
+from autolaunch_strategies.sharded_sequence.parts import whole
+from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut, repeated_to
 from autolaunch_strategies.torch_private.attention import attention_replaced
 from autolaunch_strategies.torch_private.backward import is_differentiating, run_backward
 from autolaunch_strategies.torch_private.modes import is_active
@@ -129,15 +131,19 @@ class AttentionCalls(TorchFunctionMode):
 
     def _attention_outside(self, func: Any, arguments: dict[str, Any]) -> Any:
         """Attention that no sharded module calls, on sequences that come out of some."""
-        heads = [arguments[name] for name in ("query", "key", "value")]
-        sharded = all(isinstance(item, SequenceShard) and item.sequence_dim == item.dim() - 2 for item in heads)
-        positions = heads[0].positions if sharded else None
-        if positions is None or any(item.positions != positions for item in heads) or not _is_all(positions):
+        dim = arguments["query"].dim() - 2
+        positions = _positions_of_heads(arguments, dim)
+        if positions is None:
             return func(**arguments)
-        layout, dim = positions.layout, heads[0].dim() - 2
-        parts = {name: repeated_to(arguments[name].local, dim, layout.local) for name in ("query", "key", "value")}
-        out = self._attention(Within("the model", layout, self.backend), arguments | parts)
-        return SequenceShard.of(out.narrow(dim, 0, layout.valid(self.peers.rank)), dim, positions, self.peers.group)
+        out = self._attention(self._outside(positions), arguments | _parts_of_heads(arguments, dim))
+        return self._shard(out, dim, positions)
+
+    def _outside(self, positions: Positions) -> Within:
+        return Within("the model", positions.layout, self.backend)
+
+    def _shard(self, padded: torch.Tensor, dim: int, positions: Positions) -> SequenceShard:
+        local = padded.narrow(dim, 0, positions.layout.valid(self.peers.rank))
+        return SequenceShard.of(local, dim, positions, self.peers.group)
 
     @torch.compiler.disable
     def _attention(self, within: Within, arguments: dict[str, Any]) -> Any:
@@ -199,6 +205,8 @@ class AttentionCalls(TorchFunctionMode):
         A whole mask [s, s] or [b·h, s, s] does not fit into its checks of shapes, so it goes around them.
         """
         arguments = dict(zip(_MULTI_HEAD_ARGUMENTS, args, strict=False)) | kwargs
+        if self.within is None and isinstance(arguments["query"], SequenceShard):
+            return self._multi_head_attention_outside(func, arguments)
         within = self._now(arguments["query"].shape[0])
         if within is None or arguments["query"].shape[0] != within.layout.local:
             return func(**arguments)
@@ -235,15 +243,52 @@ class AttentionCalls(TorchFunctionMode):
         with attention_replaced(attention):
             return func(**arguments)
 
+    def _multi_head_attention_outside(self, func: Any, arguments: dict[str, Any]) -> Any:
+        """As `_attention_outside`, of [s, b, e]."""
+        positions = _positions_of_heads(arguments, 0)
+        if positions is None or arguments.get("need_weights", True):
+            return func(**arguments)
+        mask, ignored = arguments.get("attn_mask"), arguments.get("key_padding_mask")
+        if isinstance(mask, SequenceShard):
+            arguments["attn_mask"] = mask.whole()
+        if ignored is not None:
+            dim = ignored.dim() - 1
+            if not isinstance(ignored, SequenceShard) or (ignored.sequence_dim, ignored.positions) != (dim, positions):
+                part = cut(whole(ignored), dim, positions, self.peers.group)
+            else:
+                part = ignored.local
+            arguments["key_padding_mask"] = repeated_to(part, dim, positions.layout.local)
+        with self._set(self._outside(positions)):
+            out, _ = self._multi_head_attention(func, (), arguments | _parts_of_heads(arguments, 0))
+        return self._shard(out, 0, positions), None
+
     def _of_all_keys(self, mask: torch.Tensor, layout: Layout) -> torch.Tensor:
         """A mask [..., local] of this rank's keys as one of the keys of all ranks, [..., size]."""
         own = mask.narrow(-1, 0, layout.valid(self.peers.rank))
-        positions = Positions.of_layout(layout)
-        return SequenceShard.of(own, own.dim() - 1, positions, self.peers.group).whole()
+        before = TRAFFIC.copy()
+        mask = SequenceShard.of(own, own.dim() - 1, Positions.of_layout(layout), self.peers.group).whole()
+        TRAFFIC.restore(before)  # a part of attention, as the keys are
+        return mask
 
 
+_HEADS = ("query", "key", "value")
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MULTI_HEAD_ARGUMENTS = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
+
+
+def _positions_of_heads(arguments: dict[str, Any], dim: int) -> Positions | None:
+    """The positions that queries, keys and values have along `dim`; None if not all are sharded and by the same."""
+    heads = [arguments[name] for name in _HEADS]
+    if not all(isinstance(item, SequenceShard) and item.sequence_dim == dim for item in heads):
+        return None
+    positions: Positions = heads[0].positions
+    alike = all(item.positions == positions for item in heads)
+    return positions if alike and _is_all(positions) else None
+
+
+def _parts_of_heads(arguments: dict[str, Any], dim: int) -> dict[str, Any]:
+    """What this rank holds of queries, keys and values, padded."""
+    return {name: repeated_to(arguments[name].local, dim, arguments[name].positions.layout.local) for name in _HEADS}
 
 
 def _is_all(positions: Positions) -> bool:

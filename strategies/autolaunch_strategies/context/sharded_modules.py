@@ -36,6 +36,7 @@ from autolaunch_strategies.context.arguments import Form, flattened
 from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.opened import OpenedForward
 from autolaunch_strategies.context.shown import show_whole
+from autolaunch_strategies.context.tokens_apart import experts_on_parts
 from autolaunch_strategies.context.transformers_attention import is_cache
 from autolaunch_strategies.context.trial_parameters import no_small_parameters
 from autolaunch_strategies.mesh.layout import Layout, Peers
@@ -43,11 +44,12 @@ from autolaunch_strategies.model.random_positions import holding
 from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
 from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut, repeated_to
 from autolaunch_strategies.tensor.views import plain
-from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
+from autolaunch_strategies.torch_private.calls import forward_restored, intercept_calls, intercepted, run_call
 from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 from autolaunch_strategies.torch_private.fsdp import end_left_forward, gathered_once
 from autolaunch_strategies.torch_private.modes import is_active, without_torch_functions
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
+from autolaunch_strategies.torch_private.tracing import has_no_values
 
 log = logging.getLogger(__name__)
 
@@ -390,7 +392,11 @@ class ShardedModule:
                 if not self._agree(outputs is not None):  # one that failed would not gather with the others
                     continue
                 assert outputs is not None
-                if self._agree(self._are_same(outputs, self._tolerance(short), short_layout)):
+                if any(has_no_values(leaf) for leaf in short):
+                    same = self._keeps_positions_apart(outputs, short, form, cuts, short_layout)
+                else:
+                    same = self._are_same(outputs, self._tolerance(short), short_layout)
+                if self._agree(same):
                     self.why_whole = ""
                     return CallSharding(cuts, tuple(dim for _, _, dim in outputs))
                 self.why_whole = self.why_whole or "it returns something else when its sequence is sharded"
@@ -495,6 +501,28 @@ class ShardedModule:
         ]
         return not any(far)
 
+    def _keeps_positions_apart(
+        self, outputs: list[Compared], short: list[Any], form: Form, cuts: tuple[int | None, ...], layout: Layout
+    ) -> bool:
+        """Whether nothing but attention brings positions together in a call: as `_are_same`, where there are no values.
+
+        Its operators tell, on sequences that are whole to them and of which this rank holds a part: none gathers, and
+        none meets a tensor of all positions that the module has made by itself.
+        """
+        shards = [
+            leaf if dim is None or not isinstance(leaf, torch.Tensor) else self._shard_of_whole(leaf, dim, layout)
+            for leaf, dim in zip(short, cuts, strict=True)
+        ]
+        before = TRAFFIC.copy()
+        with experts_on_parts(self.module), forward_restored(self.module), self.sequences.calls.using(self.backend):
+            opened = OpenedForward(self.module, lambda: False, self.sequences.opened)
+            results = tree_flatten(opened(self._own, shards, form))[0]
+        apart = (TRAFFIC.times, TRAFFIC.cuts) == (before.times, before.cuts)
+        return apart and all(
+            dim is None or (isinstance(result, SequenceShard) and result.sequence_dim == dim)
+            for result, (_, _, dim) in zip(results, outputs, strict=True)
+        )
+
     def _tolerance(self, leaves: list[Any]) -> float:
         """By how much results may differ, relative to the largest value: by the coarsest type that is computed in."""
         used = {leaf.dtype for leaf in [*leaves, *self.module.parameters()] if isinstance(leaf, torch.Tensor)}
@@ -527,7 +555,7 @@ class ShardedModule:
         """Whether all ranks pass True. Collective."""
         vote = torch.tensor(int(fine), device=self.sequences.device)
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=self.sequences.together or self.sequences.peers.group)
-        return bool(vote)
+        return fine and bool(vote)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -671,6 +699,8 @@ def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     """Whether two tensors differ by more than rounding, measured on the largest value."""
     if one.shape != other.shape:
         return True
+    if has_no_values(one):
+        return False
     if not one.is_floating_point():
         return not torch.equal(one, other)
     if one.numel() == 0:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autolaunch_strategies.torch_private.modes import outside_of_modes
+from autolaunch_strategies.torch_private.tracing import has_no_values
 
 SMALL = 1e-2
 """Parameters of which no number is larger are replaced."""
@@ -40,6 +41,8 @@ def no_small_parameters(module: nn.Module) -> Iterator[None]:
         for name, parameter in part._parameters.items():
             if parameter is None or not parameter.is_floating_point() or parameter.itemsize < 2:
                 continue
+            if has_no_values(_local(parameter)):
+                continue
             with torch.no_grad(), outside_of_modes():
                 values = _larger(parameter, generator)
             if values is not None:
@@ -60,7 +63,7 @@ def no_small_parameters(module: nn.Module) -> Iterator[None]:
 
 def _larger(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
     """Numbers in the place of those of `parameter`, laid out as it is; None if it is not small."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = _local(parameter)
     if local.numel() == 0:
         return None
     values = local
@@ -83,3 +86,7 @@ def _larger(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

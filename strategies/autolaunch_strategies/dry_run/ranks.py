@@ -67,10 +67,7 @@ def _refusal(rank: int, shape: MeshShape, error: Exception) -> ConfigError:
 
 def refuse_what_cannot_be_pretended(config: ParallelConfig) -> None:
     """Raise ConfigError for what needs values, or was not tried."""
-    shape = config.mesh
     reasons = {
-        f"mesh={shape.name}": (shape.cp > 1, "where sequences are sharded along cp is found by values", "cp of size 1"),
-        f"ep={config.ep}": (config.ep > 1, "which tokens travel to which experts is known by values", "ep=1"),
         "compile": (bool(config.compile), "what is compiled allocates by itself", "compile=false"),
         "recompute=offload": (
             config.recompute.mode == "offload",

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from autolaunch_strategies.apply.order import Parallelized, apply_parallelism
 from autolaunch_strategies.config import ParallelConfig
+from autolaunch_strategies.context.parallel import gathering
 from autolaunch_strategies.data_parallel.gradients import gradient_norm, scale_gradients
 from autolaunch_strategies.dry_run.trace import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, Exchange, Trace
 from autolaunch_strategies.dry_run.world import PretendedExchange, World
@@ -40,6 +41,7 @@ from autolaunch_strategies.tracing.step import Step
 from autolaunch_strategies.training.optimizers import adapt_optimizer, prefer_fused
 
 CPU = torch.device("cpu")
+EVEN = "each expert gets as many tokens as any other: where tokens go is known by values, of which there are none"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class PretendedRank:
     """Bytes of all parameters, gradients and optimizer state, whenever they are held."""
     exchanges: list[Exchange]
     """In order."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of how it ran."""
 
     @property
     def total(self) -> int:
@@ -135,7 +139,8 @@ def pretend(training: Training, rank: int, world: World, is_told: bool = True) -
         trainer.name_all()
         held = trainer.held()
         place = 0 if applied.pipeline is None else applied.pipeline.pipe_rank
-        return PretendedRank(rank, mesh.coordinate, place, trace.peak(), held, trace.exchanges)
+        notes = (*gathering(applied.context_parallel.sharded), *((EVEN,) if parallel.ep > 1 else ()))
+        return PretendedRank(rank, mesh.coordinate, place, trace.peak(), held, trace.exchanges, notes)
 
 
 class _OneStep:
@@ -188,7 +193,8 @@ class _OneStep:
     def warm_up(self) -> None:
         """Bring everything into the state of a training that goes on."""
         self.name_all()
-        if self.pipeline is not None:  # what the first call is recorded for takes memory, too
+        # In a first step calls are recorded, and it is found out what runs on parts of sequences.
+        if self.pipeline is not None or self.applied.context_parallel.sequences is not None:
             with self.step.around():
                 self.run()
         else:

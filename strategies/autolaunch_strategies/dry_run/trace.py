@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
+from autolaunch_strategies.torch_private.operators import opened
 from autolaunch_strategies.torch_private.pretended import (
     device_of_fake,
     group_of_collective,
     is_pretended,
     resizes_told,
 )
-from autolaunch_strategies.torch_private.tracing import reads_values
+from autolaunch_strategies.torch_private.tracing import RESULTS_OF_FAKES, reads_values
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "parameters", "gradients", "optimizer", "activations"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS)
@@ -119,8 +120,11 @@ class Trace(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and (device := device_of_fake(args[0])) is not None:
             return device  # half of all calls: each tensor is asked for its own
+        if (run := opened(func)) is not None:
+            with self:  # what it does inside takes memory and exchanges, too
+                return run(*args, **kwargs)
         try:
-            output = func(*args, **kwargs)
+            output = RESULTS_OF_FAKES.get(func.overloadpacket, func)(*args, **kwargs)
         except Exception as error:
             if not reads_values(error) or func.overloadpacket is not torch.ops.aten._local_scalar_dense:
                 raise

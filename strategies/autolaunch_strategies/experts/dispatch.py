@@ -19,6 +19,7 @@ from autolaunch_strategies.experts.exchange import all_shares, exchange, own_sha
 from autolaunch_strategies.experts.kept import kept
 from autolaunch_strategies.tensor.own_experts import made_by_own
 from autolaunch_strategies.tensor.views import plain
+from autolaunch_strategies.torch_private.tracing import has_no_values
 
 
 class Dispatch:
@@ -88,8 +89,20 @@ class Dispatch:
     def _counts(self, index: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
         """(rows to each rank, rows from each rank, rows from each rank for each expert of this one)."""
         chosen = index.flatten()
+        if has_no_values(index):
+            return self._even_counts(chosen)
         counts = chosen.new_zeros(self.experts).scatter_add_(0, chosen, torch.ones_like(chosen)).view(-1, self.local)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
         sent, received = torch.stack([counts.sum(dim=1), arriving.sum(dim=1)]).tolist()  # the host waits once
         return sent, received, arriving
+
+    def _even_counts(self, chosen: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
+        """As `_counts`, where every expert gets as many rows as any other, of every rank (one more: the first ones)."""
+        least, more = divmod(len(chosen), self.experts)
+        of_each = [least + (expert < more) for expert in range(self.experts)]
+        ranks, own = self.group.size(), self.local * self.group.rank()
+        sent = [sum(of_each[self.local * rank : self.local * (rank + 1)]) for rank in range(ranks)]
+        arriving = chosen.new_zeros((ranks, self.local))
+        dist.all_to_all_single(arriving, torch.empty_like(arriving), group=self.group)
+        return sent, [sum(of_each[own : own + self.local])] * ranks, arriving

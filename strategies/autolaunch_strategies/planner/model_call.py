@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_map
 from autolaunch_strategies.experts.find import countable_mixtures
 from autolaunch_strategies.model.example_inputs import BATCH, POSITIONS, ExampleInputs
 from autolaunch_strategies.planner.device_functions import functions_of
-from autolaunch_strategies.planner.operators import FAKES, Tape
+from autolaunch_strategies.planner.operators import Tape
 from autolaunch_strategies.planner.subject import ParameterSharding, Subject
+from autolaunch_strategies.torch_private.tracing import RESULTS_OF_FAKES
 from autolaunch_strategies.tracing.recorder import Recorder, parts_intercepted
 from autolaunch_strategies.tracing.shapes import fake_inputs, fake_like, on_shapes_alone
 from autolaunch_strategies.tracing.tensors import tensors_in
@@ -63,7 +64,7 @@ class ModelCall:
         """
         model = self.subject.model
         dtype, autocast = PRECISIONS[self.precision]
-        recorder = Recorder(model, [tape], FAKES)
+        recorder = Recorder(model, [tape], RESULTS_OF_FAKES)
         with ExitStack() as stack:
             stack.enter_context(on_shapes_alone())
             state = self._state(tape, unused)

@@ -380,20 +380,6 @@ class Tape(Observer):
         self.tally.matmuls.append(MatMul(rows, inner, weight.shape[0] // groups, groups, kept=False))
 
 
-def _grouped_result(left: torch.Tensor, right: torch.Tensor, offs: Any = None, *_: Any, **__: Any) -> torch.Tensor:
-    if left.dim() == 2 and right.dim() == 2:
-        shape = (offs.shape[0], left.shape[0], right.shape[1])
-    else:
-        shape = (
-            (*left.shape[:-1], right.shape[-1]) if left.dim() == 3 == right.dim() else (left.shape[-2], right.shape[-1])
-        )
-    return left.new_empty(shape)
-
-
-FAKES = {getattr(torch.ops.aten, "_grouped_mm", None): _grouped_result}
-"""For `Recorder`: torch's own function for the shapes of `_grouped_mm` knows bf16 alone, kernels know more types."""
-
-
 def _is_no_kernel(operation: Operation) -> bool:
     return getattr(operation.operator, "is_view", False) or operation.name in _NO_KERNEL
 

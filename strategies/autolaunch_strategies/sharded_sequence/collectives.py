@@ -24,6 +24,8 @@ class Traffic:
     times: int = 0
     received: int = 0
     """Bytes that came from other ranks."""
+    cuts: int = 0
+    """How many whole tensors met a shard in an operator, which used this rank's part of them."""
     repeated: frozenset[str] = frozenset()
     """Names of functions that every rank has computed of gathered tensors."""
 
@@ -33,7 +35,8 @@ class Traffic:
 
     def restore(self, before: Traffic) -> None:
         """Forget what has been counted since `before` was copied."""
-        self.times, self.received, self.repeated = before.times, before.received, before.repeated
+        self.times, self.received = before.times, before.received
+        self.cuts, self.repeated = before.cuts, before.repeated
 
 
 TRAFFIC = Traffic()

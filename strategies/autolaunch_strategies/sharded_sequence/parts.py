@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
 from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut
 
 Rule = Callable[[Any, Any, Any], Any]
@@ -88,6 +89,7 @@ def parts_of(tree: Any, lead: SequenceShard, right: int, exact: bool = False) ->
             return leaf
         dim = leaf.dim() - right
         if dim >= 0 and leaf.shape[dim] == lead.positions.size:
+            TRAFFIC.cuts += 1
             return cut(leaf, dim, lead.positions, lead.group)
         if exact or (dim >= 0 and leaf.shape[dim] != 1):
             raise NeedsWhole

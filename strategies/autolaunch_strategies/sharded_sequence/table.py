@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from autolaunch_strategies.model.random_streams import RANDOM_FUNCTIONS
 from autolaunch_strategies.sharded_sequence.parts import Rule
 from autolaunch_strategies.sharded_sequence.rules.along import along, joined, pad, reduction
-from autolaunch_strategies.sharded_sequence.rules.attributes import gradient, of_local, of_shape, refused
+from autolaunch_strategies.sharded_sequence.rules.attributes import filled, gradient, of_local, of_shape, refused
 from autolaunch_strategies.sharded_sequence.rules.losses import class_loss, elementwise_loss
 from autolaunch_strategies.sharded_sequence.rules.pointwise import conversion, elementwise, where
 from autolaunch_strategies.sharded_sequence.rules.products import (
@@ -76,7 +76,8 @@ _TABLE: list[tuple[Iterable[Any], Rule]] = [
     (spelled("index_select"), along(("input", "dim", "index"))),
     (spelled("repeat_interleave"), along(("input", "repeats", "dim"))),
     (spelled("diff"), along(("input", "n", "dim"), -1)),
-    (spelled("gather"), along(("input", "dim", "index"), aligned=True)),
+    (spelled("gather scatter scatter_add scatter_reduce scatter_ scatter_add_ scatter_reduce_"),
+     along(("input", "dim", "index"), aligned=True)),
     (spelled("take_along_dim"), along(("input", "indices", "dim"), aligned=True)),
     (spelled("tril triu"), along(("input",), (-2, -1))),
     (spelled("sum mean"), reduction(_ONE_DIM, summed=True)),
@@ -106,8 +107,9 @@ _TABLE: list[tuple[Iterable[Any], Rule]] = [
              "element_size get_device is_neg is_conj is_same_size __hash__ __dir__"), of_shape),
     (getters("requires_grad grad_fn is_leaf _version retains_grad _backward_hooks"), of_local),
     (getters("requires_grad", "__set__"), of_local),
-    (spelled("register_hook register_post_accumulate_grad_hook retain_grad result_type new_tensor new_empty new_zeros "
-             "new_ones new_full is_inference is_pinned is_shared data_ptr untyped_storage record_stream"), of_local),
+    (spelled("register_hook register_post_accumulate_grad_hook retain_grad result_type new_tensor is_inference "
+             "is_pinned is_shared data_ptr untyped_storage record_stream"), of_local),
+    (spelled("new_empty new_zeros new_ones new_full"), filled),
     (getters("grad"), gradient),
     ((torch.autograd.grad,), refused),
 ]  # fmt: skip

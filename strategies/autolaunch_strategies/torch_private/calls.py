@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,19 @@ def intercepted(module: nn.Module) -> Callable[..., Any] | None:
 def run_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What `module(...)` does, hooks included, even if its calls are intercepted."""
     return module._call_impl(*args, **kwargs)
+
+
+@contextmanager
+def forward_restored(module: nn.Module) -> Iterator[None]:
+    """Afterwards `module.forward` is what it was before."""
+    own = module.__dict__.get("forward")
+    try:
+        yield
+    finally:
+        if own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = own
 
 
 def with_forward_hooks(modules: Iterable[nn.Module]) -> list[nn.Module]:

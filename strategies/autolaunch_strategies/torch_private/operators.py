@@ -14,6 +14,8 @@ NAMESPACE = "autolaunch"
 """Of the operators that are defined here, in `torch.ops`."""
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_RUN: dict[str, Callable[..., Any]] = {}
+"""By name."""
 
 
 def define_operator(signature: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
@@ -32,6 +34,12 @@ def define_operator(signature: str, run: Callable[..., Any], shapes: Callable[..
             return run(*args)
 
     name = signature.partition("(")[0]
+    _RUN[name] = run_unseen
     _LIBRARY.define(signature)
     _LIBRARY.impl(name, run_unseen, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autolaunch::{name}", shapes, lib=_LIBRARY)
+
+
+def opened(operator: Any) -> Callable[..., Any] | None:
+    """What an `OpOverload` that was defined here does, itself made of operators; None of one that was not."""
+    return _RUN.get(operator.overloadpacket.__name__) if operator.namespace == NAMESPACE else None

@@ -68,6 +68,28 @@ def reads_values(error: BaseException) -> bool:
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
+def has_no_values(item: Any) -> bool:
+    """Whether something is a tensor that is a shape only, as in a dry run."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(item, FakeTensor)
+
+
+def _grouped_result(left: torch.Tensor, right: torch.Tensor, offs: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+    if left.dim() == 2 and right.dim() == 2:
+        shape = (offs.shape[0], left.shape[0], right.shape[1])
+    else:
+        shape = (
+            (*left.shape[:-1], right.shape[-1]) if left.dim() == 3 == right.dim() else (left.shape[-2], right.shape[-1])
+        )
+    return left.new_empty(shape)
+
+
+RESULTS_OF_FAKES = {getattr(torch.ops.aten, "_grouped_mm", None): _grouped_result}
+"""`OpOverloadPacket` -> what takes its place on fake tensors. Torch's own for `_grouped_mm` knows bf16 alone; kernels
+know more types."""
+
+
 @contextmanager
 def _masks_not_compared() -> Iterator[None]:
     """Within it `nn.Transformer` does not look at a mask's values to find out whether attention could do without it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autolaunch_strategies.config.errors import first_line
+from autolaunch_strategies.torch_private.calls import forward_restored
 from autolaunch_strategies.torch_private.tracing import reads_values
 from autolaunch_strategies.tracing.recorder import Untraceable
 from autolaunch_strategies.tracing.tensors import first_input
@@ -92,18 +93,11 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _with_placeholders(model: nn.Module, names: Mapping[str, str]) -> Iterator[None]:
-    modules = [model.get_submodule(name) for name in names]
-    before = [module.__dict__.get("forward") for module in modules]
-    for module in modules:
-        module.forward = _first_input
-    try:
+    with ExitStack() as stack:
+        for module in map(model.get_submodule, names):
+            stack.enter_context(forward_restored(module))
+            module.forward = _first_input
         yield
-    finally:
-        for module, forward in zip(modules, before, strict=True):
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
 
 
 def _first_input(*args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from autolaunch_strategies.mesh.layout import Layout, layout_of
 from autolaunch_strategies.torch_private.collectives import group_called, start_all_gather, start_passing
+from autolaunch_strategies.torch_private.modes import outside_of_modes
 from autolaunch_strategies.torch_private.operators import define_operator
 
 
@@ -138,11 +139,12 @@ define_operator(
 def _halves(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Both halves of what each rank holds, as (rank, 0 or 1), in the order of their positions (`Layout`)."""
     half = layout.local // 2
-    starts = {
-        (rank, part): layout.padded_positions(rank)[part * half].item()
-        for rank in range(layout.ranks)
-        for part in (0, 1)
-    }
+    with outside_of_modes():  # what is kept are values, whatever runs when it is first asked for
+        starts = {
+            (rank, part): layout.padded_positions(rank)[part * half].item()
+            for rank in range(layout.ranks)
+            for part in (0, 1)
+        }
     return tuple(sorted(starts, key=lambda piece: starts[piece]))
 
 

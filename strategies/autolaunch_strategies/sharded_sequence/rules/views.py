@@ -24,14 +24,17 @@ from autolaunch_strategies.torch_private.modes import without_torch_functions
 
 
 def getitem(func: Any, args: Any, kwargs: Any) -> Any:
-    """Slices, which may be of the sequence if they leave nothing out between; or rows of a table, looked up."""
+    """Slices, which may be of the sequence if they leave nothing out between, a list; or rows of a table, looked up."""
     shard, index = args
     if not isinstance(shard, SequenceShard):
         if isinstance(index, SequenceShard) and index.local.dtype not in (torch.bool, torch.uint8):
             return as_shards(shard[index.local], index, from_right(index) + shard.dim() - 1)
         raise NeedsWhole
     index = index if isinstance(index, tuple) else (index,)
-    if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in index):
+    if not all(item is None or item is Ellipsis or type(item) in (int, slice) or _is_list(item) for item in index):
+        raise NeedsWhole
+    # One list keeps its dim where it is; a number beside it, or another list, would move it.
+    if any(_is_list(item) for item in index) and sum(type(item) in (int, list) for item in index) > 1:
         raise NeedsWhole
     ndim = len(shard.sizes)
     used = sum(item is not None and item is not Ellipsis for item in index)
@@ -54,6 +57,10 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
         dim += item is not None
         local_index.append(item)
     return as_shards(part.local[tuple(local_index)], part, right)
+
+
+def _is_list(item: Any) -> bool:
+    return isinstance(item, list) and all(type(number) is int for number in item)
 
 
 def sections(names: tuple[str, ...], default: int = 0) -> Rule:
