@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autolaunch_strategies import MeshStrategy
+from autolaunch_strategies.apply.order import Parallelized
 from tests.pipeline.zoo_cases import told_or
 from tests.support.cases import serve
 from tests.support.zoo import MORE, NAMES, Data, batch_of, gradients, made, step_of
@@ -44,6 +45,21 @@ def unpadded(data: Data) -> Data:
     return {key: value for key, value in data.items() if key != "attention_mask"}
 
 
+Runs = dict[str, tuple[list[str], int, list[str]]]
+
+
+def how_modules_run(applied: Parallelized) -> Runs:
+    """Of each sharded module how its calls run; bytes gathered and what is repeated."""
+    return {
+        module.name: (
+            sorted({getattr(how, "name", "PART") for how in module._shardings.values()}),
+            module.gathered,
+            module.repeats,
+        )
+        for module in applied.context_parallel.sharded
+    }
+
+
 def run(name: str, mesh: str, backend: str) -> dict[str, Any]:
     data = batch_of(name) if backend == "gather" else unpadded(batch_of(name))
     alone = made(name)
@@ -56,8 +72,9 @@ def run(name: str, mesh: str, backend: str) -> dict[str, Any]:
     )  # fmt: skip
     module = Once(name)
     trainer.fit(module, DataLoader([data], batch_size=None))
-    assert module.found is not None
-    return {"expected": (loss.detach(), gradients(alone)), "found": module.found}
+    assert module.found is not None and strategy._applied is not None
+    runs = how_modules_run(strategy._applied)
+    return {"expected": (loss.detach(), gradients(alone)), "found": module.found, "runs": runs}
 
 
 MESHES: dict[str, tuple[int, list[str]]] = {

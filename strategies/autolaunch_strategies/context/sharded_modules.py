@@ -19,7 +19,7 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -44,7 +44,13 @@ from autolaunch_strategies.model.random_positions import holding
 from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
 from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut, repeated_to
 from autolaunch_strategies.tensor.views import plain
-from autolaunch_strategies.torch_private.calls import forward_restored, intercept_calls, intercepted, run_call
+from autolaunch_strategies.torch_private.calls import (
+    forward_restored,
+    has_hooks,
+    intercept_calls,
+    intercepted,
+    run_call,
+)
 from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 from autolaunch_strategies.torch_private.fsdp import end_left_forward, gathered_once
 from autolaunch_strategies.torch_private.modes import is_active, without_torch_functions
@@ -514,7 +520,11 @@ class ShardedModule:
             for leaf, dim in zip(short, cuts, strict=True)
         ]
         before = TRAFFIC.copy()
-        with experts_on_parts(self.module), forward_restored(self.module), self.sequences.calls.using(self.backend):
+        with experts_on_parts(self.module), self.sequences.calls.using(self.backend), ExitStack() as stack:
+            for part in self.module.modules():
+                if part is not self.module and has_hooks(part):
+                    stack.enter_context(_opened_for_shards(part))
+            stack.enter_context(forward_restored(self.module))
             opened = OpenedForward(self.module, lambda: False, self.sequences.opened)
             results = tree_flatten(opened(self._own, shards, form))[0]
         apart = (TRAFFIC.times, TRAFFIC.cuts) == (before.times, before.cuts)
@@ -604,6 +614,24 @@ class ShardedModule:
             self._draws = drew
         if drew:
             torch.rand((), device=device)  # the next module draws others
+
+
+@contextmanager
+def _opened_for_shards(module: nn.Module) -> Iterator[None]:
+    """Within it `module` can be called with sequence shards, whatever its hooks know."""
+    own = intercepted(module)
+    with forward_restored(module):
+        opened = OpenedForward(module, lambda: False, [])
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            leaves, form = flattened(args, kwargs)
+            return opened(own or partial(run_call, module), leaves, form)
+
+        intercept_calls(module, called)
+        try:
+            yield
+        finally:
+            intercept_calls(module, own)
 
 
 def _random_state(device: torch.device) -> bytes:

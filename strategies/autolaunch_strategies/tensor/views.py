@@ -100,6 +100,11 @@ class MixedTensors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if SequenceShard in types:
+            if (
+                func in _OF_SHARDS
+                and (result := _OF_SHARDS[func](self.replicate, func, args, kwargs or {})) is not None
+            ):
+                return result
             with self:  # what is computed of this rank's positions may be sharded, too
                 return SequenceShard.__torch_function__(func, types, args, kwargs)
         try:
@@ -204,8 +209,17 @@ def _warn_once(name: str, error: str) -> None:
 
 def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     """Scaled dot product attention on each rank's own heads: q, k, v are [..., heads, s, d], sharded over heads."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    arguments = dict(zip(names, args, strict=False)) | kwargs
+    return _by_heads(replicate, dict(zip(_ATTENTION, args, strict=False)) | kwargs)
+
+
+def _by_heads(
+    replicate: Replicator, arguments: dict[str, Any], see: Callable[[Any], Any] = lambda part: part
+) -> DTensor:
+    """Attention on each rank's own heads.
+
+    Args:
+        see: what the function is given as this rank's queries, keys and values; and gives what that is a view of.
+    """
     q = replicate(arguments.pop("query"))
     mask = arguments.pop("attn_mask", None)
     key, value = arguments.pop("key"), arguments.pop("value")
@@ -223,8 +237,41 @@ def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
             query, *keys_and_values = local
             local = [query, *with_heads_for_kernels(query, keys_and_values[0], keys_and_values[1], mask)]
         attend: Any = F.scaled_dot_product_attention  # or what stands in its place for the time of a step
-        out = attend(*local, attn_mask=mask, **arguments)
+        out = attend(*map(see, local), attn_mask=mask, **arguments)
+        out = out.local if isinstance(out, SequenceShard) else out
     return DTensor.from_local(out, replicate.mesh, [placement], run_check=False)
+
+
+def _attention_of_shards(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """As `_attention`, of sequence shards, which what computes attention for cp sees of own heads; None: not such."""
+    arguments = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+    lead, dim = arguments["query"], arguments["query"].dim() - 2
+    for name in _ATTENTION[:3]:
+        item = arguments[name]
+        if not isinstance(item, SequenceShard) or (item.sequence_dim, item.positions) != (dim, lead.positions):
+            return None
+        arguments[name] = item.local
+    sharded = _first_sharded(arguments[name] for name in _ATTENTION[:3])
+    if sharded is None:
+        return None
+    replicate = replicate if sharded.device_mesh == replicate.mesh else Replicator(sharded.device_mesh)
+    arguments["attn_mask"] = plain(arguments.get("attn_mask"))
+
+    def shard(part: torch.Tensor) -> SequenceShard:
+        return SequenceShard.of(part, dim, lead.positions, lead.group)
+
+    return shard(_by_heads(replicate, arguments, shard))
+
+
+def _shards_on_whole_tensors(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """As `_on_whole_tensors`, where sequences stay sharded."""
+
+    def whole(leaf: Any) -> Any:
+        if isinstance(leaf, SequenceShard):
+            return SequenceShard.of(plain(leaf.local), leaf.sequence_dim, leaf.positions, leaf.group)
+        return plain(leaf)
+
+    return func(*tree_map(whole, args), **tree_map(whole, kwargs))
 
 
 def _document_attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -371,6 +418,13 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, *_TRANSPOSED_CONVOLUTIONS)
 
 _NORMS_WITH_STATISTICS = (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)
 """What these write into running statistics, which are plain, would be lost where DTensor shards those to fit."""
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_OF_SHARDS: dict[Any, Callable] = {
+    F.scaled_dot_product_attention: _attention_of_shards,
+    F.multi_head_attention_forward: _shards_on_whole_tensors,
+}
+"""What cp answers if it is asked with plain tensors of this rank's positions."""
 
 _SPECIAL: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _attention,

@@ -48,6 +48,11 @@ def with_forward_hooks(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if module._forward_hooks]
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether someone is shown, or changes, what `module` is called with or returns."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def has_forward_hooks(module: nn.Module, besides: int = 0) -> bool:
     """Whether someone is shown what `module` returns, not counting `besides` hooks."""
     return len(module._forward_hooks) > besides
