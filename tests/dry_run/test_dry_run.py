@@ -10,17 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autolaunch_strategies.config import ConfigError, parallel_config
 from autolaunch_strategies.dry_run.agreement import disagreements
-from autolaunch_strategies.dry_run.ranks import pretend_ranks, telling_ranks
+from autolaunch_strategies.dry_run.ranks import pretend_ranks
 from autolaunch_strategies.dry_run.step import PretendedRank, Training
 from autolaunch_strategies.dry_run.trace import Exchange, Trace
-from autolaunch_strategies.lightning.first_step import first_step
-from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.planner.candidate import Candidate
 from autolaunch_strategies.planner.memory import memory_account
 from autolaunch_strategies.planner.module_profile import profile_module
@@ -28,6 +25,7 @@ from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.recipe import recipe_of
 from autolaunch_strategies.torch_private.pretended import own_chunk_alone, pretended_group, whole_shapes_outside
 from autolaunch_strategies.torch_private.tracing import fake_tensors
+from tests.dry_run.pretending import pretended_ranks, training_of
 from tests.planner import memory_cases as cases
 from tests.planner.test_memory import CPU
 from tests.support.commands import Commands
@@ -80,44 +78,12 @@ def nobody_else() -> None:
 
 
 def training(name: str) -> Training:
-    one = candidate(name)
-    pp: object = "exact"
-    if one.pp > 1:
-        exact = one.pipeline_name == "exact"
-        pp = {
-            "loss": "exact" if exact else "microbatch",
-            "schedule": "gpipe" if exact else one.pipeline_name,
-            "microbatches": one.microbatches,
-        }
-    dp = {"sharding_level": one.level, **({"replicate": one.replicate} if one.level else {})}
-    mp = "seq_parallel" if one.sequence_parallel else "auto"
-    cp = one.backend_name if one.cp > 1 else None
-    parallel = parallel_config(one.mesh, dp, mp, pp, cp, recompute=one.recompute_name)  # type: ignore[arg-type]
-    accumulated = one.microbatches if one.pp == 1 else 1
-    shape = (cases.BATCH // one.dp // accumulated, cases.POSITIONS + 1)
-
-    def build() -> tuple[object, Construction]:
-        construction = Construction(0)
-        with construction.recording():
-            return cases.module(), construction
-
-    return Training(
-        parallel,
-        build,  # type: ignore[arg-type]  # a LightningModule, which the cases do not say
-        lambda module, batch: first_step(module, lambda: batch),
-        lambda: torch.empty(shape, dtype=torch.int64, device="meta"),
-        accumulated,
-    )
+    return training_of(candidate(name), cases.module)
 
 
 @functools.cache
 def pretended(name: str, precision: str = "32-true") -> list[PretendedRank]:
-    what = training(name)
-    if precision != "32-true":
-        what = replace(what, precision=MixedPrecision(precision, "cpu"))  # type: ignore[arg-type]
-    ranks = pretend_ranks(what, telling_ranks(what.parallel.mesh))
-    assert not disagreements({rank.rank: rank.exchanges for rank in ranks})
-    return ranks
+    return pretended_ranks(training(name), precision)
 
 
 @pytest.mark.parametrize("name", tiered(AGREES, ("one", "zero3", "1f1b", "cp_ring")))

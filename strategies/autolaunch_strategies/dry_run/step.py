@@ -22,6 +22,7 @@ from autolaunch_strategies.context.parallel import gathering
 from autolaunch_strategies.data_parallel.gradients import gradient_norm, scale_gradients
 from autolaunch_strategies.dry_run.trace import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, Exchange, Trace
 from autolaunch_strategies.dry_run.world import PretendedExchange, World
+from autolaunch_strategies.experts.find import countable_mixtures
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.model.materialise import become
@@ -41,7 +42,7 @@ from autolaunch_strategies.tracing.step import Step
 from autolaunch_strategies.training.optimizers import adapt_optimizer, prefer_fused
 
 CPU = torch.device("cpu")
-EVEN = "each expert gets as many tokens as any other: where tokens go is known by values, of which there are none"
+EVEN = "each expert is taken to get as many tokens as any other: the values that say it do not exist here"
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ def pretend(training: Training, rank: int, world: World, is_told: bool = True) -
         batch = tree_map(
             lambda it: torch.empty_like(it, device=CPU) if isinstance(it, torch.Tensor) else it, training.batch()
         )
+        travels = parallel.ep > 1 or parallel.mesh.mp > 1
+        notes: tuple[str, ...] = (EVEN,) if travels and countable_mixtures(module) else ()
         step = training.step(module, batch)
         applied = apply_parallelism(
             module,
@@ -139,7 +142,7 @@ def pretend(training: Training, rank: int, world: World, is_told: bool = True) -
         trainer.name_all()
         held = trainer.held()
         place = 0 if applied.pipeline is None else applied.pipeline.pipe_rank
-        notes = (*gathering(applied.context_parallel.sharded), *((EVEN,) if parallel.ep > 1 else ()))
+        notes += tuple(gathering(applied.context_parallel.sharded))
         return PretendedRank(rank, mesh.coordinate, place, trace.peak(), held, trace.exchanges, notes)
 
 

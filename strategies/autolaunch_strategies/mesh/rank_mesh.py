@@ -184,8 +184,9 @@ class RankMesh:
         outer = [name for name in ("pp", *(() if over_replicas else ("dp_replicate",))) if name in names]
         inner = [name for name in names if name not in outer]
         sizes = [self.device_mesh.size(names.index(name)) for name in outer]
-        ranks = self.device_mesh.mesh.permute([names.index(name) for name in (*outer, *inner)]).reshape(*sizes, -1)
-        assert ranks.shape[-1] % ep == 0
-        ranks = ranks.sort(dim=-1).values.reshape(*sizes, -1, ep)
+        with outside_of_modes():  # ranks are values, also where tensors have none
+            ranks = self.device_mesh.mesh.permute([names.index(name) for name in (*outer, *inner)]).reshape(*sizes, -1)
+            assert ranks.shape[-1] % ep == 0
+            ranks = ranks.sort(dim=-1).values.reshape(*sizes, -1, ep)
         whole = DeviceMesh(self.device_mesh.device_type, ranks, mesh_dim_names=(*outer, "efsdp", "ep"))
         return whole[tuple(name for name in whole.mesh_dim_names or () if name != "pp")]

@@ -15,6 +15,7 @@ from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.tensor.own_experts import made_by_own
 from autolaunch_strategies.tensor.styles.base import Region, Style
 from autolaunch_strategies.tensor.views import plain
+from autolaunch_strategies.torch_private.tracing import has_no_values
 
 
 class DivideExperts(Style):
@@ -48,7 +49,7 @@ class _Divided:
         each = -(-experts // mesh.size())  # as `Shard` has them
         self.first = each * mesh.get_local_rank()
         self.own = min(each, experts - self.first)
-        self.module, self.mesh = module, mesh
+        self.module, self.experts, self.mesh = module, experts, mesh
         self._forward: Callable[..., torch.Tensor] = module.forward
         module.forward = functools.wraps(self._forward)(self)
 
@@ -58,11 +59,17 @@ class _Divided:
         rows = _used_in_parts(hidden.reshape(tokens, -1), self.mesh)
         shares = _used_in_parts(weights, self.mesh).flatten()
         numbers = index.flatten() - self.first
-        places = ((numbers >= 0) & (numbers < self.own)).nonzero().squeeze(1)  # the host waits here
+        places = self._own_places(numbers)
         made = made_by_own(self.module, self._forward, self.own, rows[places // chosen], numbers[places], weights)
         weighted = made * shares[places].unsqueeze(-1)
         mixed = weighted.new_zeros((tokens * chosen, rows.shape[1])).index_copy(0, places, weighted)
         return _total(mixed.view(tokens, chosen, -1).sum(dim=1).to(rows.dtype), self.mesh).reshape(shape)
+
+    def _own_places(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Which of numbers [T x K], counted from the first expert of this rank, are of experts that it has."""
+        if has_no_values(numbers):  # every expert is given as many
+            return torch.arange(round(len(numbers) * self.own / self.experts), device=numbers.device)
+        return ((numbers >= 0) & (numbers < self.own)).nonzero().squeeze(1)  # the host waits here
 
 
 def _used_in_parts(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -1,0 +1,59 @@
+"""Trainings of the cases of the planner's memory, for dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from autolaunch_strategies.config import parallel_config
+from autolaunch_strategies.dry_run.agreement import disagreements
+from autolaunch_strategies.dry_run.ranks import pretend_ranks, telling_ranks
+from autolaunch_strategies.dry_run.step import PretendedRank, Training
+from autolaunch_strategies.lightning.first_step import first_step
+from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.planner.candidate import Candidate
+from tests.planner import memory_cases as cases
+
+
+def training_of(one: Candidate, module: Callable[[], Any]) -> Training:
+    """What a candidate trains, on batches as those of `memory_cases`."""
+    pp: object = "exact"
+    if one.pp > 1:
+        exact = one.pipeline_name == "exact"
+        pp = {
+            "loss": "exact" if exact else "microbatch",
+            "schedule": "gpipe" if exact else one.pipeline_name,
+            "microbatches": one.microbatches,
+        }
+    dp = {"sharding_level": one.level, **({"replicate": one.replicate} if one.level else {})}
+    mp = "seq_parallel" if one.sequence_parallel else "auto"
+    cp = one.backend_name if one.cp > 1 else None
+    parallel = parallel_config(one.mesh, dp, mp, pp, cp, recompute=one.recompute_name, ep=one.ep)  # type: ignore[arg-type]
+    accumulated = one.microbatches if one.pp == 1 else 1
+    shape = (cases.BATCH // one.dp // accumulated, cases.POSITIONS + 1)
+
+    def build() -> tuple[Any, Construction]:
+        construction = Construction(0)
+        with construction.recording():
+            return module(), construction
+
+    return Training(
+        parallel,
+        build,
+        lambda module, batch: first_step(module, lambda: batch),
+        lambda: torch.empty(shape, dtype=torch.int64, device="meta"),
+        accumulated,
+    )
+
+
+def pretended_ranks(training: Training, precision: str = "32-true") -> list[PretendedRank]:
+    """One rank of each role; they agree on what they exchange."""
+    if precision != "32-true":
+        training = replace(training, precision=MixedPrecision(precision, "cpu"))  # type: ignore[arg-type]
+    ranks = pretend_ranks(training, telling_ranks(training.parallel.mesh))
+    assert not disagreements({rank.rank: rank.exchanges for rank in ranks})
+    return ranks
