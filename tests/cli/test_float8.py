@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -107,3 +109,10 @@ def assert_close(found: Run, expected: Run, steps: slice, tolerances: dict[str, 
 def test_one_process_multiplies_in_float8(command: Commands) -> None:
     float8, bf16 = command("mesh=1").rows[0], command("mesh=1", "precision=bf16-mixed").rows[0]
     assert float8["loss"] != pytest.approx(bf16["loss"], rel=1e-5)
+
+
+@pytest.mark.full
+def test_a_dry_run_converts_the_same_layers(command: Commands) -> None:
+    done = command("dryrun", "mesh=2", "dp=fsdp")
+    (first, _) = json.loads((done.directory / "dryrun.json").read_text())["ranks"]
+    assert first["predicted"]["total"] == pytest.approx(first["memory"]["total"], rel=0.1)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +26,6 @@ from autolaunch_strategies.torch_private.tracing import fake_tensors
 from tests.dry_run.pretending import pretended_ranks, training_of
 from tests.planner import memory_cases as cases
 from tests.planner.test_memory import CPU
-from tests.support.commands import Commands
 from tests.support.one_rank import without_process_group
 from tests.support.tiers import tiered
 
@@ -169,13 +166,3 @@ def test_what_cannot_be_pretended_is_refused() -> None:
         pretend_ranks(replace(training("ddp"), parallel=parallel_config("2", compile=True)), [0])
     with pytest.raises(ConfigError, match="rank=2"):
         pretend_ranks(training("ddp"), [2])
-
-
-@pytest.mark.full
-@pytest.mark.timeout(200)
-def test_the_command_plans_what_it_runs(tmp_path: Path) -> None:
-    """Also where the job leaves the number of microbatches to the schedule: with two it would be twice as much."""
-    dryrun = Commands(tmp_path, "model=llama", "model.size=debug", "data=synthetic", "data.batch_size=16")
-    done = dryrun("dryrun", "mesh=1x1x2", "pp=1f1b")
-    for rank in json.loads((done.directory / "dryrun.json").read_text())["ranks"]:
-        assert rank["predicted"]["total"] == pytest.approx(rank["memory"]["total"], rel=0.1)

@@ -25,6 +25,7 @@ from autolaunch.models.language_model import LanguageModel
 from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
 from autolaunch_strategies.config import ConfigError, ModelParallel, parallel_config
+from autolaunch_strategies.model.example_inputs import ExampleInputs
 from autolaunch_strategies.plan.choose import plan_for
 from autolaunch_strategies.planner import first_look
 from autolaunch_strategies.planner.measured_pass import default_loss
@@ -511,3 +512,21 @@ def measure(out: str) -> None:
 
 if __name__ == "__main__":
     measure(sys.argv[1])
+
+
+def test_a_profile_says_what_inputs_were_made_up() -> None:
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.head(self.convolution(images).mean((2, 3)))
+
+    guessed = profile_module(Images(), device_type="cpu")
+    assert guessed.guessed == "images 224x224 for convolution"
+    shown = ExampleInputs("a batch", (torch.empty(16, 3, 32, 32, device="meta"),), is_guess=False)
+    known = profile_module(Images(), device_type="cpu", example=shown)
+    assert known.guessed == ""
+    assert known.flops == pytest.approx(guessed.flops * (30 / 222) ** 2, rel=0.01)
+    assert ModelProfile.from_json(guessed.to_json()) == guessed

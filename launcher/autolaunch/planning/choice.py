@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     from autolaunch_strategies.planner.plan import Plan
     from autolaunch_strategies.planner.profile import ModelProfile, Recipe
+
+
+log = logging.getLogger(__name__)
 
 
 def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile, Recipe]:
@@ -71,9 +75,13 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile
     from autolaunch_strategies.planner.profile_cache import cached_profile
     from autolaunch_strategies.planner.subject import Holder
 
-    language_model = config["model"].get("name") in ("llama", "hf") and task_of(config["model"]) in (None, "causal_lm")
+    is_language_model = config["model"].get("name") in ("llama", "hf") and task_of(config["model"]) in (
+        None,
+        "causal_lm",
+    )
     with Construction(config["seed"]).recording():
-        if language_model and not config["module"] and "_target_" not in config["model"]:
+        is_known = is_language_model and not config["module"] and "_target_" not in config["model"]
+        if is_known:
             module: nn.Module = Holder(build_adapted_model(config)[0])
         else:
             module = build_module(config)
@@ -85,9 +93,29 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile
         "precision": lightning_precision(config["precision"]),
         "param_dtype": config["dp"]["param_dtype"],
         "device_type": device_type,
+        "example": None if is_known else _example(module, config),
     }
     profile = cached_profile(module, **arguments)
+    if is_known:  # ids of `data.seq_len` positions, as everybody has them
+        profile = dataclasses.replace(profile, guessed="")
     return profile, sum(parameter.numel() for parameter in parameters if parameter.requires_grad) / count
+
+
+def _example(module: nn.Module, config: Mapping[str, Any]) -> Any:
+    """What a training step on the job's data calls the model with; None if that can't be found out, or is named."""
+    from autolaunch.tasks.first_batch import step_on_first_batch
+    from autolaunch_strategies.model.example_inputs import ExampleInputs
+    from autolaunch_strategies.planner.subject import Subject
+    from autolaunch_strategies.tracing.step import arguments_in
+
+    subject = Subject.of(module, None)
+    if subject.example is not None or (step := step_on_first_batch(module, config)) is None:
+        return None
+    try:
+        return ExampleInputs(step.origin, *arguments_in(step, subject.model), is_guess=False)
+    except Exception as error:  # whatever reading data or a step raises
+        log.debug("no step shows how %s is called: %s", type(module).__name__, error, exc_info=True)
+        return None
 
 
 def plan_of(config: Mapping[str, Any], typed: Iterable[str]) -> Plan:
@@ -173,6 +201,11 @@ def _remarks(plan: Plan) -> list[str]:
         remarks.append(
             f"A step has {tokens:.0f} tokens for each device, so devices mostly wait: a larger data.batch_size "
             f"(now {recipe.batch_size}) or data.seq_len (now {profile.positions}) would use them."
+        )
+    if profile.guessed:
+        remarks.append(
+            f"Nothing shows how {profile.name} is called, so {profile.guessed} were made up: with "
+            "`example_input_array` in the module, or data that can be read here, times and memory are those of yours."
         )
     fast = hardware.flops.get("bf16", 0) / hardware.flops.get(recipe.compute, float("inf"))
     if recipe.compute == "fp32" and fast >= 2:

@@ -10,22 +10,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from autolaunch.job import PARALLEL_KEYS, ResolvedJob, write_beside
 from autolaunch.launch.place import Place
-from autolaunch.models import build_module
 from autolaunch.models.own_plan import own_plan
 from autolaunch.report.dryrun_screen import show_dryrun
-from autolaunch.report.pipeline import batch_of_rank
 from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
-from autolaunch.tasks.run_parts import quiet_lightning
+from autolaunch.tasks.first_batch import first_batch
+from autolaunch.tasks.run_parts import constructed, quiet_lightning
 from autolaunch_strategies.config import (
     CP_BACKENDS,
     FLOAT8_RECIPES,
     SCHEDULE_SPECS,
     ConfigError,
     ParallelConfig,
+    lightning_precision,
     parallel_config,
 )
 from autolaunch_strategies.dry_run.agreement import disagreements
@@ -52,12 +53,15 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     refuse_what_cannot_be_pretended(parallel)
     gc.freeze()  # looking for garbage in what a step makes does not go through all of torch each time
     with quiet_lightning():
-        ranks = pretend_ranks(training_of(config, parallel), config["rank"] or telling_ranks(parallel.mesh))
-    predicted = predicted_memory(config, parallel)
-    rows = [account_of(rank, parallel, predicted[rank.pipe_rank] if predicted else None) for rank in ranks]
+        training = training_of(config, parallel)
+        ranks = pretend_ranks(training, config["rank"] or telling_ranks(parallel.mesh))
+    predicted, why_not = predicted_memory(config, parallel, _rows(training.batch()))
+    accounts = [account_of(rank, parallel, predicted[rank.pipe_rank] if predicted else None) for rank in ranks]
     wrong = disagreements({rank.rank: rank.exchanges for rank in ranks})
+    if why_not:
+        accounts[0]["notes"].append(f"without a plan beside it: {why_not}")
     write_beside(
-        job.output_dir / FILE, json.dumps({"mesh": parallel.mesh.name, "ranks": rows, "wrong": wrong}, indent=2)
+        job.output_dir / FILE, json.dumps({"mesh": parallel.mesh.name, "ranks": accounts, "wrong": wrong}, indent=2)
     )
     summary = {
         "task": "dryrun",
@@ -68,7 +72,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         "seconds": time.time() - started,
     }
     write_summary(job.output_dir, summary)
-    show_dryrun(rows, wrong, parallel.mesh.name, job.output_dir / FILE, Terminal())
+    show_dryrun(accounts, wrong, parallel.mesh.name, job.output_dir / FILE, Terminal())
     if wrong:
         raise ConfigError(
             f"mesh={parallel.mesh.name}",
@@ -82,38 +86,31 @@ def training_of(config: Mapping[str, Any], parallel: ParallelConfig) -> Training
     """What the ranks of a resolved job train.
 
     Raises:
-        ConfigError: the shape of a batch is not known without reading data.
+        ConfigError: no batch can be had, the precision was not tried, or the module optimizes by itself.
     """
-    data, name = config["data"], config["data"].get("name")
-    if config["module"] is not None or name not in ("text", "tokens", "synthetic") or "_target_" in config["model"]:
-        raise ConfigError(
-            f"dryrun with {'module' if config['module'] is not None else f'data={name}'}",
-            "the shapes of a batch are known of next-token training alone",
-            "model=llama or model=hf, with data=text, data=tokens or data=synthetic",
-            "data=synthetic",
-        )
-    accumulated = data["microbatches"]
-    shape = (data["batch_size"] // parallel.mesh.dp // accumulated, data["seq_len"])
-
-    def build() -> tuple[Any, Construction]:
-        construction = Construction(config["seed"])
-        with construction.recording():
-            return build_module(config), construction
-
-    def batch() -> dict[str, torch.Tensor]:
-        return {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in ("input_ids", "labels")}
-
     clips = config["trainer"]["gradient_clip_val"]
     return Training(
         parallel,
-        build,
+        lambda: _built(config),
         lambda module, first: first_step(module, lambda: first),
-        batch,
-        accumulated,
-        _precision(config["precision"]),
+        first_batch(config, parallel.mesh.dp),
+        config["trainer"]["accumulate_grad_batches"] or config["data"].get("microbatches", 1),
+        _precision(lightning_precision(config["precision"])),
         own_plan(config),
         clips,
     )
+
+
+def _built(config: Mapping[str, Any]) -> tuple[Any, Construction | None]:
+    """The module of a job, without memory if its constructor can run so."""
+    module, construction, _ = constructed(config)
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"dryrun with {type(module).__name__}",
+            "it calls its optimizers itself, which have no values here to work with",
+            "a module with automatic optimization, or a run",
+        )
+    return module, construction
 
 
 def _precision(name: str) -> Any:
@@ -128,8 +125,18 @@ def _precision(name: str) -> Any:
     raise ConfigError(f"dryrun with precision={name}", "was not tried", "32-true, bf16-true, bf16-mixed")
 
 
-def predicted_memory(config: Mapping[str, Any], parallel: ParallelConfig) -> list[dict[str, float]]:
-    """What the planner says of each pipe rank: bytes by `planner.memory.PIECES`, without what allocators waste."""
+def _rows(batch: Any) -> int:
+    """Samples of a batch, counted by its first tensor."""
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+
+
+def predicted_memory(
+    config: Mapping[str, Any], parallel: ParallelConfig, rows: int
+) -> tuple[list[dict[str, float]] | None, str]:
+    """(what the planner says of each pipe rank, ""), or (None, why it says nothing).
+
+    Bytes by `planner.memory.PIECES`, without what allocators waste.
+    """
     from dataclasses import replace
 
     from autolaunch.planning.choice import profile_of
@@ -139,22 +146,24 @@ def predicted_memory(config: Mapping[str, Any], parallel: ParallelConfig) -> lis
 
     bare, link = replace(Constants(), context_bytes=0.0, fragmentation=0.0), Link(1e9, 1e-4)
     here = Hardware("cpu", "cpu", 1, 1, 1.0, {"fp32": 1.0, "bf16": 1.0}, 1.0, link, link, constants=bare)
-    profile, recipe = profile_of(config, "cpu")
-    return memory_account(profile, recipe, here, candidate_of(config, parallel))
+    try:
+        profile, recipe = profile_of(config, "cpu")
+    except ConfigError as error:
+        return None, f"{error.where}: {error.problem}"
+    return memory_account(profile, recipe, here, candidate_of(config, parallel, rows)), ""
 
 
-def candidate_of(config: Mapping[str, Any], parallel: ParallelConfig) -> Any:
-    """A resolved job as the planner's `Candidate`."""
+def candidate_of(config: Mapping[str, Any], parallel: ParallelConfig, rows: int) -> Any:
+    """A resolved job as the planner's `Candidate`; `rows` of a rank's batch."""
     from autolaunch_strategies.planner.candidate import PIPELINES, Candidate, recompute_code
 
     mesh, pp = parallel.mesh, parallel.pp
     pipeline = "none"
-    microbatches, virtual = config["data"]["microbatches"], 1
+    microbatches = config["trainer"]["accumulate_grad_batches"] or config["data"].get("microbatches", 1)
+    virtual = 1
     if mesh.pp > 1 and pp is not None:
         pipeline = "exact" if pp.loss == "exact" else pp.schedule
-        batch = batch_of_rank({**config, "mesh": mesh.sizes})
-        assert batch is not None  # of data that hands out batches of its own nothing is run here
-        microbatches = fitting_microbatches(pp.schedule, mesh.pp, pp.virtual_stages, pp.microbatches, batch) or batch
+        microbatches = fitting_microbatches(pp.schedule, mesh.pp, pp.virtual_stages, pp.microbatches, rows) or rows
         virtual = pp.virtual_stages or SCHEDULE_SPECS[pp.schedule].least_stages
     return Candidate(
         **mesh.sizes,

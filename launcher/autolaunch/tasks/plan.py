@@ -97,6 +97,7 @@ def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeli
     from autolaunch.models.own_plan import own_plan
     from autolaunch.models.packed_attention import settle
     from autolaunch.report.pipeline import foreseen_timeline
+    from autolaunch.tasks.first_batch import step_on_first_batch
     from autolaunch_strategies.apply.order import foresee
     from autolaunch_strategies.config import lightning_precision, parallel_config
     from autolaunch_strategies.model.construction import Construction
@@ -107,29 +108,6 @@ def _foreseen(config: Mapping[str, Any]) -> tuple[dict[str, Any], Counts, Timeli
         module = build_module(config)
     packed = settle(config, module, None)
     autocast = torch.bfloat16 if lightning_precision(config["precision"]) == "bf16-mixed" else None
-    account = foresee(module, parallel, own_plan(config), _training_step(module, config), autocast)
+    account = foresee(module, parallel, own_plan(config), step_on_first_batch(module, config), autocast)
     account |= {} if packed is None else packed.account()
     return account, count_parameters(module), foreseen_timeline(account, config)
-
-
-def _training_step(module: Any, config: Mapping[str, Any]) -> Any:
-    """The training step with a batch of the job's data, which is read where nothing else shows how to call the model.
-
-    Text would have to be tokenised for it: then there is none.
-    """
-    import lightning.pytorch as pl
-
-    from autolaunch.data import build_data
-    from autolaunch_strategies.data_parallel.first_batch import FirstBatches
-    from autolaunch_strategies.lightning.first_step import first_of, first_step, without_values
-
-    tokenised = ("text", "documents", "chat", "classification")
-    if not isinstance(module, pl.LightningModule) or config["data"].get("name") in tokenised:
-        return None
-
-    def read() -> Any:
-        data = build_data(config["data"], config["seed"])
-        data.setup("fit")  # without prepare_data, which may download
-        return without_values(first_of(data.train_dataloader(), FirstBatches().read))
-
-    return first_step(module, read)

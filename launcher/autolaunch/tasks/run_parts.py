@@ -108,25 +108,29 @@ def construct_module(
 
     A constructor that can't run so (it reads a file into a parameter, say) runs in memory instead, on every rank.
     """
-    construction = Construction(config["seed"])
-    try:
-        with precision.module_init_context(), construction.recording():
-            module = build_module(config)
-    except ConfigError:
-        raise
-    except Exception as reason:
-        pl.seed_everything(config["seed"], workers=True, verbose=False)
-        with precision.module_init_context():
-            module = build_module(config)
+    with precision.module_init_context():
+        module, construction, reason = constructed(config)
+    if construction is None:
         warnings.warn(
             f"the model was built whole in memory on every rank, because its constructor can't run without: {reason}",
             stacklevel=2,
         )
-        strategy.files = weight_files(config, module, None)
-        return module
     strategy.construction = construction
     strategy.files = weight_files(config, module, construction)
     return module
+
+
+def constructed(config: Mapping[str, Any]) -> tuple[pl.LightningModule, Construction | None, Exception | None]:
+    """(the LightningModule, what builds its parameters, None); or (it with parameters, None, why those are built)."""
+    construction = Construction(config["seed"])
+    try:
+        with construction.recording():
+            return build_module(config), construction, None
+    except ConfigError:
+        raise
+    except Exception as reason:
+        pl.seed_everything(config["seed"], workers=True, verbose=False)
+        return build_module(config), None, reason
 
 
 @contextmanager

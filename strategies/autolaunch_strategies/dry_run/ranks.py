@@ -74,7 +74,6 @@ def refuse_what_cannot_be_pretended(config: ParallelConfig) -> None:
             "memory of the host is told apart on GPUs alone",
             "none, selective, full",
         ),
-        "float8": (config.float8 is not None, "scales are computed of values", "another precision"),
     }
     for key, (refused, problem, allowed) in reasons.items():
         if refused:

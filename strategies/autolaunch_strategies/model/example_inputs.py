@@ -43,8 +43,10 @@ def example_inputs(model: nn.Module, example: Any = None) -> Iterator[ExampleInp
 
 
 def as_given(example: Any) -> ExampleInputs:
-    """Inputs that the user names: a mapping by name, a tuple or a list by position, or the only one."""
+    """Inputs that are known: a mapping by name, a tuple or a list by position, the only one, or already such inputs."""
     origin = "example_input_array"
+    if isinstance(example, ExampleInputs):
+        return example
     if isinstance(example, Mapping):
         return ExampleInputs(origin, (), dict(example), False)
     return ExampleInputs(origin, tuple(example) if isinstance(example, tuple | list) else (example,), {}, False)

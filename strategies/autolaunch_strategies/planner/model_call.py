@@ -145,12 +145,11 @@ def sized_inputs(inputs: ExampleInputs, batch: int, positions: int | None) -> tu
     """
     sized = [leaf for leaf in tensors_in((inputs.args, dict(inputs.kwargs))) if leaf.dim() > 0]
     before = sized[0].shape[0] if sized else BATCH
-    made_up = inputs.origin != "example_input_array"
     lengths = [
         leaf.shape[1]
         for leaf in sized
         if (leaf.dim() == 2 and not leaf.is_floating_point())
-        or (leaf.dim() == 3 and made_up and leaf.shape[1] == POSITIONS)
+        or (leaf.dim() == 3 and inputs.is_guess and leaf.shape[1] == POSITIONS)
     ]
     length = lengths[0] if lengths else None
 

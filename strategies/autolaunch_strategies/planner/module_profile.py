@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ def profile_module(
     Args:
         module: any module, or a LightningModule around one.
         positions: tokens of a sequence; None: as in the example.
-        example: inputs for one call (as lightning's `example_input_array`, which is the default); others are found by
-            the kind of the first layers. The batch is the first dim of every tensor that has it.
+        example: inputs for one call (as lightning's `example_input_array`, which is the default, or `ExampleInputs`);
+            others are found by the kind of the first layers. The batch is the first dim of every tensor that has it.
         loss: of what the model returns; by default its own `loss`, or cross entropy in fp32 over the last dim, as the
             launcher's modules compute it.
         own_plan: the mp plan that comes with the model.
@@ -63,11 +64,15 @@ def profile_module(
         subject, parameter_sharding(subject, own_plan), precision, _DTYPES[param_dtype], device_type, loss
     )
     kind = type(subject.model).__name__
-    assembly = with_inputs_that_run(
+    guessed, assembly = with_inputs_that_run(
         subject.model,
         subject.example,
         lambda inputs: stepping_over(
-            subject.model, lambda placeholders: _passes(model_call, inputs, positions, placeholders)
+            subject.model,
+            lambda placeholders: (
+                inputs.origin if inputs.is_guess else "",
+                _passes(model_call, inputs, positions, placeholders),
+            ),
         ),
         lambda problem: ConfigError(
             "model",
@@ -75,7 +80,7 @@ def profile_module(
             "`example_input_array` as an attribute of the module: inputs with which its forward runs",
         ),
     )
-    return assembly.profile(name or kind)
+    return replace(assembly.profile(name or kind), guessed=guessed)
 
 
 def _passes(

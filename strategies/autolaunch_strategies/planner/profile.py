@@ -187,6 +187,8 @@ class ModelProfile:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Axis (`mp`, `pp`, `cp`) or degree (`ep`) -> why this model can't be divided along it; `schedules` -> why none but
     `exact` computes its loss; `compile` -> why its blocks are not compiled."""
+    guessed: str = ""
+    """What it was called with, in words, where nothing shows how it is called; empty where something does."""
 
     @property
     def parameters(self) -> int:
