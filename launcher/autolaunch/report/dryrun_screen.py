@@ -28,7 +28,8 @@ def show_dryrun(
     """
     page = Page(console)
     sizes = {axis: len({row["place"][axis] for row in rows}) for axis in rows[0]["place"]}
-    unit, word = (2**30, "GiB") if max(row["memory"]["total"] for row in rows) >= 2**30 else (2**20, "MiB")
+    most = max(row["memory"]["total"] for row in rows)
+    unit, word = next((item for item in _UNITS if most >= item[0]), _UNITS[-1])
     page.title(f"{word} at the fullest moment of a step, mesh={mesh}")
     memory = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("rank", "place", "params", "grads", "optim", "rest", "total", "plan", ""):
@@ -54,6 +55,9 @@ def show_dryrun(
         page.text(note)
     agreed = "" if wrong else "ranks of one group do the same in the same order; "
     page.text(f"{agreed}every size: {shown(file)}")
+
+
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def _alike(rows: Sequence[Mapping[str, Any]], of: Callable[[Mapping[str, Any]], Any]) -> list[list[Mapping[str, Any]]]:

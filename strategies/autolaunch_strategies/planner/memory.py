@@ -11,13 +11,14 @@ the tables of `schedules` for microbatches in flight; `data_parallel` for what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autolaunch_strategies.config import ScheduleSpec
 from autolaunch_strategies.planner.candidate import (
     FULL,
     NO_RECOMPUTE,
@@ -104,8 +105,8 @@ class _Columns:
     """Where each amount stands in a row. Names with `kinds` have one column for each kind of block."""
 
     KINDS = (
-        "state",  # parameters, optimizer state and gradients that add up, while a pass runs
-        "gradients",  # those of a step of one pass, during its backward pass
+        "state",  # parameters, optimizer state and gradients that add up over passes, while one runs
+        "gradients",  # those of a pipeline, or of a step of one pass: from its first backward pass on
         "stale",  # those of the step before, during its forward pass
         "end",  # state and gradients when the optimizer steps
         "kept",  # activations between forward and backward, as `recompute` has it
@@ -114,6 +115,8 @@ class _Columns:
         "waits",  # for gradients of weights that are put off
         "works",  # beyond what is kept, while its backward pass runs
         "repeats",  # the same of a block that is recomputed as a whole
+        "reduced",  # gradients of the block whose backward pass was before, on their way to their ranks
+        "next",  # a block that is gathered ahead of its pass
         "casts",  # copies of weights in a narrower type that one microbatch keeps for its backward pass
         "casts_done",  # those of one microbatch, taken off
     )
@@ -217,23 +220,23 @@ def _put_state(
     per_parameter = recipe.parameter_bytes / shard
     gradient = recipe.gradient_bytes * recipe.trained / shard
     in_pass = np.where(whole, recipe.reduce_bytes * recipe.trained, gradient)
-    one_pass = ~pipelined & (c.microbatches == 1)
+    later = pipelined | (c.microbatches == 1)  # the first backward pass brings them; when passes add up, one before did
     optimizer = recipe.optimizer_bytes * recipe.trained / shard
     gathered = np.where(sharded, each, 0.0)
     # Level 0 holds its buckets until all of them are exchanged. AdamW on CUDA works on all parameters at once.
     buckets = np.where((c.level == 0) & (c.dp * c.cp > 1), recipe.gradient_bytes * recipe.trained, 0.0)
     steps = recipe.parameter_bytes * recipe.trained / shard if hardware.device == "cuda" and optimizer.any() else 0.0
     at_end = np.maximum(buckets, steps)
-    own = recipe.gathered_bytes * recipe.trained  # gradients of one block, before they are exchanged or added
-    apart = np.where(whole & (recipe.reduce_bytes == recipe.gathered_bytes), 0.0, own)
-    exchanged = np.where(sharded, apart + np.where(whole, 0.0, recipe.reduce_bytes * recipe.trained), 0.0)
+    own = each * recipe.trained  # gradients of one block, before they are exchanged or added
+    apart = np.where(sharded & ~(whole & (recipe.reduce_bytes == each)), own, 0.0)
+    reduced = np.where(sharded & ~whole, recipe.reduce_bytes * recipe.trained, 0.0)
 
     for column in (f"state{suffix}", f"end{suffix}"):
         put("parameters", column, count * per_parameter, kind)
         put("optimizer", column, count * optimizer, kind)
-    put("gradients", f"state{suffix}", count * np.where(one_pass, 0.0, in_pass), kind)
-    for column in (f"gradients{suffix}", f"stale{suffix}"):
-        put("gradients", column, count * np.where(one_pass, in_pass, 0.0), kind)
+    put("gradients", f"state{suffix}", count * np.where(later, 0.0, in_pass), kind)
+    put("gradients", f"gradients{suffix}", count * np.where(later, in_pass, 0.0), kind)
+    put("gradients", f"stale{suffix}", count * np.where(later & ~pipelined, in_pass, 0.0), kind)
     put("gradients", f"end{suffix}", count * gradient, kind)
     put("other", f"end{suffix}", count * at_end, kind)
     put("parameters", f"state{suffix}", count * (np.where(freed, 0.0, gathered) if alone else gathered), kind)
@@ -243,10 +246,10 @@ def _put_state(
         if suffix == "_after":  # a look-up in a table needs no copy of it, a tied head does
             put("parameters", "loss", copies)
         return count * gathered
-    # Gathered for now: a block, and the next one on its way.
-    moving = count * (exchanged + np.where(freed, 2 * gathered, 0.0))
     for column in ("works", "repeats"):
-        put("other", column, moving, kind)
+        put("other", column, count * (apart + np.where(freed, gathered, 0.0)), kind)
+    put("other", "reduced", count * reduced, kind)
+    put("other", "next", count * np.where(freed, gathered, 0.0), kind)
     again = c.recompute == NO_RECOMPUTE
     keeps = copies * (again | (c.recompute > FULL))
     put("parameters", "casts", keeps * np.where(of_schedules("all_forward_first", c.pipeline), c.microbatches, 1), kind)
@@ -402,7 +405,7 @@ def _groups(profile: ModelProfile, c: Candidates, columns: _Columns) -> Any:
         if place not in cuts:
             cuts[place] = cut(profile, spec.name, pp, virtual_stages, split)
         flight = in_flight(spec, pp, virtual_stages, microbatches)
-        yield (which, *_counts(profile, cuts[place], flight, step, columns, spec.name == "exact"))
+        yield (which, *_counts(profile, cuts[place], flight, step, columns, spec, microbatches))
 
 
 def _kinds_of_flight(c: Candidates) -> Ints:
@@ -415,7 +418,13 @@ def _kinds_of_flight(c: Candidates) -> Ints:
 
 
 def _counts(
-    profile: ModelProfile, cut: Cut, flight: tuple[Ints, Ints], every: int, columns: _Columns, exact: bool
+    profile: ModelProfile,
+    cut: Cut,
+    flight: tuple[Ints, Ints],
+    every: int,
+    columns: _Columns,
+    spec: ScheduleSpec,
+    microbatches: int,
 ) -> tuple[Floats, Ints]:
     """(counts [moments, columns], pipe rank [moments]) of a cut with so many microbatches in flight."""
     flying, waiting = flight
@@ -429,25 +438,32 @@ def _counts(
     first, last = int(cut.rank_of_stage[0]), int(cut.rank_of_stage[-1])
     follows = np.append(cut.rank_of_stage[1:], cut.rank_of_stage[-1])
     sends = (cut.rank_of_stage != follows)[own]
-
-    at = columns.at
-    base = np.zeros((ranks, times, columns.count))
     held = blocks.sum(axis=1)
-    base[:, :, at["state"]] = held[:, None]
-    base[first, :, at["state_before"]] = 1
-    base[last, :, at["state_after"]] = 1
-    base[last, :, at["state_shared"]] = float(first != last)
+    at = columns.at
     suffixes = ("", "_before", "_after", "_shared")
-    gradients = [(at[f"gradients{suffix}"], at[f"state{suffix}"]) for suffix in suffixes]
-    stale = [(at[f"stale{suffix}"], at[f"state{suffix}"]) for suffix in suffixes]
-    base[:, :, at["kept"]] = flying @ (blocks - recomputed)
-    base[:, :, at["casts"]] = flying @ (blocks - recomputed)
-    base[:, :, at["input"]] = flying @ recomputed
-    base[:, :, at["waits"]] = waiting @ blocks
-    base[:, :, at["output"]] = flying @ sends[..., None]
-    base[first, :, at["before"]] = flying[first, :, :1]
-    # Its backward pass follows at once, except where all of them come last (there they count as one).
-    base[last, :, at["after"]] = np.minimum(flying[last, :, -1:], 1)
+
+    def base_of(flying: Ints) -> Floats:
+        """What ranks hold with so many microbatches in flight, before there are gradients."""
+        base = np.zeros((ranks, times, columns.count))
+        base[:, :, at["state"]] = held[:, None]
+        base[first, :, at["state_before"]] = 1
+        base[last, :, at["state_after"]] = 1
+        base[last, :, at["state_shared"]] = float(first != last)
+        base[:, :, at["kept"]] = flying @ (blocks - recomputed)
+        base[:, :, at["casts"]] = flying @ (blocks - recomputed)
+        base[:, :, at["input"]] = flying @ recomputed
+        base[:, :, at["waits"]] = waiting @ blocks
+        base[:, :, at["output"]] = flying @ sends[..., None]
+        base[first, :, at["before"]] = flying[first, :, :1]
+        # Its backward pass follows at once, except where all of them come last (there they count as one).
+        base[last, :, at["after"]] = np.minimum(flying[last, :, -1:], 1)
+        return base
+
+    def with_gradients(rows: Floats, name: str = "gradients") -> Floats:
+        rows = rows.copy()
+        for suffix in suffixes:
+            rows[..., at[f"{name}{suffix}"]] = rows[..., at[f"state{suffix}"]]
+        return rows
 
     moments, of_ranks = [], []
 
@@ -455,44 +471,48 @@ def _counts(
         moments.append(rows.reshape(-1, columns.count))
         of_ranks.append(np.repeat(of, rows.size // columns.count // np.size(of)))
 
+    base = base_of(flying)
+    # The fullest moments before the first backward pass of a rank, and after it.
+    early, late = base, with_gradients(base)
+    if spec.all_forward_first:
+        late[:, :, at["kept_done"]] = late[:, :, at["kept"]]
+        late[:, :, at["casts_done"]] = late[:, :, at["casts"]]
+        late[:, :, at["after_done"]] = late[:, :, at["after"]]
+    elif spec.most_stages == 1:
+        least = (microbatches <= ranks - np.arange(ranks))[:, None, None]  # no forward pass comes after it
+        late = with_gradients(base_of(flying - least))
+    looks = (early, late) if ranks > 1 and spec.most_stages == 1 else (late,)
+
     again = recomputed.sum(axis=1) > 0
     # Blocks behind the last one of a stage that is recomputed are done when it is; the stage with the fewest counts.
     done = np.where((recomputed.sum(axis=2) > 0)[..., None], behind, np.iinfo(np.int64).max).min(axis=1)
-    for kind in range(len(profile.kinds)):
+    if ranks == 1:
+        for rows in _one_after_the_other(profile, base, every, columns):
+            add(rows, 0)
+    for kind in range(len(profile.kinds) if ranks > 1 else 0):
         for column, which in (("works", held[:, kind] > recomputed.sum(axis=1)[:, kind]), ("repeats", again[:, kind])):
             here = np.flatnonzero(which)
-            if not len(here):
-                continue
-            rows = base[here]  # a copy
-            rows[:, :, at[column].start + kind] = 1
-            if column == "repeats":
-                rows[:, :, at["kept_done"]] = rows[:, :, at["casts_done"]] = done[here, None]
-            ends = here == last
-            rows[ends, :, at["after_done"]] = base[last, :, at["after"]] > 0
-            rows[ends, :, at["drain"]] = float(exact)
-            add(rows, here)
-        if ranks == 1 and held[0, kind]:  # the first block's backward pass: nothing but its own is kept any more
-            rows = base.copy()
-            for of_gradients, of_state in gradients:
-                rows[:, :, of_gradients] = rows[:, :, of_state]
-            rows[:, :, [at[name].start for name in ("output", "after")]] = 0
-            rows[:, :, at["input"]] = rows[:, :, at["kept"]] = rows[:, :, at["casts"]] = 0
-            for column in ("input",) if again[0, kind] else ("kept", "casts"):
+            for look in looks if len(here) else ():
+                rows = look[here]  # a copy
                 rows[:, :, at[column].start + kind] = 1
-            rows[:, :, at["repeats" if again[0, kind] else "works"].start + kind] = 1
-            add(rows, 0)
-    embeds = base[first].copy()  # forward or backward, whichever has more
-    for of_gradients, of_state in gradients:
-        embeds[:, of_gradients] = embeds[:, of_state]
+                if column == "repeats":
+                    rows[:, :, at["kept_done"]] += done[here, None]
+                    rows[:, :, at["casts_done"]] += done[here, None]
+                ends = here == last
+                rows[ends, :, at["after_done"]] = look[last, :, at["after"]] > 0
+                rows[ends, :, at["drain"]] = float(spec.name == "exact")
+                add(rows, here)
+    embeds = with_gradients(late[first])  # forward or backward, whichever has more
     embeds[:, at["before_works"]] = 1
     embeds[:, at["gathered"]] = 1
     add(embeds, first)
-    scores = base[last, flying[last, :, -1] > 0]
-    scores[:, at["loss"]] = 1
-    for of_gradients, of_state in stale:
-        scores[:, of_gradients] = scores[:, of_state]
-    scores[:, at["gathered"]] = 1
-    add(scores, last)
+    for look in looks:
+        scores = look[last, flying[last, :, -1] > 0]
+        if ranks == 1:
+            scores = with_gradients(base[last], "stale")
+        scores[:, at["loss"]] = 1
+        scores[:, at["gathered"]] = 1
+        add(scores, last)
     ends_step = np.zeros((ranks, columns.count))
     ends_step[:, at["end"]] = held
     ends_step[first, at["end_before"]] = 1
@@ -501,6 +521,35 @@ def _counts(
     add(ends_step, np.arange(ranks))
     assert stages == ranks * per_rank
     return np.concatenate(moments), np.concatenate(of_ranks)
+
+
+def _one_after_the_other(profile: ModelProfile, base: Floats, every: int, columns: _Columns) -> Iterator[Floats]:
+    """Counts of the backward passes of the blocks of one rank, each when those behind it have had theirs.
+
+    What is held changes evenly while blocks are of one kind, so the first and the last two of each are enough.
+    """
+    at, kinds = columns.at, profile.blocks
+    places: dict[int, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(place)
+    again = [bool(every) and place % every == 0 for place in range(len(kinds))]
+    for place in sorted({place for of_kind in places.values() for place in (*of_kind[:2], *of_kind[-2:])}):
+        rows, kind = base[0].copy(), kinds[place]
+        for name in ("kept", "casts", "input"):
+            rows[:, at[name]] = 0
+        for number in range(place + 1):
+            for name in ("input",) if again[number] else ("kept", "casts"):
+                rows[:, at[name].start + kinds[number]] += 1
+        for number in range(place + 1, len(kinds)):
+            rows[:, at["gradients"].start + kinds[number]] += 1
+        rows[:, at["gradients_after"]] = rows[:, at["state_after"]]
+        rows[:, at["after_done"]] = rows[:, at["after"]]
+        rows[:, at["repeats" if again[place] else "works"].start + kind] = 1
+        if place + 1 < len(kinds):
+            rows[:, at["reduced"].start + kinds[place + 1]] = 1
+        if place:
+            rows[:, at["next"].start + kinds[place - 1]] = 1
+        yield rows
 
 
 def _recomputed(profile: ModelProfile, cut: Cut, every: int) -> tuple[Ints, Ints]:
