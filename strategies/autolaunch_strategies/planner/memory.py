@@ -236,7 +236,8 @@ def _put_state(
         put("optimizer", column, count * optimizer, kind)
     put("gradients", f"state{suffix}", count * np.where(later, 0.0, in_pass), kind)
     put("gradients", f"gradients{suffix}", count * np.where(later, in_pass, 0.0), kind)
-    put("gradients", f"stale{suffix}", count * np.where(later & ~pipelined, in_pass, 0.0), kind)
+    exact = c.pipeline == PIPELINES.index("exact")
+    put("gradients", f"stale{suffix}", count * np.where(later & (~pipelined | exact), in_pass, 0.0), kind)
     put("gradients", f"end{suffix}", count * gradient, kind)
     put("other", f"end{suffix}", count * at_end, kind)
     put("parameters", f"state{suffix}", count * (np.where(freed, 0.0, gathered) if alone else gathered), kind)
@@ -504,15 +505,18 @@ def _counts(
                 add(rows, here)
     embeds = with_gradients(late[first])  # forward or backward, whichever has more
     embeds[:, at["before_works"]] = 1
-    embeds[:, at["gathered"]] = 1
+    # The buffer in which a block came; stages gather their own before there is much else.
+    embeds[:, at["gathered"]] = float(ranks == 1)
     add(embeds, first)
     for look in looks:
         scores = look[last, flying[last, :, -1] > 0]
         if ranks == 1:
             scores = with_gradients(base[last], "stale")
         scores[:, at["loss"]] = 1
-        scores[:, at["gathered"]] = 1
+        scores[:, at["gathered"]] = float(ranks == 1)
         add(scores, last)
+    if spec.name == "exact" and ranks > 1:  # all forward passes are done, and gradients of the step before still there
+        add(with_gradients(base, "stale"), np.arange(ranks))
     ends_step = np.zeros((ranks, columns.count))
     ends_step[:, at["end"]] = held
     ends_step[first, at["end_before"]] = 1
