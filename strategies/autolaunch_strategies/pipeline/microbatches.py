@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from autolaunch_strategies.model.random_positions import Draws
+from autolaunch_strategies.pipeline.linear_layers import StageLinears
 from autolaunch_strategies.pipeline.own_memory import cut_off
 from autolaunch_strategies.pipeline.record import Leaf
 from autolaunch_strategies.pipeline.structure import Structure
 from autolaunch_strategies.pipeline.transfer import Axes, Header, Metas
+from autolaunch_strategies.torch_private.backward import run_backward_of
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -28,6 +30,8 @@ class Work:
     header: Header
     draws: Draws | None = None
     """Where its random numbers stand in the run: the same ones where the backward pass computes it again."""
+    linears: StageLinears | None = None
+    """What its linear layers ran within: the same where they run again."""
 
 
 @dataclass
@@ -76,7 +80,7 @@ class Filled:
         """Differentiate what computed the arguments of the call."""
         pairs = [(leaf, cut.grad) for leaf, cut in self._before if cut.grad is not None]
         if pairs:
-            torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+            run_backward_of([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
 
     def take(self, work: Work) -> None:
         """Take what the last stage made of the next microbatch."""

@@ -24,6 +24,7 @@ from autolaunch_strategies.model.random_positions import drawing, drawing_now, d
 from autolaunch_strategies.pipeline.absent import INSTEAD, ReadOfAbsent
 from autolaunch_strategies.pipeline.cut import Cutting, Held
 from autolaunch_strategies.pipeline.idle import IdleClock
+from autolaunch_strategies.pipeline.linear_layers import Casts, StageLinears, WeightGradients, add_weight_gradients
 from autolaunch_strategies.pipeline.microbatches import (
     Filled,
     Gradients,
@@ -40,7 +41,6 @@ from autolaunch_strategies.pipeline.record import Leaf
 from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
 from autolaunch_strategies.pipeline.structure import Structure, Structures, batch_size
 from autolaunch_strategies.pipeline.transfer import Arrivals, Axes, Channel, Header, LeafMeta, local_part
-from autolaunch_strategies.pipeline.weight_gradients import PutOffWeights, WeightGradients, add_weight_gradients
 from autolaunch_strategies.schedules.schedule import (
     Action,
     Kind,
@@ -51,6 +51,7 @@ from autolaunch_strategies.schedules.schedule import (
     with_transfers,
 )
 from autolaunch_strategies.tensor.views import plain
+from autolaunch_strategies.torch_private.backward import run_backward_of
 from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
 from autolaunch_strategies.torch_private.collectives import host_device
 from autolaunch_strategies.torch_private.modes import without_autocast
@@ -145,7 +146,9 @@ class Pipeline:
         self._drained: list[Filled] = []
         """Those that have been."""
         self._trained: tuple[int, ...] = ()
-        self._weights = WeightGradients()
+        self._weights, self._casts = WeightGradients(), Casts()
+        self._linears_now: StageLinears | None = None
+        """What linear layers run within now, if they run otherwise than elsewhere."""
         self._error: Exception | None = None
         """What a step raised that the other stages are not to wait for."""
         self._state_at_call: Any = None
@@ -333,7 +336,8 @@ class Pipeline:
             self.clock.begin()
         leaves = filled.cut_before(leaves)
         self._works = {}
-        self._run_forward(filled, leaves, spec, kind)
+        with self._linears() if filled.trains else nullcontext():
+            self._run_forward(filled, leaves, spec, kind)
         if filled.trains:
             self._filled.append((filled, self._works))
         output = None
@@ -555,6 +559,7 @@ class Pipeline:
                 self.channel.send(made.pop(job), self._home(job.stage - 1))
             if number == last[action.stage]:
                 completed(action.stage)
+        self._casts.clear()
         self.channel.finish()
         with self.clock.busy():
             filled.differentiate_before()
@@ -569,6 +574,7 @@ class Pipeline:
         self._drained.clear()
         self._works = {}
         self._weights.take()
+        self._casts.clear()
 
     def _forward_only(self, args: Any, kwargs: Any) -> Any:
         """Outside of a step: the output on every rank. It can't be differentiated."""
@@ -640,9 +646,8 @@ class Pipeline:
         input_gradients: dict[Job, list[torch.Tensor]] = {}
         later: dict[Job, Any] = {}
         parts_off = any(action.kind is Kind.W for actions in schedule.actions for action in actions)
-        put_off = PutOffWeights(self._weights) if parts_off else nullcontext()
         self._error = None
-        with self._kept_numbers(), put_off:
+        with self._kept_numbers(), self._linears(parts_off):
             actions = with_transfers(schedule)[self.pipe_rank]
             last = {action.stage: number for number, action in enumerate(actions)}
             for number, action in enumerate(actions):
@@ -678,6 +683,7 @@ class Pipeline:
                         add_weight_gradients(later.pop(job))
                 if number == last[action.stage]:
                     completed(action.stage)
+        self._casts.clear()
         self.channel.finish()
         self.clock.end()
         self.others_wait = True
@@ -762,6 +768,19 @@ class Pipeline:
             INSTEAD,
         )
 
+    @contextmanager
+    def _linears(self, puts_off: bool = False) -> Iterator[None]:
+        """Within it linear layers keep less of each microbatch, and can put off the gradients of their weights."""
+        if not puts_off and not torch.is_autocast_enabled(self.device.type):
+            yield
+            return
+        self._linears_now = StageLinears(self._weights, self._casts, puts_off)
+        try:
+            with self._linears_now:
+                yield
+        finally:
+            self._linears_now = None
+
     # --- single jobs ------------------------------------------------------------------------------------------------
 
     def _forward(
@@ -790,7 +809,9 @@ class Pipeline:
         with own_numbers, self.clock.busy():
             output = self.staged.run(todo, args, kwargs, self._call)
         outputs = [local_part(todo.known[leaf]) for leaf in todo.carry]
-        self._works[job] = Work(inputs, outputs, Header(tuple(todo.metas), todo.carry), drawing_now())
+        self._works[job] = Work(
+            inputs, outputs, Header(tuple(todo.metas), todo.carry), drawing_now(), self._linears_now
+        )
         return output
 
     def _backward(self, job: Job, gradients: Gradients, put_off: bool = False) -> list[torch.Tensor]:
@@ -804,8 +825,9 @@ class Pipeline:
         if pairs:
             self._weights.put_off = put_off
             # A backward pass has the types of its forward.
-            with without_autocast(self.device.type), drawing(work.draws), self.clock.busy():
-                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            modes = work.linears or nullcontext()  # what is computed again runs as before
+            with modes, without_autocast(self.device.type), drawing(work.draws), self.clock.busy():
+                run_backward_of([output for output, _ in pairs], [gradient for _, gradient in pairs])
             self._weights.put_off = False
             if job.microbatch == 0:  # the others add to what it has made
                 separate_gradients(parameters_in(self.holders))

@@ -169,7 +169,10 @@ def _put_states(
         # Of those that dp shards, weights of linear layers are gathered as their copies.
         cast = np.where(c.is_sharded, part.linear_share * recipe.gathers_casts, 0.0)
         alone = suffix != "_shared" and (not suffix or not profile.shared_parameters)  # tied, both ends are one table
-        copies = dense * (1 - cast) * recipe.cast_bytes
+        # Stages keep one copy of those that are not gathered so, for all microbatches.
+        once = np.where((c.pp > 1) & (c.compile == 0), part.linear_share, 0.0) * (cast == 0)
+        put("parameters", f"state{suffix}", dense * once * recipe.cast_bytes, kind)
+        copies = dense * (1 - cast) * (1 - once) * recipe.cast_bytes
         each = recipe.gathered_bytes * (1 - cast) + recipe.cast_bytes * cast
         gathered = _put_state(recipe, hardware, c, put, suffix, kind, dense, c.shard, each, copies, alone)
         if part.expert_parameters:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,13 @@ def run_backward(
     retain = create_graph if retain_graph is None else retain_graph
     torch.autograd.graph._engine_run_backward(
         (loss,), gradients, retain, create_graph, chosen, allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def run_backward_of(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """As `torch.autograd.backward`, which from torch 2.13 on leaves function modes; here they stay active, too."""
+    torch.autograd.graph._engine_run_backward(
+        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
