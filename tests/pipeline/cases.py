@@ -394,9 +394,9 @@ training("batch-below-microbatches", modules.Classifier, batches(vectors, 3, lim
 training("batch-of-one", hf("llama"), batches(lambda: only(texts(), *HF_KEYS), 1, limit=4))
 training("two-validation-loaders", hf("llama"), TEXTS, val=lambda setting: [TEXTS(setting), EVEN_TEXTS(setting)])
 training("recompute-full", hf("llama", use_cache=False), TEXTS, gradient_clip_val=0.5, on={"recompute": "full"})
-again(
-    "recompute-full", "zero-bubble", "two", "1x1x2", recompute="full",
-    pp={"loss": "microbatch", "schedule": "interleaved_zero_bubble", "microbatches": 4},
+training(
+    "recompute-zero-bubble", modules.OwnLlama, EVEN_TEXTS,
+    on={"recompute": "full", "pp": {"loss": "microbatch", "schedule": "interleaved_zero_bubble", "microbatches": 4}},
 )  # fmt: skip
 training("recompute-selective", modules.OwnLlama, EVEN_TEXTS, on={"recompute": "selective"})
 training("compile", modules.OwnLlama, EVEN_TEXTS, on={"compile": "default", "timeout": 250}, max_steps=2)
