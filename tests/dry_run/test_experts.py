@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -16,7 +17,8 @@ from autolaunch_strategies.dry_run.step import EVEN, PretendedRank
 from autolaunch_strategies.planner.candidate import Candidate
 from autolaunch_strategies.planner.memory import memory_account
 from autolaunch_strategies.planner.module_profile import profile_module
-from autolaunch_strategies.planner.profile import ModelProfile, Recipe
+from autolaunch_strategies.planner.profile import ModelProfile
+from autolaunch_strategies.planner.recipe import recipe_of
 from tests.dry_run.pretending import pretended_ranks, training_of
 from tests.planner import memory_cases as cases
 from tests.planner.test_memory import CPU
@@ -69,21 +71,28 @@ def candidate(name: str) -> Candidate:
     return cases.candidate(CASES[name])
 
 
-def pretended(name: str) -> list[PretendedRank]:
+def pretended(name: str, precision: str = "32-true") -> list[PretendedRank]:
     without_process_group()
-    return pretended_ranks(training_of(candidate(name), module))
+    return pretended_ranks(training_of(candidate(name), module), precision)
 
 
-@pytest.fixture(scope="module")
-def profile() -> ModelProfile:
-    return profile_module(module(), cases.POSITIONS, device_type="cpu")
+@functools.cache
+def profile(precision: str) -> ModelProfile:
+    return profile_module(module(), cases.POSITIONS, device_type="cpu", precision=precision)
 
 
-@pytest.mark.parametrize("name", tiered(tuple(CASES), ("ep_zero3",)))
-def test_the_plan_says_what_a_step_holds(name: str, profile: ModelProfile) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    tiered(
+        [(name, precision) for precision in ("32-true", "bf16-mixed") for name in CASES],
+        lambda item: item == ("ep_zero3", "bf16-mixed"),
+    ),
+)
+def test_the_plan_says_what_a_step_holds(name: str, precision: str) -> None:
+    """Also of experts with bf16-mixed: autocast knows no grouped product, and copies none of their weights."""
     one = candidate(name)
-    account = memory_account(profile, Recipe(batch_size=cases.BATCH), CPU, one)
-    for rank in pretended(name):
+    account = memory_account(profile(precision), recipe_of(cases.BATCH, precision), CPU, one)
+    for rank in pretended(name, precision):
         assert rank.notes == ((EVEN,) if one.ep > 1 or one.mp > 1 else ())
         ours = account[rank.pipe_rank]
         assert ours["optimizer"] == pytest.approx(rank.held["optimizer"], rel=0.01)

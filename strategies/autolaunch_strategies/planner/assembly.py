@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -241,20 +241,22 @@ class Assembly:
             exchange_bytes=(more.exchanged - less.exchanged) / less.exchanges if less.exchanges else 0.0,
             expert_moved_bytes=more.routed_moved - less.routed_moved,
             expert_saved_bytes=float(sum(more.routed_saved.values()) - sum(less.routed_saved.values())),
-            **self._experts(names),
+            **self._experts(names, less.casts),
         )
 
-    def _experts(self, names: Sequence[str]) -> dict[str, Any]:
-        """Fields of `Part` for the mixtures that have the parameters `names`."""
+    def _experts(self, names: Sequence[str], casts: Collection[str]) -> dict[str, Any]:
+        """Fields of `Part` for the mixtures that have the parameters `names`, of which `casts` are copied."""
         owners = {f"{item.name}.{own}": item for item in self.mixtures for own, _ in item.module.named_parameters()}
         here = [name for name in names if name in owners]
         if not here:
             return {}
+        of_experts = [name for name in here if name not in self.sharding.dims]
         mixtures = {owners[name].name: owners[name].experts for name in here}
         return {
             "experts": math.gcd(*mixtures.values()),
             "mixtures": len(mixtures),
-            "expert_parameters": self._counts([name for name in here if name not in self.sharding.dims])[0],
+            "expert_parameters": self._counts(of_experts)[0],
+            "cast_expert_parameters": self._counts([name for name in of_experts if name in casts])[0],
         }
 
     def _replaced_products(self, block: str) -> Iterator[MatMul]:

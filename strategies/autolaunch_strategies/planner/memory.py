@@ -180,7 +180,7 @@ def _put_states(
             # Without ep a rank of mp computes with its own ones; compiled, with all, which the backward pass uses, too.
             whole = np.where((c.ep == 1) & (c.mp > 1) & (c.compile == 1), recipe.gathered_bytes, 0.0)
             held = np.where(c.compile == 1, c.ep, c.expert_parts)
-            copies = part.expert_parameters / held * (recipe.cast_bytes + whole)
+            copies = (part.cast_expert_parameters * recipe.cast_bytes + part.expert_parameters * whole) / held
             gathered = gathered + _put_state(
                 recipe, hardware, c, put, suffix, kind, experts, c.expert_shard, recipe.gathered_bytes, copies, alone
             )

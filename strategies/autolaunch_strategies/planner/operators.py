@@ -55,6 +55,8 @@ class Tally:
     """Of `moved`, what the experts of a mixture have moved."""
     routed_saved: dict[int, int] = field(default_factory=dict)
     """Of `saved`, what they have made: memory -> bytes."""
+    casts: set[str] = field(default_factory=set)
+    """Names of parameters of which autocast made a copy."""
     selective: list[float] = field(default_factory=lambda: [0.0, 0.0])
     exchanges: int = 0
     exchanged: float = 0.0
@@ -206,6 +208,8 @@ class Tape(Observer):
         dims = {id(tensor): dim for tensor in inputs if (dim := self.dim_of(tensor)) is not None} if self._dims else {}
         if self._charging:
             self._note_users(inputs)
+            if operation.name == "_to_copy" and (name := self.parameters.get(storage_key(inputs[0]))) is not None:
+                self.tally.casts.add(name)
         exchange = self._shard_outputs(operation, dims)
         if not self.unseen:
             for tensor in outputs:

@@ -121,6 +121,8 @@ class Part:
     """How many such mixtures it has."""
     expert_parameters: int = 0
     """Of `parameters` without `sharded_parameters`, those of the experts."""
+    cast_expert_parameters: int = 0
+    """Of these, those that autocast copies; grouped products take them as they are."""
     expert_moved_bytes: float = 0
     """Of `moved_bytes`, what experts move."""
     expert_saved_bytes: float = 0
