@@ -82,6 +82,8 @@ class StageLinears(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.linear or not torch.is_grad_enabled() or SequenceShard in types:
             return func(*args, **kwargs)
+        if torch.compiler.is_compiling():  # a graph decides by itself what it keeps
+            return func(*args, **kwargs)
         named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
         activation, weight, bias = named["input"], named["weight"], named.get("bias")
         if not (isinstance(weight, nn.Parameter) and weight.dim() == 2 and activation.requires_grad):
