@@ -10,7 +10,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, DistributedSampler
 
-from autolaunch.data import build_data
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.config.errors import first_line
 from autolaunch_strategies.data_parallel.first_batch import FirstBatches
@@ -28,15 +27,10 @@ def is_tokenised(data: Mapping[str, Any]) -> bool:
 def first_batch(config: Mapping[str, Any], ranks: int = 1) -> Callable[[], Any]:
     """What gives the share of one of `ranks` ranks of a batch, tensors on meta: new ones each time.
 
-    Of next-token training shapes are known; else the first batch of the data is read.
-
     Raises:
         ConfigError: it can't be read.
     """
     data = config["data"]
-    if "_target_" not in data and data.get("name") in _SHAPES_ARE_KNOWN:
-        shape = (data["batch_size"] // ranks // data["microbatches"], data["seq_len"])
-        return lambda: {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in ("input_ids", "labels")}
     try:
         batch = _read(data, config["seed"], ranks)
     except ConfigError:
@@ -50,18 +44,25 @@ def first_batch(config: Mapping[str, Any], ranks: int = 1) -> Callable[[], Any]:
     return lambda: tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
-def _read(data: dict[str, Any], seed: int, ranks: int) -> Any:
-    module: Any = build_data(data, seed)
-    if is_tokenised(data):
-        module.prepare_data()  # one's own may download
-    if "_target_" not in data:  # what knows its share
+def _read(data: Mapping[str, Any], seed: int, ranks: int) -> Any:
+    """The share of one of `ranks` ranks; of next-token training shapes are known, and nothing is read."""
+    from autolaunch.data import build_data
+    from autolaunch.data.module import TokenDataModule
+
+    if "_target_" not in data and data.get("name") in _SHAPES_ARE_KNOWN:
+        shape = (data["batch_size"] // ranks // data["microbatches"], data["seq_len"])
+        return {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in ("input_ids", "labels")}
+    module: Any = build_data(dict(data), seed)
+    knows_its_share = isinstance(module, TokenDataModule)
+    if knows_its_share:
         strategy = SimpleNamespace(dp_rank=0, dp_size=ranks, root_device=torch.device("cpu"))
         module.trainer = SimpleNamespace(strategy=strategy, overfit_batches=0, is_global_zero=True)
+        module.prepare_data()  # one's own may download
     module.setup("fit")
     loaders = module.train_dataloader()
     batch = without_values(first_of(loaders, FirstBatches().read))
     is_whole = isinstance(loaders, DataLoader) and not isinstance(loaders.sampler, DistributedSampler)
-    return _first_share(batch, ranks) if "_target_" in data and is_whole else batch
+    return _first_share(batch, ranks) if is_whole and not knows_its_share else batch
 
 
 def _first_share(batch: Any, ranks: int) -> Any:
@@ -85,4 +86,4 @@ def step_on_first_batch(module: Any, config: Mapping[str, Any]) -> Step | None:
 
     if not isinstance(module, pl.LightningModule) or is_tokenised(config["data"]):
         return None
-    return first_step(module, lambda: first_batch(config)())
+    return first_step(module, lambda: _read(config["data"], config["seed"], 1))
