@@ -21,6 +21,7 @@ from autolaunch_strategies.config import parse_mesh
 from autolaunch_strategies.training import traced_block
 from tests.context import modules as modules
 from tests.context.modules import LENGTH, Encoder, MultiHead, SequenceFirst, Tokens, Transformers, ViT, hf
+from tests.context.runs import how_modules_run
 from tests.pipeline.cases import PLAIN, Items, Rows, Setting, batches, canonical_names, fit, make_trainer, shelf, table
 from tests.pipeline.modules import VOCABULARY
 from tests.support.cases import no_compiler, serve
@@ -399,6 +400,29 @@ training(
     on("mp2xcp2", "gather", label="sp", mp="seq_parallel"), on("pp2xcp2", "gather", label="exact", pp="exact"),
     val=_TEXTS_13, inside=no_compiler, **CLIP,
 )  # fmt: skip
+CALLS = {
+    "own": lambda: Tokens(modules.CallsAttention(), padded=True),
+    "multi": lambda: Tokens(modules.CallsAttention(multi_head=True), padded=True),
+}
+for _heads, _make in CALLS.items():
+    training(
+        f"calls-attention-{_heads}", _make, PADDED, on("cp2", "gather"), on("cp2", "ulysses"),
+        on("mp2xcp2", "gather", mp="auto"), on("mp2xcp2", "gather", label="sp", mp="seq_parallel"), **CLIP,
+    )  # fmt: skip
+
+
+def how_blocks_run(mesh: str, heads: str) -> Any:
+    """What is gathered and repeated in blocks that call attention by themselves, by name of the block."""
+    setting = On(mesh, {"cp": "gather", "mp": "auto" if "mp" in mesh else None})
+    trainer = make_trainer(setting, max_steps=1)
+    trainer.fit(CALLS[heads](), PADDED(setting))
+    runs = how_modules_run(trainer.strategy._applied)
+    return {name: how for name, how in runs.items() if ".blocks." in name}
+
+
+for _heads in CALLS:
+    add("two", f"how-{_heads}", lambda heads=_heads: how_blocks_run("cp2", heads))  # type: ignore[misc]  # of its own
+    add("four", f"how-{_heads}", lambda heads=_heads: how_blocks_run("mp2xcp2", heads))  # type: ignore[misc]  # as above
 training("hf-t5", wrapped("t5"), PAIRS, on("cp2"), on("dp2xcp2", label="level3", dp=3), val=PAIRS, **CLIP)
 training(
     "hf-gptj",

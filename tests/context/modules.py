@@ -784,6 +784,46 @@ class Mixing(nn.Module):
         return self.head(x)
 
 
+class CallsAttention(nn.Module):
+    """Blocks that mix positions, so that their own code sees whole sequences, and call attention by themselves."""
+
+    class Block(nn.Module):
+        def __init__(self, multi_head: bool) -> None:
+            super().__init__()
+            self.norm, self.mixer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.heads = nn.MultiheadAttention(WIDTH, HEADS) if multi_head else None
+            self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x)
+            x = x + (self._attention(y) if self.heads is None else self._multi_head(y, padding))
+            return x + 0.1 * self.mixer(x).cumsum(1)
+
+        def _attention(self, y: torch.Tensor) -> torch.Tensor:
+            q, k, v = (part(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+            return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+        def _multi_head(self, y: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+            assert self.heads is not None
+            y, own = y.transpose(0, 1), self.heads
+            out, _ = F.multi_head_attention_forward(
+                y, y, y, WIDTH, HEADS, own.in_proj_weight, own.in_proj_bias, None, None, False, 0.0,
+                own.out_proj.weight, own.out_proj.bias, key_padding_mask=padding, need_weights=False,
+            )  # fmt: skip
+            return out.transpose(0, 1)
+
+    def __init__(self, multi_head: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(CallsAttention.Block(multi_head) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, padding)
+        return self.head(x)
+
+
 class WrittenOut(nn.Module):
     """Causal attention by products and a softmax, with a learned bias by distance, as T5 and its kin have it."""
 

@@ -148,3 +148,11 @@ def test_a_run_goes_on_with_another_axis(one: Group, two: Group, case: str) -> N
 def test_a_run_goes_on_in_one_process(one: Group, two: Group, back: Group, case: str) -> None:
     two.read_all(f"save-{case.rpartition('-')[2]}")
     assert went_on(one.read("uninterrupted"), back, case, TOLERANCE) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("heads", ["own", "multi"])
+def test_attention_is_not_gathered_where_a_block_calls_it_itself(two: Group, heads: str) -> None:
+    """What is tried out and found wrong would be gathered, so this says that its numbers are right, too."""
+    for run in two.read_all(f"how-{heads}"):
+        assert run == {f"model.blocks.{number}": [["OPENED"], 2048, ["cumsum"]] for number in (0, 1)}

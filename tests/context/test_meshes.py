@@ -86,3 +86,11 @@ def test_a_run_goes_on_on_dp2xcp2(one: Group, two: Group, four: Group, case: str
 def test_a_run_goes_on_in_one_process(one: Group, four: Group, back: Group) -> None:
     four.read_all("save-dp2xcp2")
     assert went_on(one.read("uninterrupted"), back, "resume-1-from-dp2xcp2", TOLERANCE) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("heads", ["own", "multi"])
+def test_attention_is_not_gathered_where_a_block_calls_it_itself(four: Group, heads: str) -> None:
+    """What is tried out and found wrong would be gathered, so this says that its numbers are right, too."""
+    for run in four.read_all(f"how-{heads}"):
+        assert run == {f"model.blocks.{number}": [["OPENED"], 2048, ["cumsum"]] for number in (0, 1)}

@@ -17,7 +17,8 @@ from autolaunch_strategies.dry_run import step as dry_step
 from autolaunch_strategies.dry_run.ranks import pretend_ranks
 from autolaunch_strategies.lightning.first_step import first_step
 from autolaunch_strategies.model.construction import Construction
-from tests.context.zoo_cases import MESHES, Once, Runs, how_modules_run, unpadded
+from tests.context.runs import Runs, how_modules_run
+from tests.context.zoo_cases import MESHES, Once, unpadded
 from tests.support.one_rank import without_process_group
 from tests.support.ranks import Group, GroupOf
 from tests.support.tiers import of_the_day, tiered

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autolaunch_strategies import MeshStrategy
-from autolaunch_strategies.apply.order import Parallelized
+from tests.context.runs import how_modules_run
 from tests.pipeline.zoo_cases import told_or
 from tests.support.cases import serve
 from tests.support.zoo import MORE, NAMES, Data, batch_of, gradients, made, step_of
@@ -43,21 +43,6 @@ class Once(pl.LightningModule):
 def unpadded(data: Data) -> Data:
     """Without the mask, which some backends can't follow; what it hid is hidden from the loss only."""
     return {key: value for key, value in data.items() if key != "attention_mask"}
-
-
-Runs = dict[str, tuple[list[str], int, list[str]]]
-
-
-def how_modules_run(applied: Parallelized) -> Runs:
-    """Of each sharded module how its calls run; bytes gathered and what is repeated."""
-    return {
-        module.name: (
-            sorted({getattr(how, "name", "PART") for how in module._shardings.values()}),
-            module.gathered,
-            module.repeats,
-        )
-        for module in applied.context_parallel.sharded
-    }
 
 
 def run(name: str, mesh: str, backend: str) -> dict[str, Any]:
