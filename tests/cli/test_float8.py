@@ -115,4 +115,4 @@ def test_one_process_multiplies_in_float8(command: Commands) -> None:
 def test_a_dry_run_converts_the_same_layers(command: Commands) -> None:
     done = command("dryrun", "mesh=2", "dp=fsdp")
     (first, _) = json.loads((done.directory / "dryrun.json").read_text())["ranks"]
-    assert first["predicted"]["total"] == pytest.approx(first["memory"]["total"], rel=0.1)
+    assert first["predicted"]["total"] == pytest.approx(first["memory"]["total"], rel=0.05)

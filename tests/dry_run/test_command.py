@@ -29,7 +29,7 @@ def test_it_plans_what_it_runs(tmp_path: Path) -> None:
     dryrun = Commands(tmp_path, "model=llama", "model.size=debug", "data=synthetic", "data.batch_size=16")
     for mesh in (["mesh=1x1x2", "pp=1f1b"], ["mesh=2x1x1x2", "cp=ring"]):
         for rank in ranks(dryrun, *mesh):
-            assert rank["predicted"]["total"] == pytest.approx(rank["memory"]["total"], rel=0.1)
+            assert rank["predicted"]["total"] == pytest.approx(rank["memory"]["total"], rel=0.05)
             assert rank["notes"] == []
 
 
@@ -38,7 +38,7 @@ def test_a_module_of_ones_own_is_run_and_planned_on_the_first_batch_of_its_data(
     (first, _) = ranks(dryrun, "mesh=2", "dp=ddp")
     convolved = 16 * 32 * 20 * 20 * 4  # half of the batch, channels, pixels: kept before and after ReLU
     assert convolved < first["memory"]["activations"] < 4 * convolved
-    assert first["predicted"]["total"] == pytest.approx(first["memory"]["total"], rel=0.25)
+    assert first["predicted"]["total"] == pytest.approx(first["memory"]["total"], rel=0.15)
 
 
 def test_what_can_not_be_run_is_said(tmp_path: Path) -> None:

@@ -321,6 +321,17 @@ def predicted(name: str, profile: ModelProfile) -> list[dict[str, float]]:
     return memory_account(profile, Recipe(batch_size=real.BATCH), CPU, real.candidate(real.CASES[name]))
 
 
+def gradients_at_end(name: str, profile: ModelProfile) -> list[float]:
+    """What the plan says that gradients take when the optimizer steps, by pipe rank."""
+    one = real.candidate(real.CASES[name])
+    candidates, columns = Candidates.of([one]), planner_memory._Columns(len(profile.kinds))
+    pieces = {piece: np.zeros((columns.count, 1)) for piece in PIECES}
+    planner_memory._put_amounts(profile, Recipe(batch_size=real.BATCH), CPU, candidates, columns, pieces)
+    ((_, counts, ranks),) = planner_memory._groups(profile, candidates, columns)
+    assert ranks[-one.pp :].tolist() == [*range(one.pp)]  # the last moment
+    return (counts[-one.pp :] @ pieces["gradients"][:, 0]).tolist()
+
+
 @pytest.mark.parametrize("name", tiered(real.CASES, EVERYDAY))
 def test_bytes_of_real_runs(name: str, measured: Measured, profile: ModelProfile) -> None:
     """State to the byte (shards may be padded), and what malloc gives out at most.
@@ -328,8 +339,10 @@ def test_bytes_of_real_runs(name: str, measured: Measured, profile: ModelProfile
     That includes what Python needs for itself, some 0.3 MiB of 8 to 60.
     """
     fields = real.CASES[name]
-    for truth, ours in zip(measured(name), predicted(name, profile), strict=True):
+    ends = gradients_at_end(name, profile)
+    for truth, ours, at_end in zip(measured(name), predicted(name, profile), ends, strict=True):
         assert ours["optimizer"] == pytest.approx(truth["optimizer"], rel=0.002)
+        assert at_end == pytest.approx(truth["gradients"], rel=0.002)
         if not fields.get("level"):
             assert ours["parameters"] == pytest.approx(truth["parameters"], rel=0.001)
         assert -0.12 <= ours["total"] / truth["peak"] - 1 <= 0.10, (truth, ours)

@@ -510,10 +510,6 @@ def measure(out: str) -> None:
     os._exit(0)
 
 
-if __name__ == "__main__":
-    measure(sys.argv[1])
-
-
 def test_a_profile_says_what_inputs_were_made_up() -> None:
     class Images(nn.Module):
         def __init__(self) -> None:
@@ -528,5 +524,9 @@ def test_a_profile_says_what_inputs_were_made_up() -> None:
     shown = ExampleInputs("a batch", (torch.empty(16, 3, 32, 32, device="meta"),), is_guess=False)
     known = profile_module(Images(), device_type="cpu", example=shown)
     assert known.guessed == ""
-    assert known.flops == pytest.approx(guessed.flops * (30 / 222) ** 2, rel=0.01)
+    assert known.flops == pytest.approx(guessed.flops * (30 / 222) ** 2, rel=1e-3)  # but for the head
     assert ModelProfile.from_json(guessed.to_json()) == guessed
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1])

@@ -75,12 +75,10 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile
     from autolaunch_strategies.planner.profile_cache import cached_profile
     from autolaunch_strategies.planner.subject import Holder
 
-    is_language_model = config["model"].get("name") in ("llama", "hf") and task_of(config["model"]) in (
-        None,
-        "causal_lm",
-    )
+    model = config["model"]
+    is_known = not config["module"] and "_target_" not in model and model.get("name") in ("llama", "hf")
+    is_known = is_known and task_of(model) in (None, "causal_lm")
     with Construction(config["seed"]).recording():
-        is_known = is_language_model and not config["module"] and "_target_" not in config["model"]
         if is_known:
             module: nn.Module = Holder(build_adapted_model(config)[0])
         else:

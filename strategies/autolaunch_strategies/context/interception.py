@@ -18,7 +18,7 @@ from autolaunch_strategies.mesh.layout import Layout, Peers
 from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
 from autolaunch_strategies.sharded_sequence.parts import whole
 from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut, repeated_to
-from autolaunch_strategies.torch_private.attention import attention_replaced
+from autolaunch_strategies.torch_private.attention import ATTENTION_ARGUMENTS, HEADS, attention_replaced
 from autolaunch_strategies.torch_private.backward import is_differentiating, run_backward
 from autolaunch_strategies.torch_private.modes import is_active
 
@@ -103,7 +103,7 @@ class AttentionCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        arguments = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
+        arguments = dict(zip(ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
         if self.within is None and SequenceShard in types:
             return self._attention_outside(func, arguments)
         within = self._now(arguments["query"].shape[-2])
@@ -149,7 +149,7 @@ class AttentionCalls(TorchFunctionMode):
     def _attention(self, within: Within, arguments: dict[str, Any]) -> Any:
         """As `F.scaled_dot_product_attention` of whole sequences, on q, k, v [b, h, local, d]: this rank's rows."""
         arguments, layout = dict(arguments), within.layout
-        q, k, v = (arguments.pop(name) for name in ("query", "key", "value"))
+        q, k, v = (arguments.pop(name) for name in HEADS)
         mask, is_causal = arguments.pop("attn_mask", None), arguments.pop("is_causal", False)
         if q.dim() < 3 or q.shape[-2] != layout.local:  # along something else than the sequence
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, **arguments)
@@ -271,14 +271,12 @@ class AttentionCalls(TorchFunctionMode):
         return mask
 
 
-_HEADS = ("query", "key", "value")
-_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MULTI_HEAD_ARGUMENTS = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
 
 
 def _positions_of_heads(arguments: dict[str, Any], dim: int) -> Positions | None:
     """The positions that queries, keys and values have along `dim`; None if not all are sharded and by the same."""
-    heads = [arguments[name] for name in _HEADS]
+    heads = [arguments[name] for name in HEADS]
     if not all(isinstance(item, SequenceShard) and item.sequence_dim == dim for item in heads):
         return None
     positions: Positions = heads[0].positions
@@ -288,7 +286,7 @@ def _positions_of_heads(arguments: dict[str, Any], dim: int) -> Positions | None
 
 def _parts_of_heads(arguments: dict[str, Any], dim: int) -> dict[str, Any]:
     """What this rank holds of queries, keys and values, padded."""
-    return {name: repeated_to(arguments[name].local, dim, arguments[name].positions.layout.local) for name in _HEADS}
+    return {name: repeated_to(arguments[name].local, dim, arguments[name].positions.layout.local) for name in HEADS}
 
 
 def _is_all(positions: Positions) -> bool:

@@ -33,10 +33,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autolaunch_strategies.config import ConfigError, ContextParallel
 from autolaunch_strategies.context.arguments import Form, flattened
+from autolaunch_strategies.context.experts_on_parts import experts_on_parts
 from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.opened import OpenedForward
 from autolaunch_strategies.context.shown import show_whole
-from autolaunch_strategies.context.tokens_apart import experts_on_parts
 from autolaunch_strategies.context.transformers_attention import is_cache
 from autolaunch_strategies.context.trial_parameters import no_small_parameters
 from autolaunch_strategies.mesh.layout import Layout, Peers

@@ -28,7 +28,7 @@ from autolaunch_strategies.model.random_streams import RANDOM_FUNCTIONS, own_str
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.tensor.sharding_errors import raise_explained
 from autolaunch_strategies.tensor.vocabulary_loss import vocabulary_cross_entropy
-from autolaunch_strategies.torch_private.attention import with_heads_for_kernels
+from autolaunch_strategies.torch_private.attention import ATTENTION_ARGUMENTS, HEADS, with_heads_for_kernels
 from autolaunch_strategies.torch_private.backward import run_backward, version_of
 from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 from autolaunch_strategies.torch_private.modes import changes_first
@@ -100,10 +100,9 @@ class MixedTensors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if SequenceShard in types:
-            if (
-                func in _OF_SHARDS
-                and (result := _OF_SHARDS[func](self.replicate, func, args, kwargs or {})) is not None
-            ):
+            own = _OF_SHARDS.get(func)
+            result = None if own is None else own(self.replicate, func, args, kwargs or {})
+            if result is not None:
                 return result
             with self:  # what is computed of this rank's positions may be sharded, too
                 return SequenceShard.__torch_function__(func, types, args, kwargs)
@@ -209,7 +208,7 @@ def _warn_once(name: str, error: str) -> None:
 
 def _attention(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     """Scaled dot product attention on each rank's own heads: q, k, v are [..., heads, s, d], sharded over heads."""
-    return _by_heads(replicate, dict(zip(_ATTENTION, args, strict=False)) | kwargs)
+    return _by_heads(replicate, dict(zip(ATTENTION_ARGUMENTS, args, strict=False)) | kwargs)
 
 
 def _by_heads(
@@ -218,7 +217,7 @@ def _by_heads(
     """Attention on each rank's own heads.
 
     Args:
-        see: what the function is given as this rank's queries, keys and values; and gives what that is a view of.
+        see: makes of this rank's queries, keys and values what attention is called with.
     """
     q = replicate(arguments.pop("query"))
     mask = arguments.pop("attn_mask", None)
@@ -243,15 +242,15 @@ def _by_heads(
 
 
 def _attention_of_shards(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
-    """As `_attention`, of sequence shards, which what computes attention for cp sees of own heads; None: not such."""
-    arguments = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+    """As `_attention`, where sequences are sharded, too: cp is asked with shards of own heads. None: they are not."""
+    arguments = dict(zip(ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
     lead, dim = arguments["query"], arguments["query"].dim() - 2
-    for name in _ATTENTION[:3]:
+    for name in HEADS:
         item = arguments[name]
         if not isinstance(item, SequenceShard) or (item.sequence_dim, item.positions) != (dim, lead.positions):
             return None
         arguments[name] = item.local
-    sharded = _first_sharded(arguments[name] for name in _ATTENTION[:3])
+    sharded = _first_sharded(arguments[name] for name in HEADS)
     if sharded is None:
         return None
     replicate = replicate if sharded.device_mesh == replicate.mesh else Replicator(sharded.device_mesh)
@@ -419,7 +418,6 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, *_TRANSPOSED_CONVOLUTIONS)
 _NORMS_WITH_STATISTICS = (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)
 """What these write into running statistics, which are plain, would be lost where DTensor shards those to fit."""
 
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _OF_SHARDS: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _attention_of_shards,
     F.multi_head_attention_forward: _shards_on_whole_tensors,

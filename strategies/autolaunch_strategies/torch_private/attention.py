@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+HEADS = ("query", "key", "value")
+ATTENTION_ARGUMENTS = (*HEADS, "attn_mask", "dropout_p", "is_causal")
+"""Of `scaled_dot_product_attention`, in their order."""
+
 
 @contextmanager
 def attention_replaced(attention: Callable[..., Any]) -> Iterator[None]:

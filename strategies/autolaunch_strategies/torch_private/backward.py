@@ -38,7 +38,7 @@ def run_backward(
 
 
 def run_backward_of(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """As `torch.autograd.backward`, which from torch 2.13 on leaves function modes; here they stay active, too."""
+    """As `torch.autograd.backward`, but function modes stay active, as in `run_backward` (torch 2.13 leaves them)."""
     torch.autograd.graph._engine_run_backward(
         tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

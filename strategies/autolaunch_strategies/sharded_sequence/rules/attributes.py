@@ -24,15 +24,16 @@ def of_local(func: Any, args: Any, kwargs: Any) -> Any:
 def filled(func: Any, args: Any, kwargs: Any) -> Any:
     """A new tensor, the same for all positions: a shard if it has as many dims, and has the sequence where that is."""
     shard, *rest = args
-    sizes = kwargs.get("size", rest[0] if rest and not isinstance(rest[0], int) else rest)
-    dim = shard.sequence_dim
+    if rest and isinstance(rest[0], int):
+        rest = [rest]  # sizes one by one
+    sizes, dim = kwargs["size"] if "size" in kwargs else rest[0], shard.sequence_dim
     if len(sizes) != len(shard.sizes) or sizes[dim] != shard.positions.size:
         return of_local(func, args, kwargs)
     own = (*sizes[:dim], shard.local.shape[dim], *sizes[dim + 1 :])
     if "size" in kwargs:
-        kwargs, rest = kwargs | {"size": own}, rest
+        kwargs = kwargs | {"size": own}
     else:
-        rest = [own] if isinstance(rest[0], int) else [own, *rest[1:]]
+        rest[0] = own
     return as_shards(func(shard.local, *rest, **kwargs), shard, from_right(shard))
 
 

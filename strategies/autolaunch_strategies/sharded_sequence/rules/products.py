@@ -24,6 +24,7 @@ from autolaunch_strategies.sharded_sequence.parts import (
     whole,
 )
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
+from autolaunch_strategies.torch_private.attention import ATTENTION_ARGUMENTS, HEADS
 
 _ORDER = ("input", "second", "third", "fourth", "fifth", "sixth", "seventh")
 
@@ -141,13 +142,10 @@ def _with_named_dims(terms: list[str], term_out: str, dims: list[int]) -> tuple[
     return expanded, named_dims(term_out, max(counts, default=0))
 
 
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-
-
 def attention(func: Any, args: Any, kwargs: Any) -> Any:
     """`scaled_dot_product_attention` of this rank's queries to all keys: what no backend of cp computes."""
-    arguments = named(_ATTENTION, args, kwargs)
-    query, keys, values = (arguments.pop(name) for name in _ATTENTION[:3])
+    arguments = named(ATTENTION_ARGUMENTS, args, kwargs)
+    query, keys, values = (arguments.pop(name) for name in HEADS)
     if not isinstance(query, SequenceShard) or from_right(query) != 2 or not _is_matrix(keys) or not _is_matrix(values):
         raise NeedsWhole
     if arguments.pop("is_causal", False):
