@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import shutil
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -17,10 +19,11 @@ import pytest
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 from omegaconf import OmegaConf
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from autolaunch_strategies import ConfigError, MeshStrategy
 from autolaunch_strategies.checkpoint.files import MANIFEST, problem_with, read_manifest, write_manifest
-from autolaunch_strategies.checkpoint.plain_data import NotPlainData, load_plain
+from autolaunch_strategies.checkpoint.plain_data import NotPlainData, load_plain, unpickle
 from autolaunch_strategies.checkpoint.storage import Writer
 from autolaunch_strategies.checkpoint.whole import whole_checkpoint
 from autolaunch_strategies.mesh.process_group import leave_process_group
@@ -242,13 +245,37 @@ def test_plain_data_of_many_kinds_come_back(tmp_path: Path) -> None:
     assert str(loaded) == str(values)
 
 
-@pytest.mark.parametrize("name", ["eval", "getattr", "exec", "__import__"])
-def test_builtins_that_do_something_are_not_given(name: str, tmp_path: Path) -> None:
-    (tmp_path / "x.pickle").write_bytes(b"c__builtin__\n" + name.encode() + b"\n.")
-    with (tmp_path / "x.pickle").open("rb") as file, pytest.raises(NotPlainData):
-        from autolaunch_strategies.checkpoint.plain_data import unpickle
+@pytest.mark.parametrize("name", ["eval", "exec", "__import__", "setattr"])
+def test_builtins_that_do_something_are_not_given(name: str) -> None:
+    with pytest.raises(NotPlainData):
+        unpickle(io.BytesIO(b"c__builtin__\n" + name.encode() + b"\n."))
 
-        unpickle(file)
+
+def _attribute(of: str, name: str) -> io.BytesIO:
+    """`getattr(of, name)`, as Python up to 3.11.3 pickles a member of an enumeration."""
+    return io.BytesIO(
+        f"c__builtin__\ngetattr\n(c{of}\nX".encode() + struct.pack("<I", len(name)) + name.encode() + b"tR."
+    )
+
+
+def test_members_of_enumerations_come_back_as_any_python_wrote_them() -> None:
+    module = "torch.distributed.checkpoint.metadata"
+    found = unpickle(_attribute(f"{module}\n_MEM_FORMAT_ENCODING", "TORCH_PRESERVE_FORMAT"))
+    assert found is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    assert unpickle(io.BytesIO(pickle.dumps(found))) is found
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        ("pathlib\nPath", "touch"),
+        ("__builtin__\ndict", "__init__"),
+        ("torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING", "__class__"),
+    ],
+)
+def test_other_attributes_are_not_given(of: str, name: str) -> None:
+    with pytest.raises(NotPlainData, match="getattr"):
+        unpickle(_attribute(of, name))
 
 
 def test_what_the_user_declared_safe_is_given(tmp_path: Path) -> None:
