@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +114,22 @@ def test_one_process_multiplies_in_float8(command: Commands) -> None:
 
 @pytest.mark.full
 def test_a_dry_run_converts_the_same_layers(command: Commands) -> None:
-    done = command("dryrun", "mesh=2", "dp=fsdp")
-    (first, _) = json.loads((done.directory / "dryrun.json").read_text())["ranks"]
-    assert first["predicted"]["total"] == pytest.approx(first["memory"]["total"], rel=0.05)
+    float8, bf16 = (
+        json.loads((command("dryrun", "mesh=2", "dp=fsdp", *more).directory / "dryrun.json").read_text())["ranks"][0]
+        for more in ((), ("precision=bf16-mixed",))
+    )
+    assert float8["predicted"]["total"] == pytest.approx(float8["memory"]["total"], rel=0.05)
+    assert float8["collectives"] == bf16["collectives"]  # weights are gathered in bf16
+
+
+@pytest.mark.full
+def test_the_planner_knows_what_it_gains(tmp_path: Path) -> None:
+    plan = Commands(tmp_path, "plan", "model.size=8b", "data=synthetic", "data.seq_len=8192", "data.batch_size=128")
+    float8, bf16 = (
+        plan("cluster=h100x8", f"precision={precision}").plan["reasons"]["choice"]["chosen"]
+        for precision in ("float8", "bf16-mixed")
+    )
+    assert "compile=true" in float8["overrides"]
+    assert 1.1 < bf16["seconds"] / float8["seconds"] < 1.5
+    told = plan("cluster=a100_80x8", "precision=float8", code=2).screen
+    assert "cluster.peak_tflops has no fp8 for a100_80" in told and "precision=bf16-mixed" in told

@@ -14,6 +14,7 @@ from autolaunch_strategies.planner.choose import make_plan
 from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.fit import Run, fit
 from autolaunch_strategies.planner.hardware import Hardware, hardware_from, hardware_to
+from autolaunch_strategies.planner.profile import ModelProfile
 from autolaunch_strategies.planner.stacks import GENERATIONS, STACKS, constants_of
 from autolaunch_strategies.planner.time import step_time
 from tests import ROOT
@@ -63,18 +64,37 @@ def test_long_sequences_tell_older_attention_apart() -> None:
     assert 1.0 < slower(4096) < 1.1 < slower(131072) < 0.53 / 0.33
 
 
-def test_float8_gains_more_from_larger_matrices() -> None:
-    def gain(size: str) -> float:
-        seconds = [
-            step_time(
-                llama(size), dataclasses.replace(recipe(8), compute=compute), cluster(), Candidates.of([Candidate()])
-            )
-            for compute in ("bf16", "fp8")
-        ]
-        return float(seconds[0].parts["compute"][0] / seconds[1].parts["compute"][0])
+def gain_of_float8(profile: ModelProfile, compile: int = 1, part: str = "compute", stack: str = "torch") -> float:
+    """How many times as fast a part of the step is as in bf16."""
+    candidates, hardware = Candidates.of([Candidate(compile=compile)]), cluster(stack=stack)
+    bf16, fp8 = (
+        step_time(profile, dataclasses.replace(recipe(8), compute=compute), hardware, candidates).parts[part][0]
+        for compute in ("bf16", "fp8")
+    )
+    return float(bf16 / fp8)
 
-    assert 1.2 < gain("8b") < gain("70b") < gain("405b") < 2 * GENERATIONS["hopper"]["fp8"]
-    assert gain("405b") > 1.1 * gain("8b")
+
+def test_float8_gains_more_from_larger_matrices() -> None:
+    gains = [gain_of_float8(llama(size)) for size in ("8b", "70b", "405b")]
+    assert 1.2 < gains[0] < gains[1] < gains[2] < 2 * GENERATIONS["hopper"]["fp8"]
+    assert gains[2] > 1.1 * gains[0]
+
+
+def test_float8_needs_a_compiler_on_torch() -> None:
+    assert gain_of_float8(llama("8b"), compile=0) < 0.7
+    assert gain_of_float8(llama("8b"), compile=0, stack="megatron") > 1.2  # its kernels are written by hand
+
+
+def test_heads_and_stacked_experts_stay_in_bf16_beside_float8() -> None:
+    profile, none = llama("8b"), dataclasses.replace(llama("8b").kinds[0], matmuls=())
+    assert gain_of_float8(dataclasses.replace(profile, kinds=(none,))) == 1.0
+    (kind,) = profile.kinds
+    experts = tuple(dataclasses.replace(item, routed=True, count=8) for item in kind.matmuls)
+    odd = tuple(dataclasses.replace(item, inner=item.inner + 8) for item in kind.matmuls)
+    for matmuls in (experts, odd):
+        assert gain_of_float8(dataclasses.replace(profile, kinds=(dataclasses.replace(kind, matmuls=matmuls),))) == 1.0
+    mixture = dataclasses.replace(profile, kinds=(dataclasses.replace(kind, matmuls=experts),))
+    assert gain_of_float8(mixture, stack="megatron") > 1.2
 
 
 def test_runs_on_other_devices_say_nothing() -> None:

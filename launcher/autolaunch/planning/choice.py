@@ -14,11 +14,11 @@ from autolaunch.models.hf_tasks import task_of
 from autolaunch.planning.known_profiles import KnownProfile
 from autolaunch.planning.wanted import typed_keys, wanted_by
 from autolaunch_strategies.config import FLOAT8_RECIPES, ConfigError, lightning_precision
-from autolaunch_strategies.config.precision import AROUND_FLOAT8
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from autolaunch_strategies.planner.hardware import Hardware
     from autolaunch_strategies.planner.plan import Plan
     from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 
@@ -61,6 +61,7 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
         # What a module of one's own computes is not known; the first step of a pipeline would tell.
         mean_loss=not config["module"] and config["model"].get("loss") != "output",
         tf32=config["matmul_precision"] in ("high", "medium"),
+        float8=config["precision"] in FLOAT8_RECIPES,
     )
     return profile, recipe
 
@@ -128,9 +129,25 @@ def plan_of(config: Mapping[str, Any], typed: Iterable[str]) -> Plan:
     from autolaunch_strategies.planner.choose import make_plan
 
     hardware = hardware_of(config["cluster"])
+    _check_float8(config["precision"], hardware)
     wanted = wanted_by(typed, config)
     profile, recipe = profile_of(config, hardware.device)
     return make_plan(profile, dataclasses.replace(recipe, steps=_steps(config, typed)), hardware, wanted)
+
+
+def _check_float8(precision: str, hardware: Hardware) -> None:
+    """Refuse float8 on GPUs that have none. CPUs compute it, slowly.
+
+    Raises:
+        ConfigError: no peak is known of it.
+    """
+    if precision in FLOAT8_RECIPES and hardware.device == "cuda" and not hardware.flops.get("fp8"):
+        raise ConfigError(
+            f"precision={precision}",
+            f"cluster.peak_tflops has no fp8 for {hardware.name}",
+            "clusters of GPUs of compute capability 8.9 or more (L4, H100, ...)",
+            "precision=bf16-mixed",
+        )
 
 
 def _steps(config: Mapping[str, Any], typed: Iterable[str]) -> int | None:
@@ -171,11 +188,6 @@ def choice_of(
     account = document(plan)
     account["warnings"] = [*account["warnings"], *_remarks(plan)]
     account["precision"] = ", ".join(arithmetic_words(config, by_device))
-    if config["precision"] in FLOAT8_RECIPES:
-        account["warnings"].append(
-            f"precision={config['precision']} is planned as {AROUND_FLOAT8}: memory is the same, and multiplications "
-            "take less time than is said here."
-        )
     if config["why"]:
         account["why"] = why(plan, asked_of(config["why"])).to_dict()
     chosen = overrides(plan.chosen, plan.profile, plan.recipe)

@@ -171,6 +171,8 @@ def _put_states(
         alone = suffix != "_shared" and (not suffix or not profile.shared_parameters)  # tied, both ends are one table
         # Stages keep one copy of those that are not gathered so, for all microbatches.
         once = np.where((c.pp > 1) & (c.compile == 0), part.linear_share, 0.0) * (cast == 0)
+        if recipe.compute == "fp8":
+            once = once * bool(suffix)  # layers of blocks that multiply so copy by themselves
         put("parameters", f"state{suffix}", dense * once * recipe.cast_bytes, kind)
         copies = dense * (1 - cast) * (1 - once) * recipe.cast_bytes
         each = recipe.gathered_bytes * (1 - cast) + recipe.cast_bytes * cast

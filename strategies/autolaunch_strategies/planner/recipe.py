@@ -29,6 +29,7 @@ def recipe_of(
     trained: float = 1.0,
     mean_loss: bool = True,
     tf32: bool = False,
+    float8: bool = False,
 ) -> Recipe:
     """The recipe of a job.
 
@@ -41,6 +42,7 @@ def recipe_of(
         trained: share of the parameters that is trained.
         mean_loss: whether the loss is a mean over samples.
         tf32: whether products of fp32 are computed in TF32.
+        float8: whether linear layers of blocks multiply in float8.
 
     Raises:
         ConfigError: an unknown precision.
@@ -51,7 +53,7 @@ def recipe_of(
     stored, autocast = _PRECISIONS[name]
     gathered = (dp or {}).get("param_dtype") or stored
     reduced = (dp or {}).get("reduce_dtype") or gathered
-    compute = autocast or gathered
+    compute = "fp8" if float8 else autocast or gathered
     casts = autocast is not None and _BYTES[gathered] > _BYTES[autocast]
     asked = {key: value for key, value in (dp or {}).items() if key in ("param_dtype", "reduce_dtype")}
     kind = optimizer.rpartition(".")[2].lower()

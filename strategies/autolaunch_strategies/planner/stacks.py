@@ -54,6 +54,9 @@ STACKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
 
 TORCH = "torch"
 
+NATIVE_STACKS = ("torch", "torch_2024")
+"""Stacks in which fp8 is torchao's: kernels are fused by the compiler alone, and stacked experts multiply in bf16."""
+
 CAST_WEIGHTS_ONCE = ("megatron", "megatron_2021")
 """Stacks that bring weights to fp8 once a step (Transformer Engine's `is_first_microbatch`)."""
 

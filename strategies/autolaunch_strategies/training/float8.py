@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from autolaunch_strategies.config import ConfigError, check_torchao
+from autolaunch_strategies.data_parallel.sharding import CastsWeight
 from autolaunch_strategies.experts.find import find_routers
 from autolaunch_strategies.model.blocks import Block
 
@@ -67,12 +67,12 @@ def convert(layers: Mapping[str, nn.Linear], recipe: str, device: torch.device) 
 
     # Gradients of weights are sums over tokens, of which there may be any number.
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
+    kind = _in_type_of_autocast(Float8Linear)
     for layer in layers.values():
         converted = Float8Linear.from_float(layer, config=config)
-        layer.__class__ = Float8Linear
+        layer.__class__ = kind
         for name, value in vars(converted).items():
             vars(layer).setdefault(name, value)
-        layer.register_forward_pre_hook(_in_type_of_autocast)
 
 
 def check_shards(layers: Mapping[str, nn.Linear]) -> None:
@@ -104,8 +104,21 @@ def _unfit(layer: nn.Linear) -> str | None:
     return None
 
 
-def _in_type_of_autocast(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What autocast does before a linear layer: torchao's asks for CUDA's alone."""
-    x, *others = args
-    kind = x.device.type
-    return (x.to(torch.get_autocast_dtype(kind)), *others) if torch.is_autocast_enabled(kind) else args
+def _in_type_of_autocast(base: type[nn.Linear]) -> type[nn.Linear]:
+    """torchao's layer that takes input and weight in the type of autocast, as `nn.Linear` does.
+
+    torchao's own asks for CUDA's autocast alone and casts the input. With the weight, too, a weight that is gathered in
+    bf16 gives the numbers of one that is whole.
+    """
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+    class Float8(CastsWeight, base):  # type: ignore[misc, valid-type]  # a base that is known once torchao is imported
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            kind, weight = input.device.type, self.weight
+            if torch.is_autocast_enabled(kind):
+                dtype = torch.get_autocast_dtype(kind)
+                input, weight = input.to(dtype), weight.to(dtype)
+            output = matmul_with_hp_or_float8_args.apply(input, weight.t(), self.linear_mm_config, self.config)
+            return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    return Float8
