@@ -140,8 +140,8 @@ def _published(row: dict[str, str]) -> Published | None:
         backend=CP_BACKENDS.index(ring) if cp > 1 else 0,
         ulysses=cp if ring == "ulysses" else 1,
     )
-    torch_native = re.search("torchtitan|fsdp|foundry|mpt|maxtext", f"{row['source']} {note}".lower())
-    stack = "megatron_2021" if not profile.kinds[0].attention else "torch_2024" if torch_native else "megatron"
+    torch_stack = "torch_2024" if _is_torch(row, note) else "megatron"
+    stack = torch_stack if profile.kinds[0].attention else "megatron_2021"
     hardware = _hardware(row, devices, stack)
     seconds = _seconds(row, note, profile, recipe, candidate, devices)
     sweep = tuple(row.get(key) or "" for key in ("source", "model", "n_gpus", "gbs", "seq", "gpu", "precision"))
@@ -151,6 +151,11 @@ def _published(row: dict[str, str]) -> Published | None:
     return Published(row["source"], row["model"], sweep, run, profile, memory, row)
 
 
+def _is_torch(row: dict[str, str], note: str) -> bool:
+    """Whether torch's own kernels ran, or a compiler's."""
+    return bool(re.search("torchtitan|fsdp|foundry|mpt|maxtext", f"{row['source']} {note}".lower()))
+
+
 def _model(row: dict[str, str], note: str, sends_over: int = 1) -> ModelProfile:
     hidden, heads, seq = _whole(row, "hidden", 0), _whole(row, "heads", 0), _whole(row, "seq", 2048)
     heads = heads or hidden // 128
@@ -158,13 +163,15 @@ def _model(row: dict[str, str], note: str, sends_over: int = 1) -> ModelProfile:
     name = row["model"].lower()
     modern = (row.get("precision") or "").lower()[:4] not in ("fp16", "") or "flash" in note
     every_second = row.get("recompute") == "selective_op"  # what torchtitan computes again
+    written_out = _is_torch(row, note) and "maxtext" not in f"{row['source']} {note}".lower()
     glu = "llama" in name or "mistral" in name or "mixtral" in name or "qwen" in name or ffn != 4 * hidden
     vocab, mp = _whole(row, "vocab", 51200), max(_whole(row, "tp", 1), 1)
     if mp > 1:  # vocabularies are made divisible where they are divided, and are else as stated
         vocab = math.ceil(vocab / (128 * mp)) * 128 * mp
     key_heads = _whole(row, "kv_heads", heads)
     return _profile(
-        _whole(row, "layers", 0), hidden, heads, seq, vocab, key_heads, ffn, glu, modern, name, sends_over, every_second
+        *(_whole(row, "layers", 0), hidden, heads, seq, vocab, key_heads, ffn),
+        *(glu, modern, name, sends_over, every_second, written_out and glu),
     )
 
 
@@ -182,8 +189,9 @@ def _profile(
     name: str,
     sends_over: int,
     every_second: bool,
+    written_out: bool,
 ) -> ModelProfile:
-    """`modern`: fused attention and no dropout; else as Megatron of 2021."""
+    """`modern`: fused attention and no dropout; else as Megatron of 2021. `written_out`: as Llama's code in torch."""
     profile = transformer_profile(
         layers,
         hidden,
@@ -199,6 +207,7 @@ def _profile(
         tied=not glu,
         learned_positions=not glu,
         selective="outputs" if modern else "attention",
+        written_out=written_out,
         name=name,
     )
     if every_second:

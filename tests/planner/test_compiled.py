@@ -158,9 +158,9 @@ def test_neighbours_are_one_kernel_and_what_lies_between_them_is_not_moved() -> 
 
 
 EAGER = transformer_profile(
-    32, 4096, 32, 8192, 128256, kv_heads=8, ffn=14336, glu=True, fused_norms=False, name="Llama"
+    32, 4096, 32, 8192, 128256, kv_heads=8, ffn=14336, glu=True, written_out=True, name="Llama"
 )  # fmt: skip
-"""Llama 3 8B with the norms of torch, each of which is several kernels."""
+"""Llama 3 8B as torch runs its code: a kernel for each operator."""
 
 
 @pytest.fixture(scope="module")

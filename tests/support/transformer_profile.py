@@ -30,7 +30,7 @@ def transformer_profile(
     tied: bool = False,
     learned_positions: bool = False,
     selective: Literal["outputs", "attention"] = "outputs",
-    fused_norms: bool = True,
+    written_out: bool = False,
     element_bytes: int = 2,
     logit_bytes: float = 12,
     name: str = "",
@@ -51,7 +51,8 @@ def transformer_profile(
         selective: what `recompute=selective` does: `outputs` keeps outputs of matrix products and attention, and
             computes the rest again, as our runtime; `attention` computes again what is between keys and the output
             of plain attention, as Megatron.
-        fused_norms: whether a norm is one kernel that keeps its input; else it keeps two copies in fp32, too.
+        written_out: whether norms, rotary positions and gates are operators of torch, as in Llama's code, each a kernel
+            that keeps what it needs; else one kernel each, which keeps its inputs.
         element_bytes: of an activation.
         logit_bytes: for each logit, all that the loss needs, of which 4 (the logits in fp32) are kept.
 
@@ -83,27 +84,32 @@ def transformer_profile(
     whole_weights = 2 * hidden * (2 if bias else 1) + (2 * hidden if bias else 0)
 
     # Kept: inputs of both norms and of the products after them, and dropout's masks, whole; the rest divided.
-    whole = float(s) * hidden * (4 * e + 2 * masks + (0 if fused_norms else 2 * 2 * 4))
+    whole = float(s) * hidden * (4 * e + 2 * masks + (2 * (4 + e) if written_out else 0))
     kept_scores = scores * (e + (e + 1 if dropout else 0))
     divided = float(s) * (e * (2 * query + 2 * keys) + e * (up + ffn)) + kept_scores
     divided += 0 if plain else 4.0 * s * heads
+    gates = float(s) * e * ffn if written_out and glu else 0.0
     if selective == "outputs":
         selective_divided = float(s) * e * (2 * query + 2 * keys + up) + scores * e
         selective_whole = 3.0 * s * hidden * e
     else:
-        selective_divided, selective_whole = divided - kept_scores, whole
+        selective_divided, selective_whole = divided + gates - kept_scores, whole
 
     # Moved in the forward pass: norms read and write, residual additions read two and write one, and dropout its mask.
-    moved_whole = s * hidden * (2 * 2 * e + 2 * (3 * e + masks)) * (1.0 if fused_norms else 2.0)
+    # Written out, a norm goes to fp32 and back, squares, takes the mean, and multiplies twice.
+    norm = 28 + 4 * e if written_out else 2 * e
+    moved_whole = s * hidden * (2 * norm + 2 * (3 * e + masks))
     softmax = scores * (2 * e + (2 * e + 1 if dropout else 0))
-    rotary = 0 if learned_positions else 2 * e * s * (query + keys)
-    moved_divided = s * e * (up + ffn) + 2.0 * e * s * query + rotary + softmax
+    fused_rotary = 0 if learned_positions else 2 * e * s * (query + keys)
+    rotary = (5 if written_out else 1) * fused_rotary  # two products, a sum, and halves that change places
+    gate = s * e * (5 * ffn if written_out and glu else up + ffn)
+    moved_divided = gate + 2.0 * e * s * query + rotary + softmax
     kernels = 16 if plain else 13
     kernels += (3 if dropout else 0) + (0 if learned_positions else 4) + (1 if glu else 0)
-    kernels += 0 if fused_norms else 8
+    kernels += 14 + (0 if learned_positions else 6) + (1 if glu else 0) if written_out else 0
     # Compiled, the first addition and the second norm are one kernel, and nothing of a norm but its input is kept.
     compiled_whole = s * hidden * (9.0 * e + 2 * masks)
-    compiled_divided = s * e * (up + ffn) + rotary + scores * (2 * e + (1 if dropout else 0))
+    compiled_divided = s * e * (up + ffn) + fused_rotary + scores * (2 * e + (1 if dropout else 0))
     saved_whole = float(s) * hidden * (4 * e + 2 * masks)
     compiled = Compiled(
         moved_bytes=compiled_whole + compiled_divided,
@@ -123,8 +129,8 @@ def transformer_profile(
         moved_bytes=moved_whole + moved_divided,
         sharded_moved_bytes=moved_divided,
         kernels=kernels,
-        saved_bytes=whole + divided,
-        sharded_saved_bytes=divided,
+        saved_bytes=whole + divided + gates,
+        sharded_saved_bytes=divided + gates,
         selective_bytes=selective_whole + selective_divided,
         sharded_selective_bytes=selective_divided,
         selective_share=1.0 if selective == "outputs" else softmax / (moved_whole + moved_divided),
