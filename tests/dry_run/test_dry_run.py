@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autolaunch_strategies.config import ConfigError, parallel_config
 from autolaunch_strategies.dry_run.agreement import disagreements
 from autolaunch_strategies.dry_run.ranks import pretend_ranks
-from autolaunch_strategies.dry_run.step import PretendedRank, Training
+from autolaunch_strategies.dry_run.step import PretendedRank, Training, _OneStep
 from autolaunch_strategies.dry_run.trace import Exchange, Trace
 from autolaunch_strategies.planner.candidate import Candidate
 from autolaunch_strategies.planner.memory import memory_account
@@ -145,6 +145,26 @@ def test_a_rank_makes_its_chunk_alone() -> None:
         with own_chunk_alone():
             chunks = fsdp._chunk_with_empty(tensor, ranks, dim)
             assert all(torch.equal(chunks[rank], all_parts[rank]) for rank in range(ranks))
+
+
+@pytest.mark.parametrize("name", ["exact", "interleaved", "zbv"])
+def test_the_step_is_one_of_a_training_that_goes_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, warm_up = pretended_ranks(training(name)), _OneStep.warm_up
+
+    def with_a_step(self: _OneStep) -> None:
+        warm_up(self)
+        with self.step.around():
+            self.run()
+        self.name_all()
+
+    monkeypatch.setattr(_OneStep, "warm_up", with_a_step)
+    assert pretended_ranks(training(name)) == first
+
+
+@pytest.mark.parametrize("name", ["1f1b_4", "zbv"])
+def test_a_rank_alone_does_what_it_does_beside_others(name: str) -> None:
+    for rank in pretended_ranks(training(name)):
+        assert pretend_ranks(training(name), [rank.rank]) == [rank]
 
 
 def test_ranks_that_do_not_agree_are_told() -> None:

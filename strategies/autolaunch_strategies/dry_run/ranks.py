@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
+from itertools import pairwise
 
 from autolaunch_strategies.config import AXES, ConfigError, MeshShape, ParallelConfig
 from autolaunch_strategies.dry_run.step import PretendedRank, Training, pretend
-from autolaunch_strategies.dry_run.world import NotSaidYet, World
+from autolaunch_strategies.dry_run.world import NotSaidYet, Said, Way, World
 from autolaunch_strategies.mesh.rank_mesh import coordinates, rank_at
+from autolaunch_strategies.pipeline.placement import group_rank
+from autolaunch_strategies.schedules.schedule import placement
 from autolaunch_strategies.torch_private.tracing import reads_values
 
 
@@ -18,7 +22,7 @@ def telling_ranks(shape: MeshShape) -> list[int]:
 
 
 def pretend_ranks(training: Training, ranks: Iterable[int]) -> list[PretendedRank]:
-    """Run a step of each of these ranks, one after the other; other stages too, where one has to hear from them.
+    """Run a step of each of these ranks, one after the other; of other stages as much as one has to hear from them.
 
     Raises:
         ConfigError: no such rank, something that can't be pretended, or as a run would.
@@ -29,28 +33,45 @@ def pretend_ranks(training: Training, ranks: Iterable[int]) -> list[PretendedRan
     for rank in wanted:
         if not 0 <= rank < shape.size:
             raise ConfigError(f"rank={rank}", f"mesh={shape.name} has {shape.size} ranks", f"0 to {shape.size - 1}")
-    done: dict[int, PretendedRank | None] = {}
-    todo, waiting = list(wanted), 0
-    while todo:
-        rank = todo.pop(0)
+    line = _first_to_last(training.parallel)
+    done = {}
+    for rank in sorted(wanted, key=lambda rank: line.index(coordinates(shape, rank)["pp"])):
+        place = line.index(coordinates(shape, rank)["pp"])
+        for way in pairwise(line[: place + 1]):
+            if not world.has_heard(way):
+                _hear(training, rank, world, way, [])
+        done[rank] = _pretend(training, rank, world, None, [])
+    return [done[rank] for rank in wanted]
+
+
+def _first_to_last(parallel: ParallelConfig) -> list[int]:
+    """Places along pp in the order in which a batch comes through them first."""
+    if parallel.mesh.pp == 1 or parallel.pp is None:
+        return list(range(parallel.mesh.pp))
+    rank_of_stage = placement(parallel.pp, parallel.mesh.pp)
+    return list(dict.fromkeys(group_rank(rank_of_stage, parallel.mesh.pp, n) for n in range(len(rank_of_stage))))
+
+
+def _hear(training: Training, rank: int, world: World, way: Way, waiting: list[Way]) -> None:
+    """Run the rank at the beginning of a way, in the pipeline of `rank`, until it says something new on it."""
+    if way in waiting:
+        raise RuntimeError("stages wait for each other: none can be pretended first")
+    shape = training.parallel.mesh
+    speaker = rank_at(shape, {**coordinates(shape, rank), "pp": way[0]})
+    with suppress(Said):
+        _pretend(training, speaker, world, way, [*waiting, way])
+
+
+def _pretend(training: Training, rank: int, world: World, until: Way | None, waiting: list[Way]) -> PretendedRank:
+    while True:
         try:
-            done[rank] = pretend(training, rank, world, is_told=rank in wanted)
-            waiting = 0
+            return pretend(training, rank, world, until)
+        except NotSaidYet as silence:
+            _hear(training, rank, world, silence.way, waiting)
         except ConfigError:
             raise
-        except NotSaidYet:
-            todo.append(rank)
-            waiting += 1
-            if waiting > len(todo):
-                place = coordinates(shape, rank)
-                line = [rank_at(shape, {**place, "pp": stage}) for stage in range(shape.pp)]
-                more = [item for item in line if item not in todo and item not in done]
-                if not more and waiting > 2 * len(todo) + 2 * shape.pp:
-                    raise RuntimeError("stages wait for each other: none can be pretended first") from None
-                todo = more + todo
         except Exception as error:  # whatever a model raises when it is run
-            raise _refusal(rank, shape, error) from error
-    return [told for rank in wanted if (told := done[rank]) is not None]
+            raise _refusal(rank, training.parallel.mesh, error) from error
 
 
 def _refusal(rank: int, shape: MeshShape, error: Exception) -> ConfigError:

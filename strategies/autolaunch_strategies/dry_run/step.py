@@ -21,7 +21,7 @@ from autolaunch_strategies.config import ParallelConfig
 from autolaunch_strategies.context.parallel import gathering
 from autolaunch_strategies.data_parallel.gradients import gradient_norm, scale_gradients
 from autolaunch_strategies.dry_run.trace import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, Exchange, Trace
-from autolaunch_strategies.dry_run.world import PretendedExchange, World
+from autolaunch_strategies.dry_run.world import PretendedExchange, Way, World
 from autolaunch_strategies.experts.find import countable_mixtures
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.construction import Construction
@@ -87,16 +87,16 @@ class PretendedRank:
         return sum(self.memory[kind] for kind in KINDS)
 
 
-def pretend(training: Training, rank: int, world: World, is_told: bool = True) -> PretendedRank | None:
+def pretend(training: Training, rank: int, world: World, until: Way | None = None) -> PretendedRank:
     """Run one step as `rank` of the mesh.
 
     Args:
-        is_told: whether somebody wants to know of it; else it is run only for what other stages hear from it, and None
-            is returned.
+        until: only as far as it says something new on this way.
 
     Raises:
         ConfigError: as a run would.
-        NotSaidYet: it needs to hear from another stage, which has to be pretended before.
+        NotSaidYet: it needs to hear from another rank, which has to be pretended before.
+        Said: it has said something new on the way `until`.
     """
     parallel, trace = training.parallel, Trace()
     precision = training.precision or Precision()
@@ -107,7 +107,7 @@ def pretend(training: Training, rank: int, world: World, is_told: bool = True) -
             module, construction = training.build()
         if construction is not None:
             construction.remember(module)  # by tensors that are not fake yet
-        stack.enter_context(world.heard_by_a_rank())
+        stack.enter_context(world.heard_by_a_rank(until))
         stack.enter_context(fake_tensors())
         stack.enter_context(meshes_outside())
         stack.enter_context(whole_shapes_outside())
@@ -135,8 +135,6 @@ def pretend(training: Training, rank: int, world: World, is_told: bool = True) -
         )
         trainer = _OneStep(training, applied, module, step, batch, precision, trace)
         trainer.warm_up()
-        if not is_told:
-            return None
         with trace.listening(), step.around():
             trainer.run()
         trainer.name_all()
@@ -196,14 +194,15 @@ class _OneStep:
     def warm_up(self) -> None:
         """Bring everything into the state of a training that goes on."""
         self.name_all()
-        # In a first step calls are recorded, and it is found out what runs on parts of sequences.
-        if self.pipeline is not None or self.applied.context_parallel.sequences is not None:
+        if self.applied.context_parallel.sequences is not None:
             with self.step.around():
-                self.run()
+                self.run()  # a first step finds out what runs on parts of sequences
         else:
             for parameter in self._trained():
                 parameter.grad = torch.zeros_like(parameter)
             self._update()
+            if self._staged is not None:
+                self._staged.notice_thawed()
         self.name_all()
 
     def _trained(self) -> list[torch.nn.Parameter]:

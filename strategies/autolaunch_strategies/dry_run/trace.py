@@ -22,6 +22,7 @@ from autolaunch_strategies.torch_private.pretended import (
     resizes_told,
 )
 from autolaunch_strategies.torch_private.tracing import RESULTS_OF_FAKES, reads_values
+from autolaunch_strategies.tracing.shapes import is_on_shapes_alone
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "parameters", "gradients", "optimizer", "activations"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS)
@@ -132,6 +133,8 @@ class Trace(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._exchanged(func, args, output)
         elif func.namespace == "prim":
+            return output
+        if is_on_shapes_alone():
             return output
         for tensor in _tensors(output):
             self._see(tensor)

@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten
 
+from autolaunch_strategies.pipeline import cut, structure
+from autolaunch_strategies.pipeline.record import Recording, record
 from autolaunch_strategies.pipeline.transfer import Channel, Header
+
+Way = tuple[int, int]
+"""From one place along pp to another."""
 
 
 class NotSaidYet(BaseException):
-    """A stage waits for what another one has not said so far: it has to be pretended first.
+    """A rank waits for what another one has not said so far, which has to be pretended first.
 
     No Exception: user code must not catch it.
     """
 
+    def __init__(self, way: Way) -> None:
+        super().__init__(f"nothing was said on the way {way}")
+        self.way = way
+
+
+class Said(BaseException):
+    """A rank has said what somebody waited for."""
+
 
 class World:
-    """What ranks have told each other about shapes, stage by stage; values are never told.
+    """What ranks have told each other about shapes; values are never told.
 
     Ranks at other places of the axes beside pp say the same to their own neighbours, so one is heard by all.
     """
 
     def __init__(self) -> None:
-        self._headers: dict[tuple[int, int], list[Header]] = {}
-        """(from, to) of pipe ranks -> what was sent, in order."""
+        self._headers: dict[Way, list[Header]] = {}
+        """What was sent, in order."""
+        self._recordings: dict[Any, Recording] = {}
+        """What calls of the model look like, which is the same on every rank: each kind is recorded once."""
+
+    def has_heard(self, way: Way) -> bool:
+        """Whether anything was said on it."""
+        return way in self._headers
 
     @contextmanager
-    def heard_by_a_rank(self) -> Iterator[None]:
-        """Within it objects that ranks exchange are answered from what is known, without tensors."""
-        read: dict[tuple[int, int], int] = {}
-        sent: dict[tuple[int, int], int] = {}
+    def heard_by_a_rank(self, until: Way | None = None) -> Iterator[None]:
+        """Within it objects that ranks exchange are answered from what is known, without tensors.
+
+        What was said to a rank it knows from the start, as in any step but a first one.
+
+        Args:
+            until: raise `Said` once the rank has said something new on it.
+        """
+        read: dict[Way, int] = {}
+        sent: dict[Way, int] = {}
 
         def send_header(channel: Channel, key: Any, header: Header, to: int) -> None:
             known = channel._sent_headers.setdefault(to, {})
@@ -45,6 +72,13 @@ class World:
             sent[way] = place + 1
             if place == len(said):
                 said.append(header)
+                if way == until:
+                    raise Said
+
+        def knows_header(channel: Channel, key: Any, source: int) -> bool:
+            way = (source, channel.group.rank())
+            known = channel._received_headers.get(source, {})
+            return key in known or read.get(way, 0) < len(self._headers.get(way, []))
 
         def receive_header(channel: Channel, key: Any, source: int) -> Header:
             known = channel._received_headers.setdefault(source, {})
@@ -52,7 +86,7 @@ class World:
                 way = (source, channel.group.rank())
                 place, said = read.get(way, 0), self._headers.get(way, [])
                 if place == len(said):
-                    raise NotSaidYet
+                    raise NotSaidYet(way)
                 read[way], known[key] = place + 1, said[place]
             return known[key]
 
@@ -65,14 +99,28 @@ class World:
         with ExitStack() as stack:
             for owner, name, instead in (
                 (Channel, "send_header", send_header),
+                (Channel, "knows_header", knows_header),
                 (Channel, "receive_header", receive_header),
                 (dist, "isend", isend),
                 (dist, "broadcast_object_list", lambda *_, **__: None),
                 (dist, "all_gather_object", _alike),
                 (torch, "equal", lambda one, other: one.shape == other.shape),
+                (cut, "record", self._recorded),
+                (structure, "record", self._recorded),
             ):
                 stack.enter_context(_replaced(owner, name, instead))
             yield
+
+    def _recorded(
+        self, model: nn.Module, units: Sequence[str], args: Any, kwargs: Mapping[str, Any], origin: str = ""
+    ) -> Recording:
+        """As `record.record`."""
+        leaves, spec = tree_flatten((args, dict(kwargs)))
+        kinds = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+        key = tuple(units), model.training, torch.is_grad_enabled(), origin, spec, tuple(kinds)
+        if key not in self._recordings:
+            self._recordings[key] = record(model, units, args, kwargs, origin)
+        return self._recordings[key]
 
 
 class PretendedExchange:

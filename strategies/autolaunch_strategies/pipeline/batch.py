@@ -95,7 +95,7 @@ class StagedBatch:
         """
         self.pipeline.forget()
         if torch.is_grad_enabled():
-            self._notice_thawed()
+            self.notice_thawed()
         try:
             loss, output = work()
         except Exception as error:
@@ -112,7 +112,7 @@ class StagedBatch:
             share_random_state(self.pipeline.group, self.pipeline.last_rank)
         return values.get("loss"), output
 
-    def _notice_thawed(self) -> None:
+    def notice_thawed(self) -> None:
         """Where parameters are frozen, find out on all stages whether on any of them others are trained than before.
 
         Whether a stage's activations need gradients depends on that, and the stage behind remembers whether they do.

@@ -15,6 +15,13 @@ from torch.utils._pytree import tree_map
 from autolaunch_strategies.torch_private.random_state import saved_random_state
 from autolaunch_strategies.torch_private.tracing import fake_tensors
 
+_depth = 0
+
+
+def is_on_shapes_alone() -> bool:
+    """Whether `on_shapes_alone` is in effect: what runs takes no memory, whatever device its tensors name."""
+    return _depth > 0
+
 
 @contextmanager
 def on_shapes_alone() -> Iterator[Callable[[], bool]]:
@@ -22,15 +29,18 @@ def on_shapes_alone() -> Iterator[Callable[[], bool]]:
 
     Gives a function that says whether anything has drawn from Python's or numpy's.
     """
+    global _depth
     states = random.getstate(), np.random.get_state()
 
     def drew() -> bool:
         return random.getstate() != states[0] or repr(np.random.get_state()) != repr(states[1])
 
+    _depth += 1
     try:
         with saved_random_state(torch.device("cpu")), fake_tensors():
             yield drew
     finally:
+        _depth -= 1
         random.setstate(states[0])
         np.random.set_state(states[1])
 
