@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autolaunch.config.arithmetic import arithmetic_words
 from autolaunch.config.cluster import hardware_of
 from autolaunch.config.schema import USUAL_STEPS
-from autolaunch.models.hf_tasks import task_of
-from autolaunch.planning.known_profiles import KnownProfile
+from autolaunch.planning.known_profiles import KnownProfile, is_known
 from autolaunch.planning.wanted import typed_keys, wanted_by
 from autolaunch_strategies.config import FLOAT8_RECIPES, ConfigError, lightning_precision
 
@@ -76,11 +75,8 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile
     from autolaunch_strategies.planner.profile_cache import cached_profile
     from autolaunch_strategies.planner.subject import Holder
 
-    model = config["model"]
-    is_known = not config["module"] and "_target_" not in model and model.get("name") in ("llama", "hf")
-    is_known = is_known and task_of(model) in (None, "causal_lm")
     with Construction(config["seed"]).recording():
-        if is_known:
+        if is_known(config):
             module: nn.Module = Holder(build_adapted_model(config)[0])
         else:
             module = build_module(config)
@@ -92,10 +88,10 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile
         "precision": lightning_precision(config["precision"]),
         "param_dtype": config["dp"]["param_dtype"],
         "device_type": device_type,
-        "example": None if is_known else _example(module, config),
+        "example": None if is_known(config) else _example(module, config),
     }
     profile = cached_profile(module, **arguments)
-    if is_known:  # ids of `data.seq_len` positions, as everybody has them
+    if is_known(config):  # ids of `data.seq_len` positions, as everybody has them
         profile = dataclasses.replace(profile, guessed="")
     return profile, sum(parameter.numel() for parameter in parameters if parameter.requires_grad) / count
 

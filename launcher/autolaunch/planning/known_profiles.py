@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any
 from autolaunch import __version__
 from autolaunch.directories import user_cache
 from autolaunch.job import write_beside
+from autolaunch.models.hf_tasks import task_of
 
 if TYPE_CHECKING:
     from autolaunch_strategies.planner.profile import ModelProfile
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether the model of a resolved job is called with ids of `data.seq_len` positions, whatever the data is."""
+    model = config["model"]
+    ours = not config["module"] and "_target_" not in model and model.get("name") in ("llama", "hf")
+    return ours and task_of(model) in (None, "causal_lm")
 
 
 class KnownProfile:
@@ -28,16 +36,15 @@ class KnownProfile:
             device_type: cuda or cpu.
         """
         self._path: Path | None = None
-        model = config["model"]
-        if config["module"] or "_target_" in model or model.get("path"):
-            return  # code or files of the user's, which may have changed
+        if not is_known(config) or config["model"].get("path") or (config["adapter"] or {}).get("path"):
+            return  # code, data or files of the user's, which may have changed
         identity = {
-            **{key: config[key] for key in ("model", "precision")},
+            **{key: config[key] for key in ("model", "adapter", "precision")},
             "seq_len": config["data"].get("seq_len"),
             "param_dtype": config["dp"]["param_dtype"],
             "plan": config["mp"] and config["mp"]["sequence_parallel"],  # which of the model's plans, or none
             "device": device_type,
-            "versions": [__version__, *map(_version, ("torch", "transformers")), *_sources()],
+            "versions": [__version__, *map(_version, ("torch", "transformers", "peft")), *_sources()],
         }
         name = hashlib.blake2b(json.dumps(identity, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
         self._path = user_cache() / "profiles" / f"config_{name}.json"
@@ -75,10 +82,6 @@ def _sources() -> list[tuple[str, int, int]]:
     import autolaunch_strategies
 
     engine, own = Path(autolaunch_strategies.__file__).parent, Path(__file__).parents[1]
-    files = [
-        *engine.glob("planner/*.py"),
-        *engine.glob("plan/*.py"),
-        *engine.glob("model/*.py"),
-        *own.glob("models/*.py"),
-    ]
+    rooms = ("planner", "plan", "model", "tracing", "data_parallel", "tensor", "experts")
+    files = [*(path for room in rooms for path in engine.glob(f"{room}/*.py")), *own.glob("models/*.py")]
     return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
