@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +167,42 @@ def test_the_step_is_one_of_a_training_that_goes_on(name: str, monkeypatch: pyte
 def test_a_rank_alone_does_what_it_does_beside_others(name: str) -> None:
     for rank in pretended_ranks(training(name)):
         assert pretend_ranks(training(name), [rank.rank]) == [rank]
+
+
+def part_trained(trained: str) -> Any:
+    """The module of the cases, of which these parameters alone are trained."""
+    module = cases.module()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(bool(re.search(trained, name)))
+    module.configure_optimizers = lambda: torch.optim.AdamW(
+        [parameter for parameter in module.parameters() if parameter.requires_grad], lr=1e-3
+    )
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        ("one", "layers.3"),
+        *(pytest.param("one", trained, marks=pytest.mark.full) for trained in ("layers.1", "[qv]_proj")),
+        *(pytest.param("zero3", trained, marks=pytest.mark.full) for trained in ("layers.1", "[qv]_proj")),
+        ("1f1b", "[qv]_proj"),
+    ],
+)
+def test_the_plan_knows_what_is_not_trained(name: str, trained: str) -> None:
+    def module() -> Any:
+        return part_trained(trained)
+
+    account = memory_account(
+        profile_module(module(), cases.POSITIONS, device_type="cpu"),
+        Recipe(batch_size=cases.BATCH),
+        CPU,
+        candidate(name),
+    )
+    for rank in pretended_ranks(training_of(candidate(name), module)):
+        ours = account[rank.pipe_rank]
+        assert ours["optimizer"] == pytest.approx(rank.held["optimizer"], rel=0.01)
+        assert ours["total"] == pytest.approx(rank.total, rel=0.05)
 
 
 def test_ranks_that_do_not_agree_are_told() -> None:

@@ -72,6 +72,17 @@ def test_numbers_are_those_of_autocast_with_one_copy_of_each_weight(options: dic
     assert not any(shape in kept_here or shape[::-1] in kept_here for shape in weights)
 
 
+def test_a_layer_that_is_not_trained_keeps_no_input() -> None:
+    layer, kept = nn.Linear(8, 24, bias=False).requires_grad_(False), []
+    with (
+        StageLinears(WeightGradients(), Casts(), puts_off=False),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda it: kept.append(it) or it, lambda it: it),
+    ):
+        layer(torch.randn(3, 8, requires_grad=True)).sum().backward()
+    assert all(tensor is layer.weight for tensor in kept)
+
+
 def test_copies_follow_weights_that_have_changed() -> None:
     weight, casts = nn.Parameter(torch.ones(2, 2)), Casts()
     first = casts.of(weight, torch.bfloat16)

@@ -65,6 +65,19 @@ def test_large_products_run_at_the_peak() -> None:
     assert found.parts["compute"][0] == pytest.approx(3 * 8 * 8 * BIG.flops / 1e14, rel=0.02)
 
 
+def test_what_is_not_trained_has_less_of_a_backward_pass() -> None:
+    def times(block: Part) -> StepTime:
+        return of(model(block), PLAIN, machine(), dp=8, level=0)
+
+    adapted = dataclasses.replace(BIG, right_gradient=False)
+    whole, frozen = Part("b", 10**9, matmuls=(BIG,)), Part("b", 10**9, matmuls=(adapted,), trained=0.0)
+    assert times(frozen).parts["compute"][0] == pytest.approx(2 / 3 * times(whole).parts["compute"][0], rel=1e-3)
+    assert times(whole).parts["dp"][0] > 0 and times(whole).parts["optimizer"][0] > 0
+    assert times(frozen).parts["dp"][0] == times(frozen).parts["optimizer"][0] == 0
+    in_front = dataclasses.replace(frozen, matmuls=(BIG,), has_backward=False)
+    assert times(in_front).parts["compute"][0] == pytest.approx(1 / 3 * times(whole).parts["compute"][0], rel=1e-3)
+
+
 def test_small_products_are_far_from_it() -> None:
     small = MatMul(64, 64, 64)
     found = of(model(Part("b", 0, matmuls=(small,))), PLAIN, machine())

@@ -42,11 +42,10 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
             "+data.batch_size=...",
         )
     known = KnownProfile(config, device_type)
-    profile_and_share = known.read()
-    if profile_and_share is None:
-        profile_and_share = _profiled(config, device_type)
-        known.keep(*profile_and_share)
-    profile, trained = profile_and_share
+    profile = known.read()
+    if profile is None:
+        profile = _profiled(config, device_type)
+        known.keep(profile)
     if without := _not_compiled(config):
         profile = dataclasses.replace(profile, refused={**profile.refused, "compile": without})
     optimizer = config["optimizer"]
@@ -56,7 +55,6 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
         optimizer["_target_"] or optimizer["name"],
         optimizer["momentum"],
         config["dp"],
-        trained=trained,
         # What a module of one's own computes is not known; the first step of a pipeline would tell.
         mean_loss=not config["module"] and config["model"].get("loss") != "output",
         tf32=config["matmul_precision"] in ("high", "medium"),
@@ -65,10 +63,8 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
     return profile, recipe
 
 
-def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile, float]:
-    """(the profile, the share of the parameters that is trained), from the model itself."""
-    from torch.nn.parameter import UninitializedParameter
-
+def _profiled(config: Mapping[str, Any], device_type: str) -> ModelProfile:
+    """The profile, from the model itself."""
     from autolaunch.models import build_adapted_model, build_module
     from autolaunch.models.own_plan import own_plan
     from autolaunch_strategies.model.construction import Construction
@@ -80,8 +76,6 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile
             module: nn.Module = Holder(build_adapted_model(config)[0])
         else:
             module = build_module(config)
-    parameters = [parameter for parameter in module.parameters() if not isinstance(parameter, UninitializedParameter)]
-    count = max(1, sum(parameter.numel() for parameter in parameters))
     arguments: dict[str, Any] = {
         "positions": config["data"].get("seq_len"),
         "own_plan": own_plan(config),
@@ -93,7 +87,7 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile
     profile = cached_profile(module, **arguments)
     if is_known(config):  # ids of `data.seq_len` positions, as everybody has them
         profile = dataclasses.replace(profile, guessed="")
-    return profile, sum(parameter.numel() for parameter in parameters if parameter.requires_grad) / count
+    return profile
 
 
 def _example(module: nn.Module, config: Mapping[str, Any]) -> Any:

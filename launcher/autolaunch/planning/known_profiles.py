@@ -35,7 +35,8 @@ class KnownProfile:
             config: of a resolved job.
             device_type: cuda or cpu.
         """
-        self._path: Path | None = None
+        self.path: Path | None = None
+        """None where nothing is kept."""
         if not is_known(config) or config["model"].get("path") or (config["adapter"] or {}).get("path"):
             return  # code, data or files of the user's, which may have changed
         identity = {
@@ -47,27 +48,26 @@ class KnownProfile:
             "versions": [__version__, *map(_version, ("torch", "transformers", "peft")), *_sources()],
         }
         name = hashlib.blake2b(json.dumps(identity, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-        self._path = user_cache() / "profiles" / f"config_{name}.json"
+        self.path = user_cache() / "profiles" / f"config_{name}.json"
 
-    def read(self) -> tuple[ModelProfile, float] | None:
-        """(the profile, the share of its parameters that is trained), if it was kept."""
+    def read(self) -> ModelProfile | None:
+        """The profile, if it was kept."""
         from autolaunch_strategies.planner.profile import ModelProfile
 
-        if self._path is None:
+        if self.path is None:
             return None
         try:
-            values = json.loads(self._path.read_text(encoding="utf-8"))
-            return ModelProfile.from_json(values["profile"]), float(values["trained"])
+            return ModelProfile.from_json(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def keep(self, profile: ModelProfile, trained: float) -> None:
+    def keep(self, profile: ModelProfile) -> None:
         """Keep it; a directory that can't be written to is no error."""
-        if self._path is None:
+        if self.path is None:
             return
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_beside(self._path, json.dumps({"profile": profile.to_json(), "trained": trained}))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_beside(self.path, profile.to_json())
 
 
 def _version(package: str) -> str:

@@ -345,6 +345,7 @@ def _recipe(model: nn.Module, optimizer: torch.optim.Optimizer, batch_size: int)
     parameters = list(model.parameters())
     count = max(1, sum(parameter.numel() for parameter in parameters))
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    trainable = max(1, sum(parameter.numel() for parameter in parameters if parameter.requires_grad))
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / count
     kinds = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     first = next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), torch.float32)
@@ -356,7 +357,7 @@ def _recipe(model: nn.Module, optimizer: torch.optim.Optimizer, batch_size: int)
         gradient_bytes=size,
         reduce_bytes=size,
         optimizer_bytes=size * _states(optimizer),
-        trained=sum(parameter.numel() for parameter in trained if parameter.requires_grad) / count,
+        trained=sum(parameter.numel() for parameter in trained if parameter.requires_grad) / trainable,
         mean_loss=False,
     )
 

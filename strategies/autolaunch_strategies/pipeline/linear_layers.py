@@ -119,7 +119,7 @@ class _Linear(torch.autograd.Function):
         context.given = activation.dtype
         if torch.is_autocast_enabled(kind):
             activation = activation.to(torch.get_autocast_dtype(kind))
-        context.save_for_backward(activation, weight)
+        context.save_for_backward(activation if weight.requires_grad else None, weight)
         context.gradients, context.casts, context.weight = gradients, casts, weight
         context.bias_type = None if bias is None else bias.dtype
         added = bias if bias is None else bias.to(activation.dtype)

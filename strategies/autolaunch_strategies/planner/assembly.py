@@ -89,7 +89,10 @@ class Assembly:
         # An embedding that is sharded by the vocabulary costs an exchange in the forward pass alone, a head in the
         # backward pass: half of what one exchange in both costs.
         before = dataclasses.replace(
-            before, exchange_bytes=before.exchange_bytes / 2, output_bytes=kinds[0].output_bytes if kinds else 0
+            before,
+            has_backward=before.trained > 0,
+            exchange_bytes=before.exchange_bytes / 2,
+            output_bytes=kinds[0].output_bytes if kinds else 0,
         )
         element_bytes = three.element_bytes
         head_inputs = [item.rows * item.inner * element_bytes for item in after.matmuls if item.divided == "columns"]
@@ -163,6 +166,7 @@ class Assembly:
         twice = self._kept_twice(first)
         return dataclasses.replace(
             part,
+            has_backward=part.trained > 0 or self.look.is_behind_trained[first],
             matmuls=(*part.matmuls, *self._replaced_products(first)),
             saved_bytes=part.saved_bytes - twice[0],
             sharded_saved_bytes=part.sharded_saved_bytes - twice[1],
@@ -221,9 +225,12 @@ class Assembly:
             _minus(three.kept, two.kept),
         )
         matmuls, attention = _calls(one, less)
+        trained = {own for own, parameter in self.subject.root.named_parameters() if parameter.requires_grad}
+        trained_here = self._counts([own for own in names if {own, self.subject.prefix + own} & trained])[0]
         return Part(
             name=name,
             parameters=parameters,
+            trained=trained_here / parameters if parameters else 1.0,
             sharded_parameters=sharded_parameters,
             linear_parameters=self._counts([name for name in names if name in self._linear])[0],
             matmuls=matmuls,
@@ -326,7 +333,8 @@ def _calls(one: Tally, two: Tally) -> tuple[tuple[MatMul, ...], Attention | None
     products: dict[MatMul, float] = {}
     alike = len(one.matmuls) == len(two.matmuls)
     for place, item in enumerate(one.matmuls):
-        key = dataclasses.replace(item, count=1, divided=two.matmuls[place].divided if alike else item.divided)
+        like = two.matmuls[place] if alike else dataclasses.replace(item, left_gradient=True, right_gradient=True)
+        key = dataclasses.replace(like, rows=item.rows, inner=item.inner, columns=item.columns, count=1)
         products[key] = products.get(key, 0) + item.count
     calls: dict[Attention, int] = {}
     for call, _ in one.attention:

@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from autolaunch_strategies.planner.alike import structure
 from autolaunch_strategies.planner.model_call import ModelCall
 from autolaunch_strategies.planner.operators import Tally, Tape
+from autolaunch_strategies.planner.subject import Subject
 from autolaunch_strategies.torch_private.calls import run_call
 from autolaunch_strategies.torch_private.tracing import storage_key
 from autolaunch_strategies.tracing.tensors import Labels
@@ -71,6 +72,7 @@ class FirstLook:
         """Block -> the places of the tensors among its arguments that other blocks are called with, too."""
         self._arguments.clear()
         self._readers = Labels()
+        self.is_behind_trained = self._behind_trained(model_call.subject)
         self.kind_of = self._kinds(model_call)
         """Block, in order of execution -> the first one that runs the same."""
 
@@ -133,15 +135,37 @@ class FirstLook:
         return tree_unflatten(outputs, spec)
 
     def _kinds(self, model_call: ModelCall) -> dict[str, str]:
-        """By class, by shapes and sharding of the parameters, and by the operators that ran."""
+        """By class, by shapes and sharding of the parameters, by the operators that ran, and by what is trained."""
         firsts: dict[Any, str] = {}
+        keys: dict[str, Any] = {}
         kinds: dict[str, str] = {}
         for name, tally in self.blocks.items():
             if name in self._stands_for:
-                kinds[name] = kinds[self._stands_for[name]]
-                continue
-            module = model_call.subject.blocks[name]
-            shapes = tuple((own, tuple(parameter.shape)) for own, parameter in module.named_parameters())
-            dims = tuple(model_call.sharding.dims.get(f"{name}.{own}") for own, _ in shapes)
-            kinds[name] = firsts.setdefault((type(module), shapes, dims, tuple(tally.operators)), name)
+                keys[name] = keys[self._stands_for[name]]
+            else:
+                module = model_call.subject.blocks[name]
+                shapes = tuple(
+                    (own, tuple(parameter.shape), parameter.requires_grad)
+                    for own, parameter in module.named_parameters()
+                )
+                dims = tuple(model_call.sharding.dims.get(f"{name}.{own}") for own, *_ in shapes)
+                keys[name] = type(module), shapes, dims, tuple(tally.operators)
+            kinds[name] = firsts.setdefault((keys[name], self.is_behind_trained[name]), name)
         return kinds
+
+    def _behind_trained(self, subject: Subject) -> dict[str, bool]:
+        """Block -> whether anything before it is trained, so that its input needs a gradient.
+
+        Of models that are trained as a whole it is said of all blocks, so that the first one is like the others.
+        """
+        parameters = dict(subject.model.named_parameters())
+        trains = all(parameter.requires_grad for parameter in parameters.values()) or any(
+            parameters[name].requires_grad and any(user is self.before for user in users)
+            for name, users in self._tape.used.items()
+            if name in parameters
+        )
+        behind = {}
+        for name in self.blocks:
+            behind[name] = trains
+            trains = trains or any(parameter.requires_grad for parameter in subject.blocks[name].parameters())
+        return behind

@@ -11,6 +11,7 @@ the tables of `schedules` for microbatches in flight; `data_parallel` for what i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +166,7 @@ def _put_states(
     parts += [("_before", 0, profile.before), ("_after", 0, profile.after), ("_shared", 0, _shared(profile))]
     largest: Any = 0.0
     for suffix, kind, part in parts:
+        trains = dataclasses.replace(recipe, trained=recipe.trained * part.trained)
         dense = _over_mp(part.parameters - part.expert_parameters, part.sharded_parameters, c.mp)
         # Of those that dp shards, weights of linear layers are gathered as their copies.
         cast = np.where(c.is_sharded, part.linear_share * recipe.gathers_casts, 0.0)
@@ -176,7 +178,7 @@ def _put_states(
         put("parameters", f"state{suffix}", dense * once * recipe.cast_bytes, kind)
         copies = dense * (1 - cast) * (1 - once) * recipe.cast_bytes
         each = recipe.gathered_bytes * (1 - cast) + recipe.cast_bytes * cast
-        gathered = _put_state(recipe, hardware, c, put, suffix, kind, dense, c.shard, each, copies, alone)
+        gathered = _put_state(trains, hardware, c, put, suffix, kind, dense, c.shard, each, copies, alone)
         if part.expert_parameters:
             experts = part.expert_parameters / c.expert_parts
             # Without ep a rank of mp computes with its own ones; compiled, with all, which the backward pass uses, too.
@@ -184,7 +186,7 @@ def _put_states(
             held = np.where(c.compile == 1, c.ep, c.expert_parts)
             copies = (part.cast_expert_parameters * recipe.cast_bytes + part.expert_parameters * whole) / held
             gathered = gathered + _put_state(
-                recipe, hardware, c, put, suffix, kind, experts, c.expert_shard, recipe.gathered_bytes, copies, alone
+                trains, hardware, c, put, suffix, kind, experts, c.expert_shard, recipe.gathered_bytes, copies, alone
             )
         if not suffix:
             largest = np.maximum(largest, gathered)
@@ -267,8 +269,8 @@ def _put_state(
 
 def _shared(profile: ModelProfile) -> Part:
     """Tied weights as a part: the last stage holds a copy of those that the part before the blocks has."""
-    count = profile.shared_parameters
-    return Part("shared", count, min(count, profile.before.sharded_parameters))
+    count, before = profile.shared_parameters, profile.before
+    return Part("shared", count, min(count, before.sharded_parameters), trained=before.trained)
 
 
 def _put_activations(
@@ -542,7 +544,10 @@ def _one_after_the_other(profile: ModelProfile, base: Floats, every: int, column
     for place, kind in enumerate(kinds):
         places.setdefault(kind, []).append(place)
     again = [bool(every) and place % every == 0 for place in range(len(kinds))]
+    has_backward = [profile.kinds[kind].has_backward for kind in kinds]
     for place in sorted({place for of_kind in places.values() for place in (*of_kind[:2], *of_kind[-2:])}):
+        if not has_backward[place]:
+            continue
         rows, kind = base[0].copy(), kinds[place]
         for name in ("kept", "casts", "input"):
             rows[:, at[name]] = 0
@@ -556,7 +561,7 @@ def _one_after_the_other(profile: ModelProfile, base: Floats, every: int, column
         rows[:, at["repeats" if again[place] else "works"].start + kind] = 1
         if place + 1 < len(kinds):
             rows[:, at["reduced"].start + kinds[place + 1]] = 1
-        if place:
+        if place and has_backward[place - 1]:
             rows[:, at["next"].start + kinds[place - 1]] = 1
         yield rows
 

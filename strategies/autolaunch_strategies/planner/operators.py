@@ -363,7 +363,15 @@ class Tape(Observer):
         if self._charging and all(shape):
             if which == "columns" and left_dim is None:
                 self.tally.gathered.add(storage_key(left))
-            self.tally.matmuls.append(MatMul(*shape, which, name in _KEPT))
+            self.tally.matmuls.append(
+                MatMul(
+                    *shape,
+                    which,
+                    name in _KEPT,
+                    left_gradient=left.requires_grad,
+                    right_gradient=right.requires_grad,
+                )
+            )
         return exchange
 
     def _grouped(self, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -33,6 +33,10 @@ class MatMul:
     """Whether `recompute=selective` keeps its output; else it is computed again."""
     routed: bool = False
     """Whether these are the products of `count` experts in one kernel, each with `rows` tokens if all get as many."""
+    left_gradient: bool = True
+    """Whether the backward pass computes the gradient of the left factor."""
+    right_gradient: bool = True
+    """The same of the right one, for a layer its weight."""
 
     @property
     def flops(self) -> float:
@@ -129,6 +133,10 @@ class Part:
     """Of `saved_bytes`, what experts keep."""
     compiled: Compiled | None = None
     """Of a block: what is other if it is compiled; None where that is not known."""
+    trained: float = 1.0
+    """Share of its parameters that is trained."""
+    has_backward: bool = True
+    """Whether a backward pass comes through it: it, or what runs before it, is trained."""
 
     @property
     def linear_share(self) -> float:
@@ -249,7 +257,7 @@ class Recipe:
     optimizer_bytes: float = 8
     """State of the optimizer for a parameter, master copy included: AdamW 8, SGD 0, Megatron's mixed precision 12."""
     trained: float = 1.0
-    """Share of the parameters that is trained."""
+    """Share of the parameters that can be trained (`Part.trained`) that the optimizer has."""
     steps: int | None = None
     """Of the whole training; None where it is not known."""
     mean_loss: bool = True

@@ -39,7 +39,7 @@ def recipe_of(
         optimizer: its name, or the import path of its class; one that is not known is taken to keep as much as AdamW.
         momentum: of SGD and RMSprop.
         dp: the group `dp` of a job: `param_dtype` and `reduce_dtype` count.
-        trained: share of the parameters that is trained.
+        trained: share of the parameters that can be trained that the optimizer has.
         mean_loss: whether the loss is a mean over samples.
         tf32: whether products of fp32 are computed in TF32.
         float8: whether linear layers of blocks multiply in float8.

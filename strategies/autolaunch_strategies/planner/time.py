@@ -190,6 +190,7 @@ class _Device:
 def _matmul_times(item: MatMul, ways: _Ways, device: _Device) -> tuple[Floats, Floats, Floats]:
     """Forward, gradient of the input, gradient of the weight (products without a weight: of the other input, 0)."""
     ones = np.ones_like(ways.batch)
+    of_left, of_right = float(item.left_gradient), float(item.right_gradient)
     if item.routed:
         experts = item.count / ways.held
         rows = np.ceil(item.rows * ways.batch / ways.cp * ways.fullest * ways.held / 8) * 8
@@ -197,7 +198,7 @@ def _matmul_times(item: MatMul, ways: _Ways, device: _Device) -> tuple[Floats, F
         forward = device.matmul(rows, inner, columns, experts, True)
         back = device.matmul(rows, columns, inner, experts, True)
         weight = device.matmul(inner, rows, columns, experts, True)
-        return forward / device.grouped, back / device.grouped, weight / device.grouped
+        return forward / device.grouped, of_left * back / device.grouped, of_right * weight / device.grouped
     batched = item.divided == "count"
     rows = item.rows / ways.cp * (1 if batched else ways.batch)
     count = item.count * (ways.batch if batched else ones)
@@ -211,6 +212,7 @@ def _matmul_times(item: MatMul, ways: _Ways, device: _Device) -> tuple[Floats, F
     forward = device.matmul(rows, inner, columns, count, batched)
     back = device.matmul(rows, columns, inner, count, batched)
     other = device.matmul(inner, rows, columns, count, batched)
+    back, other = of_left * back, of_right * other
     if batched:
         return forward, back + other, 0 * ones
     sizes = (count * rows * inner, count * inner * columns, count * rows * columns)
@@ -326,7 +328,9 @@ def _part_costs(
     in_shards = np.where(ways.sharded, part.linear_share * recipe.gathers_casts, 0.0)
     copied = weights * (1 - in_shards) + of_experts * in_shards
     cast = copied * (recipe.gathered_bytes + recipe.cast_bytes) if recipe.cast_bytes else zero
-    gradients = weights * recipe.trained * (recipe.gradient_bytes + ways.accumulates * recipe.gradient_bytes)
+    gradients = (
+        weights * recipe.trained * part.trained * (recipe.gradient_bytes + ways.accumulates * recipe.gradient_bytes)
+    )
     elementwise_f = (moved + cast) / device.memory_rate
     elementwise_b = (moved * (BACKWARD_MOVED + again) + cast * full) / device.memory_rate
     elementwise_w = gradients / device.memory_rate
@@ -362,12 +366,14 @@ def _part_costs(
     sharded = sharded * np.where(compiled, COMPILED_SHARDED, 1.0)
     host = (kernels + exchanged) * constants.kernel_s + np.where(ways.mp > 1, sharded * constants.mp_kernel_s, 0.0)
     host = host + np.where(ways.cp > 1, calls * constants.cp_s, 0.0)
+    host_b = host * (BACKWARD_KERNELS + again)
+    if not part.has_backward:
+        compute_b = compute_w = attention_b = elementwise_b = elementwise_w = mp_b = cp_b = ep_b = host_b = zero
     busy_f = compute_f + attention_f + elementwise_f + mp_f + cp_f + ep_f
     busy_b = compute_b + attention_b + elementwise_b + mp_b + cp_b + ep_b
     busy_w = compute_w + elementwise_w
     # Compiled blocks compute the gradients of weights with those of inputs.
     busy_b, busy_w = busy_b + np.where(compiled, busy_w, 0.0), np.where(compiled, 0.0, busy_w)
-    host_b = host * (BACKWARD_KERNELS + again)
     if hardware.device == "cpu":  # one processor launches and computes
         extra_f, extra_b = host, host_b
     else:
@@ -506,6 +512,10 @@ class _Contents:
     """[n]: those of blocks alone; what runs before and after them is not gathered for the backward pass again."""
     experts: Floats
     """[n]: of the experts that ep shares out: most of all pipe ranks, those of one rank of ep."""
+    trained: Floats
+    """[n]: as `parameters`, those that are trained."""
+    trained_experts: Floats
+    """[n]: as `experts`, those that are trained."""
     mixtures: Floats
     """[n]"""
     blocks: Floats
@@ -527,8 +537,9 @@ def _contents(
     sharded = np.array([part.sharded_parameters for part in parts], dtype=np.float64)
     less = (recipe.gathered_bytes - recipe.cast_bytes) * recipe.gathers_casts
     each = recipe.gathered_bytes - less * np.array([part.linear_share for part in parts])
-    members, experts = np.zeros((len(parts), n)), np.zeros(n)
-    parameters, gathered, regathered = np.zeros(n), np.zeros(n), np.zeros(n)
+    trained = np.array([part.trained for part in parts])
+    members, experts, trained_experts = np.zeros((len(parts), n)), np.zeros(n), np.zeros(n)
+    parameters, trained_parameters, gathered, regathered = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n)
     first, group = _distinct([c.pp, c.virtual_stages, c.split, c.pipeline])
     order = np.argsort(group, kind="stable")
     bounds = np.searchsorted(group[order], np.arange(len(first) + 1))
@@ -545,23 +556,26 @@ def _contents(
         # Without ep experts are sharded as all else is, and in parts along mp.
         alone = (c.ep[own] == 1) / c.mp[own]
 
-        def held(
-            rows: Floats, tied: Any, each: Any, of_expert: float, own: Ints = own, alone: Floats = alone
-        ) -> Floats:
+        def held(rows: Floats, tied: Any, each: Any, of_expert: Any, own: Ints = own, alone: Floats = alone) -> Floats:
             """[pp, candidates]: `each` of what the rows hold is so much."""
             split = rows @ (sharded * each) + tied
-            experts = (rows @ of_experts)[:, None] * alone * of_expert
+            experts = (rows @ (of_experts * of_expert))[:, None] * alone
             return np.asarray((rows @ (whole * each))[:, None] + split[:, None] / c.mp[own] + experts)
 
         of_blocks = rows.copy()
         of_blocks[:, [0, -1]] = 0
         size = recipe.gathered_bytes
         parameters[own] = held(rows, tied, 1.0, 1.0).max(axis=0)
+        trained_parameters[own] = held(rows, tied * profile.before.trained, trained, trained).max(axis=0)
         gathered[own] = held(rows, tied * size, each, size).max(axis=0)
         regathered[own] = held(of_blocks, 0.0 * tied, each, size).max(axis=0)
         experts[own] = np.where(c.ep[own] > 1, (rows @ of_experts).max() / c.ep[own], 0.0)
+        trained_experts[own] = np.where(c.ep[own] > 1, (rows @ (of_experts * trained)).max() / c.ep[own], 0.0)
     mixtures = np.array([part.mixtures for part in parts]) @ members
-    return _Contents(members, parameters, gathered, regathered, experts, mixtures, members[1:-1].sum(axis=0))
+    of_blocks = members[1:-1].sum(axis=0)
+    return _Contents(
+        *(members, parameters, gathered, regathered, experts, trained_parameters, trained_experts, mixtures, of_blocks)
+    )
 
 
 def _held(profile: ModelProfile, pipeline: str, pp: int, virtual: int, split: int) -> Floats:
@@ -636,30 +650,31 @@ def _dp_time(
         return np.asarray(number * collective_time(hardware, kind, ranks, stride, total / number))
 
     def both(
-        kind: str, total: Floats, of_expert: Any, dense: tuple[Ints, Ints, Any], experts: tuple[Ints, Ints, Any]
+        kind: str, total: Floats, of_experts: Any, dense: tuple[Ints, Ints, Any], experts: tuple[Ints, Ints, Any]
     ) -> Floats:
-        """Of `total` bytes that ep does not share out, and of experts: each with ranks, stride and number of groups."""
+        """Of bytes that ep does not share out, and of experts': with ranks, stride and number of groups each."""
         seconds = collective(kind, dense[0], dense[1], total, dense[2])
         if inside.experts.any():
             ranks = np.where(c.ep > 1, experts[0], 1)
-            seconds = seconds + collective(kind, ranks, experts[1], inside.experts * of_expert, experts[2])
+            seconds = seconds + collective(kind, ranks, experts[1], of_experts, experts[2])
         return seconds
 
     gradient_bytes = recipe.trained * recipe.reduce_bytes
     efsdp = c.expert_ranks // c.ep  # ranks with the same experts, of one replica
-    gradients = inside.parameters * gradient_bytes
-    reduced = both("all_reduce", gradients, gradient_bytes, (size, c.mp, 1), (efsdp, c.ep, 1))
+    gradients, of_mixtures = inside.trained * gradient_bytes, inside.trained_experts * gradient_bytes
+    reduced = both("all_reduce", gradients, of_mixtures, (size, c.mp, 1), (efsdp, c.ep, 1))
     result = np.where(c.level == 0, exposed(reduced, backward), 0.0)
     sharded = c.level > 0
     if sharded.any():
         apart = (shard, c.mp, groups), (efsdp, c.ep, of_experts)
-        gather = both("all_gather", inside.gathered, recipe.gathered_bytes, *apart)
-        gather_again = both("all_gather", inside.regathered, recipe.gathered_bytes, *apart)
-        scatter = both("reduce_scatter", gradients, gradient_bytes, *apart)
+        mixtures = inside.experts * recipe.gathered_bytes
+        gather = both("all_gather", inside.gathered, mixtures, *apart)
+        gather_again = both("all_gather", inside.regathered, mixtures, *apart)
+        scatter = both("reduce_scatter", gradients, of_mixtures, *apart)
         among = np.where(sharded, c.replicate, 1)
         one = shard * c.mp  # ranks of a replica
         replicas = both(
-            "all_reduce", gradients / shard, gradient_bytes / shard, (among, one, groups), (among, one, of_experts)
+            "all_reduce", gradients / shard, of_mixtures / shard, (among, one, groups), (among, one, of_experts)
         )
         gathers, again, scatters = _sharded_exchanges(c)
         host = (groups + np.where(c.ep > 1, of_experts, 0)) * constants.group_s
@@ -684,7 +699,7 @@ def _sharded_exchanges(c: Candidates) -> tuple[Floats, Floats, Floats]:
 def _optimizer_time(recipe: Recipe, hardware: Hardware, c: Candidates, inside: _Contents) -> Floats:
     """State is read and written, gradients are read (twice: their norm), parameters written."""
     per_parameter = 2 * recipe.optimizer_bytes + 2 * recipe.gradient_bytes + 2 * recipe.parameter_bytes
-    moved = (inside.parameters / c.shard + inside.experts / c.expert_shard) * recipe.trained * per_parameter
+    moved = (inside.trained / c.shard + inside.trained_experts / c.expert_shard) * recipe.trained * per_parameter
     return np.asarray(moved / (hardware.memory_bytes_per_s * hardware.constants.memory))
 
 
