@@ -28,6 +28,7 @@ from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.model.materialise import become
 from autolaunch_strategies.pipeline.batch import LossAndOutput, StagedBatch
 from autolaunch_strategies.pipeline.cut import drop_placeholders, whole_model
+from autolaunch_strategies.planner.device_functions import unpacked_sequences
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.pretended import (
     addresses_of_fakes,
@@ -116,10 +117,11 @@ def pretend(training: Training, rank: int, world: World, until: Way | None = Non
         stack.enter_context(addresses_of_fakes())
         stack.enter_context(trace.watching())
         _become_fake(module)
+        shown = training.batch()
+        if not (isinstance(shown, Mapping) and "position_ids" in shown):
+            stack.enter_context(unpacked_sequences())
         module = cast(pl.LightningModule, precision.convert_module(module))
-        batch = tree_map(
-            lambda it: torch.empty_like(it, device=CPU) if isinstance(it, torch.Tensor) else it, training.batch()
-        )
+        batch = tree_map(lambda it: torch.empty_like(it, device=CPU) if isinstance(it, torch.Tensor) else it, shown)
         travels = parallel.ep > 1 or parallel.mesh.mp > 1
         notes: tuple[str, ...] = (EVEN,) if travels and countable_mixtures(module) else ()
         step = training.step(module, batch)

@@ -48,12 +48,12 @@ def functions_of(device_type: str, tape: Tape, autocast: torch.dtype | None) -> 
         replaced = _Functions(tape, device_type)
         stack.enter_context(attention_replaced(replaced.attention))
         stack.enter_context(replaced)
-        stack.enter_context(_unpacked_sequences())
+        stack.enter_context(unpacked_sequences())
         yield
 
 
 @contextmanager
-def _unpacked_sequences() -> Iterator[None]:
+def unpacked_sequences() -> Iterator[None]:
     """Within it `transformers` takes positions to be those of one sequence, which shapes alone don't tell it.
 
     It would build a mask for packed sequences otherwise, and with a mask attention and what is kept for it differ.
