@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import json
 import logging
 import os
@@ -36,6 +37,38 @@ def no_compiler() -> Iterator[None]:
         torch.compile = inductor
 
 
+MOST_GROUPS = 40
+
+
+def _end_groups(ended: int) -> int:
+    """End what cases have made of groups, if they are many: each has a thread that wakes every few milliseconds.
+
+    With those of hundreds of cases the processors would do little else.
+
+    Args:
+        ended: how many this process had made when it ended them last.
+
+    Returns:
+        The same from now on.
+    """
+    import torch.distributed as dist
+    from torch.distributed.tensor import debug
+
+    forget_meshes = getattr(debug, "_clear_sharding_prop_cache", None)  # which are equal to those of later cases
+    if forget_meshes is None or not dist.is_initialized():
+        return 0
+    world = dist.distributed_c10d._world
+    if world.group_count - ended < MOST_GROUPS:
+        return ended
+    dist.barrier()  # nobody needs them any more
+    forget_meshes()
+    gc.collect()
+    for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    gc.collect()
+    return int(world.group_count)
+
+
 def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False) -> NoReturn:
     """Be `<script> <directory> <group>`: for each line of the standard input run the case of that name.
 
@@ -51,6 +84,7 @@ def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False) ->
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    ended = 0
     for line in sys.stdin:
         name = line.rstrip("\n")
         torch.manual_seed(1)
@@ -69,4 +103,5 @@ def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False) ->
         if "error" in result:  # others may wait for this rank, or not: nobody knows where they stand
             print(f"{name} on rank {RANK}:\n{result['traceback']}", flush=True)
             os._exit(1)
+        ended = _end_groups(ended)
     os._exit(0)  # gloo's threads may outlive the interpreter's end

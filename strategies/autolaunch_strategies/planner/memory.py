@@ -295,7 +295,7 @@ def _put_activations(
 
     def saved_by(part: Part, others: float, sharded: float) -> Floats:
         """Of what a block saves without its experts."""
-        gathered = min(part.exchanges * part.exchange_bytes, others - sharded)
+        gathered = min(max(part.exchanges * part.exchange_bytes, part.gathered_saved_bytes), others - sharded)
         return of(others - gathered, sharded) + of(gathered, 0.0, ones)
 
     def kept_by(part: Part) -> tuple[Floats, Floats, Floats]:

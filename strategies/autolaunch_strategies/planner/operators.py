@@ -50,7 +50,8 @@ class Tally:
     saved: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """Memory -> (bytes, whether sharded)."""
     gathered: set[int] = field(default_factory=set)
-    """Memory of whole inputs of column-wise layers: they are gathered where sequence parallelism shards the rest."""
+    """Memory that is whole where sequence parallelism shards the rest: inputs of column-wise layers, and what is made
+    of outputs of such layers that are gathered (queries, keys and values of one matrix that heads don't divide)."""
     routed_moved: float = 0.0
     """Of `moved`, what the experts of a mixture have moved."""
     routed_saved: dict[int, int] = field(default_factory=dict)
@@ -99,6 +100,8 @@ class Tape(Observer):
         """Of the block that is running."""
         self._alive: dict[int, tuple[weakref.ref, int, bool, int]] = {}
         self._dims: dict[int, dict[Any, int]] = {}
+        self._made_whole: set[int] = set()
+        """Memory that is made of what was gathered behind a column-wise layer, up to a row-wise one."""
         self._routed: set[int] = set()
         """Memory that the experts of a mixture have made."""
 
@@ -129,6 +132,7 @@ class Tape(Observer):
         if key in self._alive or key in self.parameters:
             return
         size, born = storage.nbytes(), len(self.events)
+        self._made_whole.discard(key)
         if self.in_experts:
             self._routed.add(key)
         if not self.backward:  # what was saved here before is gone: no backward pass will come to it
@@ -214,6 +218,9 @@ class Tape(Observer):
         if not self.unseen:
             for tensor in outputs:
                 self._register(tensor, self.dim_of(tensor) is not None)
+            if not self.backward and exchange != REDUCED:
+                is_made_whole = exchange == GATHERED and not _is_product(operation.name)
+                self._follow_whole(inputs, outputs, is_made_whole)
             if self.joint is not None and not self.quiet and not _is_no_kernel(operation):
                 pointwise = torch.Tag.pointwise in operation.operator.tags
                 arguments = [item for item in operation.args if not isinstance(item, torch.Tensor)], operation.kwargs
@@ -231,6 +238,16 @@ class Tape(Observer):
             )
         if not _is_no_kernel(operation):
             self._charge(operation, bool(dims))
+
+    def _follow_whole(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], is_made_whole: bool
+    ) -> None:
+        """Note which outputs are made of what was gathered."""
+        if is_made_whole or any(storage_key(tensor) in self._made_whole for tensor in inputs):
+            for tensor in outputs:
+                if self.dim_of(tensor) is None:
+                    self._made_whole.add(storage_key(tensor))
+                    self.tally.gathered.add(storage_key(tensor))
 
     def _note_users(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -320,6 +337,8 @@ class Tape(Observer):
             if dim is not None:
                 self.shard(tensor, dim)
             self._register(tensor, sharded)
+        if not self.backward:
+            self._follow_whole((query, key, value), (result, sums), is_made_whole=False)
         if self.joint is not None:
             self._note_passes("attention", Kernel.PRODUCT, (query, key, value), (result, sums))
         if self.backward:

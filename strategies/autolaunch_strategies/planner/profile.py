@@ -104,7 +104,7 @@ class Part:
     sharded_saved_bytes: float = 0
     gathered_saved_bytes: float = 0
     """Of `saved_bytes` without `sharded_saved_bytes`, what sequence parallelism leaves whole: inputs of column-wise
-    layers."""
+    layers, and what is made of outputs of such layers that have to be gathered."""
     selective_bytes: float = 0
     """Kept with `recompute=selective` (outputs of matrix products and attention), its input included."""
     sharded_selective_bytes: float = 0
