@@ -57,3 +57,9 @@ def test_the_plan_says_what_a_step_holds(kind: str) -> None:
     )
     for rank in pretended_ranks(training_of(candidate, lambda: Module(kind))):
         assert account[0]["total"] == pytest.approx(rank.total, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_whether_ranks_of_mp_share_the_heads(kind: str) -> None:
+    (block,) = profile_module(Module(kind), cases.POSITIONS, device_type="cuda", precision="bf16-mixed").kinds
+    assert block.attention is not None and block.attention.divided == (kind == "qwen3")

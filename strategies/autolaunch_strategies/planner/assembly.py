@@ -337,8 +337,9 @@ def _calls(one: Tally, two: Tally) -> tuple[tuple[MatMul, ...], Attention | None
         key = dataclasses.replace(like, rows=item.rows, inner=item.inner, columns=item.columns, count=1)
         products[key] = products.get(key, 0) + item.count
     calls: dict[Attention, int] = {}
-    for call, _ in one.attention:
-        kind = dataclasses.replace(call, count=1)
+    flags = two.attention if len(two.attention) == len(one.attention) else one.attention
+    for (call, _), (_, sharded) in zip(one.attention, flags, strict=True):
+        kind = dataclasses.replace(call, count=1, divided=sharded)
         calls[kind] = calls.get(kind, 0) + call.count
     attention: Attention | None = None
     for call, count in calls.items():

@@ -54,6 +54,8 @@ class Attention:
     positions: int
     causal: bool
     count: int = 1
+    divided: bool = True
+    """Whether mp shards its heads; else every rank of mp computes all of them."""
 
     @property
     def flops(self) -> float:

@@ -309,7 +309,8 @@ def _part_costs(
     if part.attention is not None:
         positions = part.attention.positions
         rate = device.attention_rate * positions / (positions + HALF_POSITIONS)
-        attention_f = ways.batch * part.attention.flops / (ways.mp * ways.cp) / rate
+        ranks = ways.mp * ways.cp if part.attention.divided else ways.cp
+        attention_f = ways.batch * part.attention.flops / ranks / rate
     attention_b = attention_f * (BACKWARD_ATTENTION + full)
 
     moved = with_experts(part.moved_bytes, part.sharded_moved_bytes, part.expert_moved_bytes)
