@@ -54,14 +54,19 @@ def _end_groups(ended: int) -> int:
     import torch.distributed as dist
     from torch.distributed.tensor import debug
 
-    forget_meshes = getattr(debug, "_clear_sharding_prop_cache", None)  # which are equal to those of later cases
-    if forget_meshes is None or not dist.is_initialized():
+    forget_shardings = getattr(debug, "_clear_sharding_prop_cache", None)
+    if forget_shardings is None or not dist.is_initialized():
         return 0
     world = dist.distributed_c10d._world
     if world.group_count - ended < MOST_GROUPS:
         return ended
     dist.barrier()  # nobody needs them any more
-    forget_meshes()
+    forget_shardings()
+    for name, module in list(sys.modules.items()):  # what knows a mesh takes an equal one of a later case for it
+        if name.startswith(("torch.distributed", "autolaunch_strategies")):
+            for value in [*vars(module).values()]:
+                if hasattr(value, "cache_clear") and not isinstance(value, type):
+                    value.cache_clear()
     gc.collect()
     for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
@@ -69,7 +74,9 @@ def _end_groups(ended: int) -> int:
     return int(world.group_count)
 
 
-def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False) -> NoReturn:
+def serve(
+    groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False, ends_groups: bool = False
+) -> NoReturn:
     """Be `<script> <directory> <group>`: for each line of the standard input run the case of that name.
 
     Writes `<case>.<rank>.json` to the directory, with the result or the error, and the processor seconds it took.
@@ -77,6 +84,7 @@ def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False) ->
     Args:
         groups: name of a group -> name of a case -> its function.
         tensors: whether results are written by torch.save instead of as JSON.
+        ends_groups: whether groups of earlier cases are ended, where cases make many: nothing may still know a mesh.
     """
     import torch
 
@@ -103,5 +111,6 @@ def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False) ->
         if "error" in result:  # others may wait for this rank, or not: nobody knows where they stand
             print(f"{name} on rank {RANK}:\n{result['traceback']}", flush=True)
             os._exit(1)
-        ended = _end_groups(ended)
+        if ends_groups:
+            ended = _end_groups(ended)
     os._exit(0)  # gloo's threads may outlive the interpreter's end
