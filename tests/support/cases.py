@@ -74,9 +74,7 @@ def _end_groups(ended: int) -> int:
     return int(world.group_count)
 
 
-def serve(
-    groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False, ends_groups: bool = False
-) -> NoReturn:
+def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False, ends_groups: bool = False) -> NoReturn:
     """Be `<script> <directory> <group>`: for each line of the standard input run the case of that name.
 
     Writes `<case>.<rank>.json` to the directory, with the result or the error, and the processor seconds it took.
