@@ -242,6 +242,7 @@ class Assembly:
             saved_bytes=saved[0],
             sharded_saved_bytes=saved[1],
             gathered_saved_bytes=more.gathered_bytes() - less.gathered_bytes(),
+            whole_saved_bytes=more.whole_bytes() - less.whole_bytes(),
             peak_bytes=peak[0],
             sharded_peak_bytes=peak[1],
             exchanges=less.exchanges,

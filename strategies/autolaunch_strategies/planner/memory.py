@@ -295,7 +295,8 @@ def _put_activations(
 
     def saved_by(part: Part, others: float, sharded: float) -> Floats:
         """Of what a block saves without its experts."""
-        gathered = min(max(part.exchanges * part.exchange_bytes, part.gathered_saved_bytes), others - sharded)
+        whole = part.gathered_saved_bytes + part.whole_saved_bytes if part.whole_saved_bytes else 0.0
+        gathered = min(max(part.exchanges * part.exchange_bytes, whole), others - sharded)
         return of(others - gathered, sharded) + of(gathered, 0.0, ones)
 
     def kept_by(part: Part) -> tuple[Floats, Floats, Floats]:

@@ -50,8 +50,10 @@ class Tally:
     saved: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """Memory -> (bytes, whether sharded)."""
     gathered: set[int] = field(default_factory=set)
-    """Memory that is whole where sequence parallelism shards the rest: inputs of column-wise layers, and what is made
-    of outputs of such layers that are gathered (queries, keys and values of one matrix that heads don't divide)."""
+    """Memory of whole inputs of column-wise layers: they are gathered where sequence parallelism shards the rest."""
+    made_whole: set[int] = field(default_factory=set)
+    """Memory of what is made of outputs of such layers that are gathered (queries, keys and values of one matrix that
+    heads don't divide): it is whole there, too."""
     routed_moved: float = 0.0
     """Of `moved`, what the experts of a mixture have moved."""
     routed_saved: dict[int, int] = field(default_factory=dict)
@@ -68,6 +70,10 @@ class Tally:
     def gathered_bytes(self) -> int:
         """Bytes of saved activations that sequence parallelism leaves whole."""
         return sum(size for key, (size, sharded) in self.saved.items() if key in self.gathered and not sharded)
+
+    def whole_bytes(self) -> int:
+        """Bytes of saved activations that are made of what was gathered behind a column-wise layer."""
+        return sum(size for key, (size, sharded) in self.saved.items() if key in self.made_whole and not sharded)
 
     def saved_bytes(self) -> tuple[int, int]:
         """Bytes of saved activations: (all of them, those that mp shards)."""
@@ -247,7 +253,7 @@ class Tape(Observer):
             for tensor in outputs:
                 if self.dim_of(tensor) is None:
                     self._made_whole.add(storage_key(tensor))
-                    self.tally.gathered.add(storage_key(tensor))
+                    self.tally.made_whole.add(storage_key(tensor))
 
     def _note_users(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:

@@ -106,7 +106,7 @@ class Part:
     sharded_saved_bytes: float = 0
     gathered_saved_bytes: float = 0
     """Of `saved_bytes` without `sharded_saved_bytes`, what sequence parallelism leaves whole: inputs of column-wise
-    layers, and what is made of outputs of such layers that have to be gathered."""
+    layers."""
     selective_bytes: float = 0
     """Kept with `recompute=selective` (outputs of matrix products and attention), its input included."""
     sharded_selective_bytes: float = 0
@@ -137,6 +137,9 @@ class Part:
     """Of a block: what is other if it is compiled; None where that is not known."""
     trained: float = 1.0
     """Share of its parameters that is trained."""
+    whole_saved_bytes: float = 0
+    """Of `saved_bytes` without `sharded_saved_bytes`, what is made of outputs of column-wise layers that have to be
+    gathered: sequence parallelism leaves it whole, too."""
     has_backward: bool = True
     """Whether a backward pass comes through it: it, or what runs before it, is trained."""
 
