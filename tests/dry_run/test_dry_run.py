@@ -18,6 +18,7 @@ from autolaunch_strategies.dry_run.agreement import disagreements
 from autolaunch_strategies.dry_run.ranks import pretend_ranks
 from autolaunch_strategies.dry_run.step import PretendedRank, Training, _OneStep
 from autolaunch_strategies.dry_run.trace import Exchange, Trace
+from autolaunch_strategies.dry_run.world import NotSaidYet, World
 from autolaunch_strategies.planner.candidate import Candidate
 from autolaunch_strategies.planner.memory import memory_account
 from autolaunch_strategies.planner.module_profile import profile_module
@@ -167,6 +168,18 @@ def test_the_step_is_one_of_a_training_that_goes_on(name: str, monkeypatch: pyte
 def test_a_rank_alone_does_what_it_does_beside_others(name: str) -> None:
     for rank in pretended_ranks(training(name)):
         assert pretend_ranks(training(name), [rank.rank]) == [rank]
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["ends", "waits"])
+def test_a_rank_that_waits_for_ever_is_told(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretend(training: Training, rank: int, world: World, until: Any = None) -> Any:
+        if answers and rank == 1:
+            return None
+        raise NotSaidYet((1 - rank, rank))
+
+    monkeypatch.setattr("autolaunch_strategies.dry_run.ranks.pretend", pretend)
+    with pytest.raises(ConfigError, match=r"rank \d waits for what rank \d never sends"):
+        pretend_ranks(training("1f1b"), [0])
 
 
 def part_trained(trained: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import pairwise
 
 from autolaunch_strategies.config import AXES, ConfigError, MeshShape, ParallelConfig
@@ -53,13 +52,22 @@ def _first_to_last(parallel: ParallelConfig) -> list[int]:
 
 
 def _hear(training: Training, rank: int, world: World, way: Way, waiting: list[Way]) -> None:
-    """Run the rank at the beginning of a way, in the pipeline of `rank`, until it says something new on it."""
-    if way in waiting:
-        raise RuntimeError("stages wait for each other: none can be pretended first")
+    """Run the rank at the beginning of a way, in the pipeline of `rank`, until it says something new on it.
+
+    Raises:
+        ConfigError: it never does, or waits itself for who waits for it.
+    """
     shape = training.parallel.mesh
     speaker = rank_at(shape, {**coordinates(shape, rank), "pp": way[0]})
-    with suppress(Said):
-        _pretend(training, speaker, world, way, [*waiting, way])
+    if way not in waiting:
+        try:
+            _pretend(training, speaker, world, way, [*waiting, way])
+        except Said:
+            return
+    listener = rank_at(shape, {**coordinates(shape, rank), "pp": way[1]})
+    raise ConfigError(
+        f"mesh={shape.name}", f"rank {listener} waits for what rank {speaker} never sends", "stages that agree on what"
+    )
 
 
 def _pretend(training: Training, rank: int, world: World, until: Way | None, waiting: list[Way]) -> PretendedRank:
