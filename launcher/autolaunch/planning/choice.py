@@ -71,8 +71,9 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> ModelProfile:
     from autolaunch_strategies.planner.profile_cache import cached_profile
     from autolaunch_strategies.planner.subject import Holder
 
+    known = is_known(config)
     with Construction(config["seed"]).recording():
-        if is_known(config):
+        if known:
             module: nn.Module = Holder(build_adapted_model(config)[0])
         else:
             module = build_module(config)
@@ -82,10 +83,10 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> ModelProfile:
         "precision": lightning_precision(config["precision"]),
         "param_dtype": config["dp"]["param_dtype"],
         "device_type": device_type,
-        "example": None if is_known(config) else _example(module, config),
+        "example": None if known else _example(module, config),
     }
     profile = cached_profile(module, **arguments)
-    if is_known(config):  # ids of `data.seq_len` positions, as everybody has them
+    if known:  # ids of `data.seq_len` positions, as everybody has them
         profile = dataclasses.replace(profile, guessed="")
     return profile
 

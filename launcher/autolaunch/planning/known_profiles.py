@@ -79,9 +79,7 @@ def _version(package: str) -> str:
 
 def _sources() -> list[tuple[str, int, int]]:
     """The files of this project that a profile is made by: one of an older version is not read."""
-    import autolaunch_strategies
+    from autolaunch_strategies.planner.sources import profile_sources
 
-    engine, own = Path(autolaunch_strategies.__file__).parent, Path(__file__).parents[1]
-    rooms = ("planner", "plan", "model", "tracing", "data_parallel", "tensor", "experts")
-    files = [*(path for room in rooms for path in engine.glob(f"{room}/*.py")), *own.glob("models/*.py")]
-    return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    files = sorted((Path(__file__).parents[1] / "models").glob("*.py"))
+    return [*profile_sources(), *((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)]

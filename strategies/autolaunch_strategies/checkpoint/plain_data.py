@@ -77,7 +77,7 @@ class NotPlainData(Exception):
 
 def _member(kind: Any, name: Any) -> Any:
     """A member of an enumeration, for `getattr`, by which Python up to 3.11.3 pickles it (Debian 12 has 3.11.2)."""
-    if isinstance(kind, EnumMeta) and name in kind.__members__:
+    if isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__:
         return kind.__members__[name]
     raise NotPlainData("builtins.getattr")
 

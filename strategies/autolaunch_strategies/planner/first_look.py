@@ -73,6 +73,7 @@ class FirstLook:
         self._arguments.clear()
         self._readers = Labels()
         self.is_behind_trained = self._behind_trained(model_call.subject)
+        """Block -> whether its input needs a gradient."""
         self.kind_of = self._kinds(model_call)
         """Block, in order of execution -> the first one that runs the same."""
 

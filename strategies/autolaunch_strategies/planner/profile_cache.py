@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import autolaunch_strategies.planner
 from autolaunch_strategies.planner.profile import ModelProfile
+from autolaunch_strategies.planner.sources import profile_sources
 
 
 def cache_directory() -> Path:
@@ -59,7 +59,7 @@ def fingerprint(module: nn.Module, arguments: Mapping[str, Any]) -> str:
     def add(*values: Any) -> None:
         digest.update(repr(values).encode())
 
-    add(torch.__version__, sorted((key, _plain(value)) for key, value in arguments.items()), _own_sources())
+    add(torch.__version__, sorted((key, _plain(value)) for key, value in arguments.items()), profile_sources())
     files: set[str] = set()
     for name, part in module.named_modules():
         kind = type(part)
@@ -107,10 +107,3 @@ def _source(module: str) -> tuple[str, str]:
     except (OSError, AssertionError):
         return module, ""
     return module, f"{status.st_size}:{status.st_mtime_ns}"
-
-
-def _own_sources() -> list[tuple[str, int, int]]:
-    """This package's files: a profile that an older version made is not read."""
-    rooms = Path(autolaunch_strategies.planner.__file__).parent.parent
-    files = [path for room in ("planner", "plan", "tracing", "data_parallel") for path in (rooms / room).glob("*.py")]
-    return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)

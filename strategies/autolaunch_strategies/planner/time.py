@@ -573,9 +573,9 @@ def _contents(
         experts[own] = np.where(c.ep[own] > 1, (rows @ of_experts).max() / c.ep[own], 0.0)
         trained_experts[own] = np.where(c.ep[own] > 1, (rows @ (of_experts * trained)).max() / c.ep[own], 0.0)
     mixtures = np.array([part.mixtures for part in parts]) @ members
-    of_blocks = members[1:-1].sum(axis=0)
+    blocks = members[1:-1].sum(axis=0)
     return _Contents(
-        *(members, parameters, gathered, regathered, experts, trained_parameters, trained_experts, mixtures, of_blocks)
+        *(members, parameters, gathered, regathered, experts, trained_parameters, trained_experts, mixtures, blocks)
     )
 
 
@@ -651,31 +651,31 @@ def _dp_time(
         return np.asarray(number * collective_time(hardware, kind, ranks, stride, total / number))
 
     def both(
-        kind: str, total: Floats, of_experts: Any, dense: tuple[Ints, Ints, Any], experts: tuple[Ints, Ints, Any]
+        kind: str, total: Floats, for_experts: Any, dense: tuple[Ints, Ints, Any], experts: tuple[Ints, Ints, Any]
     ) -> Floats:
         """Of bytes that ep does not share out, and of experts': with ranks, stride and number of groups each."""
         seconds = collective(kind, dense[0], dense[1], total, dense[2])
         if inside.experts.any():
             ranks = np.where(c.ep > 1, experts[0], 1)
-            seconds = seconds + collective(kind, ranks, experts[1], of_experts, experts[2])
+            seconds = seconds + collective(kind, ranks, experts[1], for_experts, experts[2])
         return seconds
 
     gradient_bytes = recipe.trained * recipe.reduce_bytes
     efsdp = c.expert_ranks // c.ep  # ranks with the same experts, of one replica
-    gradients, of_mixtures = inside.trained * gradient_bytes, inside.trained_experts * gradient_bytes
-    reduced = both("all_reduce", gradients, of_mixtures, (size, c.mp, 1), (efsdp, c.ep, 1))
+    gradients, expert_gradients = inside.trained * gradient_bytes, inside.trained_experts * gradient_bytes
+    reduced = both("all_reduce", gradients, expert_gradients, (size, c.mp, 1), (efsdp, c.ep, 1))
     result = np.where(c.level == 0, exposed(reduced, backward), 0.0)
     sharded = c.level > 0
     if sharded.any():
         apart = (shard, c.mp, groups), (efsdp, c.ep, of_experts)
-        mixtures = inside.experts * recipe.gathered_bytes
-        gather = both("all_gather", inside.gathered, mixtures, *apart)
-        gather_again = both("all_gather", inside.regathered, mixtures, *apart)
-        scatter = both("reduce_scatter", gradients, of_mixtures, *apart)
+        gathered_experts = inside.experts * recipe.gathered_bytes
+        gather = both("all_gather", inside.gathered, gathered_experts, *apart)
+        gather_again = both("all_gather", inside.regathered, gathered_experts, *apart)
+        scatter = both("reduce_scatter", gradients, expert_gradients, *apart)
         among = np.where(sharded, c.replicate, 1)
         one = shard * c.mp  # ranks of a replica
         replicas = both(
-            "all_reduce", gradients / shard, of_mixtures / shard, (among, one, groups), (among, one, of_experts)
+            "all_reduce", gradients / shard, expert_gradients / shard, (among, one, groups), (among, one, of_experts)
         )
         gathers, again, scatters = _sharded_exchanges(c)
         host = (groups + np.where(c.ep > 1, of_experts, 0)) * constants.group_s
