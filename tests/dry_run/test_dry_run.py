@@ -37,10 +37,10 @@ AGREES = (
     *("ddp", "zero1", "zero1_accumulates", "zero2_accumulates", "zero3", "dp_mp_zero2", "dp_pp_zero3"),
     *("exact", "gpipe", "1f1b", "1f1b_4", "1f1b_full", "interleaved", "interleaved_zb", "zbv", "dualpipev"),
     *("cp_gather", "cp_ring", "cp_ulysses", "cp_usp", "cp_accumulates", "cp_selective", "cp_zero1", "cp_zero3"),
-    *("cp_mp", "cp_mp_sp", "cp_1f1b", "cp_exact"),
+    *("cp_mp", "cp_mp_sp", "cp_1f1b", "cp_exact", "hybrid"),
 )
-"""Of zero3_full and hybrid the plan counts 5.04 % more: the buffer of a block that is not gathered any more."""
-AGREES_MIXED = (*(name for name in AGREES if name not in ("exact", "dualpipev")), "zero3_full", "hybrid")
+"""Of zero3_full the plan counts 5.04 % more: the buffer of a block that is not gathered any more."""
+AGREES_MIXED = (*(name for name in AGREES if name not in ("exact", "dualpipev")), "zero3_full")
 """With bf16-mixed. Of exact and dualpipev the plan counts 7 and 5 % more."""
 MORE = {
     "mp_full": cases.case(mp=2, recompute=1),
@@ -198,7 +198,7 @@ def part_trained(trained: str) -> Any:
     [
         ("one", "layers.3"),
         *(pytest.param("one", trained, marks=pytest.mark.full) for trained in ("layers.1", "[qv]_proj")),
-        *(pytest.param("zero3", trained, marks=pytest.mark.full) for trained in ("layers.1", "[qv]_proj")),
+        *(pytest.param("zero3", trained, marks=pytest.mark.full) for trained in ("layers.3", "layers.1", "[qv]_proj")),
         ("1f1b", "[qv]_proj"),
     ],
 )

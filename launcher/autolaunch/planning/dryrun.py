@@ -135,7 +135,7 @@ def predicted_memory(
 ) -> tuple[list[dict[str, float]] | None, str]:
     """(what the planner says of each pipe rank, ""), or (None, why it says nothing).
 
-    Bytes by `planner.memory.PIECES`, without what allocators waste.
+    Bytes by `planner.memory.PIECES`, without what allocators waste, and with as many tokens for every expert: as here.
     """
     from dataclasses import replace
 
@@ -144,7 +144,7 @@ def predicted_memory(
     from autolaunch_strategies.planner.hardware import Hardware, Link
     from autolaunch_strategies.planner.memory import memory_account
 
-    bare, link = replace(Constants(), context_bytes=0.0, fragmentation=0.0), Link(1e9, 1e-4)
+    bare, link = replace(Constants(), context_bytes=0.0, fragmentation=0.0, imbalance=1.0), Link(1e9, 1e-4)
     here = Hardware("cpu", "cpu", 1, 1, 1.0, {"fp32": 1.0, "bf16": 1.0}, 1.0, link, link, constants=bare)
     try:
         profile, recipe = profile_of(config, "cpu")

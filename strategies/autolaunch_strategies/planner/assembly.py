@@ -101,10 +101,13 @@ class Assembly:
                 after, exchanges=len(head_inputs), exchange_bytes=sum(head_inputs) / len(head_inputs) / 2
             )
         begins = [item.after.begin if firsts else item.before.begin for item in (two, three)]
-        loss = _peak(
-            [(begin, item.loss.begin, item.loss.end) for begin, item in zip(begins, (two, three), strict=True)],
-            (two, three),
-            _minus(three.loss.kept, two.loss.kept),
+        loss, forward_loss = (
+            _peak(
+                [(begin, item.loss.begin, end) for begin, item, end in zip(begins, (two, three), ends, strict=True)],
+                (two, three),
+                _minus(three.loss.kept, two.loss.kept),
+            )
+            for ends in zip(*((item.loss.end, item.loss.backward_begin) for item in (two, three)), strict=True)
         )
         counts = [count for span in two.kinds.values() for count in span.tally.heads]
         heads = math.gcd(*counts) if counts else None
@@ -118,6 +121,8 @@ class Assembly:
             after=after,
             loss_bytes=loss[0],
             sharded_loss_bytes=loss[1],
+            forward_loss_bytes=forward_loss[0],
+            sharded_forward_loss_bytes=forward_loss[1],
             shared_parameters=shared,
             element_bytes=element_bytes,
             mp_sizes=self._mp_sizes(),

@@ -25,6 +25,8 @@ class Span:
 
     tally: Tally = field(default_factory=Tally)
     begin: int = 0
+    backward_begin: int = 0
+    """Of the loss, after which nothing begins again: where its backward pass does."""
     end: int = 0
     kept: tuple[int, int] = (0, 0)
     """(bytes that were made in it and are kept for its backward pass, of which sharded)."""
@@ -84,6 +86,7 @@ class MeasuredPass:
                 of_loss = self.loss.tally.saved_bytes()
                 self.loss.kept = of_loss[0] + around.kept[0], of_loss[1] + around.kept[1]
             del output
+            self.loss.backward_begin = len(tape.events)
             if loss is not None and loss.requires_grad:
                 tape.backward = True
                 loss.backward()

@@ -122,7 +122,18 @@ class _Columns:
         "casts_done",  # those of one microbatch, taken off
     )
     PARTS = ("state", "gradients", "stale", "end")
-    ONES = ("before", "after", "after_done", "output", "before_works", "after_works", "loss", "drain", "gathered")
+    ONES = (
+        "before",
+        "after",
+        "after_done",
+        "output",
+        "before_works",
+        "after_works",
+        "loss",
+        "loss_later",
+        "drain",
+        "gathered",
+    )
 
     def __init__(self, kinds: int) -> None:
         self.kinds = kinds
@@ -343,6 +354,9 @@ def _put_activations(
     of_loss = _over_mp(profile.loss_bytes, profile.sharded_loss_bytes, c.mp) / c.cp
     put("other", "after_works", sequences * of_after)
     put("loss", "loss", np.where(exact, on_rank, sequences) * np.maximum(of_loss, of_after))
+    if profile.forward_loss_bytes is not None:  # what its backward pass alone needs, taken off
+        in_forward = _over_mp(profile.forward_loss_bytes, profile.sharded_forward_loss_bytes, c.mp) / c.cp
+        put("loss", "loss_later", sequences * np.minimum(np.maximum(in_forward, of_after) - of_loss, 0))
     # exact: outputs of all microbatches are joined; their gradients stay until the last of them is used.
     outputs = _outputs(profile, c) / c.cp
     put("loss", "loss", np.where(exact, 2 * on_rank, 0) * outputs)
@@ -516,12 +530,14 @@ def _counts(
     # The buffer in which a block came; stages gather their own before there is much else.
     embeds[:, at["gathered"]] = float(ranks == 1)
     add(embeds, first)
-    for look in looks:
+    for look in looks if ranks > 1 else (base,):
         scores = look[last, flying[last, :, -1] > 0]
-        if ranks == 1:
-            scores = with_gradients(base[last], "stale")
         scores[:, at["loss"]] = 1
-        scores[:, at["gathered"]] = float(ranks == 1)
+        add(scores, last)
+    if ranks == 1:  # gradients of the step before and the buffer in which a block came are gone before a backward pass
+        scores = with_gradients(base[last], "stale")
+        for name in ("loss", "loss_later", "gathered"):
+            scores[:, at[name]] = 1
         add(scores, last)
     if spec.name == "exact" and ranks > 1:  # all forward passes are done, and gradients of the step before still there
         add(with_gradients(base, "stale"), np.arange(ranks))

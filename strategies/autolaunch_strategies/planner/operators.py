@@ -144,6 +144,7 @@ class Tape(Observer):
         if not self.backward:  # what was saved here before is gone: no backward pass will come to it
             self.tally.saved.pop(key, None)
             self.tally.routed_saved.pop(key, None)
+            self.tally.made_whole.discard(key)
 
         def freed(_: Any) -> None:
             if (entry := self._alive.pop(key, None)) is not None:

@@ -191,6 +191,9 @@ class ModelProfile:
     loss_bytes: float = 0
     """Most that the loss needs beyond what is kept, for one sequence: logits in fp32 and their gradients."""
     sharded_loss_bytes: float = 0
+    forward_loss_bytes: float | None = None
+    """The same while gradients of the step before are still there, in the forward pass; None: as much."""
+    sharded_forward_loss_bytes: float = 0
     shared_parameters: int = 0
     """Parameters of `before` that `after` uses, too (tied weights): with a pipeline the last stage holds them, too."""
     element_bytes: int = 4
