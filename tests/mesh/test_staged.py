@@ -9,9 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests import ROOT
 from tests.gpu.parity_cases import MESHES
+from tests.support import staged
+from tests.support.one_rank import without_process_group
 from tests.support.ranks import Group, GroupOf, problems
 from tests.support.tiers import tiered
 
@@ -37,7 +41,19 @@ def test_a_fit_through_host_memory_equals_one_process(
 
 @pytest.mark.parametrize("rank", tiered([0, 1], []))
 def test_each_collective_is_that_of_gloo(group_of: GroupOf, rank: int) -> None:
-    staged, gloo = (group_of(Path(__file__).with_name("staged_cases.py"), name, 2) for name in ("staged", "gloo"))
+    through_host, gloo = (group_of(Path(__file__).with_name("staged_cases.py"), name, 2) for name in ("staged", "gloo"))
     expected = gloo.read("collectives", rank)
-    found = staged.read("collectives", rank)
+    found = through_host.read("collectives", rank)
     assert found == expected and len(found) > 20
+
+
+def test_a_barrier_waits_on_the_host_whatever_device_is_named() -> None:
+    without_process_group()
+    dist.init_process_group(staged.NAME, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        options = dist.BarrierOptions()
+        options.device = torch.device("cuda", 0)
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.barrier(opts=options).wait()
+    finally:
+        dist.destroy_process_group()

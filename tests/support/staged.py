@@ -101,7 +101,13 @@ class Staged(dist.ProcessGroup):
     send = _through_host_memory("send", arrives=False)
     recv = _through_host_memory("recv")
     recv_anysource = _through_host_memory("recv_anysource")
-    barrier = _through_host_memory("barrier", arrives=False)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait on the host, whichever device the caller says that it uses."""
+        here = dist.BarrierOptions()
+        if opts is not None:
+            here.timeout, here.asyncOp = opts.timeout, opts.asyncOp
+        return Copied(self.host.barrier(here), [], [], 1)
 
 
 for _names in (
