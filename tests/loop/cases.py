@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, debug, distribute_tensor
 from torch.distributed.tensor import parallel as torch_styles
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -497,6 +497,26 @@ def values_and_random_state_are_shared() -> None:
         gathered = [torch.empty_like(tensor) for _ in range(WORLD)]
         dist.all_gather(gathered, tensor)
         assert torch.equal(gathered[0], gathered[1])
+
+
+@cases("four")
+def a_mesh_like_one_whose_groups_have_ended() -> None:
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Small()
+        mesh = mesh_of(2, 2)
+        parallelize(model, None, mesh, {"mp_config": {"parallelize_plan": SMALL}})
+        loss = nn.MSELoss()(model(torch.ones(4, 8)), torch.zeros(4, 8))
+        loss.backward()
+        losses.append(loss.item())
+        groups = set(model.up.weight.device_mesh.get_all_groups()) - {dist.group.WORLD}
+        assert groups
+        dist.barrier()
+        for group in groups:
+            dist.destroy_process_group(group)
+        debug._clear_sharding_prop_cache()  # torch's own: it would give results of the new mesh the old one
+    assert losses[0] == losses[1]
 
 
 @cases("two")

@@ -95,6 +95,7 @@ def test_on_two_processes(two: Group, case: str) -> None:
             "N13_tied_dp2_mp2_level3",
             "N14_fused_dp2_mp2_level2",
             "ranks_laid_out_otherwise",
+            "a_mesh_like_one_whose_groups_have_ended",
             "titan_dp2_mp2_level0",
             "titan_dp2_mp2_level3",
             "experts_dp2_mp2_ep2_level0",
@@ -104,6 +105,7 @@ def test_on_two_processes(two: Group, case: str) -> None:
             "N3_N8_dp2_mp2_level1",
             "N6_dp2_mp2_sequence_level3",
             "ranks_laid_out_otherwise",
+            "a_mesh_like_one_whose_groups_have_ended",
         ],
     ),
 )

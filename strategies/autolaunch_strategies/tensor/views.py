@@ -61,6 +61,10 @@ class Replicator:
             self._last = (weakref.ref(tensor, self._forget), state, replica)
         return replica
 
+    def go_on_with(self, mesh: DeviceMesh) -> None:
+        """Use this mesh, which is equal: the groups of the other one may have ended."""
+        self.mesh, self._last = mesh, None
+
     def _forget(self, _: Any) -> None:
         self._last = None
 
@@ -121,8 +125,12 @@ class MixedTensors(TorchFunctionMode):
             sharded = _first_sharded(kwargs.values())
         if sharded is None:
             return func(*args, **kwargs)
-        mesh = sharded.device_mesh  # another one if a process has models on several meshes
-        replicate = self.replicate if mesh == self.replicate.mesh else Replicator(mesh)
+        mesh, replicate = sharded.device_mesh, self.replicate
+        if mesh is not replicate.mesh:
+            if mesh == replicate.mesh:
+                replicate.go_on_with(mesh)
+            else:  # a process has models on several meshes
+                replicate = Replicator(mesh)
         if func in _SPECIAL:
             return _SPECIAL[func](replicate, func, args, kwargs)
         if args and type(args[0]) is not DTensor and isinstance(args[0], torch.Tensor) and changes_first(func):
