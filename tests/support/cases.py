@@ -38,6 +38,7 @@ def no_compiler() -> Iterator[None]:
 
 
 MOST_GROUPS = 40
+KNOW_MESHES = ("torch.distributed", "autolaunch_strategies")
 
 
 def _end_groups(ended: int) -> int:
@@ -51,6 +52,7 @@ def _end_groups(ended: int) -> int:
     Returns:
         The same from now on.
     """
+    import torch
     import torch.distributed as dist
     from torch.distributed.tensor import debug
 
@@ -62,11 +64,11 @@ def _end_groups(ended: int) -> int:
         return ended
     dist.barrier()  # nobody needs them any more
     forget_shardings()
-    for name, module in list(sys.modules.items()):  # what knows a mesh takes an equal one of a later case for it
-        if name.startswith(("torch.distributed", "autolaunch_strategies")):
-            for value in [*vars(module).values()]:
-                if hasattr(value, "cache_clear") and not isinstance(value, type):
-                    value.cache_clear()
+    if "torch._dynamo" in sys.modules:  # compiled code has names of groups in it
+        torch._dynamo.reset()
+    for item in gc.get_objects():  # what knows a mesh takes an equal one of a later case for it
+        if isinstance(item, functools._lru_cache_wrapper) and str(item.__module__).startswith(KNOW_MESHES):
+            item.cache_clear()
     gc.collect()
     for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
@@ -74,7 +76,7 @@ def _end_groups(ended: int) -> int:
     return int(world.group_count)
 
 
-def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False, ends_groups: bool = False) -> NoReturn:
+def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False, ends_groups: bool = True) -> NoReturn:
     """Be `<script> <directory> <group>`: for each line of the standard input run the case of that name.
 
     Writes `<case>.<rank>.json` to the directory, with the result or the error, and the processor seconds it took.
