@@ -103,6 +103,8 @@ def test_kept_is_what_torch_keeps(name: str, numbers: str) -> None:
     assert kind.compiled.saved_bytes < 0.85 * kind.saved_bytes
     assert kind.compiled.moved_bytes < 0.85 * kind.moved_bytes
     assert kind.compiled.kernels < kind.kernels
+    eager, fused = kind.backward_pass, kind.compiled.backward_pass
+    assert fused.moved_bytes < 0.85 * eager.moved_bytes and fused.kernels < eager.kernels
 
 
 # --- the graph -------------------------------------------------------------------------------------------------------
@@ -117,29 +119,34 @@ def chain(*operators: tuple[str, Kernel, list[int], int, int]) -> JointPass:
     return joint
 
 
+def back(joint: JointPass, kernel: Kernel, reads: int) -> None:
+    """An operator of the backward pass that reads a value, and whose result nobody reads."""
+    joint.backward(kernel, [reads], [], 100)
+
+
 FUSED, PRODUCT, ALONE = Kernel.FUSED, Kernel.PRODUCT, Kernel.ALONE
 
 
 def test_what_is_between_two_products_is_computed_again() -> None:
     joint = chain(("mm", PRODUCT, [0], 1, 100), ("gelu", FUSED, [1], 2, 100), ("mul", FUSED, [2], 3, 100))
-    joint.backward(FUSED, [2])  # of mul
-    joint.backward(FUSED, [1])  # of gelu
+    back(joint, FUSED, 2)  # of mul
+    back(joint, FUSED, 1)  # of gelu
     assert joint.kept() == {1: (100, False, False)}
-    joint.backward(PRODUCT, [3])  # a product of the backward pass reads it from memory: it is kept, not computed again
+    back(joint, PRODUCT, 3)  # a product of the backward pass reads it from memory: it is kept, not computed again
     assert joint.kept().keys() == {1, 3}
 
 
 def test_what_is_equal_is_kept_once_and_what_is_drawn_is_not_drawn_again() -> None:
     joint = chain(("relu", FUSED, [0], 1, 100), ("relu", FUSED, [0], 2, 100), ("native_dropout", FUSED, [2], 3, 25))
     for number in (1, 2):
-        joint.backward(PRODUCT, [number])
-    joint.backward(FUSED, [3])
+        back(joint, PRODUCT, number)
+    back(joint, FUSED, 3)
     assert joint.kept().keys() == {1, 3}
 
 
 def test_small_results_of_reductions_are_kept() -> None:
     joint = chain(("mm", PRODUCT, [0], 1, 400), ("mean", FUSED, [1], 2, 4), ("mul", FUSED, [1, 2], 3, 400))
-    joint.backward(FUSED, [2])
+    back(joint, FUSED, 2)
     assert joint.kept().keys() == {2}
 
 
@@ -152,6 +159,17 @@ def test_neighbours_are_one_kernel_and_what_lies_between_them_is_not_moved() -> 
     assert kernels.count == 4
     # relu and mul read 0 and write 2; add reads 0 and 3 and writes 4; cumsum reads 4 and writes 5.
     assert kernels.moved == (200 + 300 + 200, 0, 0)
+
+
+def test_a_backward_pass_computes_again_what_is_not_kept_in_the_kernel_that_reads_it() -> None:
+    joint = chain(("mm", PRODUCT, [0], 1, 100), ("gelu", FUSED, [1], 2, 100), ("mul", FUSED, [2], 3, 100))
+    joint.backward(FUSED, [2], [(10, 100, False, False)], 200)  # of mul
+    joint.backward(FUSED, [1, 10], [(11, 100, False, False)], 200)  # of gelu
+    joint.backward(PRODUCT, [11], [(12, 100, False, False)], 100)  # of mm
+    kernels = joint.backward_kernels([1])
+    assert kernels.count == 2
+    # One kernel reads 1, from which 2 is made again, and a gradient that comes from elsewhere; it writes 11.
+    assert kernels.moved == (100 + 100 + 100, 0, 0)
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------

@@ -379,7 +379,7 @@ def test_inputs_that_nobody_knows() -> None:
         profile_module(Strange())
     model = Strange()
     model.example_input_array = ({"weather": torch.zeros(2, 4)},)
-    assert profile_module(model).before.matmuls == (MatMul(1, 4, 4, 1, left_gradient=False),)
+    assert profile_module(model).before.matmuls == (MatMul(1, 4, 4, 1, left_gradient=False, in_fp32=True),)
     with pytest.raises(ConfigError, match="precision=17-true"):
         profile_module(Strange(), precision="17-true")
 

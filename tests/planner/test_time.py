@@ -13,7 +13,7 @@ from autolaunch_strategies.planner.candidate import FULL, PIPELINES, SELECTIVE, 
 from autolaunch_strategies.planner.collectives import collective_time, local_members
 from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.hardware import Curve, Hardware, Link
-from autolaunch_strategies.planner.profile import Attention, Compiled, MatMul, ModelProfile, Part, Recipe
+from autolaunch_strategies.planner.profile import Attention, BackwardPass, Compiled, MatMul, ModelProfile, Part, Recipe
 from autolaunch_strategies.planner.time import (
     COMPILED_SHARDED,
     PARTS,
@@ -29,7 +29,7 @@ from tests.support.transformer_profile import transformer_profile
 
 FREE = {
     **dict.fromkeys(("kernel_s", "mp_kernel_s", "hidden_dp", "hidden_mp", "hidden_cp", "hidden_pp"), 1e-30),
-    **dict.fromkeys(("group_s", "action_s", "cp_s", "microbatch_s", "step_s", "slice_s"), 1e-30),
+    **dict.fromkeys(("start_s", "group_s", "action_s", "cp_s", "microbatch_s", "step_s", "slice_s"), 1e-30),
     **dict.fromkeys(("matmul", "fp8", "attention", "memory", "intra", "inter", "p2p", "latency"), 1.0),
 }
 """Constants with which only data sheets count."""
@@ -115,6 +115,44 @@ def test_gradients_are_written_once_and_read_when_there_are_several_microbatches
     one = of(model(block, 1), recipe, machine(), microbatches=1).parts["elementwise"][0]
     four = of(model(block, 1), recipe, machine(), microbatches=4).parts["elementwise"][0]
     assert one == pytest.approx(2e9 / 1e12) and four == pytest.approx(4 * 4e9 / 1e12)
+
+
+def test_a_recorded_backward_pass_counts_in_place_of_the_usual_one() -> None:
+    backward = BackwardPass(3e9, 1e9, kernels=300, sharded_kernels=50)
+    block = Part("b", 0, moved_bytes=1e9, sharded_moved_bytes=4e8, kernels=100, backward=backward)
+    found = of(model(block, 1), PLAIN, machine(), mp=[1, 4], recompute=[0, FULL])
+    assert found.parts["elementwise"] == pytest.approx(np.array([4e9, 2.25e9 + 2 * 7e8]) * 8 / 1e12)
+    launched = of(model(block, 1), PLAIN, machine(constants={"kernel_s": 1.0}), recompute=[0, FULL])
+    assert launched.parts["kernels"] == pytest.approx([400, 500], rel=1e-3)
+
+
+def test_every_kernel_takes_a_device_a_moment_by_itself() -> None:
+    hardware = machine(constants={"start_s": 1e-5})
+    block = Part("b", 0, kernels=100)
+    found = of(model(block), PLAIN, hardware, microbatches=[1, 8])
+    assert found.parts["elementwise"] == pytest.approx([8 * 100 * 2.5e-5, 8 * 8 * 100 * 2.5e-5])
+    processors = of(model(block), PLAIN, machine(device="cpu", constants={"start_s": 1e-5}))
+    assert processors.parts["elementwise"][0] == pytest.approx(0)
+
+
+def test_narrow_heads_have_slower_attention() -> None:
+    hardware = machine(constants={"attention_width": 64.0})
+    wide, narrow, wider = (
+        of(model(Part("b", 0, attention=Attention(heads, heads, width, 2**20, causal=True)), 1), PLAIN, hardware)
+        for heads, width in ((8, 128), (16, 64), (4, 256))
+    )
+    assert narrow.parts["attention"] / wide.parts["attention"] == pytest.approx([(1 / 3 * 2) / (1 / 2)], rel=1e-3)
+    assert wider.parts["attention"] == pytest.approx(wide.parts["attention"], rel=1e-6)
+
+
+def test_products_of_fp32_take_their_own_rate_in_a_narrower_recipe() -> None:
+    hardware = machine(flops={"fp32": 1e12, "tf32": 1e13, "bf16": 1e14})
+    full = dataclasses.replace(BIG, in_fp32=True)
+    rates = [
+        of(model(Part("b", 0, matmuls=(item,)), 1), dataclasses.replace(PLAIN, full=kind), hardware).parts["compute"][0]
+        for item, kind in ((BIG, "fp32"), (full, "fp32"), (full, "tf32"))
+    ]
+    assert rates == pytest.approx([3 * 8 * BIG.flops / rate for rate in (1e14, 1e12, 1e13)], rel=0.02)
 
 
 def test_launching_kernels_matters_where_devices_have_less_to_do() -> None:

@@ -22,7 +22,7 @@ from autolaunch_strategies.experts.find import Mixture, find_mixtures
 from autolaunch_strategies.planner.first_look import FirstLook
 from autolaunch_strategies.planner.measured_pass import MeasuredPass, Span
 from autolaunch_strategies.planner.operators import Tally
-from autolaunch_strategies.planner.profile import Attention, Compiled, MatMul, ModelProfile, Part
+from autolaunch_strategies.planner.profile import Attention, BackwardPass, Compiled, MatMul, ModelProfile, Part
 from autolaunch_strategies.planner.subject import ParameterSharding, Subject
 
 
@@ -169,10 +169,12 @@ class Assembly:
         part = self._part(type(self.subject.blocks[first]).__name__, self.look.blocks[first], two, three, names)
         selective = _minus(three.tally.selective, two.tally.selective)
         twice = self._kept_twice(first)
+        replaced = tuple(self._replaced_products(first))
         return dataclasses.replace(
             part,
             has_backward=part.trained > 0 or self.look.is_behind_trained[first],
-            matmuls=(*part.matmuls, *self._replaced_products(first)),
+            matmuls=(*part.matmuls, *replaced),
+            waits=bool(replaced) or any(item.one_by_one for item in part.matmuls),
             saved_bytes=part.saved_bytes - twice[0],
             sharded_saved_bytes=part.sharded_saved_bytes - twice[1],
             compiled=self._compiled(first),
@@ -196,6 +198,11 @@ class Assembly:
             sharded_saved_bytes=saved[1] - twice[1],
             expert_moved_bytes=three.kernels.moved[2] - two.kernels.moved[2],
             expert_saved_bytes=three.compiled[2] - two.compiled[2],
+            backward=BackwardPass(
+                *_minus(three.backward_kernels.moved, two.backward_kernels.moved),
+                kernels=two.backward_kernels.count,
+                expert_moved_bytes=three.backward_kernels.moved[2] - two.backward_kernels.moved[2],
+            ),
         )
 
     def _kept_twice(self, first: str) -> tuple[float, float]:
@@ -254,6 +261,7 @@ class Assembly:
             exchange_bytes=(more.exchanged - less.exchanged) / less.exchanges if less.exchanges else 0.0,
             expert_moved_bytes=more.routed_moved - less.routed_moved,
             expert_saved_bytes=float(sum(more.routed_saved.values()) - sum(less.routed_saved.values())),
+            backward=_backward(less, more),
             **self._experts(names, less.casts),
         )
 
@@ -373,7 +381,15 @@ def _with_loss(part: Part, two: Tally, three: Tally) -> Part:
         sharded_moved_bytes=part.sharded_moved_bytes + moved[1],
         kernels=part.kernels + two.kernels[0],
         sharded_kernels=part.sharded_kernels + two.kernels[1],
+        backward=_backward(two, three),  # of all that is no block
     )
+
+
+def _backward(two: Tally, three: Tally) -> BackwardPass:
+    moved, sharded_moved = _minus(three.backward_moved, two.backward_moved)
+    kernels, sharded_kernels = two.backward_kernels
+    of_experts = three.backward_routed_moved - two.backward_routed_moved
+    return BackwardPass(moved, sharded_moved, kernels, sharded_kernels, of_experts)
 
 
 def _minus(left: Sequence[float], right: Sequence[float]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from autolaunch_strategies.planner.constants import TIME_CONSTANTS
 from autolaunch_strategies.planner.fit import Run, fit_constants
 from autolaunch_strategies.planner.hardware import Curve, Hardware, Link
+from autolaunch_strategies.planner.time import share_of_attention
 
 if TYPE_CHECKING:
     from autolaunch_strategies.planner.measure import Measured
@@ -46,7 +47,7 @@ def calibrated(base: Hardware, measured: Measured, origin: str) -> Hardware:
         flops = {name: value * scale for name, value in base.flops.items()} | measured.flops
         changed["matmul"] = 1.0
     if measured.attention is not None:
-        changed["attention"] = measured.attention
+        changed["attention"] = measured.attention / share_of_attention(*measured.attention_shape, usual)
     if measured.memory_bytes_per_s is not None:
         changed["memory"] = 1.0
     if measured.kernel_s is not None:

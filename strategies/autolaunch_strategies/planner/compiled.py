@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 _FUSED = {
     "_to_copy", "_softmax", "_log_softmax", "_unsafe_index", "amax", "amin", "any", "arange", "argmax", "cat", "clone",
@@ -83,7 +83,7 @@ class _Operator:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the operators of a forward pass come to."""
+    """What the operators of one pass come to."""
 
     count: int
     moved: tuple[int, int, int]
@@ -103,6 +103,9 @@ class JointPass:
         self._made: dict[Hashable, list[int]] = {}
         """How something was computed -> what came out of it."""
         self._operators: list[_Operator] = []
+        self._backward_values: dict[int, _Value] = {}
+        """Values that the backward pass has made."""
+        self._backward_operators: list[_Operator] = []
         self._level: dict[int, int] = {}
         """Value -> the level of what reads it."""
 
@@ -144,16 +147,35 @@ class JointPass:
         for number, size, sharded, routed in outputs:
             if number not in sources:
                 self.values[number] = _Value(size, sharded, routed, again and _REDUCES * size >= read, sources)
-        made_here = {number for number, *_ in outputs}
-        level = max((self._level.get(number, 0) for number in sources), default=0)
-        self._level.update(dict.fromkeys(made_here, level + (not fused)))
-        of_values = sum(min(self.values[number].size, read) for number in sources)
-        self._operators.append(_Operator(kernel, level, sources, made_here, max(0, read - of_values)))
+        self._operators.append(self._operator(kernel, sources, outputs, read, self.values))
 
-    def backward(self, kernel: Kernel, inputs: Iterable[int]) -> None:
-        """Note an operator of the backward pass, which reads these of the values."""
-        for number in self._known(inputs):
+    def backward(
+        self, kernel: Kernel, inputs: Iterable[int], outputs: Iterable[tuple[int, int, bool, bool]], read: int
+    ) -> None:
+        """Note an operator of the backward pass; arguments as those of `forward`."""
+        known, outputs = self._known(inputs), list(outputs)
+        for number in known:
             self.values[number].backward.append(kernel is Kernel.FUSED)
+        sources = known | set(inputs) & self._backward_values.keys()
+        for number, size, sharded, routed in outputs:
+            if number not in sources:
+                self._backward_values[number] = _Value(size, sharded, routed)
+        values = {**{number: self.values[number] for number in known}, **self._backward_values}
+        self._backward_operators.append(self._operator(kernel, sources, outputs, read, values))
+
+    def _operator(
+        self,
+        kernel: Kernel,
+        sources: set[int],
+        outputs: Iterable[tuple[int, int, bool, bool]],
+        read: int,
+        values: Mapping[int, _Value],
+    ) -> _Operator:
+        made = {number for number, *_ in outputs}
+        level = max((self._level.get(number, 0) for number in sources), default=0)
+        self._level.update(dict.fromkeys(made, level + (kernel is not Kernel.FUSED)))
+        of_values = sum(min(values[number].size, read) for number in sources)
+        return _Operator(kernel, level, sources, made, max(0, read - of_values))
 
     def _known(self, numbers: Iterable[int]) -> set[int]:
         return {self._same.get(number, number) for number in numbers} & self.values.keys()
@@ -183,48 +205,78 @@ class JointPass:
         }
 
     def kernels(self, kept: Iterable[int], returned: Iterable[int]) -> Kernels:
-        """Neighbours that are fused and equally far on are one kernel, which reads and writes what others see of it.
+        """What the forward pass comes to.
 
         Args:
             kept: values that stay for the backward pass.
             returned: values that the block returns.
         """
-        group = _Groups()
-        maker = {number: operator for operator in self._operators for number in operator.outputs}
-        for operator in self._operators:
-            for number in operator.inputs & maker.keys():
-                both = operator.kernel is Kernel.FUSED is maker[number].kernel
-                if both and maker[number].level == operator.level:
-                    group.join(id(maker[number]), id(operator))
-        reads: dict[int, set[int]] = {}
-        writes: dict[int, set[int]] = {}
-        others: dict[int, int] = {}
-        for operator in self._operators:
-            own = group.of(id(operator))
-            for number in operator.inputs:
-                made_by = maker.get(number)
-                if made_by is None or group.of(id(made_by)) != own:
-                    reads.setdefault(own, set()).add(number)
-                    if made_by is not None:
-                        writes.setdefault(group.of(id(made_by)), set()).add(number)
-            for number in operator.outputs & {*kept, *returned}:
-                writes.setdefault(own, set()).add(number)
-            others[own] = others.get(own, 0) + operator.others
-        moving = {group.of(id(operator)) for operator in self._operators if operator.kernel is not Kernel.PRODUCT}
-        moved = [
-            self.values[number]
-            for own in moving
-            for numbers in (reads.get(own, set()), writes.get(own, set()))
-            for number in numbers
+        return _kernels(self._operators, self.values, {*kept, *returned})
+
+    def backward_kernels(self, kept: Iterable[int]) -> Kernels:
+        """What the backward pass comes to, in which what is not kept is computed again by who reads it."""
+        there = {*kept, *(number for number, value in self.values.items() if not value.sources)}
+        operators = [
+            replace(operator, inputs=self._read_again(operator.inputs, there)) for operator in self._backward_operators
         ]
-        return Kernels(
-            len({group.of(id(operator)) for operator in self._operators}),
-            (
-                sum(value.size for value in moved) + sum(others[own] for own in moving),
-                sum(value.size for value in moved if value.sharded),
-                sum(value.size for value in moved if value.routed),
-            ),
-        )
+        read = {number for operator in operators for number in operator.inputs}
+        values = {**self.values, **self._backward_values}
+        return _kernels(operators, values, self._backward_values.keys() - read)
+
+    def _read_again(self, numbers: set[int], there: set[int]) -> set[int]:
+        """What is read where these values are wanted of which not all are there."""
+        wanted, seen = list(numbers), set()
+        while wanted:
+            number = wanted.pop()
+            if number not in seen:
+                seen.add(number)
+                if number in self.values and number not in there:
+                    wanted.extend(self.values[number].sources)
+        return {number for number in seen if number in there or number not in self.values}
+
+
+def _kernels(operators: Sequence[_Operator], values: Mapping[int, _Value], written: Set[int]) -> Kernels:
+    """Neighbours that are fused and equally far on are one kernel, which reads and writes what others see of it.
+
+    Args:
+        written: values that are wanted behind these operators.
+    """
+    group = _Groups()
+    maker = {number: operator for operator in operators for number in operator.outputs}
+    for operator in operators:
+        for number in operator.inputs & maker.keys():
+            both = operator.kernel is Kernel.FUSED is maker[number].kernel
+            if both and maker[number].level == operator.level:
+                group.join(id(maker[number]), id(operator))
+    reads: dict[int, set[int]] = {}
+    writes: dict[int, set[int]] = {}
+    others: dict[int, int] = {}
+    for operator in operators:
+        own = group.of(id(operator))
+        for number in operator.inputs:
+            made_by = maker.get(number)
+            if made_by is None or group.of(id(made_by)) != own:
+                reads.setdefault(own, set()).add(number)
+                if made_by is not None:
+                    writes.setdefault(group.of(id(made_by)), set()).add(number)
+        for number in operator.outputs & written:
+            writes.setdefault(own, set()).add(number)
+        others[own] = others.get(own, 0) + operator.others
+    moving = {group.of(id(operator)) for operator in operators if operator.kernel is not Kernel.PRODUCT}
+    moved = [
+        values[number]
+        for own in moving
+        for numbers in (reads.get(own, set()), writes.get(own, set()))
+        for number in numbers
+    ]
+    return Kernels(
+        len({group.of(id(operator)) for operator in operators}),
+        (
+            sum(value.size for value in moved) + sum(others[own] for own in moving),
+            sum(value.size for value in moved if value.sharded),
+            sum(value.size for value in moved if value.routed),
+        ),
+    )
 
 
 class _Groups:

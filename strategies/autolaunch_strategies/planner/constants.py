@@ -32,7 +32,9 @@ class Constants:
         0.8, 0.2, "Share of the speed of one product of all their rows that products of experts in one kernel reach."
     )
     attention: float = _constant(0.5, 0.25, "Share of the peak that fused attention reaches.")
+    attention_width: float = _constant(80.0, 0.2, "Width of heads that takes twice as long for a number as wide ones.")
     memory: float = _constant(0.8, 0.2, "Share of the memory bandwidth that elementwise kernels reach.")
+    start_s: float = _constant(2e-6, 0.4, "Device seconds of a kernel beside what it moves: its start and its end.")
     kernel_s: float = _constant(8e-6, 0.5, "Host seconds to launch one kernel, eager.")
     mp_kernel_s: float = _constant(60e-6, 0.6, "Further host seconds of a kernel on what mp shards (DTensors).")
     intra: float = _constant(0.75, 0.15, "Share of the bandwidth that collectives within a domain reach.")

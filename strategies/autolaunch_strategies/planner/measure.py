@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autolaunch_strategies.planner.hardware import COLLECTIVES, Curve, Link
+from autolaunch_strategies.planner.time import BACKWARD_ATTENTION
 from autolaunch_strategies.torch_private.collectives import all_gather_single, reduce_scatter_single, start_all_gather
 
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,7 +49,9 @@ class Measured:
     products: dict[str, dict[int, float]] = field(default_factory=dict)
     """Type -> edge of square matrices -> operations per second."""
     attention: float | None = None
-    """Share of the rate of matrix products that fused attention reaches."""
+    """Share of the rate of matrix products that fused attention reaches, with so many positions and heads so wide."""
+    attention_shape: tuple[int, int] = (0, 0)
+    """(positions, width of heads) with which that was measured."""
     memory_bytes_per_s: float | None = None
     kernel_s: float | None = None
     """Host seconds of an eager kernel on a tiny tensor."""
@@ -145,18 +148,23 @@ class Bench:
             speeds.flops[name] = max(rates.values())
 
     def attention(self, speeds: Measured) -> None:
-        """Causal fused attention, forward, in the fastest type that there is."""
+        """Causal fused attention, forward and backward, in the fastest type that there is."""
         cuda = self.device.type == "cuda"
-        positions = 4096 if cuda else 1024
+        heads, positions, width = (16, 4096, 128) if cuda else (4, 1024, 64)
+        dtype = torch.bfloat16 if cuda else torch.float32
         q, k, v = (
-            torch.randn(1, 16 if cuda else 4, positions, 64, device=self.device).to(
-                torch.bfloat16 if cuda else torch.float32
-            )
-            for _ in range(3)
+            torch.randn(1, heads, positions, width, device=self.device).to(dtype).requires_grad_() for _ in range(3)
         )
-        attend = torch.nn.functional.scaled_dot_product_attention
-        seconds = self._busy(lambda: attend(q, k, v, is_causal=True), self.seconds / 2)
-        speeds.attention = 2.0 * q.shape[1] * positions**2 * 64 / seconds / speeds.flops["bf16" if cuda else "fp32"]
+        gradient = torch.randn(1, heads, positions, width, device=self.device).to(dtype)
+
+        def both() -> None:
+            result = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(result, (q, k, v), gradient)
+
+        seconds = self._busy(both, self.seconds / 2)
+        flops = (1 + BACKWARD_ATTENTION) * 2.0 * heads * positions**2 * width
+        speeds.attention = flops / seconds / speeds.flops["bf16" if cuda else "fp32"]
+        speeds.attention_shape = positions, width
 
     def between_nodes(self, speeds: Measured) -> None:
         """All-reduces of ranks with the same place in each node: all ways out of a node at once."""

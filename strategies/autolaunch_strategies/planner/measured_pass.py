@@ -42,6 +42,7 @@ class Span:
     """Of these, what it returns."""
     kernels: Kernels = field(default_factory=lambda: Kernels(0, (0, 0, 0)))
     """Those of its forward pass if it is compiled."""
+    backward_kernels: Kernels = field(default_factory=lambda: Kernels(0, (0, 0, 0)))
 
 
 class MeasuredPass:
@@ -171,6 +172,7 @@ class MeasuredPass:
         kept_compiled = joint.kept()
         span.compiled = _sums(kept_compiled.values())
         span.kernels = joint.kernels(kept_compiled, returned)
+        span.backward_kernels = joint.backward_kernels(kept_compiled)
         span.compiled_output = _sums(value for number, value in kept_compiled.items() if number in returned)[:2]
         return output_spec, shapes
 

@@ -56,6 +56,10 @@ class Tally:
     heads don't divide): it is whole there, too."""
     routed_moved: float = 0.0
     """Of `moved`, what the experts of a mixture have moved."""
+    backward_moved: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """`moved`, of the backward pass, in which all that runs is charged to the part that is last."""
+    backward_kernels: list[int] = field(default_factory=lambda: [0, 0])
+    backward_routed_moved: float = 0.0
     routed_saved: dict[int, int] = field(default_factory=dict)
     """Of `saved`, what they have made: memory -> bytes."""
     casts: set[str] = field(default_factory=set)
@@ -87,7 +91,7 @@ class Tape(Observer):
     def __init__(self) -> None:
         self.tally = Tally()
         self.backward = False
-        """In a backward pass only memory and sharding are followed."""
+        """In a backward pass memory and sharding are followed, and bytes and kernels counted by themselves."""
         self.quiet = False
         self.in_experts = False
         """Whether the experts of a mixture are running."""
@@ -186,18 +190,19 @@ class Tape(Observer):
         if name in SHAPES_ALONE:
             inputs = ()
         read = [number for tensor in inputs if (number := self.value_of(tensor)) is not None]
-        if self.backward:
-            self.joint.backward(kernel, read)
-            return
-        seen = [(self.value_of(tensor) or storage_key(tensor), _window(tensor), tensor.dtype) for tensor in inputs]
         made = [
             (number, size, sharded, storage_key(tensor) in self._routed)
             for tensor in outputs
             if (number := self.value_of(tensor)) is not None
             for size, sharded in [self.bytes_of(tensor)]
         ]
+        of_all = sum(_size(tensor) for tensor in inputs)
+        if self.backward:
+            self.joint.backward(kernel, read, made, of_all)
+            return
+        seen = [(self.value_of(tensor) or storage_key(tensor), _window(tensor), tensor.dtype) for tensor in inputs]
         call = (name, tuple(seen), repr(arguments))
-        self.joint.forward(name, kernel, read, made, sum(_size(tensor) for tensor in inputs), call)
+        self.joint.forward(name, kernel, read, made, of_all, call)
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -235,6 +240,8 @@ class Tape(Observer):
                 kernel = kernel_of(operation.name, pointwise, product)
                 self._note_passes(operation.name, kernel, inputs, outputs, arguments)
         if not self._charging:
+            if not self.quiet and not _is_no_kernel(operation):
+                self._charge_backward(operation, bool(dims))
             return
         if exchange:
             self.tally.exchanges += 1
@@ -308,14 +315,23 @@ class Tape(Observer):
             causal = bool(dict(zip(names, operation.args, strict=False)).get("is_causal", False))
             self.attention(query, key, value, causal)
             return
-        if name in _LOOKUPS:
-            moved = 2 * sum(_size(tensor) for tensor in outputs) + sum(_size(tensor) for tensor in inputs[1:])
-        else:
-            moved = sum(_size(tensor) for tensor in {id(item): item for item in inputs}.values())
-            moved += sum(_size(tensor) for tensor in outputs)
+        moved = _moved(operation)
         tally.moved[0] += moved
         tally.routed_moved += moved if self.in_experts else 0
         tally.moved[1] += moved if sharded else 0
+
+    def _charge_backward(self, operation: Operation, reads_sharded: bool) -> None:
+        tally, name = self.tally, operation.name
+        sharded = reads_sharded or any(self.dim_of(tensor) is not None for tensor in operation.outputs)
+        tally.backward_kernels[0] += 1
+        tally.backward_kernels[1] += sharded
+        if _is_product(name) or "convolution" in name or "attention" in name:
+            return
+        moved = _moved(operation)
+        tally.backward_moved[0] += moved
+        tally.backward_moved[1] += moved if sharded else 0
+        if any(storage_key(tensor) in self._routed for tensor in operation.inputs):
+            tally.backward_routed_moved += moved
 
     def attention(self, query: Any, key: Any, value: Any, causal: bool) -> None:
         """Charge one call of fused attention; q, k, v are [..., heads, s, d]."""
@@ -396,6 +412,7 @@ class Tape(Observer):
                     name in _KEPT,
                     left_gradient=left.requires_grad,
                     right_gradient=right.requires_grad,
+                    in_fp32=left.dtype == torch.float32,
                 )
             )
         return exchange
@@ -407,7 +424,8 @@ class Tape(Observer):
         experts = right.shape[0]
         self.tally.matmuls.append(
             MatMul(max(1, left.shape[0] // experts), right.shape[1], right.shape[2],
-                   left.shape[0] / max(1, left.shape[0] // experts), kept=False, routed=True)
+                   left.shape[0] / max(1, left.shape[0] // experts), kept=False, routed=True,
+                   in_fp32=left.dtype == torch.float32)
         )  # fmt: skip
 
     def _convolution(self, args: Any, result: torch.Tensor) -> None:
@@ -416,6 +434,15 @@ class Tape(Observer):
         rows = large.shape[0] * large.shape[2:].numel()
         inner = weight.shape[1] * weight.shape[2:].numel()
         self.tally.matmuls.append(MatMul(rows, inner, weight.shape[0] // groups, groups, kept=False))
+
+
+def _moved(operation: Operation) -> int:
+    """Bytes that an operator reads and writes which does not multiply."""
+    inputs, outputs = operation.inputs, operation.outputs
+    if operation.name in _LOOKUPS:
+        return 2 * sum(_size(tensor) for tensor in outputs) + sum(_size(tensor) for tensor in inputs[1:])
+    read = sum(_size(tensor) for tensor in {id(item): item for item in inputs}.values())
+    return read + sum(_size(tensor) for tensor in outputs)
 
 
 def _is_no_kernel(operation: Operation) -> bool:

@@ -37,6 +37,13 @@ class MatMul:
     """Whether the backward pass computes the gradient of the left factor."""
     right_gradient: bool = True
     """The same of the right one, for a layer its weight."""
+    in_fp32: bool = False
+    """Whether its factors are fp32, whatever the type that others have (`Recipe.compute`)."""
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether experts have a kernel each, whose rows the host must know: torch groups those of bf16 alone."""
+        return self.routed and self.in_fp32
 
     @property
     def flops(self) -> float:
@@ -65,6 +72,24 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class BackwardPass:
+    """What the kernels of a backward pass do besides matrix products and fused attention; as the like of `Part`.
+
+    Gradients of parameters are no part of it: what they take does not depend on the batch.
+    """
+
+    moved_bytes: float
+    sharded_moved_bytes: float = 0
+    kernels: float = 0
+    sharded_kernels: float = 0
+    expert_moved_bytes: float = 0
+
+
+BACKWARD_MOVED, BACKWARD_KERNELS = 1.6, 1.5
+"""Where no backward pass was recorded: bytes and kernels of one, for each of the forward pass."""
+
+
+@dataclass(frozen=True)
 class Compiled:
     """What of the numbers of a block is other if it is compiled; they mean what those of `Part` mean."""
 
@@ -77,6 +102,12 @@ class Compiled:
     sharded_saved_bytes: float
     expert_moved_bytes: float = 0
     expert_saved_bytes: float = 0
+    backward: BackwardPass | None = None
+
+    @property
+    def backward_pass(self) -> BackwardPass:
+        """That which was recorded, or what is usual beside its forward pass."""
+        return self.backward or _usual(self, 0)
 
 
 @dataclass(frozen=True)
@@ -142,6 +173,15 @@ class Part:
     gathered: sequence parallelism leaves it whole, too."""
     has_backward: bool = True
     """Whether a backward pass comes through it: it, or what runs before it, is trained."""
+    backward: BackwardPass | None = None
+    """Of one sequence; None where none was recorded."""
+    waits: bool = False
+    """Whether the host waits for the device within it, so that it is not ahead of it (experts one after the other)."""
+
+    @property
+    def backward_pass(self) -> BackwardPass:
+        """That which was recorded, or what is usual beside its forward pass."""
+        return self.backward or _usual(self, self.sharded_kernels)
 
     @property
     def linear_share(self) -> float:
@@ -159,6 +199,7 @@ class Part:
             self.sharded_saved_bytes,
             self.expert_moved_bytes,
             self.expert_saved_bytes,
+            self.backward,
         )
 
     @property
@@ -170,6 +211,16 @@ class Part:
     def flops(self) -> float:
         """Of the matrix products and the attention of one forward pass."""
         return sum(item.flops for item in self.matmuls) + (self.attention.flops if self.attention else 0.0)
+
+
+def _usual(forward: Part | Compiled, sharded_kernels: int) -> BackwardPass:
+    return BackwardPass(
+        BACKWARD_MOVED * forward.moved_bytes,
+        BACKWARD_MOVED * forward.sharded_moved_bytes,
+        BACKWARD_KERNELS * forward.kernels,
+        BACKWARD_KERNELS * sharded_kernels,
+        BACKWARD_MOVED * forward.expert_moved_bytes,
+    )
 
 
 @dataclass(frozen=True)
@@ -241,8 +292,15 @@ class ModelProfile:
 def _part(values: dict[str, Any]) -> Part:
     matmuls = tuple(MatMul(**item) for item in values["matmuls"])
     attention = Attention(**values["attention"]) if values["attention"] else None
-    compiled = Compiled(**values["compiled"]) if values["compiled"] else None
-    return Part(**{**values, "matmuls": matmuls, "attention": attention, "compiled": compiled})
+    compiled = None
+    if values["compiled"]:
+        compiled = Compiled(**{**values["compiled"], "backward": _backward(values["compiled"])})
+    own = {"matmuls": matmuls, "attention": attention, "compiled": compiled, "backward": _backward(values)}
+    return Part(**{**values, **own})
+
+
+def _backward(values: Mapping[str, Any]) -> BackwardPass | None:
+    return BackwardPass(**values["backward"]) if values["backward"] else None
 
 
 @dataclass(frozen=True)
@@ -272,3 +330,5 @@ class Recipe:
     """Whether the loss is a mean over samples, so that schedules that see microbatches may be used."""
     gathers_casts: bool = False
     """Whether sharded weights of linear layers are gathered in the type of those copies, which are not made then."""
+    full: str = "fp32"
+    """The one of `COMPUTE_TYPES` in which factors are multiplied that are fp32."""

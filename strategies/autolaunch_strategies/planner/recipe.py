@@ -57,10 +57,12 @@ def recipe_of(
     casts = autocast is not None and _BYTES[gathered] > _BYTES[autocast]
     asked = {key: value for key, value in (dp or {}).items() if key in ("param_dtype", "reduce_dtype")}
     kind = optimizer.rpartition(".")[2].lower()
+    full = "tf32" if tf32 else "fp32"
     states = _STATES.get(kind, 2) + (1 if momentum and kind in ("sgd", "rmsprop") else 0)
     return Recipe(
         batch_size=batch_size,
-        compute="tf32" if compute == "fp32" and tf32 else "fp32" if compute == "fp64" else compute,
+        compute=full if compute == "fp32" else "fp32" if compute == "fp64" else compute,
+        full=full,
         parameter_bytes=_BYTES[stored],
         gathered_bytes=_BYTES[gathered],
         cast_bytes=_BYTES[autocast] if casts and autocast else 0,

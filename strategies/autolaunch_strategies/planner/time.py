@@ -27,8 +27,9 @@ from autolaunch_strategies.planner.candidate import (
     of_schedules,
 )
 from autolaunch_strategies.planner.collectives import collective_time
+from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.hardware import Hardware
-from autolaunch_strategies.planner.profile import MatMul, ModelProfile, Part, Recipe
+from autolaunch_strategies.planner.profile import BackwardPass, Compiled, MatMul, ModelProfile, Part, Recipe
 from autolaunch_strategies.planner.residuals import features
 from autolaunch_strategies.planner.stacks import CAST_WEIGHTS_ONCE, NATIVE_STACKS
 from autolaunch_strategies.planner.stages import cut
@@ -43,9 +44,6 @@ of a schedule add; `bubble` the wait of a pipeline's busiest rank for the others
 
 BACKWARD_ATTENTION = 2.5
 """Fused attention computes the scores again: five products for the forward pass's two."""
-BACKWARD_MOVED = 1.6
-"""Bytes that the backward pass of elementwise operators moves: gradients in and out, and what was kept."""
-BACKWARD_KERNELS = 1.5
 EXCHANGE_KERNELS = 1
 """Kernels that take as long to launch as one exchange."""
 COMPILED_SHARDED = 0.4
@@ -59,9 +57,9 @@ that makes 1.15, 1.1, 1.5 and 1.4 times the speed of bf16; on an H100 they had 1
 backward, compiled, one scale for each row (pytorch/ao, pull request 2185)."""
 FP8_MULTIPLE = 16
 """Of which both sides of a weight must be multiples to be multiplied in fp8."""
-FP8_EAGER_CAST, FP8_EAGER_KERNELS = 40, 44
+FP8_EAGER_CAST, FP8_EAGER_KERNELS = 40, (33, 77)
 """Bytes that an element moves without a compiler, in each pass that casts it (inputs and weights forward; these again
-and gradients, in two layouts, backward), and kernels that a layer has more forward (33; 77 backward). Counted over the
+and gradients, in two layouts, backward), and kernels that a layer has more forward and backward. Counted over the
 operators of torchao 0.18, rowwise and tensorwise alike: absolute values, their largest, fp32, products with scales,
 limits, padding, each a pass of its own."""
 UNALIGNED = 0.33
@@ -70,6 +68,7 @@ HALF_OUTPUT, HALF_INNER, HALF_POSITIONS = 6e5, 150.0, 256.0
 """Elements of the result (tiles for all processors of a device), inner size, and positions with which a product or
 attention reaches half of its best speed; on a device that does `_BALANCE` operations for each byte that it can read,
 on others in proportion."""
+WIDE = 128
 _BALANCE = 156.0
 
 FAIR = 2.0
@@ -94,6 +93,15 @@ def soft_max(*values: Floats) -> Floats:
     largest = np.maximum.reduce(np.broadcast_arrays(*values))
     total = sum(np.square((value / np.maximum(largest, 1e-300)) ** 3) for value in values)
     return np.asarray(largest * np.cbrt(np.sqrt(total)))
+
+
+def share_of_attention(positions: int, width: int, constants: Constants) -> float:
+    """What fused attention reaches of its best speed, which is that of endless sequences and heads of `WIDE` numbers.
+
+    Narrow heads have fewer products for each exponential.
+    """
+    narrow = width / (width + constants.attention_width) * (WIDE + constants.attention_width) / WIDE
+    return min(narrow, 1.0) * positions / (positions + HALF_POSITIONS)
 
 
 def flops_per_step(profile: ModelProfile, recipe: Recipe, recompute: int = 0) -> float:
@@ -195,10 +203,11 @@ def _matmul_times(item: MatMul, ways: _Ways, device: _Device) -> tuple[Floats, F
         experts = item.count / ways.held
         rows = np.ceil(item.rows * ways.batch / ways.cp * ways.fullest * ways.held / 8) * 8
         inner, columns = item.inner * ones, item.columns * ones
-        forward = device.matmul(rows, inner, columns, experts, True)
-        back = device.matmul(rows, columns, inner, experts, True)
-        weight = device.matmul(inner, rows, columns, experts, True)
-        return forward / device.grouped, of_left * back / device.grouped, of_right * weight / device.grouped
+        together, share = not item.one_by_one, 1.0 if item.one_by_one else device.grouped
+        forward = device.matmul(rows, inner, columns, experts, together)
+        back = device.matmul(rows, columns, inner, experts, together)
+        weight = device.matmul(inner, rows, columns, experts, together)
+        return forward / share, of_left * back / share, of_right * weight / share
     batched = item.divided == "count"
     rows = item.rows / ways.cp * (1 if batched else ways.batch)
     count = item.count * (ways.batch if batched else ones)
@@ -222,7 +231,7 @@ def _matmul_times(item: MatMul, ways: _Ways, device: _Device) -> tuple[Floats, F
 
 def _can_be_fp8(item: MatMul, device: _Device) -> bool:
     """Whether a product in a block is that of a layer which multiplies in fp8; torch has none for stacked experts."""
-    weights = item.divided != "count" and not (item.routed and device.is_torch)
+    weights = item.divided != "count" and not (item.routed and device.is_torch) and not item.in_fp32
     return weights and not item.inner % FP8_MULTIPLE and not item.columns % FP8_MULTIPLE
 
 
@@ -280,6 +289,7 @@ def _part_costs(
     # Heads, experts in stacks and products without a weight stay what they are beside layers of fp8.
     device = _Device("bf16" if recipe.compute == "fp8" else recipe.compute, hardware)
     fp8 = _Device("fp8", hardware) if recipe.compute == "fp8" and is_block else device
+    fp32 = device if recipe.compute in ("fp32", "tf32") else _Device(recipe.full, hardware)
     zero = np.zeros_like(ways.batch)
     whole_share = 1 / np.where(ways.sequence_parallel, ways.mp, 1.0)
 
@@ -299,7 +309,7 @@ def _part_costs(
     for item in part.matmuls:
         is_fp8 = fp8.is_fp8 and _can_be_fp8(item, fp8)
         in_fp8 += item.count * is_fp8
-        forward, back, weight = _matmul_times(item, ways, fp8 if is_fp8 else device)
+        forward, back, weight = _matmul_times(item, ways, fp8 if is_fp8 else fp32 if item.in_fp32 else device)
         compute_f, compute_b, compute_w = compute_f + forward, compute_b + back, compute_w + weight
         if not item.kept:
             compute_s = compute_s + forward
@@ -308,19 +318,24 @@ def _part_costs(
     attention_f = zero
     if part.attention is not None:
         positions = part.attention.positions
-        rate = device.attention_rate * positions / (positions + HALF_POSITIONS)
+        rate = device.attention_rate * share_of_attention(positions, part.attention.head_dim, constants)
         ranks = ways.mp * ways.cp if part.attention.divided else ways.cp
         attention_f = ways.batch * part.attention.flops / ranks / rate
     attention_b = attention_f * (BACKWARD_ATTENTION + full)
 
-    moved = with_experts(part.moved_bytes, part.sharded_moved_bytes, part.expert_moved_bytes)
-    if compiled.any():
-        # Experts that are shared out run as they are.
-        other = part.if_compiled
-        experts = np.where(ways.ep > 1, part.expert_moved_bytes, other.expert_moved_bytes)
-        fused = with_experts(other.moved_bytes - other.expert_moved_bytes + experts, other.sharded_moved_bytes, experts)
-        moved = np.where(compiled, fused, moved)
-    moved = moved * ways.batch / ways.cp
+    other = part.if_compiled
+
+    def moved_by(eager: Part | BackwardPass, fused: Compiled | BackwardPass) -> Floats:
+        """Bytes of one pass in this part."""
+        moved = with_experts(eager.moved_bytes, eager.sharded_moved_bytes, eager.expert_moved_bytes)
+        if compiled.any():
+            # Experts that are shared out run as they are.
+            experts = np.where(ways.ep > 1, eager.expert_moved_bytes, fused.expert_moved_bytes)
+            beside = fused.moved_bytes - fused.expert_moved_bytes
+            moved = np.where(compiled, with_experts(beside + experts, fused.sharded_moved_bytes, experts), moved)
+        return np.asarray(moved * ways.batch / ways.cp)
+
+    moved, moved_b = moved_by(part, other), moved_by(part.backward_pass, other.backward_pass)
     again = full + selective * part.selective_share
     weights = part.parameters - part.expert_parameters - part.sharded_parameters + part.sharded_parameters / ways.mp
     of_experts = part.expert_parameters / ways.held
@@ -333,7 +348,7 @@ def _part_costs(
         weights * recipe.trained * part.trained * (recipe.gradient_bytes + ways.accumulates * recipe.gradient_bytes)
     )
     elementwise_f = (moved + cast) / device.memory_rate
-    elementwise_b = (moved * (BACKWARD_MOVED + again) + cast * full) / device.memory_rate
+    elementwise_b = (moved_b + moved * again + cast * full) / device.memory_rate
     elementwise_w = gradients / device.memory_rate
 
     size = part.exchange_bytes * ways.batch / ways.cp
@@ -358,16 +373,30 @@ def _part_costs(
     cp_f = forward - np.minimum(forward, attention_f) * hidden
     cp_b = backward - np.minimum(backward, attention_f * BACKWARD_ATTENTION) * hidden + full * cp_f
 
-    eager = part.kernels + in_fp8 * FP8_EAGER_KERNELS * fp8.is_torch
-    kernels = np.where(compiled, part.if_compiled.kernels, eager)
     calls = part.attention.count if part.attention is not None else 0
+    one_by_one = sum(item.count for item in part.matmuls if item.one_by_one) / ways.held
     exchanged = np.where(ways.mp > 1, part.exchanges * EXCHANGE_KERNELS, 0.0)
-    # With sequences sharded between what mp shards, everything works on DTensors.
-    sharded = np.where(ways.sequence_parallel & (part.sharded_kernels > 0), part.kernels, part.sharded_kernels)
-    sharded = sharded * np.where(compiled, COMPILED_SHARDED, 1.0)
-    host = (kernels + exchanged) * constants.kernel_s + np.where(ways.mp > 1, sharded * constants.mp_kernel_s, 0.0)
-    host = host + np.where(ways.cp > 1, calls * constants.cp_s, 0.0)
-    host_b = host * (BACKWARD_KERNELS + again)
+
+    def kernels_of(
+        eager: Part | BackwardPass, fused: Compiled | BackwardPass, of_fp8: float, products: int
+    ) -> tuple[Floats, Floats]:
+        """(kernels of one pass, with so many products for each of the forward pass; host seconds to launch them)."""
+        kernels = np.where(compiled, fused.kernels, eager.kernels + in_fp8 * of_fp8 * fp8.is_torch)
+        kernels = kernels + products * one_by_one
+        # With sequences sharded between what mp shards, everything works on DTensors.
+        sharded = np.where(ways.sequence_parallel & (eager.sharded_kernels > 0), eager.kernels, eager.sharded_kernels)
+        sharded = sharded * np.where(compiled, COMPILED_SHARDED, 1.0)
+        host = (kernels + exchanged) * constants.kernel_s + np.where(ways.mp > 1, sharded * constants.mp_kernel_s, 0.0)
+        return kernels, host + np.where(ways.cp > 1, calls * constants.cp_s, 0.0)
+
+    kernels, host = kernels_of(part, other, FP8_EAGER_KERNELS[0], 1)
+    kernels_b, host_b = kernels_of(part.backward_pass, other.backward_pass, FP8_EAGER_KERNELS[1], 2)
+    kernels_b, host_b = kernels_b + kernels * again, host_b + host * again
+    if hardware.device != "cpu":
+        elementwise_f, elementwise_b = (
+            elementwise_f + kernels * constants.start_s,
+            elementwise_b + kernels_b * constants.start_s,
+        )
     if not part.has_backward:
         compute_b = compute_w = attention_b = elementwise_b = elementwise_w = mp_b = cp_b = ep_b = host_b = zero
     busy_f = compute_f + attention_f + elementwise_f + mp_f + cp_f + ep_f
@@ -375,7 +404,7 @@ def _part_costs(
     busy_w = compute_w + elementwise_w
     # Compiled blocks compute the gradients of weights with those of inputs.
     busy_b, busy_w = busy_b + np.where(compiled, busy_w, 0.0), np.where(compiled, 0.0, busy_w)
-    if hardware.device == "cpu":  # one processor launches and computes
+    if hardware.device == "cpu" or part.waits:  # one processor launches and computes, or they take turns
         extra_f, extra_b = host, host_b
     else:
         extra_f = np.maximum(soft_max(busy_f, host) - busy_f, 0.0)
