@@ -28,6 +28,7 @@ from autolaunch_strategies.planner.hardware import Hardware, Link
 from autolaunch_strategies.planner.memory import memory_account, peak_memory
 from autolaunch_strategies.planner.module_profile import profile_module
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
+from autolaunch_strategies.planner.recipe import recipe_of
 from autolaunch_strategies.planner.settings import overrides
 from autolaunch_strategies.planner.time import step_time
 from tests.support.one_rank import without_process_group
@@ -149,3 +150,23 @@ def test_tokens_that_leave_the_node_cost_more_and_are_warned_of() -> None:
     even = machines(constants=dataclasses.replace(BARE, imbalance=1.0))
     assert step_time(profile(), RECIPE, even, rows).parts["ep"][2] < parts[2]
     assert peak_memory(profile(), RECIPE, even, rows).bytes[2] < memory[2]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_experts_that_autocast_leaves_in_fp32_are_slow_and_it_is_said(precision: str) -> None:
+    hardware = dataclasses.replace(machines(), flops={"fp32": 1e12, "bf16": 1e13})
+    model, recipe = profile_module(mixture(), 32, precision=precision), recipe_of(16, precision)
+    (block,) = model.kinds
+    in_fp32 = precision == "bf16-mixed"
+    assert block.waits == any(item.one_by_one for item in block.matmuls) == in_fp32
+    said = [warning for warning in make_plan(model, recipe, hardware).warnings if "dp.param_dtype=bf16" in warning]
+    assert len(said) == in_fp32
+    grouped = dataclasses.replace(
+        block, waits=False, matmuls=tuple(dataclasses.replace(item, in_fp32=False) for item in block.matmuls)
+    )
+    times = [
+        step_time(dataclasses.replace(model, kinds=(kind,)), recipe, hardware, Candidates())
+        for kind in (block, grouped)
+    ]
+    slow, fast = (time.seconds[0] - time.parts["fixed"][0] for time in times)
+    assert (slow > 1.5 * fast) == in_fp32
