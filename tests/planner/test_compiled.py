@@ -161,6 +161,11 @@ def test_neighbours_are_one_kernel_and_what_lies_between_them_is_not_moved() -> 
     assert kernels.moved == (200 + 300 + 200, 0, 0)
 
 
+def test_neighbours_that_go_over_the_same_value_are_one_kernel() -> None:
+    joint = chain(*(("mul", FUSED, [0], 1, 100), ("relu", FUSED, [0], 2, 100), ("sum", FUSED, [0], 3, 1)))
+    assert joint.kernels([], [1, 2, 3]).moved == (100 + 200 + 100 + 1, 0, 0)  # a sum goes over it in its own way
+
+
 def test_a_backward_pass_computes_again_what_is_not_kept_in_the_kernel_that_reads_it() -> None:
     joint = chain(("mm", PRODUCT, [0], 1, 100), ("gelu", FUSED, [1], 2, 100), ("mul", FUSED, [2], 3, 100))
     joint.backward(FUSED, [2], [(10, 100, False, False)], 200)  # of mul

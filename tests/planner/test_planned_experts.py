@@ -162,7 +162,9 @@ def test_experts_that_autocast_leaves_in_fp32_are_slow_and_it_is_said(precision:
     said = [warning for warning in make_plan(model, recipe, hardware).warnings if "dp.param_dtype=bf16" in warning]
     assert len(said) == in_fp32
     grouped = dataclasses.replace(
-        block, waits=False, matmuls=tuple(dataclasses.replace(item, in_fp32=False) for item in block.matmuls)
+        block,
+        waits=False,
+        matmuls=tuple(dataclasses.replace(item, in_fp32=False, grouped=True) for item in block.matmuls),
     )
     times = [
         step_time(dataclasses.replace(model, kinds=(kind,)), recipe, hardware, Candidates())

@@ -153,6 +153,7 @@ def test_products_of_fp32_take_their_own_rate_in_a_narrower_recipe() -> None:
         for item, kind in ((BIG, "fp32"), (full, "fp32"), (full, "tf32"))
     ]
     assert rates == pytest.approx([3 * 8 * BIG.flops / rate for rate in (1e14, 1e12, 1e13)], rel=0.02)
+    assert of(model(Part("b", 0, matmuls=(full,)), 1), PLAIN, machine(flops={"bf16": 1e14})).seconds[0] > 0
 
 
 def test_launching_kernels_matters_where_devices_have_less_to_do() -> None:

@@ -66,8 +66,9 @@ def _end_groups(ended: int) -> int:
     forget_shardings()
     if "torch._dynamo" in sys.modules:  # compiled code has names of groups in it
         torch._dynamo.reset()
+    gc.collect()
     for item in gc.get_objects():  # what knows a mesh takes an equal one of a later case for it
-        if isinstance(item, functools._lru_cache_wrapper) and str(item.__module__).startswith(KNOW_MESHES):
+        if type(item) is functools._lru_cache_wrapper and str(item.__module__).startswith(KNOW_MESHES):
             item.cache_clear()
     gc.collect()
     for group in [group for group in world.pg_map if group is not dist.group.WORLD]:

@@ -89,9 +89,11 @@ def make_plan(
             f"Tokens leave the node on their way to their experts: {chosen.ep[0]} ranks of ep are more than the "
             f"{hardware.domain_size} devices of a fast domain"
         )
-    if recipe.compute in ("bf16", "fp16") and any(item.one_by_one for kind in profile.kinds for item in kind.matmuls):
+    if recipe.compute in ("bf16", "fp16", "fp8") and any(
+        item.one_by_one for kind in profile.kinds for item in kind.matmuls
+    ):
         warnings.append(
-            "Experts multiply in fp32 and one after the other, since autocast knows no product of groups: "
+            "Experts multiply one after the other, not in bf16, since autocast knows no product of groups: "
             "dp.param_dtype=bf16, where dp shards, or precision=bf16-true is faster"
         )
     return Plan(

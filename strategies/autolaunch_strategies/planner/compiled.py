@@ -238,6 +238,8 @@ class JointPass:
 def _kernels(operators: Sequence[_Operator], values: Mapping[int, _Value], written: Set[int]) -> Kernels:
     """Neighbours that are fused and equally far on are one kernel, which reads and writes what others see of it.
 
+    Neighbours are those of which one reads what the other makes, and those that go over the same value.
+
     Args:
         written: values that are wanted behind these operators.
     """
@@ -248,6 +250,12 @@ def _kernels(operators: Sequence[_Operator], values: Mapping[int, _Value], writt
             both = operator.kernel is Kernel.FUSED is maker[number].kernel
             if both and maker[number].level == operator.level:
                 group.join(id(maker[number]), id(operator))
+    beside: dict[tuple[int, int], _Operator] = {}
+    for operator in operators:
+        largest = max((values[number].size for number in operator.outputs), default=0)
+        for number in operator.inputs if operator.kernel is Kernel.FUSED else ():
+            if largest <= 2 * values[number].size <= 4 * largest:  # numbers of 2 bytes and of 4
+                group.join(id(beside.setdefault((number, operator.level), operator)), id(operator))
     reads: dict[int, set[int]] = {}
     writes: dict[int, set[int]] = {}
     others: dict[int, int] = {}

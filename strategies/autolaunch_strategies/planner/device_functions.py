@@ -166,9 +166,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         query, key, value, *_ = context.saved_tensors
-        context.tape.read_again(context.saved_tensors)
         own_gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
         for tensor, like in zip(own_gradients, (query, key, value), strict=True):
             if (dim := context.tape.dim_of(like)) is not None:
                 context.tape.shard(tensor, dim)
+        context.tape.fused_backward(context.saved_tensors, own_gradients)
         return (*own_gradients, None, None, None)

@@ -95,9 +95,10 @@ class Hardware:
         return self.device, self.generation or self.name, self.stack
 
     def peak(self, compute: str) -> float:
-        """Matrix products of a type per second; of the next wider one that something is known of."""
+        """Matrix products of a type per second; else of the next wider one that is known, or of the slowest."""
         wider = ("fp8", "bf16", "fp32") if compute == "fp8" else (compute, "fp32")
-        return next(self.flops[kind] for kind in wider if self.flops.get(kind))
+        known = (self.flops[kind] for kind in wider if self.flops.get(kind))
+        return next(known, min(rate for rate in self.flops.values() if rate))
 
     def with_constants(self, constants: Constants, origin: str, residuals: Residuals | None = None) -> Hardware:
         """The same machines with other constants, and with what these leave unexplained in place of what others did."""

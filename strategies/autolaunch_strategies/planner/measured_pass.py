@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,7 @@ class MeasuredPass:
         if is_last:
             self.tape.tally = self.after.tally
             self.after.begin = len(self.tape.events)
-        output = self._stand_in(leaves, *self._outputs[first, turn])
+        output = self._stand_in(leaves, *self._outputs[first, turn], is_first=self._count == 1)
         if is_last:
             self._last_output.update(storage_key(tensor) for tensor in tensors_in(output))
         return output
@@ -163,7 +163,7 @@ class MeasuredPass:
         if differentiable:
             tape.backward = True
             torch.autograd.backward(differentiable, [torch.empty_like(leaf) for leaf in differentiable])
-            tape.backward = False
+            tape.backward = tape.in_experts = False
         del differentiable
         for leaf in (*tensors.values(), *module.parameters()):
             leaf.grad = None
@@ -176,8 +176,14 @@ class MeasuredPass:
         span.compiled_output = _sums(value for number, value in kept_compiled.items() if number in returned)[:2]
         return output_spec, shapes
 
-    def _stand_in(self, leaves: list[Any], spec: TreeSpec, shapes: list[Any]) -> Any:
+    def _stand_in(self, leaves: list[Any], spec: TreeSpec, shapes: list[Any], is_first: bool) -> Any:
         """Tensors like those that a block returns, dependent on what it was called with."""
+
+        def behind() -> None:
+            """What runs next of the backward pass is that of what ran before the blocks."""
+            if is_first:
+                self.tape.tally = self.before.tally
+
         with self.tape.unheard():
             outputs = [
                 torch.empty_strided(item[0], item[1], dtype=item[2]) if isinstance(item, tuple) else item
@@ -189,7 +195,7 @@ class MeasuredPass:
             inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             places = [place for place, item in enumerate(shapes) if isinstance(item, tuple) and item[3]]
             if places and inputs:
-                bridged = _Bridge.apply([outputs[place] for place in places], *inputs)
+                bridged = _Bridge.apply([outputs[place] for place in places], behind, *inputs)
                 for place, tensor in zip(places, bridged, strict=True):
                     outputs[place] = tensor
             elif places:
@@ -202,13 +208,15 @@ class _Bridge(torch.autograd.Function):
     """Stands for a block between what lies around it: its outputs depend on its inputs, at no cost."""
 
     @staticmethod
-    def forward(context: Any, outputs: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
+    def forward(context: Any, outputs: list[torch.Tensor], behind: Callable[[], None], *inputs: torch.Tensor) -> Any:
+        context.behind = behind
         context.like = [(tensor.shape, tensor.dtype) for tensor in inputs]
         return tuple(outputs)
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
-        return (None, *(torch.empty(shape, dtype=dtype) for shape, dtype in context.like))
+        context.behind()
+        return (None, None, *(torch.empty(shape, dtype=dtype) for shape, dtype in context.like))
 
 
 def _sums(values: Iterable[tuple[int, bool, bool]]) -> tuple[int, int, int]:

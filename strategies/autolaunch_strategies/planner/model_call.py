@@ -115,10 +115,17 @@ def _experts_seen(modules: Iterable[nn.Module], tape: Tape) -> Iterator[None]:
     def end(*_: Any) -> None:
         tape.in_experts = False
 
+    def ended(_: nn.Module, inputs: Any, output: Any) -> None:
+        end()
+        for tensors, passes in ((tensors_in(output), begin), (tensors_in(inputs), end)):  # of the backward pass
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    tensor.register_hook(passes)
+
     hooks = [
         hook
         for module in modules
-        for hook in (module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True))
+        for hook in (module.register_forward_pre_hook(begin), module.register_forward_hook(ended, always_call=True))
     ]
     try:
         yield

@@ -30,7 +30,7 @@ _LOOKUPS = {"embedding", "index_select", "gather", "index", "take", "take_along_
 """Operators that read as much of their first argument as they return."""
 _PRODUCTS = {"mm": 0, "addmm": 1, "_addmm_activation": 1, "bmm": 0, "baddbmm": 1}
 """Matrix products, and the place of their left operand."""
-_GROUPED = {"_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback"}
+_GROUPED = {"_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
 """Products of rows that are shared out among experts; the last is that of `transformers`."""
 _ATTENTION = {name for name in SAVE_GROUPS["attention"] if name != "_scaled_dot_product_attention_math"}
 _KEPT = {name for names in SAVE_GROUPS.values() for name in names}
@@ -236,8 +236,7 @@ class Tape(Observer):
             if self.joint is not None and not self.quiet and not _is_no_kernel(operation):
                 pointwise = torch.Tag.pointwise in operation.operator.tags
                 arguments = [item for item in operation.args if not isinstance(item, torch.Tensor)], operation.kwargs
-                product = _is_product(operation.name) or operation.name in _ATTENTION or "convolution" in operation.name
-                kernel = kernel_of(operation.name, pointwise, product)
+                kernel = kernel_of(operation.name, pointwise, _multiplies(operation.name))
                 self._note_passes(operation.name, kernel, inputs, outputs, arguments)
         if not self._charging:
             if not self.quiet and not _is_no_kernel(operation):
@@ -325,13 +324,12 @@ class Tape(Observer):
         sharded = reads_sharded or any(self.dim_of(tensor) is not None for tensor in operation.outputs)
         tally.backward_kernels[0] += 1
         tally.backward_kernels[1] += sharded
-        if _is_product(name) or "convolution" in name or "attention" in name:
+        if _multiplies(name):
             return
         moved = _moved(operation)
         tally.backward_moved[0] += moved
         tally.backward_moved[1] += moved if sharded else 0
-        if any(storage_key(tensor) in self._routed for tensor in operation.inputs):
-            tally.backward_routed_moved += moved
+        tally.backward_routed_moved += moved if self.in_experts else 0
 
     def attention(self, query: Any, key: Any, value: Any, causal: bool) -> None:
         """Charge one call of fused attention; q, k, v are [..., heads, s, d]."""
@@ -374,10 +372,12 @@ class Tape(Observer):
         self.tally.selective[1] += size if sharded else 0
         self.attention(query, key, value, causal)
 
-    def read_again(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Note that the backward pass of such a kernel reads these."""
+    def fused_backward(self, saved: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]) -> None:
+        """Charge the backward pass of such a kernel, which reads what is saved."""
+        self.tally.backward_kernels[0] += 1
+        self.tally.backward_kernels[1] += any(self.dim_of(tensor) is not None for tensor in made)
         if self.joint is not None:
-            self._note_passes("attention", Kernel.PRODUCT, [tensor for tensor in tensors if tensor is not None], ())
+            self._note_passes("attention", Kernel.PRODUCT, [tensor for tensor in saved if tensor is not None], made)
 
     def _product(self, operation: Operation, dims: dict[int, int]) -> str:
         """Charge a matrix product and note what is sharded of its result; what ranks exchange for it."""
@@ -425,7 +425,7 @@ class Tape(Observer):
         self.tally.matmuls.append(
             MatMul(max(1, left.shape[0] // experts), right.shape[1], right.shape[2],
                    left.shape[0] / max(1, left.shape[0] // experts), kept=False, routed=True,
-                   in_fp32=left.dtype == torch.float32)
+                   in_fp32=left.dtype == torch.float32, grouped=left.dtype == torch.bfloat16)
         )  # fmt: skip
 
     def _convolution(self, args: Any, result: torch.Tensor) -> None:
@@ -441,12 +441,18 @@ def _moved(operation: Operation) -> int:
     inputs, outputs = operation.inputs, operation.outputs
     if operation.name in _LOOKUPS:
         return 2 * sum(_size(tensor) for tensor in outputs) + sum(_size(tensor) for tensor in inputs[1:])
-    read = sum(_size(tensor) for tensor in {id(item): item for item in inputs}.values())
+    looked_at = () if operation.name in SHAPES_ALONE else inputs
+    read = sum(_size(tensor) for tensor in {id(item): item for item in looked_at}.values())
     return read + sum(_size(tensor) for tensor in outputs)
 
 
 def _is_no_kernel(operation: Operation) -> bool:
     return getattr(operation.operator, "is_view", False) or operation.name in _NO_KERNEL
+
+
+def _multiplies(name: str) -> bool:
+    """Whether an operator, of either pass, is a product, attention or a convolution."""
+    return _is_product(name) or "attention" in name or "convolution" in name
 
 
 def _is_product(name: str) -> bool:

@@ -40,10 +40,13 @@ class MatMul:
     in_fp32: bool = False
     """Whether its factors are fp32, whatever the type that others have (`Recipe.compute`)."""
 
+    grouped: bool = True
+    """Whether those of experts are one kernel: torch has that in bf16 alone."""
+
     @property
     def one_by_one(self) -> bool:
-        """Whether experts have a kernel each, whose rows the host must know: torch groups those of bf16 alone."""
-        return self.routed and self.in_fp32
+        """Whether experts have a kernel each, whose rows the host must know."""
+        return self.routed and not self.grouped
 
     @property
     def flops(self) -> float:

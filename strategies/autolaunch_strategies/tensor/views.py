@@ -61,9 +61,14 @@ class Replicator:
             self._last = (weakref.ref(tensor, self._forget), state, replica)
         return replica
 
-    def go_on_with(self, mesh: DeviceMesh) -> None:
-        """Use this mesh, which is equal: the groups of the other one may have ended."""
-        self.mesh, self._last = mesh, None
+    def for_mesh(self, mesh: DeviceMesh) -> Replicator:
+        """This one, or another if a process has models on several meshes."""
+        if mesh is self.mesh:
+            return self
+        if mesh != self.mesh:
+            return Replicator(mesh)
+        self.mesh, self._last = mesh, None  # an equal one: the groups of the other may have ended
+        return self
 
     def _forget(self, _: Any) -> None:
         self._last = None
@@ -125,12 +130,7 @@ class MixedTensors(TorchFunctionMode):
             sharded = _first_sharded(kwargs.values())
         if sharded is None:
             return func(*args, **kwargs)
-        mesh, replicate = sharded.device_mesh, self.replicate
-        if mesh is not replicate.mesh:
-            if mesh == replicate.mesh:
-                replicate.go_on_with(mesh)
-            else:  # a process has models on several meshes
-                replicate = Replicator(mesh)
+        replicate = self.replicate.for_mesh(sharded.device_mesh)
         if func in _SPECIAL:
             return _SPECIAL[func](replicate, func, args, kwargs)
         if args and type(args[0]) is not DTensor and isinstance(args[0], torch.Tensor) and changes_first(func):
@@ -261,7 +261,7 @@ def _attention_of_shards(replicate: Replicator, func: Any, args: Any, kwargs: An
     sharded = _first_sharded(arguments[name] for name in HEADS)
     if sharded is None:
         return None
-    replicate = replicate if sharded.device_mesh == replicate.mesh else Replicator(sharded.device_mesh)
+    replicate = replicate.for_mesh(sharded.device_mesh)
     arguments["attn_mask"] = plain(arguments.get("attn_mask"))
 
     def shard(part: torch.Tensor) -> SequenceShard:

@@ -25,10 +25,10 @@ def pretended_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
+        forget_meshes()
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Drop what torch remembers of sharded operators: it takes a mesh for another one of the same ranks."""
     from torch.distributed.tensor import _redistribute, debug
 
