@@ -1009,4 +1009,4 @@ for _name, _setting in FOUR.items():
 
 
 if __name__ == "__main__":
-    serve(GROUPS, ends_groups=True)
+    serve(GROUPS)

@@ -77,7 +77,7 @@ def _end_groups(ended: int) -> int:
     return int(world.group_count)
 
 
-def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False, ends_groups: bool = True) -> NoReturn:
+def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False) -> NoReturn:
     """Be `<script> <directory> <group>`: for each line of the standard input run the case of that name.
 
     Writes `<case>.<rank>.json` to the directory, with the result or the error, and the processor seconds it took.
@@ -85,7 +85,6 @@ def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False, en
     Args:
         groups: name of a group -> name of a case -> its function.
         tensors: whether results are written by torch.save instead of as JSON.
-        ends_groups: whether groups of earlier cases are ended, where cases make many: nothing may still know a mesh.
     """
     import torch
 
@@ -112,6 +111,5 @@ def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False, en
         if "error" in result:  # others may wait for this rank, or not: nobody knows where they stand
             print(f"{name} on rank {RANK}:\n{result['traceback']}", flush=True)
             os._exit(1)
-        if ends_groups:
-            ended = _end_groups(ended)
+        ended = _end_groups(ended)
     os._exit(0)  # gloo's threads may outlive the interpreter's end

@@ -381,7 +381,7 @@ def _with_loss(part: Part, two: Tally, three: Tally) -> Part:
         sharded_moved_bytes=part.sharded_moved_bytes + moved[1],
         kernels=part.kernels + two.kernels[0],
         sharded_kernels=part.sharded_kernels + two.kernels[1],
-        backward=_backward(two, three),  # of all that is no block
+        backward=_backward(two, three),  # what runs behind the blocks is charged to the loss there
     )
 
 

@@ -10,7 +10,7 @@ captured; tests compare the two.
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
@@ -160,7 +160,7 @@ class JointPass:
         for number, size, sharded, routed in outputs:
             if number not in sources:
                 self._backward_values[number] = _Value(size, sharded, routed)
-        values = {**{number: self.values[number] for number in known}, **self._backward_values}
+        values = ChainMap(self._backward_values, self.values)
         self._backward_operators.append(self._operator(kernel, sources, outputs, read, values))
 
     def _operator(
@@ -220,7 +220,7 @@ class JointPass:
             replace(operator, inputs=self._read_again(operator.inputs, there)) for operator in self._backward_operators
         ]
         read = {number for operator in operators for number in operator.inputs}
-        values = {**self.values, **self._backward_values}
+        values = ChainMap(self._backward_values, self.values)
         return _kernels(operators, values, self._backward_values.keys() - read)
 
     def _read_again(self, numbers: set[int], there: set[int]) -> set[int]:

@@ -32,7 +32,9 @@ class Constants:
         0.8, 0.2, "Share of the speed of one product of all their rows that products of experts in one kernel reach."
     )
     attention: float = _constant(0.5, 0.25, "Share of the peak that fused attention reaches.")
-    attention_width: float = _constant(80.0, 0.2, "Width of heads that takes twice as long for a number as wide ones.")
+    attention_width: float = _constant(
+        80.0, 0.2, "Width of heads with which attention is half as fast as with endlessly wide ones."
+    )
     memory: float = _constant(0.8, 0.2, "Share of the memory bandwidth that elementwise kernels reach.")
     start_s: float = _constant(2e-6, 0.4, "Device seconds of a kernel beside what it moves: its start and its end.")
     kernel_s: float = _constant(8e-6, 0.5, "Host seconds to launch one kernel, eager.")
