@@ -24,6 +24,9 @@ from tests.support import warm
 SOURCES = [str(ROOT / "launcher"), str(ROOT / "strategies"), str(ROOT)]
 """What a process needs on its path: the two packages and the tests."""
 
+FATAL = "Fatal Python error"
+"""How faulthandler begins."""
+
 STRANGERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 POLL_SECONDS = 0.02
 FAREWELL_SECONDS = 0.5
@@ -198,6 +201,7 @@ class Group:
         self._orders: list[IO[str]] = []
         self._store: Any = None
         self._done: set[str] = set()
+        self._ends: dict[str, dict[int, int]] = {}
 
     def read(self, case: str, rank: int = 0) -> Any:
         """What the case returned on a rank. Fails with the traceback of the first rank on which it raised."""
@@ -206,10 +210,10 @@ class Group:
         if raised:  # what was raised first: tracebacks are long, and logs are cut
             errors = [f"rank {number}: {item['error']}" for number, item in raised.items()]
             silent = sorted({*range(self.count)} - {*written})
-            came = f"nothing came from ranks {silent}:\n{self._tail()}" if silent else "every rank answered"
+            came = f"nothing came from ranks {silent}:\n{self._last_words(case)}" if silent else "every rank answered"
             traces = [f"rank {number}:\n{item['traceback']}" for number, item in raised.items()]
             raise AssertionError("\n".join([*errors, came, *traces]))
-        assert rank in written, f"{case} has no result on rank {rank}:\n{self._tail()}"
+        assert rank in written, f"{case} has no result on rank {rank}:\n{self._last_words(case)}"
         return written[rank]["result"]
 
     def read_all(self, case: str) -> list[Any]:
@@ -219,7 +223,7 @@ class Group:
     def message(self, case: str, rank: int = 0) -> str:
         """The exception that the case raised on a rank: its type and message."""
         written = self._written(case)
-        assert rank in written, f"{case} has no result on rank {rank}:\n{self._tail()}"
+        assert rank in written, f"{case} has no result on rank {rank}:\n{self._last_words(case)}"
         assert "error" in written[rank], f"{case} raised nothing on rank {rank}"
         return written[rank]["error"]
 
@@ -248,9 +252,14 @@ class Group:
     def _file(self, case: str, rank: int) -> Path:
         return self.directory / f"{case}.{rank}.json"
 
-    def _tail(self) -> str:
+    def _last_words(self, case: str) -> str:
+        """How the first ranks that a case ended did so, what a crash printed, and the end of what all have."""
         self._log.seek(0)
-        return self._log.read().decode(errors="replace")[-4000:]
+        text = self._log.read().decode(errors="replace")
+        ends = [f"rank {rank} ended with {_end_of(code)}" for rank, code in self._ends.get(case, {}).items()] or ["no rank had ended"]
+        # of a crash faulthandler says where each thread stood; the tracebacks of the others come after it
+        crashes = [FATAL + part.partition("Extension modules")[0][:2000] for part in text.split(FATAL)[1:]][-3:]
+        return "\n".join([*ends, *crashes, "...", text[-4000:]])
 
     def _run(self, case: str) -> None:
         if any(process.poll() is not None for process in self._processes):
@@ -264,6 +273,8 @@ class Group:
         while not all(self._file(case, rank).exists() for rank in range(self.count)):
             over = time.monotonic() > end
             if over or any(process.poll() is not None for process in self._processes):
+                polled = ((rank, process.poll()) for rank, process in enumerate(self._processes))
+                self._ends[case] = {rank: code for rank, code in polled if code is not None}
                 time.sleep(0 if over else self.farewell)
                 self.close()
                 break
@@ -291,6 +302,10 @@ class Group:
 
 GroupOf = Callable[..., Group]
 """The fixture `group_of`: (script, name of the group, ranks, **environment) -> Group."""
+
+
+def _end_of(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _read(file: Path) -> dict[str, Any]:
