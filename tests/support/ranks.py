@@ -246,8 +246,10 @@ class Group:
         return self._results(case)
 
     def _results(self, case: str) -> dict[int, dict[str, Any]]:
-        files = ((rank, self._file(case, rank)) for rank in range(self.count))
-        return {rank: _read(file) for rank, file in files if file.exists()}
+        """By rank, that of the one that wrote first in front: what it says is the cause of what the others say."""
+        files = [(rank, file) for rank in range(self.count) if (file := self._file(case, rank)).exists()]
+        files.sort(key=lambda item: item[1].stat().st_mtime_ns)
+        return {rank: _read(file) for rank, file in files}
 
     def _file(self, case: str, rank: int) -> Path:
         return self.directory / f"{case}.{rank}.json"

@@ -60,6 +60,8 @@ def main(listener: socket.socket) -> None:
     """By descriptor of a connection: that of the fork."""
     while True:
         for key, _ in selector.select():
+            if selector.get_map().get(key.fd) is not key:
+                continue  # closed by what came before it in the same list; its number may be another's by now
             if key.fileobj is listener:
                 connection, _ = listener.accept()
                 request = _receive(connection)
