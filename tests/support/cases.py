@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.support.ranks import STACK_SIGNAL
+
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 OUT = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 """Where ranks write, in a script of cases."""
@@ -89,6 +91,8 @@ def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False) ->
     import torch
 
     faulthandler.enable()  # a process that ends by a signal tells where it stood
+    stack = (OUT / f".stack.{RANK}").open("w")
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)

@@ -26,6 +26,10 @@ SOURCES = [str(ROOT / "launcher"), str(ROOT / "strategies"), str(ROOT)]
 
 FATAL = "Fatal Python error"
 """How faulthandler begins."""
+STACK_SIGNAL = signal.SIGUSR2
+"""Ranks of cases write their stacks when they get it."""
+STACK_SECONDS = 1.0
+INNERMOST = 13
 
 STRANGERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 POLL_SECONDS = 0.02
@@ -158,10 +162,11 @@ def _watch(processes: list[Any], store: Any, timeout: float) -> int | None:
 
 
 def _end(processes: list[Any]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill() if isinstance(process, warm.Process) else os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    living = [process for process in processes if process.poll() is None]
+    for process in living:  # all before any is waited for: the others would tell of connections that were closed
+        process.kill() if isinstance(process, warm.Process) else os.killpg(process.pid, signal.SIGKILL)
+    for process in living:
+        process.wait()
 
 
 class Group:
@@ -201,7 +206,8 @@ class Group:
         self._orders: list[IO[str]] = []
         self._store: Any = None
         self._done: set[str] = set()
-        self._ends: dict[str, dict[int, int]] = {}
+        self._broken_off: dict[str, list[str]] = {}
+        """By case what ended it before all ranks had written."""
 
     def read(self, case: str, rank: int = 0) -> Any:
         """What the case returned on a rank. Fails with the traceback of the first rank on which it raised."""
@@ -255,13 +261,24 @@ class Group:
         return self.directory / f"{case}.{rank}.json"
 
     def _last_words(self, case: str) -> str:
-        """How the first ranks that a case ended did so, what a crash printed, and the end of what all have."""
+        """What ended a case before all ranks had come to an end, and what they have printed last."""
         self._log.seek(0)
         text = self._log.read().decode(errors="replace")
-        ends = [f"rank {rank} ended with {_end_of(code)}" for rank, code in self._ends.get(case, {}).items()] or ["no rank had ended"]
         # of a crash faulthandler says where each thread stood; the tracebacks of the others come after it
         crashes = [FATAL + part.partition("Extension modules")[0][:2000] for part in text.split(FATAL)[1:]][-3:]
-        return "\n".join([*ends, *crashes, "...", text[-4000:]])
+        return "\n".join([*self._broken_off.get(case, []), *crashes, "...", text[-4000:]])
+
+    def _where_all_stand(self) -> list[str]:
+        """The innermost frames of ranks that are not done in time, before they are killed."""
+        for process in self._processes:
+            process.send_signal(STACK_SIGNAL)
+        time.sleep(STACK_SECONDS)
+        lines = []
+        for rank in range(self.count):
+            file = self.directory / f".stack.{rank}"
+            frames = file.read_text(errors="replace").splitlines() if file.exists() else []
+            lines += [f"rank {rank} stands at", *frames[1:INNERMOST]]
+        return lines
 
     def _run(self, case: str) -> None:
         if any(process.poll() is not None for process in self._processes):
@@ -273,11 +290,14 @@ class Group:
             stream.flush()
         end = time.monotonic() + self.timeout
         while not all(self._file(case, rank).exists() for rank in range(self.count)):
-            over = time.monotonic() > end
-            if over or any(process.poll() is not None for process in self._processes):
-                polled = ((rank, process.poll()) for rank, process in enumerate(self._processes))
-                self._ends[case] = {rank: code for rank, code in polled if code is not None}
-                time.sleep(0 if over else self.farewell)
+            ended = {rank: code for rank, each in enumerate(self._processes) if (code := each.poll()) is not None}
+            if ended:
+                self._broken_off[case] = [f"rank {rank} ended with {_end_of(code)}" for rank, code in ended.items()]
+                time.sleep(self.farewell)
+                self.close()
+                break
+            if time.monotonic() > end:
+                self._broken_off[case] = [f"not done after {self.timeout} s, so killed", *self._where_all_stand()]
                 self.close()
                 break
             time.sleep(POLL_SECONDS / 4)
