@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autolaunch_strategies.config import parse_mesh
+from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.torch_private.pretended import pretended_group
+from tests.support.one_rank import without_process_group
 from tests.support.ranks import start, torchrun
 
 SCRIPT = """
@@ -102,3 +109,17 @@ def test_groups(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     done = start(torchrun(4, str(script)), timeout=180)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_a_second_mesh_of_the_same_ranks_has_groups_of_its_own() -> None:
+    """Torch remembers results by mesh, and takes an equal one for it; ranks that remember different ones would hang."""
+    without_process_group()
+    with pretended_group(0, 4):
+        for text in ("dp2xmp2", "mp2xpp2", "dp2xmp2"):
+            mesh = RankMesh.build(parse_mesh(text), 1, 1 if "dp" not in text else 2, "cpu")
+            along = mesh.sub_mesh("mp")
+            assert along is not None
+            rows = DTensor.from_local(torch.ones(2, 2), along, [Shard(0)])
+            columns = DTensor.from_local(torch.ones(2, 2), along, [Shard(1)])
+            results = rows + rows, rows @ columns, rows.sum(), rows.redistribute(placements=[Replicate()]).mul(2)
+            assert [result.device_mesh.get_group() is mesh.group("mp") for result in results] == [True] * 4

@@ -48,7 +48,6 @@ from autolaunch_strategies.plan.rules import read_plan
 from autolaunch_strategies.tensor.sharding_errors import explained
 from autolaunch_strategies.tensor.views import MixedTensors
 from autolaunch_strategies.torch_private.backward import AfterBackward
-from autolaunch_strategies.torch_private.pretended import forget_meshes
 from autolaunch_strategies.training.optimizers import (
     adapt_optimizer,
     check_optimizer,
@@ -145,7 +144,6 @@ def parallelize_with(
         check_optimizer(optimizer, names)
     device = next((parameter.device for parameter in names), torch.device("cpu"))
     ranks = _join(place, settings, device)
-    forget_meshes()  # torch would answer with results of an equal mesh, whose groups may have ended
     applied = apply_parallelism(model, settings, ranks, device)
     register(applied)
     for axis in SAME_DATA_AXES:  # what several ranks hold whole, or compute again, must stay equal

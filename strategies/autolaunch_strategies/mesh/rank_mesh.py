@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autolaunch_strategies.config import AXES, AXIS_TABLE, SAME_DATA_AXES, SHARDING_AXES, MeshShape
 from autolaunch_strategies.mesh.layout import Peers
 from autolaunch_strategies.torch_private.collectives import group_of_some
-from autolaunch_strategies.torch_private.meshes import flatten_mesh, join_meshes
+from autolaunch_strategies.torch_private.meshes import flatten_mesh, forget_meshes, join_meshes
 from autolaunch_strategies.torch_private.modes import outside_of_modes
 
 _DIMS = {axis.name: axis.dims for axis in AXIS_TABLE}
@@ -79,6 +79,7 @@ class RankMesh:
         """
         assert replicate * shard == shape.dp and dist.get_world_size() == shape.size
         assert shape.cp % ulysses == 0
+        forget_meshes()  # an earlier one of this process may have had an axis with the same ranks
         sizes = {**shape.sizes, "dp_replicate": replicate, "dp_shard": shard, "cp_ring": 1, "cp_ulysses": 1}
         if 1 < ulysses < shape.cp:
             sizes |= {"cp": 1, "cp_ring": shape.cp // ulysses, "cp_ulysses": ulysses}

@@ -13,6 +13,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
+def forget_meshes() -> None:
+    """Drop what torch remembers of sharded operators: it takes a mesh for another one of the same ranks.
+
+    What comes of an operator would be on the other one, whose groups have ended or are not those that other ranks use.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+
+
 def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """The 1-D sub-mesh over `axes` taken together, outermost first, named `a_b`."""
     if len(axes) == 1:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autolaunch_strategies.torch_private.meshes import forget_meshes
 from autolaunch_strategies.torch_private.modes import outside_of_modes
 
 
@@ -26,14 +27,6 @@ def pretended_group(rank: int, world_size: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         forget_meshes()
-
-
-def forget_meshes() -> None:
-    """Drop what torch remembers of sharded operators: it takes a mesh for another one of the same ranks."""
-    from torch.distributed.tensor import _redistribute, debug
-
-    debug._clear_sharding_prop_cache()
-    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
 
 
 @contextmanager
