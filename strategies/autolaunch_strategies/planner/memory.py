@@ -12,7 +12,7 @@ the tables of `schedules` for microbatches in flight; `data_parallel` for what i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,7 +189,7 @@ def _put_states(
         put("parameters", f"state{suffix}", dense * once * recipe.cast_bytes, kind)
         copies = dense * (1 - cast) * (1 - once) * recipe.cast_bytes
         each = recipe.gathered_bytes * (1 - cast) + recipe.cast_bytes * cast
-        gathered = _put_state(trains, hardware, c, put, suffix, kind, dense, c.shard, each, copies, alone)
+        gathered = _put_state(trains, hardware, c, put, suffix, kind, dense, c.shard, each, cast, copies, alone)
         if part.expert_parameters:
             experts = part.expert_parameters / c.expert_parts
             # Without ep a rank of mp computes with its own ones; compiled, with all, which the backward pass uses, too.
@@ -197,7 +197,18 @@ def _put_states(
             held = np.where(c.compile == 1, c.ep, c.expert_parts)
             copies = (part.cast_expert_parameters * recipe.cast_bytes + part.expert_parameters * whole) / held
             gathered = gathered + _put_state(
-                trains, hardware, c, put, suffix, kind, experts, c.expert_shard, recipe.gathered_bytes, copies, alone
+                trains,
+                hardware,
+                c,
+                put,
+                suffix,
+                kind,
+                experts,
+                c.expert_shard,
+                recipe.gathered_bytes,
+                0.0,
+                copies,
+                alone,
             )
         if not suffix:
             largest = np.maximum(largest, gathered)
@@ -216,6 +227,7 @@ def _put_state(
     count: Floats,
     over: Ints,
     each: Any,
+    cast: Any,
     copies: Floats,
     alone: bool,
 ) -> Floats:
@@ -226,6 +238,7 @@ def _put_state(
         count: [n], before dp shards them.
         over: [n]: over how many ranks it does.
         each: [n]: bytes of a parameter that is gathered.
+        cast: [n]: the share of them that is gathered as copies in a narrower type.
         copies: [n]: bytes in other types, or whole, that a pass makes of them.
         alone: whether they are gathered by themselves, not with everything that is outside of the blocks.
     """
@@ -245,8 +258,10 @@ def _put_state(
     buckets = np.where((c.level == 0) & (c.dp * c.cp > 1), recipe.gradient_bytes * recipe.trained, 0.0)
     steps = recipe.parameter_bytes * recipe.trained / shard if hardware.device == "cuda" and optimizer.any() else 0.0
     at_end = np.maximum(buckets, steps)
-    own = each * recipe.trained  # gradients of one block, before they are exchanged or added
-    apart = np.where(sharded & ~(whole & (recipe.reduce_bytes == each)), own, 0.0)
+    # Gradients of one block, before they are exchanged or added; stages add those of copies one by one.
+    own = recipe.trained * np.where(pipelined, (1 - cast) * recipe.gathered_bytes, each)
+    added = np.where(pipelined, recipe.gathered_bytes, each) == recipe.reduce_bytes
+    apart = np.where(sharded & ~(whole & added), own, 0.0)
     reduced = np.where(sharded & ~whole, recipe.reduce_bytes * recipe.trained, 0.0)
 
     for column in (f"state{suffix}", f"end{suffix}"):
@@ -255,7 +270,7 @@ def _put_state(
     put("gradients", f"state{suffix}", count * np.where(later, 0.0, in_pass), kind)
     put("gradients", f"gradients{suffix}", count * np.where(later, in_pass, 0.0), kind)
     exact = c.pipeline == PIPELINES.index("exact")
-    put("gradients", f"stale{suffix}", count * np.where(later & (~pipelined | exact), in_pass, 0.0), kind)
+    put("gradients", f"stale{suffix}", count * np.where(later & (~pipelined | exact), gradient, 0.0), kind)
     put("gradients", f"end{suffix}", count * gradient, kind)
     put("other", f"end{suffix}", count * at_end, kind)
     put("parameters", f"state{suffix}", count * (np.where(freed, 0.0, gathered) if alone else gathered), kind)
@@ -346,7 +361,7 @@ def _put_activations(
     put("other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.sharded_peak_bytes, ones))
     # What has just arrived from a neighbour, and what is on its way to one.
     travelling = np.where(c.pp > 1, 2 * sequences, 0) * output
-    put("other", "loss", travelling)
+    put("other", "loss", travelling * (c.microbatches > 1))  # beside a loss, those of other microbatches
     for kind in range(len(profile.kinds)):
         put("other", "works", travelling, kind)
         put("other", "repeats", travelling, kind)
@@ -354,13 +369,16 @@ def _put_activations(
     of_loss = _over_mp(profile.loss_bytes, profile.sharded_loss_bytes, c.mp) / c.cp
     put("other", "after_works", sequences * of_after)
     put("loss", "loss", np.where(exact, on_rank, sequences) * np.maximum(of_loss, of_after))
+    # exact: outputs of all microbatches are joined; their gradients stay until the last of them is used.
+    outputs = np.where(exact, on_rank * _outputs(profile, recipe, c) / c.cp, 0.0)
+    joined = np.where(c.microbatches > 1, 2, 1)
+    put("loss", "loss", joined * outputs)
+    put("loss", "drain", (joined + 1) * outputs)
     if profile.forward_loss_bytes is not None:  # what its backward pass alone needs, taken off
         in_forward = _over_mp(profile.forward_loss_bytes, profile.sharded_forward_loss_bytes, c.mp) / c.cp
-        put("loss", "loss_later", sequences * np.minimum(np.maximum(in_forward, of_after) - of_loss, 0))
-    # exact: outputs of all microbatches are joined; their gradients stay until the last of them is used.
-    outputs = _outputs(profile, c) / c.cp
-    put("loss", "loss", np.where(exact, 2 * on_rank, 0) * outputs)
-    put("loss", "drain", np.where(exact, 3 * on_rank, 0) * outputs)
+        later = np.minimum(np.maximum(in_forward, of_after) - of_loss, 0)
+        # The forward pass has the output, too, which is there already with exact.
+        put("loss", "loss_later", np.where(exact, on_rank, sequences) * later - outputs)
 
 
 def _over_mp(whole: float, sharded: float, mp: Ints) -> Floats:
@@ -401,12 +419,13 @@ def _put_off(part: Part, element_bytes: int, c: Candidates) -> Floats:
     return element_bytes * (whole / whole_mp + (sharded_inner + sharded_columns) / c.mp) / c.cp
 
 
-def _outputs(profile: ModelProfile, c: Candidates) -> Floats:
+def _outputs(profile: ModelProfile, recipe: Recipe, c: Candidates) -> Floats:
     """What the model returns for one sequence: what its last matrix product makes."""
     if not profile.after.matmuls:
         return np.full(len(c), float(profile.after.output_bytes))
     last = profile.after.matmuls[-1]
-    whole = last.rows * last.columns * last.count * float(profile.element_bytes)
+    element_bytes = profile.element_bytes if last.in_fp32 or not recipe.cast_bytes else recipe.cast_bytes
+    whole = last.rows * last.columns * last.count * float(element_bytes)
     return whole / np.where(last.divided == "columns", c.mp, 1)
 
 
@@ -416,19 +435,20 @@ def _outputs(profile: ModelProfile, c: Candidates) -> Floats:
 def _groups(profile: ModelProfile, c: Candidates, columns: _Columns) -> Any:
     """Candidates that share their counts: (their indices, counts [moments, columns], pipe rank [moments])."""
     every = np.where(c.recompute > FULL, c.recompute, 0)
-    keys = np.stack([c.pipeline, c.pp, c.virtual_stages, c.split, _kinds_of_flight(c), every])
+    keys = np.stack([c.pipeline, c.pp, c.virtual_stages, c.split, _kinds_of_flight(c), c.microbatches == 1, every])
     order = np.lexsort(keys)
     ordered = keys[:, order]
     begins = np.flatnonzero((ordered[:, 1:] != ordered[:, :-1]).any(axis=0)) + 1
     cuts: dict[tuple[int, ...], Cut] = {}
     for which in np.split(order, begins) if len(order) else []:
-        pipeline, pp, virtual_stages, split, microbatches, step = (int(key[which[0]]) for key in keys)
+        pipeline, pp, virtual_stages, split, microbatches, alone, step = (int(key[which[0]]) for key in keys)
         spec = PIPELINE_SPECS[pipeline]
         place = (pipeline, pp, virtual_stages, split)
         if place not in cuts:
             cuts[place] = cut(profile, spec.name, pp, virtual_stages, split)
         flight = in_flight(spec, pp, virtual_stages, microbatches)
-        yield (which, *_counts(profile, cuts[place], flight, step, columns, spec, microbatches))
+        counts, ranks = _counts(profile, cuts[place], flight, step, columns, spec, microbatches, bool(alone))
+        yield which, counts, ranks
 
 
 def _kinds_of_flight(c: Candidates) -> Ints:
@@ -448,8 +468,13 @@ def _counts(
     columns: _Columns,
     spec: ScheduleSpec,
     microbatches: int,
+    alone: bool,
 ) -> tuple[Floats, Ints]:
-    """(counts [moments, columns], pipe rank [moments]) of a cut with so many microbatches in flight."""
+    """(counts [moments, columns], pipe rank [moments]) of a cut with so many microbatches in flight.
+
+    Args:
+        alone: whether a step has one microbatch, so that blocks have no gradients before their own backward pass.
+    """
     flying, waiting = flight
     ranks, times, per_rank = flying.shape
     stages = len(cut.rank_of_stage)
@@ -488,6 +513,15 @@ def _counts(
             rows[..., at[f"{name}{suffix}"]] = rows[..., at[f"state{suffix}"]]
         return rows
 
+    def drained(rows: Floats) -> Floats:
+        """With exact the loss of all microbatches is differentiated before the last block of any of them."""
+        rows = rows.copy()
+        if spec.name == "exact":
+            rows[..., at["drain"]] = 1
+            for name in ("after", "after_done"):
+                rows[..., at[name]] = 0
+        return rows
+
     moments, of_ranks = [], []
 
     def add(rows: Floats, of: Any) -> None:
@@ -501,18 +535,25 @@ def _counts(
         late[:, :, at["kept_done"]] = late[:, :, at["kept"]]
         late[:, :, at["casts_done"]] = late[:, :, at["casts"]]
         late[:, :, at["after_done"]] = late[:, :, at["after"]]
+    elif alone:
+        late = with_gradients(base_of(np.zeros_like(flying)))
     elif spec.most_stages == 1:
         least = (microbatches <= ranks - np.arange(ranks))[:, None, None]  # no forward pass comes after it
         late = with_gradients(base_of(flying - least))
     looks = (early, late) if ranks > 1 and spec.most_stages == 1 else (late,)
+    if alone:
+        looks = (early,)
 
     again = recomputed.sum(axis=1) > 0
     # Blocks behind the last one of a stage that is recomputed are done when it is; the stage with the fewest counts.
     done = np.where((recomputed.sum(axis=2) > 0)[..., None], behind, np.iinfo(np.int64).max).min(axis=1)
-    if ranks == 1:
-        for rows in _one_after_the_other(profile, base, every, columns):
-            add(rows, 0)
-    for kind in range(len(profile.kinds) if ranks > 1 else 0):
+    one_by_one = ranks == 1 or alone
+    for rank in range(ranks if one_by_one else 0):
+        for rows in _one_after_the_other(
+            profile, _kinds_on(profile, cut, rank), base[rank].max(axis=0), every, columns
+        ):
+            add(drained(rows) if rank == last else rows, rank)
+    for kind in range(0 if one_by_one else len(profile.kinds)):
         for column, which in (("works", held[:, kind] > recomputed.sum(axis=1)[:, kind]), ("repeats", again[:, kind])):
             here = np.flatnonzero(which)
             for look in looks if len(here) else ():
@@ -522,21 +563,22 @@ def _counts(
                     rows[:, :, at["kept_done"]] += done[here, None]
                     rows[:, :, at["casts_done"]] += done[here, None]
                 ends = here == last
-                rows[ends, :, at["after_done"]] = look[last, :, at["after"]] > 0
-                rows[ends, :, at["drain"]] = float(spec.name == "exact")
+                rows[ends, :, at["after_done"]] += look[last, :, at["after"]] > 0
+                rows[ends] = drained(rows[ends])
                 add(rows, here)
     embeds = with_gradients(late[first])  # forward or backward, whichever has more
     embeds[:, at["before_works"]] = 1
     # The buffer in which a block came; stages gather their own before there is much else.
     embeds[:, at["gathered"]] = float(ranks == 1)
     add(embeds, first)
-    for look in looks if ranks > 1 else (base,):
+    before_backward = ranks == 1 or spec.name == "exact"  # one loss for all microbatches
+    for look in (base,) if before_backward else looks:
         scores = look[last, flying[last, :, -1] > 0]
         scores[:, at["loss"]] = 1
         add(scores, last)
-    if ranks == 1:  # gradients of the step before and the buffer in which a block came are gone before a backward pass
+    if before_backward:  # gradients of the step before and the buffer in which a block came are gone in backward passes
         scores = with_gradients(base[last], "stale")
-        for name in ("loss", "loss_later", "gathered"):
+        for name in ("loss", "loss_later", *(["gathered"] if ranks == 1 else [])):
             scores[:, at[name]] = 1
         add(scores, last)
     if spec.name == "exact" and ranks > 1:  # all forward passes are done, and gradients of the step before still there
@@ -551,12 +593,18 @@ def _counts(
     return np.concatenate(moments), np.concatenate(of_ranks)
 
 
-def _one_after_the_other(profile: ModelProfile, base: Floats, every: int, columns: _Columns) -> Iterator[Floats]:
-    """Counts of the backward passes of the blocks of one rank, each when those behind it have had theirs.
+def _one_after_the_other(
+    profile: ModelProfile, kinds: Sequence[int], base: Floats, every: int, columns: _Columns
+) -> Iterator[Floats]:
+    """Counts of the backward passes of the blocks of a rank, each when those behind it have had theirs.
 
     What is held changes evenly while blocks are of one kind, so the first and the last two of each are enough.
+
+    Args:
+        kinds: of the blocks of this rank, in their order.
+        base: [columns], of this rank with everything in flight.
     """
-    at, kinds = columns.at, profile.blocks
+    at = columns.at
     places: dict[int, list[int]] = {}
     for place, kind in enumerate(kinds):
         places.setdefault(kind, []).append(place)
@@ -565,22 +613,29 @@ def _one_after_the_other(profile: ModelProfile, base: Floats, every: int, column
     for place in sorted({place for of_kind in places.values() for place in (*of_kind[:2], *of_kind[-2:])}):
         if not has_backward[place]:
             continue
-        rows, kind = base[0].copy(), kinds[place]
+        rows, kind = base.copy(), kinds[place]
         for name in ("kept", "casts", "input"):
-            rows[:, at[name]] = 0
+            rows[at[name]] = 0
         for number in range(place + 1):
             for name in ("input",) if again[number] else ("kept", "casts"):
-                rows[:, at[name].start + kinds[number]] += 1
+                rows[at[name].start + kinds[number]] += 1
         for number in range(place + 1, len(kinds)):
-            rows[:, at["gradients"].start + kinds[number]] += 1
-        rows[:, at["gradients_after"]] = rows[:, at["state_after"]]
-        rows[:, at["after_done"]] = rows[:, at["after"]]
-        rows[:, at["repeats" if again[place] else "works"].start + kind] = 1
+            rows[at["gradients"].start + kinds[number]] += 1
+        for suffix in ("after", "shared"):
+            rows[at[f"gradients_{suffix}"]] = rows[at[f"state_{suffix}"]]
+        rows[at["after_done"]] = rows[at["after"]]
+        rows[at["repeats" if again[place] else "works"].start + kind] = 1
         if place + 1 < len(kinds):
-            rows[:, at["reduced"].start + kinds[place + 1]] = 1
+            rows[at["reduced"].start + kinds[place + 1]] = 1
         if place and has_backward[place - 1]:
-            rows[:, at["next"].start + kinds[place - 1]] = 1
+            rows[at["next"].start + kinds[place - 1]] = 1
         yield rows
+
+
+def _kinds_on(profile: ModelProfile, cut: Cut, rank: int) -> list[int]:
+    """The kinds of the blocks that a rank of the pipeline has, in their order."""
+    stage = np.repeat(np.arange(len(cut.sizes)), cut.sizes)
+    return [kind for kind, here in zip(profile.blocks, cut.rank_of_stage[stage] == rank, strict=True) if here]
 
 
 def _recomputed(profile: ModelProfile, cut: Cut, every: int) -> tuple[Ints, Ints]:
