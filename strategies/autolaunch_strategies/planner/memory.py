@@ -196,19 +196,9 @@ def _put_states(
             whole = np.where((c.ep == 1) & (c.mp > 1) & (c.compile == 1), recipe.gathered_bytes, 0.0)
             held = np.where(c.compile == 1, c.ep, c.expert_parts)
             copies = (part.cast_expert_parameters * recipe.cast_bytes + part.expert_parameters * whole) / held
+            own = recipe.gathered_bytes
             gathered = gathered + _put_state(
-                trains,
-                hardware,
-                c,
-                put,
-                suffix,
-                kind,
-                experts,
-                c.expert_shard,
-                recipe.gathered_bytes,
-                0.0,
-                copies,
-                alone,
+                trains, hardware, c, put, suffix, kind, experts, c.expert_shard, own, 0.0, copies, alone
             )
         if not suffix:
             largest = np.maximum(largest, gathered)
@@ -441,13 +431,13 @@ def _groups(profile: ModelProfile, c: Candidates, columns: _Columns) -> Any:
     begins = np.flatnonzero((ordered[:, 1:] != ordered[:, :-1]).any(axis=0)) + 1
     cuts: dict[tuple[int, ...], Cut] = {}
     for which in np.split(order, begins) if len(order) else []:
-        pipeline, pp, virtual_stages, split, microbatches, alone, step = (int(key[which[0]]) for key in keys)
+        pipeline, pp, virtual_stages, split, microbatches, one_microbatch, step = (int(key[which[0]]) for key in keys)
         spec = PIPELINE_SPECS[pipeline]
         place = (pipeline, pp, virtual_stages, split)
         if place not in cuts:
             cuts[place] = cut(profile, spec.name, pp, virtual_stages, split)
         flight = in_flight(spec, pp, virtual_stages, microbatches)
-        counts, ranks = _counts(profile, cuts[place], flight, step, columns, spec, microbatches, bool(alone))
+        counts, ranks = _counts(profile, cuts[place], flight, step, columns, spec, microbatches, bool(one_microbatch))
         yield which, counts, ranks
 
 
@@ -468,12 +458,12 @@ def _counts(
     columns: _Columns,
     spec: ScheduleSpec,
     microbatches: int,
-    alone: bool,
+    one_microbatch: bool,
 ) -> tuple[Floats, Ints]:
     """(counts [moments, columns], pipe rank [moments]) of a cut with so many microbatches in flight.
 
     Args:
-        alone: whether a step has one microbatch, so that blocks have no gradients before their own backward pass.
+        one_microbatch: whether a step has no more, so blocks have no gradients before their own backward pass.
     """
     flying, waiting = flight
     ranks, times, per_rank = flying.shape
@@ -535,19 +525,18 @@ def _counts(
         late[:, :, at["kept_done"]] = late[:, :, at["kept"]]
         late[:, :, at["casts_done"]] = late[:, :, at["casts"]]
         late[:, :, at["after_done"]] = late[:, :, at["after"]]
-    elif alone:
+    elif one_microbatch:
         late = with_gradients(base_of(np.zeros_like(flying)))
     elif spec.most_stages == 1:
         least = (microbatches <= ranks - np.arange(ranks))[:, None, None]  # no forward pass comes after it
         late = with_gradients(base_of(flying - least))
     looks = (early, late) if ranks > 1 and spec.most_stages == 1 else (late,)
-    if alone:
-        looks = (early,)
+    looks = (early,) if one_microbatch else looks
 
     again = recomputed.sum(axis=1) > 0
     # Blocks behind the last one of a stage that is recomputed are done when it is; the stage with the fewest counts.
     done = np.where((recomputed.sum(axis=2) > 0)[..., None], behind, np.iinfo(np.int64).max).min(axis=1)
-    one_by_one = ranks == 1 or alone
+    one_by_one = ranks == 1 or one_microbatch
     for rank in range(ranks if one_by_one else 0):
         for rows in _one_after_the_other(
             profile, _kinds_on(profile, cut, rank), base[rank].max(axis=0), every, columns
