@@ -28,6 +28,8 @@ FATAL = "Fatal Python error"
 """How faulthandler begins."""
 STACK_SIGNAL = signal.SIGUSR2
 """Ranks of cases write their stacks when they get it."""
+CRASH_WORDS = 600
+"""Characters before it: what C++ wrote of an exception that nobody caught."""
 STACK_SECONDS = 1.0
 INNERMOST = 13
 
@@ -264,8 +266,13 @@ class Group:
         """What ended a case before all ranks had come to an end, and what they have printed last."""
         self._log.seek(0)
         text = self._log.read().decode(errors="replace")
-        # of a crash faulthandler says where each thread stood; the tracebacks of the others come after it
-        crashes = [FATAL + part.partition("Extension modules")[0][:2000] for part in text.split(FATAL)[1:]][-3:]
+        # of a crash faulthandler says where each thread stood, C++ why before it; tracebacks of the others come later
+        before, *stacks = text.split(FATAL)
+        crashes = []
+        for stack in stacks:
+            crashes.append(before[-CRASH_WORDS:] + FATAL + stack.partition("Extension modules")[0][:2000])
+            before = stack
+        crashes = crashes[-3:]
         return "\n".join([*self._broken_off.get(case, []), *crashes, "...", text[-4000:]])
 
     def _where_all_stand(self) -> list[str]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autolaunch.launch.end import STACK_SIGNAL
+from autolaunch.launch.failure import VERDICT_SECONDS, is_peer_lost
 from autolaunch.launch.heartbeat import PULSE, Activity, Beat, Limits, Moves, Standing, find_hang, interval
 from autolaunch.launch.phase import stack_file
 from autolaunch.launch.place import Place
@@ -97,7 +98,9 @@ def _running(side: _Hub | _Spoke, together: type[BaseException]) -> Iterator[Non
     except together:
         side.leave()
         raise
-    except BaseException:
+    except BaseException as error:
+        if is_peer_lost(error):
+            thread.join(VERDICT_SECONDS)  # it may be about to see which rank has gone
         side.failed()
         raise
     side.leave()
