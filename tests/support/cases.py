@@ -99,6 +99,7 @@ def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False) ->
     ended = 0
     for line in sys.stdin:
         name = line.rstrip("\n")
+        ended = _end_groups(ended)  # here, as ranks are stopped as soon as all have written
         torch.manual_seed(1)
         started = time.process_time()
         try:
@@ -115,5 +116,4 @@ def serve(groups: Mapping[str, Mapping[str, Case]], *, tensors: bool = False) ->
         if "error" in result:  # others may wait for this rank, or not: nobody knows where they stand
             print(f"{name} on rank {RANK}:\n{result['traceback']}", flush=True)
             os._exit(1)
-        ended = _end_groups(ended)
     os._exit(0)  # gloo's threads may outlive the interpreter's end

@@ -292,6 +292,7 @@ class Group:
             self.close()
         if not self._processes:
             self._start()
+        self._signal(signal.SIGCONT)
         for stream in self._orders:
             stream.write(f"{case}\n")
             stream.flush()
@@ -310,6 +311,11 @@ class Group:
             time.sleep(POLL_SECONDS / 4)
         if any("error" in item for item in self._results(case).values()):
             self.close()
+        self._signal(signal.SIGSTOP)  # gloo's threads would wake a hundred times a second until the next case
+
+    def _signal(self, signum: int) -> None:
+        for process in self._processes if self.count > 1 else ():
+            process.send_signal(signum)
 
     def _start(self) -> None:
         command = [sys.executable, "-u", str(self.script), str(self.directory), self.name]

@@ -113,9 +113,9 @@ def _masks_not_compared() -> Iterator[None]:
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Within it new tensors have shapes, a device and no memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from autolaunch_strategies.torch_private.fake_results import FakeTensorsWithResults
 
-    with FakeTensorMode(allow_non_fake_inputs=True), errors_not_logged(), _masks_not_compared():
+    with FakeTensorsWithResults(allow_non_fake_inputs=True), errors_not_logged(), _masks_not_compared():
         yield
 
 

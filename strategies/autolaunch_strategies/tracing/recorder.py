@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autolaunch_strategies.torch_private.calls import intercept_calls, run_call
-from autolaunch_strategies.torch_private.tracing import writes_to
+from autolaunch_strategies.torch_private.fake_results import ASKS_DEVICE
+from autolaunch_strategies.torch_private.tracing import has_no_values, writes_to
 
 
 class Untraceable(Exception):
@@ -129,6 +130,8 @@ class Recorder(TorchDispatchMode):
         return hook
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE and has_no_values(args[0]):
+            return args[0].device
         kwargs = kwargs or {}
         output = self.fakes.get(func.overloadpacket, func)(*args, **kwargs)
         if func.namespace == "prim":
