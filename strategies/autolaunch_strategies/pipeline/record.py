@@ -257,7 +257,8 @@ class _Liveness(Observer):
     def operator(self, operation: Operation) -> None:
         if self._copying:
             return
-        self._note_parameters(operation.inputs)
+        read = dict.fromkeys(storage_key(tensor) for tensor in operation.inputs)
+        self._note_parameters(read)
         for leaf in self._origins.of(*operation.written):
             if leaf.place != _INSIDE:
                 self.recording.calls[leaf.call].changed.add(leaf.place)
@@ -268,32 +269,32 @@ class _Liveness(Observer):
         if self._current is not None:
             origins, draws = frozenset({Leaf(self._current, _INSIDE)}), frozenset[int]()
             call = self.recording.calls[self._current]
-            self._note_reads(call, operation.inputs)
+            self._note_reads(call, read)
             self._note_cost(call.unit, operation)
         else:
-            origins, draws = self._origins.of(*operation.inputs), self._draws.of(*operation.inputs)
+            origins, draws = self._origins.at(read), self._draws.at(read)
             if random and operator.overloadpacket is not torch.ops.aten.bernoulli_:
                 # bernoulli_ is dropout, of which each stage may have its own.
                 draws |= {self._draw_count}
                 self._draw_count += 1
-        inputs = self._inputs.of(*operation.inputs)
-        known = {storage_key(tensor) for tensor in operation.inputs}  # a window on them is what they are
-        created = [tensor for tensor in operation.outputs if storage_key(tensor) not in known]
+        inputs = self._inputs.at(read)
+        # A window on what is read is what that is.
+        created = [tensor for tensor in operation.outputs if storage_key(tensor) not in read]
         for tensor in (*created, *operation.written):
             self._origins.add(tensor, origins)
             self._draws.add(tensor, draws)
             self._inputs.add(tensor, inputs)
 
-    def _note_reads(self, call: UnitCall, tensors: Iterable[torch.Tensor]) -> None:
+    def _note_reads(self, call: UnitCall, keys: Iterable[int]) -> None:
         """What a unit reads may also be held by objects in its arguments, at any depth, as by a cache of keys.
 
         What another unit made and did not return does not count: each unit makes anew what all of them keep.
         """
-        call.reads |= {leaf for leaf in self._origins.of(*tensors) if leaf.place != _INSIDE}
-        call.draws |= self._draws.of(*tensors)
+        call.reads |= {leaf for leaf in self._origins.at(keys) if leaf.place != _INSIDE}
+        call.draws |= self._draws.at(keys)
 
-    def _note_parameters(self, tensors: Sequence[torch.Tensor]) -> None:
-        for name in (name for tensor in tensors for name in self._parameters.of(tensor)):
+    def _note_parameters(self, keys: Iterable[int]) -> None:
+        for name in (name for key in keys for name in self._parameters.at((key,))):  # in the same order on all ranks
             if self._current is not None:
                 self.recording.uses.setdefault(name, set()).add(self._current)
             else:

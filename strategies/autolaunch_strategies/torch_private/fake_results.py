@@ -46,7 +46,7 @@ class FakeTensorsWithResults(FakeTensorMode):
 
     _results: dict[Any, Any] = {}
 
-    def dispatch(
+    def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """What `func` returns."""
@@ -54,13 +54,13 @@ class FakeTensorsWithResults(FakeTensorMode):
             return args[0].fake_device
         key = self._key(func, args, kwargs)
         if key is None:
-            return super().dispatch(func, types, args, kwargs or {})
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
         known = self._results.get(key)
         if known is not None:
             if type(known) is _Result:
                 return self._made(known, args)
             return known[0](None if item is None else self._made(item, args) for item in known[1])
-        output = super().dispatch(func, types, args, kwargs or {})
+        output = super().__torch_dispatch__(func, types, args, kwargs or {})
         if len(self._results) >= MOST_RESULTS:
             self._results.clear()
         inside = [item for argument in args if isinstance(argument, list | tuple) for item in argument]

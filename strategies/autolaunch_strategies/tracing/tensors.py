@@ -35,6 +35,9 @@ def first_output(value: Any) -> torch.Tensor | None:
     return next((item for item in values if isinstance(item, torch.Tensor)), None)
 
 
+_NONE: frozenset[Any] = frozenset()
+
+
 class Labels(Generic[Label]):
     """Labels on the memory of tensors: all tensors that share memory have the same.
 
@@ -47,8 +50,12 @@ class Labels(Generic[Label]):
 
     def of(self, *tensors: torch.Tensor) -> frozenset[Label]:
         """The labels of all `tensors` together."""
-        known = [self._labels[key] for tensor in tensors if (key := storage_key(tensor)) in self._labels]
-        return frozenset[Label]().union(*known)
+        return self.at([storage_key(tensor) for tensor in tensors])
+
+    def at(self, keys: Iterable[int]) -> frozenset[Label]:
+        """The same of memory by its keys."""
+        known = [self._labels[key] for key in keys if key in self._labels]
+        return known[0] if len(known) == 1 else _NONE.union(*known)
 
     def put(self, tensor: torch.Tensor, labels: Iterable[Label]) -> None:
         """Give the memory of `tensor` these labels instead of those that it has."""
