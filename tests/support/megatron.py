@@ -19,7 +19,7 @@ from autolaunch_strategies.planner import time as planner_time
 from autolaunch_strategies.planner.candidate import PIPELINE_SPECS
 from autolaunch_strategies.planner.profile import ModelProfile, Part
 from autolaunch_strategies.planner.stages import Cut, cut
-from autolaunch_strategies.schedules.in_flight import Ints, in_flight
+from autolaunch_strategies.schedules.in_flight import Flight, in_flight
 
 _ONE_STAGE: Mapping[str, Any] = {"least_stages": 1, "most_stages": 1, "splits_backward": True}
 PIPELINE_SPECS += [
@@ -99,10 +99,9 @@ def memory_of(megatron: bool, cut_as: Callable[..., Cut]) -> Iterator[None]:
         yield
 
 
-def _in_flight(spec: ScheduleSpec, ranks: int, virtual_stages: int, microbatches: int) -> tuple[Ints, Ints]:
+def _in_flight(spec: ScheduleSpec, ranks: int, virtual_stages: int, microbatches: int) -> Flight:
     """All ranks hold as much as the first one does with 1F1B, or twice as much."""
     most = {"zero_bubble_1p": ranks, "zero_bubble_2p": 2 * ranks}.get(spec.name)
     if most is None:
         return in_flight(spec, ranks, virtual_stages, microbatches)
-    flying = np.full((ranks, 1, 1), min(most, microbatches))
-    return flying, np.zeros_like(flying)
+    return Flight.of(np.full((ranks, 1, 1), min(most, microbatches)))

@@ -35,7 +35,7 @@ from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.profile import ModelProfile, Part, Recipe
 from autolaunch_strategies.planner.stages import Cut, cut
-from autolaunch_strategies.schedules.in_flight import in_flight
+from autolaunch_strategies.schedules.in_flight import Flight, in_flight
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -126,6 +126,7 @@ class _Columns:
         "before",
         "after",
         "after_done",
+        "after_waits",
         "output",
         "before_works",
         "after_works",
@@ -341,11 +342,12 @@ def _put_activations(
         put("other", "works", sequences * (saved - kept + peak), kind)
         put("other", "repeats", sequences * (saved - inputs + peak), kind)
         # Compiled blocks put the gradients of their weights off in no schedule.
-        put("activations", "waits", ~compiled * sequences * _put_off(part, profile.element_bytes, c), kind)
+        put("activations", "waits", ~compiled * sequences * _put_off(part, profile, recipe, c), kind)
     before, after = (of(part.saved_bytes, part.sharded_saved_bytes, ones) for part in (profile.before, profile.after))
     put("activations", "before", flying * before)
     put("activations", "after", flying * after)
     put("activations", "after_done", -sequences * after)
+    put("activations", "after_waits", sequences * _put_off(profile.after, profile, recipe, c))
     output = of(max((part.output_bytes for part in profile.kinds), default=0.0))
     put("activations", "output", flying * output)
     put("other", "before_works", sequences * of(profile.before.peak_bytes, profile.before.sharded_peak_bytes, ones))
@@ -391,13 +393,17 @@ def _attention_over_cp(part: Part, element_bytes: int, c: Candidates) -> Any:
     return np.where(c.cp > 1, sum(of_backends(flag, c.backend) * size for flag, size in held.items()), 0.0)
 
 
-def _put_off(part: Part, element_bytes: int, c: Candidates) -> Floats:
+def _put_off(part: Part, profile: ModelProfile, recipe: Recipe, c: Candidates) -> Floats:
     """Inputs and output gradients of linear layers: zero-bubble schedules make gradients of weights of them later."""
     whole = sharded_inner = sharded_columns = 0.0
     for item in part.matmuls:
         if item.divided == "count" or not item.kept:
             continue  # no weight
-        inputs, gradients = float(item.rows * item.inner), item.rows * item.columns * item.count
+        narrow = bool(recipe.cast_bytes) and not item.in_fp32
+        element_bytes = recipe.cast_bytes if narrow else profile.element_bytes
+        copies = item.count if narrow else 1  # each layer narrows its input by itself
+        inputs = float(item.rows * item.inner * copies) * element_bytes
+        gradients = float(item.rows * item.columns * item.count) * element_bytes
         if item.divided == "inner":
             sharded_inner += inputs
             whole += gradients
@@ -406,7 +412,7 @@ def _put_off(part: Part, element_bytes: int, c: Candidates) -> Floats:
             sharded_columns += gradients if item.divided else 0.0
             whole += 0.0 if item.divided else gradients
     whole_mp = np.where(c.sequence_parallel == 1, c.mp, 1)
-    return element_bytes * (whole / whole_mp + (sharded_inner + sharded_columns) / c.mp) / c.cp
+    return (whole / whole_mp + (sharded_inner + sharded_columns) / c.mp) / c.cp
 
 
 def _outputs(profile: ModelProfile, recipe: Recipe, c: Candidates) -> Floats:
@@ -453,7 +459,7 @@ def _kinds_of_flight(c: Candidates) -> Ints:
 def _counts(
     profile: ModelProfile,
     cut: Cut,
-    flight: tuple[Ints, Ints],
+    flight: Flight,
     every: int,
     columns: _Columns,
     spec: ScheduleSpec,
@@ -465,7 +471,7 @@ def _counts(
     Args:
         one_microbatch: whether a step has no more, so blocks have no gradients before their own backward pass.
     """
-    flying, waiting = flight
+    flying, waiting = flight.flying, flight.waiting
     ranks, times, per_rank = flying.shape
     stages = len(cut.rank_of_stage)
     own = np.argsort(cut.rank_of_stage, kind="stable").reshape(ranks, per_rank)  # [ranks, its stages]
@@ -495,6 +501,7 @@ def _counts(
         base[first, :, at["before"]] = flying[first, :, :1]
         # Its backward pass follows at once, except where all of them come last (there they count as one).
         base[last, :, at["after"]] = np.minimum(flying[last, :, -1:], 1)
+        base[last, :, at["after_waits"]] = waiting[last, :, -1:]
         return base
 
     def with_gradients(rows: Floats, name: str = "gradients") -> Floats:
@@ -537,6 +544,7 @@ def _counts(
     # Blocks behind the last one of a stage that is recomputed are done when it is; the stage with the fewest counts.
     done = np.where((recomputed.sum(axis=2) > 0)[..., None], behind, np.iinfo(np.int64).max).min(axis=1)
     one_by_one = ranks == 1 or one_microbatch
+    puts_off = spec.splits_backward and not spec.pairs_passes  # of the first pass that ends
     for rank in range(ranks if one_by_one else 0):
         for rows in _one_after_the_other(
             profile, _kinds_on(profile, cut, rank), base[rank].max(axis=0), every, columns
@@ -549,10 +557,16 @@ def _counts(
                 rows = look[here]  # a copy
                 rows[:, :, at[column].start + kind] = 1
                 if column == "repeats":
-                    rows[:, :, at["kept_done"]] += done[here, None]
-                    rows[:, :, at["casts_done"]] += done[here, None]
+                    rows[:, ~flight.behind, at["kept_done"]] += done[here, None]
+                    rows[:, ~flight.behind, at["casts_done"]] += done[here, None]
+                # While the last block of a pass runs it waits for nothing yet, and what it has kept is there.
+                rows[:, flight.behind, at["waits"].start + kind] -= 1
+                for name in ("input",) if column == "repeats" else ("kept", "casts"):
+                    rows[:, flight.behind, at[name].start + kind] += 1
                 ends = here == last
-                rows[ends, :, at["after_done"]] += look[last, :, at["after"]] > 0
+                its_pass = look[last, :, at["after"]] > 0  # the loss's, and what is behind the blocks
+                rows[ends, :, at["after_done"]] += its_pass
+                rows[ends, :, at["after_waits"]] += its_pass * (puts_off & ~flight.behind)[:, None]
                 rows[ends] = drained(rows[ends])
                 add(rows, here)
     embeds = with_gradients(late[first])  # forward or backward, whichever has more

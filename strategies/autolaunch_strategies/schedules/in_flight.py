@@ -6,36 +6,52 @@ These are formulas, and no counts of the real tables: for 1,024 devices a plan l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from autolaunch_strategies.config import ScheduleSpec
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
-def in_flight(spec: ScheduleSpec, ranks: int, virtual_stages: int, microbatches: int) -> tuple[Ints, Ints]:
-    """Microbatches between their forward and their backward passes, at the fullest moments of every pipe rank.
+@dataclass(frozen=True)
+class Flight:
+    """Microbatches between their forward and their backward passes, at the fullest moments of every pipe rank."""
 
-    Where all forward passes come first the counts are in units of all microbatches.
+    flying: Ints
+    """[pipe ranks, moments, stages of the rank]: those whose activations are kept."""
+    waiting: Ints
+    """[pipe ranks, moments, stages of the rank]: those that only wait for the gradients of their weights."""
+    behind: Bools
+    """[moments]: whether a backward pass has just ended, whose microbatch waits by now; else one may begin."""
 
-    Returns:
-        [pipe ranks, moments, stages of the rank] of microbatches whose activations are kept, and of those that only
-        wait for the gradients of their weights.
-    """
+    @classmethod
+    def of(cls, flying: Ints, waiting: Ints | None = None, behind: Bools | None = None) -> Flight:
+        """Nothing waits, and no backward pass has ended, unless it is said."""
+        moments = flying.shape[1]
+        return cls(
+            flying,
+            np.zeros_like(flying) if waiting is None else waiting,
+            np.zeros(moments, dtype=np.bool_) if behind is None else behind,
+        )
+
+
+def in_flight(spec: ScheduleSpec, ranks: int, virtual_stages: int, microbatches: int) -> Flight:
+    """What a schedule has in flight. Where all forward passes come first counts are in units of all microbatches."""
     rank = np.arange(ranks)
     if spec.all_forward_first:
-        flying = np.ones((ranks, 1, virtual_stages), dtype=np.int64)
-        return flying, np.zeros_like(flying)
+        return Flight.of(np.ones((ranks, 1, virtual_stages), dtype=np.int64))
     if spec.most_stages == 1:
-        flying = np.minimum(ranks - rank, microbatches)[:, None, None]
-        return flying, np.zeros_like(flying)
+        return Flight.of(np.minimum(ranks - rank, microbatches)[:, None, None])
     if spec.v_shaped:
         return _on_the_way_back(spec.pairs_passes, rank, ranks, microbatches)
     return _in_rounds(spec.splits_backward, rank, ranks, virtual_stages, microbatches)
 
 
-def _on_the_way_back(pairs_passes: bool, rank: Ints, ranks: int, microbatches: int) -> tuple[Ints, Ints]:
+def _on_the_way_back(pairs_passes: bool, rank: Ints, ranks: int, microbatches: int) -> Flight:
     """Two stages for each rank, the second one on the way back (arXiv 2401.10241 and 2412.19437)."""
     zero = np.zeros_like(rank)
     if pairs_passes:
@@ -61,12 +77,11 @@ def _on_the_way_back(pairs_passes: bool, rank: Ints, ranks: int, microbatches: i
         ]
     flying = np.stack([np.stack(of_stages, axis=1) for of_stages, _ in moments], axis=1)
     waiting = np.stack([np.stack(of_stages, axis=1) for _, of_stages in moments], axis=1)
-    return np.minimum(flying, microbatches), np.minimum(waiting, microbatches)
+    behind = np.array([bool(np.any(of_stages)) for _, of_stages in moments])
+    return Flight(np.minimum(flying, microbatches), np.minimum(waiting, microbatches), behind)
 
 
-def _in_rounds(
-    splits_backward: bool, rank: Ints, ranks: int, virtual_stages: int, microbatches: int
-) -> tuple[Ints, Ints]:
+def _in_rounds(splits_backward: bool, rank: Ints, ranks: int, virtual_stages: int, microbatches: int) -> Flight:
     """Stages take turns: a round of microbatches forward through each (arXiv 2104.04473), then one pass of each kind.
 
     While passes alternate, forward ones go through the rank's stages in order, backward ones in the opposite order;
@@ -91,11 +106,12 @@ def _in_rounds(
     forward = through(np.minimum(ahead + done, all_passes), order)
     flying = forward - through(done, order[::-1])
     if not splits_backward:
-        return flying, np.zeros_like(flying)
+        return Flight.of(flying)
     # Gradients of weights follow as many backward passes later as there are ranks before this one.
     weights = through(np.maximum(done - rank[:, None], 0), order[::-1])
     later = through(done + 1, order[::-1])
-    return (
+    return Flight(
         np.concatenate([flying, forward - later], axis=1),
         np.concatenate([through(done, order[::-1]) - weights, later - weights], axis=1),
+        np.repeat([False, True], flying.shape[1]),
     )
