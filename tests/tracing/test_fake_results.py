@@ -47,6 +47,10 @@ LEFT_TO_TORCH: dict[str, Call] = {
     "a change of size in place": lambda x, w: x.detach().clone().resize_(2, 2),
     "complex": lambda x, w: torch.view_as_complex(x.view(4, 3, 2)).conj().imag,
     "an output argument": lambda x, w: torch.add(x.detach(), 1, out=torch.empty_like(x)),
+    "a part of a conjugate": lambda x, w: (x.view(4, 3, 2)[1:], torch.view_as_complex(x.view(4, 3, 2)).conj().imag[1:]),
+    "as much memory as there is": lambda x, w: [
+        torch.as_strided_scatter(item.detach(), w[0, :2].detach(), (2,), (1,), 0) for item in (x[0], x[:1].view(-1))
+    ],
     "known values": lambda x, w: torch.tensor([1, 2]) + 1,
     "sparse": lambda x, w: torch.sparse_coo_tensor(size=(3, 3)).coalesce().values(),
 }
@@ -126,6 +130,16 @@ def test_what_else_a_result_depends_on() -> None:
         with torch.inference_mode():
             assert (whole / 2).is_inference()
         assert not (whole / 2).is_inference()
+
+
+def test_views_in_inference_mode_are_of_the_kind_of_what_they_show() -> None:
+    """As of a frozen teacher's inputs, and of what it makes of them."""
+    with FakeTensorsWithResults(allow_non_fake_inputs=True):
+        whole = torch.ones(2, 3)
+        with torch.inference_mode():
+            its_own = torch.ones(2, 3)
+            assert [its_own.t().is_inference(), whole.t().is_inference()] == [True, False]
+        assert [its_own.t().is_inference(), whole.t().is_inference()] == [True, False]
 
 
 def test_tensors_of_another_mode_are_refused_as_by_torch() -> None:

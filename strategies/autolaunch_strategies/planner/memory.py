@@ -397,8 +397,8 @@ def _put_off(part: Part, profile: ModelProfile, recipe: Recipe, c: Candidates) -
     """Inputs and output gradients of linear layers: zero-bubble schedules make gradients of weights of them later."""
     whole = sharded_inner = sharded_columns = 0.0
     for item in part.matmuls:
-        if item.divided == "count" or not item.kept:
-            continue  # no weight
+        if item.divided == "count" or not item.kept or not (item.left_gradient and item.right_gradient):
+            continue  # no weight, or no gradient of it, or none that goes on
         narrow = bool(recipe.cast_bytes) and not item.in_fp32
         element_bytes = recipe.cast_bytes if narrow else profile.element_bytes
         copies = item.count if narrow else 1  # each layer narrows its input by itself
@@ -411,8 +411,8 @@ def _put_off(part: Part, profile: ModelProfile, recipe: Recipe, c: Candidates) -
             whole += inputs
             sharded_columns += gradients if item.divided else 0.0
             whole += 0.0 if item.divided else gradients
-    whole_mp = np.where(c.sequence_parallel == 1, c.mp, 1)
-    return (whole / whole_mp + (sharded_inner + sharded_columns) / c.mp) / c.cp
+    # With sequence parallelism inputs have been gathered and gradients will be scattered: both are whole there.
+    return (whole + (sharded_inner + sharded_columns) / c.mp) / c.cp
 
 
 def _outputs(profile: ModelProfile, recipe: Recipe, c: Candidates) -> Floats:
@@ -544,11 +544,9 @@ def _counts(
     # Blocks behind the last one of a stage that is recomputed are done when it is; the stage with the fewest counts.
     done = np.where((recomputed.sum(axis=2) > 0)[..., None], behind, np.iinfo(np.int64).max).min(axis=1)
     one_by_one = ranks == 1 or one_microbatch
-    puts_off = spec.splits_backward and not spec.pairs_passes  # of the first pass that ends
+    puts_off = spec.splits_backward and not spec.pairs_passes  # paired passes make gradients of weights at once
     for rank in range(ranks if one_by_one else 0):
-        for rows in _one_after_the_other(
-            profile, _kinds_on(profile, cut, rank), base[rank].max(axis=0), every, columns
-        ):
+        for rows in _one_after_the_other(profile, _blocks_on(cut, rank), base[rank].max(axis=0), every, columns):
             add(drained(rows) if rank == last else rows, rank)
     for kind in range(0 if one_by_one else len(profile.kinds)):
         for column, which in (("works", held[:, kind] > recomputed.sum(axis=1)[:, kind]), ("repeats", again[:, kind])):
@@ -563,6 +561,7 @@ def _counts(
                 rows[:, flight.behind, at["waits"].start + kind] -= 1
                 for name in ("input",) if column == "repeats" else ("kept", "casts"):
                     rows[:, flight.behind, at[name].start + kind] += 1
+                rows *= rows[:, :, at["waits"].start + kind, None] >= 0  # no block of the kind was in that pass
                 ends = here == last
                 its_pass = look[last, :, at["after"]] > 0  # the loss's, and what is behind the blocks
                 rows[ends, :, at["after_done"]] += its_pass
@@ -597,33 +596,36 @@ def _counts(
 
 
 def _one_after_the_other(
-    profile: ModelProfile, kinds: Sequence[int], base: Floats, every: int, columns: _Columns
+    profile: ModelProfile, blocks: Sequence[int], base: Floats, every: int, columns: _Columns
 ) -> Iterator[Floats]:
     """Counts of the backward passes of the blocks of a rank, each when those behind it have had theirs.
 
     What is held changes evenly while blocks are of one kind, so the first and the last two of each are enough.
 
     Args:
-        kinds: of the blocks of this rank, in their order.
+        blocks: the numbers of those of this rank, in their order.
         base: [columns], of this rank with everything in flight.
     """
     at = columns.at
+    kinds = [profile.blocks[number] for number in blocks]
     places: dict[int, list[int]] = {}
     for place, kind in enumerate(kinds):
         places.setdefault(kind, []).append(place)
-    again = [bool(every) and place % every == 0 for place in range(len(kinds))]
+    again = [bool(every) and number % every == 0 for number in blocks]
     has_backward = [profile.kinds[kind].has_backward for kind in kinds]
     for place in sorted({place for of_kind in places.values() for place in (*of_kind[:2], *of_kind[-2:])}):
         if not has_backward[place]:
             continue
         rows, kind = base.copy(), kinds[place]
-        for name in ("kept", "casts", "input"):
+        for name in ("kept", "casts", "input", "waits"):
             rows[at[name]] = 0
         for number in range(place + 1):
             for name in ("input",) if again[number] else ("kept", "casts"):
                 rows[at[name].start + kinds[number]] += 1
         for number in range(place + 1, len(kinds)):
             rows[at["gradients"].start + kinds[number]] += 1
+            rows[at["waits"].start + kinds[number]] += 1
+        rows[at["waits"]] = np.minimum(rows[at["waits"]], base[at["waits"]])
         for suffix in ("after", "shared"):
             rows[at[f"gradients_{suffix}"]] = rows[at[f"state_{suffix}"]]
         rows[at["after_done"]] = rows[at["after"]]
@@ -635,27 +637,23 @@ def _one_after_the_other(
         yield rows
 
 
-def _kinds_on(profile: ModelProfile, cut: Cut, rank: int) -> list[int]:
-    """The kinds of the blocks that a rank of the pipeline has, in their order."""
+def _blocks_on(cut: Cut, rank: int) -> list[int]:
+    """The numbers of the blocks that a rank of the pipeline has, in their order."""
     stage = np.repeat(np.arange(len(cut.sizes)), cut.sizes)
-    return [kind for kind, here in zip(profile.blocks, cut.rank_of_stage[stage] == rank, strict=True) if here]
+    return np.flatnonzero(cut.rank_of_stage[stage] == rank).tolist()
 
 
 def _recomputed(profile: ModelProfile, cut: Cut, every: int) -> tuple[Ints, Ints]:
-    """[stages, kinds] each: the blocks that are recomputed if every n-th one of a rank's own is, its first one
-    included; and those of a stage behind its last recomputed one.
+    """[stages, kinds] each: the blocks that are recomputed if every n-th one of the model is, its first one included;
+    and those of a stage behind its last recomputed one.
     """
     stage = np.repeat(np.arange(len(cut.sizes)), cut.sizes)
     kinds = np.asarray(profile.blocks)
-    rank = cut.rank_of_stage[stage]
-    order = np.argsort(rank, kind="stable")
-    number = np.empty(len(order), dtype=np.int64)
-    number[order] = np.arange(len(order)) - np.searchsorted(rank[order], rank[order])
-    chosen = number % every == 0
+    chosen = np.arange(len(kinds)) % every == 0
     recomputed, behind = np.zeros_like(cut.blocks), np.zeros_like(cut.blocks)
     np.add.at(recomputed, (stage[chosen], kinds[chosen]), 1)
     last = np.zeros(len(cut.sizes), dtype=np.int64)
     np.maximum.at(last, stage[chosen], np.flatnonzero(chosen))
-    later = np.arange(len(order)) > last[stage]
+    later = np.arange(len(kinds)) > last[stage]
     np.add.at(behind, (stage[later], kinds[later]), 1)
     return recomputed, behind
