@@ -78,6 +78,7 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
     log = log_file(job.logs, place.rank)
     launch = job.config["launch"]
     terminal = place.rank == 0 and (place.kind != "local" or (launch["logs"] == "rank0" and not is_trial(job.config)))
+    failure: Failure | None = None
     with log.open("a", encoding="utf-8") as log_stream, stack_file(job.logs, place.rank).open("a") as stack_stream:
         try:
             faulthandler.enable(log_stream)
@@ -104,18 +105,23 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
             rendezvous.join(store, place, launch["first_step_timeout"], _gpu(job, place))
             write_phase(job.logs, place.rank, Phase.RUNNING)
             with _watched(store, job, place):
-                tasks.run(job, place)
-                if dist.is_initialized():
-                    # A rank that is done must not take the connection from one that is not.
-                    dist.barrier()
-                    gc.collect()  # device meshes hold groups that gloo cannot lose after the process group
-                    dist.destroy_process_group()
+                try:
+                    tasks.run(job, place)
+                    if dist.is_initialized():
+                        # A rank that is done must not take the connection from one that is not.
+                        dist.barrier()
+                        gc.collect()  # device meshes hold groups that gloo cannot lose after the process group
+                        dist.destroy_process_group()
+                except BaseException as error:
+                    if _stop_in(error) is None:
+                        failure = _record(error, job, place, log)  # before others are waited for
+                    raise
             write_phase(job.logs, place.rank, Phase.DONE)
             rendezvous.leave_store(store, place)
         except BaseException as error:
             stop = _stop_in(error)
             if stop is None:
-                return _fail(error, job, place, log)
+                return _fail(failure or _record(error, job, place, log), error, place)
             if place.rank == 0:
                 write_stop(stop, job.logs)
                 if place.kind != "local":
@@ -209,8 +215,7 @@ def _gpu(job: ResolvedJob, place: Place) -> torch.device | None:
     return device
 
 
-def _fail(error: BaseException, job: ResolvedJob, place: Place, log: Path) -> int:
-    failure = _record(error, job, place, log)
+def _fail(failure: Failure, error: BaseException, place: Place) -> int:
     if place.kind == "local":
         return failure.exit_code
     if failure.peer_lost:

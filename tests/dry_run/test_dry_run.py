@@ -39,7 +39,8 @@ AGREES = (
     *("cp_gather", "cp_ring", "cp_ulysses", "cp_usp", "cp_accumulates", "cp_selective", "cp_zero1", "cp_zero3"),
     *("cp_mp", "cp_mp_sp", "cp_1f1b", "cp_exact", "hybrid"),
     *("exact_full", "exact_zero1", "exact_alone", "exact_alone_full", "gpipe_full"),
-    *("interleaved_zb_full", "zbv_full", "zbv_full_zero1", "dualpipev_full"),
+    *("interleaved_zb_full", "zbv_full", "zbv_full_zero1", "zbv_alone", "dualpipev_full"),
+    *("1f1b_every_second", "interleaved_every_second"),
 )
 """Of zero3_full the plan counts 5.04 % more: the buffer of a block that is not gathered any more."""
 AGREES_MIXED = (*(name for name in AGREES if name != "dualpipev"), "zero3_full")
@@ -64,6 +65,11 @@ MORE = {
         pp=2, pipeline="interleaved_zero_bubble", virtual_stages=2, microbatches=4, recompute=1
     ),
     "zbv_full": cases.case(pp=2, pipeline="zbv_zero_bubble", virtual_stages=2, microbatches=4, recompute=1),
+    "zbv_alone": cases.case(pp=2, pipeline="zbv_zero_bubble", virtual_stages=2),
+    "1f1b_every_second": cases.case(pp=2, pipeline="1f1b", microbatches=4, recompute=2),
+    "interleaved_every_second": cases.case(
+        pp=2, pipeline="interleaved_1f1b", virtual_stages=2, microbatches=4, recompute=2
+    ),
     "zbv_full_zero1": cases.case(
         dp=2, pp=2, level=1, pipeline="zbv_zero_bubble", virtual_stages=2, microbatches=4, recompute=1
     ),

@@ -99,9 +99,11 @@ def _running(side: _Hub | _Spoke, together: type[BaseException]) -> Iterator[Non
         side.leave()
         raise
     except BaseException as error:
-        if is_peer_lost(error):
-            thread.join(VERDICT_SECONDS)  # it may be about to see which rank has gone
-        side.failed()
+        try:
+            if is_peer_lost(error):
+                thread.join(VERDICT_SECONDS)  # it may be about to see which rank has gone
+        finally:
+            side.failed()
         raise
     side.leave()
     thread.join(5.0)

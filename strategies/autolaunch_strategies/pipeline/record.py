@@ -294,7 +294,7 @@ class _Liveness(Observer):
         call.draws |= self._draws.at(keys)
 
     def _note_parameters(self, keys: Iterable[int]) -> None:
-        for name in (name for key in keys for name in self._parameters.at((key,))):  # in the same order on all ranks
+        for name in (name for key in keys for name in self._parameters.at((key,))):
             if self._current is not None:
                 self.recording.uses.setdefault(name, set()).add(self._current)
             else:
