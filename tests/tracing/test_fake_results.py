@@ -48,9 +48,6 @@ LEFT_TO_TORCH: dict[str, Call] = {
     "complex": lambda x, w: torch.view_as_complex(x.view(4, 3, 2)).conj().imag,
     "an output argument": lambda x, w: torch.add(x.detach(), 1, out=torch.empty_like(x)),
     "a part of a conjugate": lambda x, w: (x.view(4, 3, 2)[1:], torch.view_as_complex(x.view(4, 3, 2)).conj().imag[1:]),
-    "as much memory as there is": lambda x, w: [
-        torch.as_strided_scatter(item.detach(), w[0, :2].detach(), (2,), (1,), 0) for item in (x[0], x[:1].view(-1))
-    ],
     "known values": lambda x, w: torch.tensor([1, 2]) + 1,
     "sparse": lambda x, w: torch.sparse_coo_tensor(size=(3, 3)).coalesce().values(),
 }

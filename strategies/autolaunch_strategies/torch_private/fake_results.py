@@ -19,8 +19,6 @@ MOST_RESULTS = 50_000
 """Then all are forgotten."""
 
 _NOT_REMEMBERED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-_ASK_FOR_MORE = ("resize", "as_strided_scatter")
-"""Parts of names: those that resize may not say so by a tag, and a scatter makes as much memory as its argument has."""
 _NUMBERS = (int, float, bool)
 """Equal ones of different types give results of different types."""
 _PLAIN = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
@@ -167,7 +165,7 @@ def _is_remembered(operator: Any) -> bool:
         known = _asked[operator] = (
             isinstance(operator, torch._ops.OpOverload)
             and operator.namespace == "aten"
-            and not any(part in operator.overloadpacket.__name__ for part in _ASK_FOR_MORE)
+            and "resize" not in operator.overloadpacket.__name__  # such an operator may say nothing of it in its tags
             and not _NOT_REMEMBERED.intersection(operator.tags)
             and operator not in FakeTensorMode.lift_fns
         )
