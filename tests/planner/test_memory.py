@@ -13,11 +13,11 @@ import pytest
 
 from autolaunch_strategies.config import SCHEDULE_SPECS, PipelineParallel
 from autolaunch_strategies.planner import memory as planner_memory
-from autolaunch_strategies.planner.candidate import PIPELINES, Candidate, Candidates, of_schedules
+from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate, Candidates, of_schedules
 from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.hardware import Hardware, Link
 from autolaunch_strategies.planner.memory import PIECES, memory_account, peak_memory
-from autolaunch_strategies.planner.profile import ModelProfile, Part, Recipe
+from autolaunch_strategies.planner.profile import MatMul, ModelProfile, Part, Recipe
 from autolaunch_strategies.planner.stages import Cut
 from autolaunch_strategies.schedules.in_flight import in_flight
 from autolaunch_strategies.schedules.schedule import Kind, build_schedule, check_schedule
@@ -336,6 +336,19 @@ def test_what_is_there_beside_a_running_backward_pass(name: str, virtual_stages:
                 assert found == pytest.approx(least, rel=1e-9), (ranks, microbatches, rank, waits)
             looked_at += 1
     assert looked_at > 100
+
+
+def test_layers_that_are_not_trained_put_nothing_off() -> None:
+    """With a zero-bubble schedule: neither blocks nor the head hold anything for gradients that nobody makes."""
+
+    def with_weight(trained: bool) -> float:
+        item = MatMul(16, 8, 100, right_gradient=trained)
+        block, after = (dataclasses.replace(part, matmuls=(item,)) for part in (BLOCK, AFTER))
+        return total(way, model(kinds=(block,), after=after))
+
+    way = pipelined("zbv_zero_bubble", pp=2, virtual_stages=2, microbatches=4, recompute=FULL)
+    assert with_weight(False) == total(way, model())
+    assert with_weight(True) > with_weight(False)
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------

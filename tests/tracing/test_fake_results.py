@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,11 +64,8 @@ def asked() -> Iterator[list[Any]]:
         seen.append(func)
         return own(self, func, *args, **kwargs)
 
-    FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]  # put back below
-    try:
+    with mock.patch.object(FakeTensorMode, "dispatch", dispatch):
         yield seen
-    finally:
-        FakeTensorMode.dispatch = own  # type: ignore[method-assign]
 
 
 def about(call: Call) -> list[tuple[Any, ...]]:
