@@ -14,8 +14,8 @@ import pytest
 
 pytest.register_assert_rewrite("tests.support.ranks", "tests.support.commands", "tests.support.messages")
 
-from tests.support import warm  # noqa: E402
-from tests.support.ranks import Group, GroupOf  # noqa: E402
+from tests.support import warm  # noqa: E402 - behind what rewrites their asserts
+from tests.support.ranks import Group, GroupOf  # noqa: E402 - behind what rewrites their asserts
 
 # As torch has it where CI is set: elsewhere, results of an operator that share memory are a warning.
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"

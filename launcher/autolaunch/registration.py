@@ -45,5 +45,5 @@ class _WhenImported:
                 _register(module)
 
             # The loader of this one spec: nothing else is imported by it.
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this object alone
         return spec

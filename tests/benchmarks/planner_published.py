@@ -27,20 +27,20 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "strategies"), str(ROOT)]
 
-from autolaunch_strategies.config import CP_BACKENDS  # noqa: E402
-from autolaunch_strategies.planner.candidate import (  # noqa: E402
+from autolaunch_strategies.config import CP_BACKENDS  # noqa: E402 - behind the path
+from autolaunch_strategies.planner.candidate import (  # noqa: E402 - behind the path
     FULL,
     NO_RECOMPUTE,
     SELECTIVE,
     Candidate,
     Candidates,
 )
-from autolaunch_strategies.planner.fit import Run, fit  # noqa: E402
-from autolaunch_strategies.planner.hardware import Hardware, Link, hardware_from  # noqa: E402
-from autolaunch_strategies.planner.profile import ModelProfile, Recipe  # noqa: E402
-from autolaunch_strategies.planner.time import step_time  # noqa: E402
-from tests.support.megatron import NUMBERS, empty_stages, scattered_sends  # noqa: E402
-from tests.support.transformer_profile import transformer_profile  # noqa: E402
+from autolaunch_strategies.planner.fit import Run, fit  # noqa: E402 - behind the path
+from autolaunch_strategies.planner.hardware import Hardware, Link, hardware_from  # noqa: E402 - behind the path
+from autolaunch_strategies.planner.profile import ModelProfile, Recipe  # noqa: E402 - behind the path
+from autolaunch_strategies.planner.time import step_time  # noqa: E402 - behind the path
+from tests.support.megatron import NUMBERS, empty_stages, scattered_sends  # noqa: E402 - behind the path
+from tests.support.transformer_profile import transformer_profile  # noqa: E402 - behind the path
 
 ROWS = Path(__file__).with_name("published_runs.csv")
 

@@ -31,13 +31,13 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "strategies")]
 
-from autolaunch_strategies.planner.candidate import Candidate, Candidates  # noqa: E402
-from autolaunch_strategies.planner.hardware import Hardware  # noqa: E402
-from autolaunch_strategies.planner.memory import memory_account, peak_memory  # noqa: E402
-from autolaunch_strategies.planner.profile import ModelProfile, Recipe  # noqa: E402
-from autolaunch_strategies.planner.stages import Cut, cut  # noqa: E402
-from tests.benchmarks.planner_published import ROWS, Published, read  # noqa: E402
-from tests.support.megatron import gathers_again, memory_of  # noqa: E402
+from autolaunch_strategies.planner.candidate import Candidate, Candidates  # noqa: E402 - behind the path
+from autolaunch_strategies.planner.hardware import Hardware  # noqa: E402 - behind the path
+from autolaunch_strategies.planner.memory import memory_account, peak_memory  # noqa: E402 - behind the path
+from autolaunch_strategies.planner.profile import ModelProfile, Recipe  # noqa: E402 - behind the path
+from autolaunch_strategies.planner.stages import Cut, cut  # noqa: E402 - behind the path
+from tests.benchmarks.planner_published import ROWS, Published, read  # noqa: E402 - behind the path
+from tests.support.megatron import gathers_again, memory_of  # noqa: E402 - behind the path
 
 GOALS = ("korthikanti22_fig1", "zerobubble_table4", "torchtitan_202412")
 GOAL = 0.05

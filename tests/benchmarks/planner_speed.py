@@ -23,10 +23,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "strategies")]
-from autolaunch_strategies.planner.choose import make_plan  # noqa: E402
-from autolaunch_strategies.planner.enumerate import Space  # noqa: E402
-from autolaunch_strategies.planner.explain import why  # noqa: E402
-from tests.planner.candidates import llama, machines, recipe  # noqa: E402
+from autolaunch_strategies.planner.choose import make_plan  # noqa: E402 - behind the path
+from autolaunch_strategies.planner.enumerate import Space  # noqa: E402 - behind the path
+from autolaunch_strategies.planner.explain import why  # noqa: E402 - behind the path
+from tests.planner.candidates import llama, machines, recipe  # noqa: E402 - behind the path
 
 CASES = (
     ("8b", 8, 128, 8192, None),

@@ -8,11 +8,11 @@ from torch import nn
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="weights of four bits are bitsandbytes'")
 
-from autolaunch.models.four_bits import FourBitLinear, quantise_linear_layers  # noqa: E402
-from autolaunch_strategies.config import ConfigError  # noqa: E402
-from autolaunch_strategies.model.construction import Construction  # noqa: E402
-from autolaunch_strategies.model.counts import count_parameters  # noqa: E402
-from tests.support.messages import assert_told  # noqa: E402
+from autolaunch.models.four_bits import FourBitLinear, quantise_linear_layers  # noqa: E402 - behind the skip
+from autolaunch_strategies.config import ConfigError  # noqa: E402 - behind the skip
+from autolaunch_strategies.model.construction import Construction  # noqa: E402 - behind the skip
+from autolaunch_strategies.model.counts import count_parameters  # noqa: E402 - behind the skip
+from tests.support.messages import assert_told  # noqa: E402 - behind the skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -49,7 +49,7 @@ def find_files(path: Any, suffixes: Iterable[str], key: str = "data.path") -> li
         files = [place]
     elif glob.has_magic(str(place)):
         # pathlib's own globbing takes no absolute pattern.
-        files = sorted(filter(_has_content, map(Path, glob.iglob(str(place), recursive=True))))  # noqa: PTH207
+        files = sorted(filter(_has_content, map(Path, glob.iglob(str(place), recursive=True))))  # noqa: PTH207 - may be absolute
         if not files:
             raise ConfigError(where, "no file with anything in it matches")
     else:

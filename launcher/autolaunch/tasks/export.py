@@ -117,7 +117,7 @@ def export_checkpoint(
     with construction.recording():
         module = build_module(config)
     # Of attributes, torch's stubs say that they are tensors or modules.
-    model: nn.Module = module if config.get("module") else module.model  # type: ignore[assignment]
+    model: nn.Module = module if config.get("module") else module.model  # type: ignore[assignment]  # a Module: mypy says or Tensor
     adapted: Any = getattr(module, "adapted", None)
     if merged:
         _check_merged(source, config, adapted)

@@ -74,7 +74,7 @@ def _pretrained(
     weights = SafetensorsWeights(model_cfg["path"])
     new_head = MODEL_TASKS[task_of(model_cfg) or "causal_lm"].has_new_head
     # Of attributes, torch's stubs say that they are tensors or modules.
-    model: nn.Module = module.model  # type: ignore[assignment]
+    model: nn.Module = module.model  # type: ignore[assignment]  # a Module: mypy says or Tensor
     adapted: Any = module.adapted
     if adapted is None:
         sources = weights.matching(model, new_head=new_head)

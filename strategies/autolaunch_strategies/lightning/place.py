@@ -210,4 +210,4 @@ class Place:
 
 def _set_rank(rank: int) -> None:
     # Both are functions that lightning keeps the rank on.
-    rank_zero_only.rank = fabric_rank_zero_only.rank = rank  # type: ignore[attr-defined]
+    rank_zero_only.rank = fabric_rank_zero_only.rank = rank  # type: ignore[attr-defined]  # of a function

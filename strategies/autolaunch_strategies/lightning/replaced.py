@@ -35,7 +35,7 @@ def replace_functions() -> None:
     thaws: Any = BaseFinetuning
     thaws.filter_on_optimizer = staticmethod(_comparing_wholes(thaws.filter_on_optimizer))
     callback = lr_finder._LRCallback
-    callback.on_train_batch_end = _with_loss_of_all(callback.on_train_batch_end)  # type: ignore[method-assign]
+    callback.on_train_batch_end = _with_loss_of_all(callback.on_train_batch_end)  # type: ignore[method-assign]  # of this object alone
 
 
 def _reads_directories(load: Any) -> Any:

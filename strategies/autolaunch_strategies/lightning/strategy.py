@@ -723,8 +723,8 @@ class MeshStrategy(ParallelStrategy):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         # The plugin's own clipping knows one device only; whichever plugin the user chose, this replaces just that.
-        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
-        self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]  # of this object alone
+        self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]  # of this object alone
         # Lightning has no hook between those that look at gradients and the optimizer's step.
         vars(self.precision_plugin).pop("_after_closure", None)  # that of an earlier `fit`
         self._after_closure = self.precision_plugin._after_closure

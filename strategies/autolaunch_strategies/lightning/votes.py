@@ -97,16 +97,16 @@ class Votes:
             vars(owner).pop(name, None)  # that of an earlier `fit`
         connector._sigterm_notifier_fn = self._make_a_note  # type: ignore[method-assign,assignment]
         loop = trainer.fit_loop.epoch_loop
-        loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # of this object alone
         self._advance = loop.advance
-        loop.advance = self._ask_and_advance  # type: ignore[method-assign]
+        loop.advance = self._ask_and_advance  # type: ignore[method-assign]  # of this object alone
         self._run_validation = validation.run
-        validation.run = self._validate  # type: ignore[method-assign]
+        validation.run = self._validate  # type: ignore[method-assign]  # of this object alone
         self._evaluation_step = validation._evaluation_step
         validation._evaluation_step = self._ask_and_evaluate  # type: ignore[method-assign,assignment]
         self._asks_in_validation = False
         self._register = connector.register_signal_handlers
-        connector.register_signal_handlers = self._register_handlers  # type: ignore[method-assign]
+        connector.register_signal_handlers = self._register_handlers  # type: ignore[method-assign]  # of this object alone
 
     def ask_to_save(self) -> None:
         """Vote for a checkpoint. One vote is enough; `save_agreed` says on every rank when it is to be written."""

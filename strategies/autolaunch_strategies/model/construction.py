@@ -268,8 +268,8 @@ class _PretendReal(TorchFunctionMode):
     _READS_MEMORY: frozenset[Any] = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
     _ANSWERS: dict[Any, Any] = {
         # These are descriptors; torch's stubs say bool.
-        torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
-        torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+        torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]  # a descriptor, to stubs a bool
+        torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]  # a descriptor, to stubs a bool
         torch.Tensor.device.__get__: torch.device("cpu"),
     }
 

@@ -215,7 +215,7 @@ class SequenceShard(torch.Tensor):
 
     # A function that does nothing is what `torch.Tensor` has there.
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # stub
         raise RuntimeError(f"{func} {_UNSEEN}")
 
 
