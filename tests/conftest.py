@@ -66,11 +66,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that are not marked `full` are marked `daily`. A plain `pytest` means these, `-m full` means all tests."""
+    """Tests that are marked neither `full` nor `every` are `daily`. A tier means those before it, too."""
     for item in items:
-        if item.get_closest_marker("full") is None:
+        if item.get_closest_marker("full") is None and item.get_closest_marker("every") is None:
             item.add_marker(pytest.mark.daily)
-    meant = {"": "daily", "full": ""}  # pytest selects after this
+    meant = {"": "daily", "full": "not every", "every": ""}  # pytest selects after this
     config.option.markexpr = meant.get(config.option.markexpr.strip(), config.option.markexpr)
     items.sort(key=_starts_late)
 

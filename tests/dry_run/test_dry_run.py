@@ -117,7 +117,10 @@ def mixed() -> ModelProfile:
     return profile_module(cases.module(), cases.POSITIONS, device_type="cpu", precision="bf16-mixed")
 
 
-@pytest.mark.parametrize("name", tiered(AGREES_MIXED, ("zero3", "dp_pp_zero3", "cp_mp_sp")))
+MIXED_DAILY = ("zero3", "dp_pp_zero3", "cp_mp_sp")
+
+
+@pytest.mark.parametrize("name", tiered(AGREES_MIXED, MIXED_DAILY, [*AGREES_MIXED][1::2]))
 def test_the_plan_knows_what_autocast_makes_of_weights(name: str, mixed: ModelProfile) -> None:
     """Where dp shards, they are gathered in its type; elsewhere each microbatch keeps copies of its own."""
     recipe = recipe_of(cases.BATCH, "bf16-mixed")

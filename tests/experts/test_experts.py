@@ -14,11 +14,13 @@ from autolaunch_strategies import ExpertBias, MeshStrategy
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.apply.order import foresee
 from autolaunch_strategies.config import ConfigError, parallel_config
-from tests.experts.cases import DAILY, EXPERTS, GROUPS, STEPS, Module, made
+from tests.experts.cases import DAILY, EXPERTS, GROUPS, SELDOM, STEPS, Module, made
 from tests.support.ranks import Group
 
 MESHES = [
-    pytest.param(ranks, case, id=case, marks=() if case in DAILY else pytest.mark.full)
+    pytest.param(
+        ranks, case, id=case, marks=() if case in DAILY else pytest.mark.every if case in SELDOM else pytest.mark.full
+    )
     for ranks, cases in GROUPS.items()
     for case in cases
 ]

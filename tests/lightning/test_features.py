@@ -15,7 +15,12 @@ SCRIPT = Path(__file__).with_name("feature_cases.py")
 CELLS = [(name, mesh) for name in FEATURES for mesh in MESHES]
 
 
-@pytest.mark.parametrize(("name", "mesh"), tiered(CELLS, lambda cell: FEATURES[cell[0]].daily == cell[1]))
+def seldom(cell: tuple[str, str]) -> bool:
+    """Two meshes of each feature, in turn: each mesh meets three fifths of the features."""
+    return (list(FEATURES).index(cell[0]) + list(MESHES).index(cell[1])) % len(MESHES) in (1, 3)
+
+
+@pytest.mark.parametrize(("name", "mesh"), tiered(CELLS, lambda cell: FEATURES[cell[0]].daily == cell[1], seldom))
 def test_a_feature_on_a_mesh(one: Group, two: Group, name: str, mesh: str) -> None:
     row = FEATURES[name]
     results = two.read_all(cell(name, mesh))

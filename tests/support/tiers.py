@@ -1,7 +1,8 @@
-"""Which of many cases a plain `pytest` runs; `pytest -m full` runs all.
+"""Which of many cases a plain `pytest` runs, which `pytest -m full` adds, and which only `pytest -m every` does.
 
 A full product (model x mesh x level x schedule x backend) finds hardly more than a choice in which every two values
-meet once. Such a choice runs every day; the rest is marked `full`.
+meet once. Such a choice runs every day. A wider one, marked `full`, is for every change that lands. Of products with
+more than a minute of cases, the rest is marked `every`: for who changes what it is about.
 """
 
 from __future__ import annotations
@@ -12,29 +13,32 @@ from typing import Any
 import pytest
 from _pytest.mark.structures import ParameterSet
 
+Some = Collection[Any] | Callable[[Any], bool]
+"""Some of many values, or what says of a value whether it is one."""
 
-def tiered(values: Iterable[Any], everyday: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
-    """Values for `pytest.mark.parametrize`, of which those that are not `everyday` are marked `full`.
 
-    Args:
-        everyday: some of the values, or what says of a value whether it is one.
+def tiered(values: Iterable[Any], everyday: Some, seldom: Some = ()) -> list[Any]:
+    """Values for `pytest.mark.parametrize`: those not `everyday` are marked `every` if `seldom`, and else `full`.
 
     Raises:
-        AssertionError: something is everyday, but no value.
+        AssertionError: something is everyday or seldom, but no value; or nothing is left that is `full` or everyday.
     """
     values = list(values)
-    if not callable(everyday):
-        unknown = [value for value in everyday if value not in values]
-        assert not unknown, f"no such cases: {unknown}"
-        chosen: Callable[[Any], bool] = everyday.__contains__
-    else:
-        chosen = everyday
-    return [
-        pytest.param(
-            *(value if isinstance(value, tuple) else (value,)), marks=() if chosen(value) else pytest.mark.full
-        )
-        for value in values
-    ]
+    daily, rare = _choice(values, everyday), _choice(values, seldom)
+    marked = []
+    for value in values:
+        marks = () if daily(value) else pytest.mark.every if rare(value) else pytest.mark.full
+        marked.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
+    assert not values or not all(rare(value) and not daily(value) for value in values), "all of them are seldom run"
+    return marked
+
+
+def _choice(values: Sequence[Any], some: Some) -> Callable[[Any], bool]:
+    if callable(some):
+        return some
+    unknown = [value for value in some if value not in values]
+    assert not unknown, f"no such cases: {unknown}"
+    return some.__contains__
 
 
 def one_in(count: int, values: Iterable[Any]) -> list[Any]:

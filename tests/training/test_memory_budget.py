@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.training.compile import apply_compile
 from tests.support.cases import no_compiler
 from tests.support.ranks import Group, GroupOf, problems
+from tests.support.tiers import tiered
 
 pytest.importorskip("transformers")  # modules of the cases
 from tests.training.budget_cases import SHARES, TWO
@@ -134,9 +136,10 @@ def four(group_of: GroupOf) -> Group:
     return group_of(SCRIPT, "four", 4)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mesh", TWO)
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(
+    ("mesh", "share"),
+    tiered(itertools.product(TWO, SHARES), [], lambda pair: pair[0] != "seq_parallel" and pair[1] == 0.5),
+)
 def test_two_ranks_equal_one_process(one: Group, two: Group, mesh: str, share: float) -> None:
     assert problems(one, two, "plain", f"{mesh}-{share}", TOLERANCE) == []
 
