@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _SERVER in config.stash:
-        process, _ = config.stash[_SERVER]  # type: ignore[misc]
+        process, _ = config.stash[_SERVER]
         process.terminate()
         process.wait()
         _, _, path = os.environ.pop(warm.SERVER).partition(":")

@@ -85,7 +85,7 @@ def test_what_is_recomputed_is_counted_in_the_whole_model() -> None:
     assert list(foresee(model, config)["recompute"]["blocks"]) == names[::2]
     own = Blocks(blocks.members[3:], blocks.reasons)
     site = Site(
-        model, mesh=None, device=torch.device("cpu"), blocks=own,  # type: ignore[arg-type]
+        model, mesh=None, device=torch.device("cpu"), blocks=own,
         model_parallel=ModelParallelModule(model), context_parallel=ContextParallelModule(),
     )  # fmt: skip
     Recomputes(Look(model, config, blocks)).apply(site)

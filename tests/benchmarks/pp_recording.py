@@ -79,7 +79,7 @@ def run_once(arguments: argparse.Namespace) -> None:
     def everything() -> None:
         cutting = timed("cut", lambda: plan_cut(module, blocks, PipelineParallel(), arguments.ranks, wrapped=True))
         copy = timed("copy without memory", lambda: skeleton_of(module.model))
-        structures = Structures(cutting, copy)  # type: ignore[arg-type]
+        structures = Structures(cutting, copy)
         timed("first batch", lambda: structures.of((tokens,), {}, True, several=True))
         times["in all"] = sum(times.values())
 

@@ -249,7 +249,7 @@ def _part(model: Any, index: int, count: int) -> Any:
     import torch
     from torch import nn
 
-    layers = SIZES["num_layers"] // count  # type: ignore[operator]
+    layers = SIZES["num_layers"] // count
 
     class Part(nn.Module):
         def __init__(self) -> None:

@@ -298,7 +298,7 @@ def test_a_checkpoint_in_the_background_is_in_place_once_it_is_written(tmp_path:
         assert time.monotonic() < patience, sorted(tmp_path.iterdir())
         time.sleep(0.01)
     assert problem_with(tmp_path / "b.ckpt") is None
-    run.strategy.checkpoints.finish()  # type: ignore[attr-defined]
+    run.strategy.checkpoints.finish()
 
 
 def test_a_checkpoint_that_is_never_written_is_not_waited_for_for_ever(
@@ -316,7 +316,7 @@ def test_a_checkpoint_that_is_never_written_is_not_waited_for_for_ever(
     run.fit(AutoEncoder(), _batches())
     run.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(RuntimeError, match=f"rank 0 could not write {tmp_path}/a.ckpt: it is not done after 1 s"):
-        run.strategy.checkpoints.finish()  # type: ignore[attr-defined]
+        run.strategy.checkpoints.finish()
     goes_on.set()
     patience = time.monotonic() + 60
     while not (tmp_path / "a.ckpt").exists():  # what is late still takes its place
@@ -336,5 +336,5 @@ def test_what_can_not_be_written_is_named_with_the_rank(
     run.fit(AutoEncoder(), _batches())
     with pytest.raises(RuntimeError, match=rf"rank 0 could not write {tmp_path}/a.ckpt: OSError: .*No space left"):
         run.save_checkpoint(tmp_path / "a.ckpt")
-        run.strategy.checkpoints.finish()  # type: ignore[attr-defined]
+        run.strategy.checkpoints.finish()
     assert problem_with(tmp_path / "a.ckpt") == "does not exist"

@@ -110,7 +110,7 @@ def test_a_run_is_composed_once(
 
     def counted(self: ConfigLoaderImpl, *arguments: object, **options: object) -> object:
         compositions.append(options)
-        return compose(self, *arguments, **options)  # type: ignore[arg-type]
+        return compose(self, *arguments, **options)
 
     monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", counted)
     assert command(*argv)[0] == 0

@@ -79,7 +79,7 @@ def run(command: str, clone: Clone) -> subprocess.CompletedProcess[str]:
     """Run a line of a page."""
     if command.startswith(IN_A_SHELL):
         return in_a_shell(command, clone)
-    changed, directory, command = re.fullmatch(r"(cd (\S+) && )?(.*)", command).groups()  # type: ignore[union-attr]
+    changed, directory, command = re.fullmatch(r"(cd (\S+) && )?(.*)", command).groups()
     program, *words = shlex.split(command)
     where = clone[0] / directory if changed else clone[0]
     if program == "torchrun":

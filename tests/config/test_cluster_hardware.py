@@ -70,8 +70,8 @@ def test_units() -> None:
     assert hardware.memory_bytes == 2 * 2**30
     assert hardware.flops == {"fp32": 0.5e12}
     assert hardware.memory_bytes_per_s == 10e9
-    assert hardware.intra == Link(4e9, pytest.approx(50e-6))  # type: ignore[arg-type]
-    assert hardware.inter == Link(0.5e9, pytest.approx(200e-6))  # type: ignore[arg-type]
+    assert hardware.intra == Link(4e9, pytest.approx(50e-6))
+    assert hardware.inter == Link(0.5e9, pytest.approx(200e-6))
     (curve,) = hardware.curves["all_reduce"]
     assert curve.bytes == (4096, 2**20)
     assert curve.seconds == pytest.approx((90e-6, 700e-6))

@@ -614,7 +614,7 @@ def account(**changes: Any) -> dict[str, Any]:
 def test_the_line_of_a_panel(argv: list[str], changes: dict[str, Any], line: str, workplace: Path) -> None:
     console = Console(file=io.StringIO(), width=90)
     show_start(account(**changes), job("mesh=cp2", *argv), console)
-    rows = [row.strip("│ ") for row in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    rows = [row.strip("│ ") for row in console.file.getvalue().splitlines()]
     assert f"cp         {line}" in rows
     assert any(row.startswith("sharded    parameters, gradients, optimizer state over cp") for row in rows)
 
@@ -626,7 +626,7 @@ def test_where_sequences_are_divided(workplace: Path) -> None:
     warning = "cp.plan: layer.*: matches nothing"
     told = account(regions=blocks, layers=["model.embedding", "head"], attention=attention, warnings=[warning])
     show_plan(told, job("mesh=cp2"), console, 0, Path("plan.yaml"))
-    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    text = " ".join(console.file.getvalue().split())
     assert "cp model.layers.0 ... model.layers.3, model.embedding, head: each rank has 1/2 of the positions" in text
     assert "cp model.layers.0.attention ... model.layers.3.attention: attention over all positions by ring" in text
     assert "cp model.last.attention: attention over all positions by gather" in text
@@ -636,7 +636,7 @@ def test_where_sequences_are_divided(workplace: Path) -> None:
 def test_no_line_without_cp(workplace: Path) -> None:
     console = Console(file=io.StringIO(), width=90)
     show_start({}, job("mesh=2"), console)
-    assert "│ cp " not in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "│ cp " not in console.file.getvalue()
 
 
 def test_a_mesh_may_leave_cp_open() -> None:

@@ -83,7 +83,7 @@ def recipe(name: str, *runs: Run) -> Callable[[Any], Any]:
         RECIPES[name] = function
         add("one", name, lambda: function(PLAIN))
         for run in runs:
-            add(run.group, f"{name}@{run.label}", lambda run=run: function(run.setting))  # type: ignore[misc]
+            add(run.group, f"{name}@{run.label}", lambda run=run: function(run.setting))
         return function
 
     return register
@@ -381,7 +381,7 @@ training("vit-token", lambda: modules.Images(ViT("token")), IMAGES, on("cp2", "r
 # --- blocks in which positions meet outside of attention ------------------------------------------------------------
 
 for _kind in ("convolution", "cumsum", "own-attention", "positions", "last", "batch-norm", "far", "own-mask", "loop"):
-    training(f"mixes-{_kind}", lambda kind=_kind: Tokens(modules.Mixing(kind)), PADDED, on("cp2"), val=PADDED, **CLIP)  # type: ignore[misc]
+    training(f"mixes-{_kind}", lambda kind=_kind: Tokens(modules.Mixing(kind)), PADDED, on("cp2"), val=PADDED, **CLIP)
 training(
     "mixes-closed", lambda: Tokens(modules.Mixing("closed")), PADDED, on("cp2"), on("dp2xcp2", label="level3", dp=3),
     on("mp2xcp2", label="sp", mp="seq_parallel"), **CLIP,
@@ -391,7 +391,7 @@ training(
     **CLIP,
 )  # fmt: skip
 for _kind in ("faint", "gated"):
-    training(f"mixes-{_kind}", lambda kind=_kind: Tokens(modules.Mixing(kind)), PADDED, on("cp2"), **CLIP)  # type: ignore[misc]
+    training(f"mixes-{_kind}", lambda kind=_kind: Tokens(modules.Mixing(kind)), PADDED, on("cp2"), **CLIP)
 training(
     "written-out", lambda: Tokens(modules.WrittenOut()), _TEXTS_13,
     on("cp2", "ring"), on("cp2", "ulysses"), on("cp4", "gather"),
@@ -421,8 +421,8 @@ def how_blocks_run(mesh: str, heads: str) -> Any:
 
 
 for _heads in CALLS:
-    add("two", f"how-{_heads}", lambda heads=_heads: how_blocks_run("cp2", heads))  # type: ignore[misc]  # of its own
-    add("four", f"how-{_heads}", lambda heads=_heads: how_blocks_run("mp2xcp2", heads))  # type: ignore[misc]  # as above
+    add("two", f"how-{_heads}", lambda heads=_heads: how_blocks_run("cp2", heads))
+    add("four", f"how-{_heads}", lambda heads=_heads: how_blocks_run("mp2xcp2", heads))
 training("hf-t5", wrapped("t5"), PAIRS, on("cp2"), on("dp2xcp2", label="level3", dp=3), val=PAIRS, **CLIP)
 training(
     "hf-gptj",
@@ -574,14 +574,14 @@ add("one", "save-1", lambda: one_more_epoch("1.ckpt", ALONE, False))
 for _name, _setting in MESHES.items():
     add(
         "four" if _name == "dp2xcp2" else "two", f"save-{_name}",
-        lambda name=_name, setting=_setting: one_more_epoch(f"{name}.ckpt", setting, False),  # type: ignore[misc]
+        lambda name=_name, setting=_setting: one_more_epoch(f"{name}.ckpt", setting, False),
     )  # fmt: skip
-    add("back", f"resume-1-from-{_name}", lambda name=_name: one_more_epoch(f"{name}.ckpt", ALONE, True))  # type: ignore[misc]
+    add("back", f"resume-1-from-{_name}", lambda name=_name: one_more_epoch(f"{name}.ckpt", ALONE, True))
 for _name, _sources in {"cp2": ("1", "cp2", "dp2"), "dp2": ("cp2",), "dp2xcp2": ("1", "cp2", "dp2xcp2")}.items():
     for _source in _sources:
         add(
             "four" if _name == "dp2xcp2" else "two", f"resume-{_name}-from-{_source}",
-            lambda source=_source, setting=MESHES[_name]: one_more_epoch(f"{source}.ckpt", setting, True),  # type: ignore[misc]
+            lambda source=_source, setting=MESHES[_name]: one_more_epoch(f"{source}.ckpt", setting, True),
         )  # fmt: skip
 
 

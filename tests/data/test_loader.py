@@ -218,7 +218,7 @@ def test_resume_with_a_pipeline_that_took_the_microbatches(pipelined: int | None
     checkpoint = tmp_path / "a.ckpt"
     train(3, callbacks=[SaveAt(3, checkpoint)])
     strategy = OnRank(0, 1)
-    strategy.parallel = parallel_config("1x1x3", pp={"microbatches": pipelined})  # type: ignore[attr-defined]
+    strategy.parallel = parallel_config("1x1x3", pp={"microbatches": pipelined})
     with pytest.raises(ConfigError) as caught:
         train(6, data=numbered_data(microbatches=1), resume=checkpoint, strategy=strategy)
     assert str(caught.value) == (

@@ -186,7 +186,7 @@ class StatefulLoader(DataLoader):
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._to_load = dict(state)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:
         state, self._to_load = self._to_load, {}
         self.passes, self.at = state.get("passes", self.passes + 1), state.get("at", 0)
         order = np.random.default_rng(self.passes).permutation(SAMPLES).tolist()
@@ -222,7 +222,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     ),
     "own-sampler": lambda: DataLoader(Numbered(), batch_size=4, sampler=Shuffled()),
     "by-epoch": lambda: DataLoader(Numbered(), batch_size=4, sampler=ByEpoch()),
-    "own-batches": lambda: DataLoader(Numbered(), batch_sampler=Buckets()),  # type: ignore[arg-type]
+    "own-batches": lambda: DataLoader(Numbered(), batch_sampler=Buckets()),
     "batch-sampler": lambda: DataLoader(Numbered(), batch_sampler=BatchSampler(Shuffled(), 4, False)),
     "stateful-sampler": lambda: DataLoader(Numbered(), batch_size=4, sampler=Counted()),
     "no-batch-size": lambda: DataLoader(Numbered(), batch_size=None, sampler=RandomSampler(range(6)), collate_fn=_rows),
@@ -263,7 +263,7 @@ class Sees(pl.LightningModule):
         batches = list(batch.values()) if isinstance(batch, dict) else [batch]
         drawn = float(torch.rand(()))
         self.seen.append([self.current_epoch, batch_idx, [part.tolist() for part in batches], drawn])
-        return sum((self.layer(part / SAMPLES) ** 2).mean() for part in batches)  # type: ignore[return-value]
+        return sum((self.layer(part / SAMPLES) ** 2).mean() for part in batches)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.layer(batch).mean())

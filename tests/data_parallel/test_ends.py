@@ -110,7 +110,7 @@ class Words(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens):  # type: ignore[no-untyped-def]
+    def forward(self, tokens):
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)

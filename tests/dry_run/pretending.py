@@ -32,7 +32,7 @@ def training_of(one: Candidate, module: Callable[[], Any]) -> Training:
     dp = {"sharding_level": one.level, **({"replicate": one.replicate} if one.level else {})}
     mp = "seq_parallel" if one.sequence_parallel else "auto"
     cp = one.backend_name if one.cp > 1 else None
-    parallel = parallel_config(one.mesh, dp, mp, pp, cp, recompute=one.recompute_name, ep=one.ep)  # type: ignore[arg-type]  # of `dp`
+    parallel = parallel_config(one.mesh, dp, mp, pp, cp, recompute=one.recompute_name, ep=one.ep)
     accumulated = one.microbatches if one.pp == 1 else 1
     shape = (cases.BATCH // one.dp // accumulated, cases.POSITIONS + 1)
 
@@ -53,7 +53,7 @@ def training_of(one: Candidate, module: Callable[[], Any]) -> Training:
 def pretended_ranks(training: Training, precision: str = "32-true") -> list[PretendedRank]:
     """One rank of each role; they agree on what they exchange."""
     if precision != "32-true":
-        training = replace(training, precision=MixedPrecision(precision, "cpu"))  # type: ignore[arg-type]  # a literal
+        training = replace(training, precision=MixedPrecision(precision, "cpu"))
     ranks = pretend_ranks(training, telling_ranks(training.parallel.mesh))
     assert not disagreements({rank.rank: rank.exchanges for rank in ranks})
     return ranks

@@ -55,7 +55,7 @@ class Norms(pl.Callback):
 
 
 def loader(row: Row) -> DataLoader:
-    return DataLoader(row.samples(STEPS * BATCH), batch_size=BATCH)  # type: ignore[arg-type]
+    return DataLoader(row.samples(STEPS * BATCH), batch_size=BATCH)
 
 
 def names_of(module: nn.Module) -> dict[str, str]:
@@ -72,7 +72,7 @@ def plain(row: Row) -> dict[str, Any]:
     names = names_of(module)
     initial = {name: value.clone() for name, value in _floating(module.state_dict(), names)}
     module.train()
-    module.log = lambda *_, **__: None  # type: ignore[method-assign]
+    module.log = lambda *_, **__: None
     optimizer = module.configure_optimizers()
     losses, norms = [], []
     for index, batch in enumerate(loader(row)):
@@ -114,7 +114,7 @@ def on_mesh(row: Row, mesh: str) -> dict[str, Any]:
             phase = f"in step {len(norms.losses) + 1}"
             return begin(*args)
 
-        task.on_train_batch_start = on_train_batch_start  # type: ignore[method-assign]
+        task.on_train_batch_start = on_train_batch_start
         trainer.fit(task, loader(row))
         phase = "after training"
         share = held(task) / strategy.parameter_count

@@ -188,7 +188,7 @@ class Launcher:
 
     def run(self, task: str, ranks: int, *, cold: bool = False, **launch: object) -> subprocess.CompletedProcess[str]:
         """Run a task to its end, by processes that are warm where they can be."""
-        command = self.command(task, ranks, **launch)  # type: ignore[arg-type]
+        command = self.command(task, ranks, **launch)
         start: Any = warm.Process if warm.SERVER in os.environ and not cold else subprocess.Popen
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             process = start(command, env=self.env, cwd=self.directory, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
@@ -203,7 +203,7 @@ class Launcher:
         return subprocess.CompletedProcess(command, code, *texts)
 
     def start(self, task: str, ranks: int, **launch: object) -> subprocess.Popen[bytes]:
-        command = self.command(task, ranks, **launch)  # type: ignore[arg-type]
+        command = self.command(task, ranks, **launch)
         # A process group of its own, so that a signal meant for it reaches no one else.
         process = subprocess.Popen(command, env=self.env, cwd=self.directory, start_new_session=True)
         assert wait_until((self.out / "loading").exists), "the task did not begin"

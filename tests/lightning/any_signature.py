@@ -206,7 +206,7 @@ class Recurrent(_Forecast):
         super().__init__()
         self.lstm, self.l1, self.l2 = nn.LSTM(4, WIDTH, 2, batch_first=True), nn.Linear(WIDTH, 32), nn.Linear(32, 2)
 
-    def training_step(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
+    def training_step(self, batch: Any) -> torch.Tensor:
         states, _ = self.lstm(batch["past"])
         return self.loss(self.l2(self.l1(states[:, -1]).relu()), batch)
 

@@ -345,7 +345,7 @@ def parts_elsewhere(level: int) -> Any:
 
 
 for _level in LEVELS:
-    case("parity", name=f"parts-elsewhere-{_level}")(lambda level=_level: parts_elsewhere(level))  # type: ignore[misc]
+    case("parity", name=f"parts-elsewhere-{_level}")(lambda level=_level: parts_elsewhere(level))
 
 
 def own_loader(batch_size: int | None = 8, **options: Any) -> DataLoader:
@@ -910,13 +910,11 @@ def train_whole(data: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 for _level in LEVELS:
-    case("save", name=f"save-{_level}")(  # type: ignore[misc]
+    case("save", name=f"save-{_level}")(
         lambda level=_level: save_at(f"epoch-{level}.ckpt", LanguageModel, loader(), level=level)
     )
-    case("resume", "resume4", name=f"resume-level-{_level}")(  # type: ignore[misc]
-        lambda level=_level: resume_from("epoch-3.ckpt", level)
-    )
-    case("resume", name=f"resume-from-level-{_level}")(  # type: ignore[misc]
+    case("resume", "resume4", name=f"resume-level-{_level}")(lambda level=_level: resume_from("epoch-3.ckpt", level))
+    case("resume", name=f"resume-from-level-{_level}")(
         lambda level=_level: resume_from(f"epoch-{level}.ckpt", 3 - level)
     )
 case("save", name="save-mid")(lambda: save_at("mid.ckpt", LanguageModel, Stateful(), step=8, max_epochs=2))

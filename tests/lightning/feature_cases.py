@@ -252,7 +252,7 @@ class Scheduled(Language):
 
 def _written(trainer: pl.Trainer, run: Run) -> Any:
     """What a CSVLogger has written, on every rank."""
-    rows = trainer.strategy.broadcast(_csv(trainer.logger.log_dir) if RANK == 0 else None)  # type: ignore[union-attr]
+    rows = trainer.strategy.broadcast(_csv(trainer.logger.log_dir) if RANK == 0 else None)
     return rows
 
 
@@ -453,8 +453,8 @@ def csv_logger(run: Run) -> Any:
     from lightning.pytorch.loggers import CSVLogger
 
     fitted = run.fit(logger=CSVLogger(run.directory))
-    fitted.trainer.logger.log_hyperparams({"more": 1})  # type: ignore[union-attr]
-    fitted.trainer.logger.save()  # type: ignore[union-attr]
+    fitted.trainer.logger.log_hyperparams({"more": 1})
+    fitted.trainer.logger.save()
     return fitted.table(written=_written(fitted.trainer, run))
 
 
@@ -471,10 +471,10 @@ def tensorboard(run: Run) -> Any:
             return self.model(ids)
 
         def on_train_epoch_end(self) -> None:
-            self.logger.experiment.add_scalar("own", 1.0, self.current_epoch)  # type: ignore[union-attr]
+            self.logger.experiment.add_scalar("own", 1.0, self.current_epoch)
 
     fitted = run.fit(module=Shows(), logger=TensorBoardLogger(run.directory, default_hp_metric=False))
-    log_dir = Path(fitted.trainer.strategy.broadcast(fitted.trainer.logger.log_dir))  # type: ignore[union-attr]
+    log_dir = Path(fitted.trainer.strategy.broadcast(fitted.trainer.logger.log_dir))
     return fitted.table(written=sorted({item.name.split(".")[0] for item in log_dir.iterdir()}))
 
 
@@ -488,7 +488,7 @@ def lr_find(run: Run) -> Any:
     trainer = run.trainer()
     found = Tuner(trainer).lr_find(module, loader(), num_training=6, early_stop_threshold=None)
     trainer.fit(module, loader(), loader(8))
-    return {"found": found.results, "lr": module.lr, "metrics": metrics(trainer)}  # type: ignore[union-attr]
+    return {"found": found.results, "lr": module.lr, "metrics": metrics(trainer)}
 
 
 @feature("tuner", "Tuner.scale_batch_size", refused=SIZES)
@@ -904,9 +904,9 @@ def tried(row: Feature, mesh: str) -> Any:
 def groups() -> dict[str, dict[str, Callable[[], Any]]]:
     cases: dict[str, dict[str, Callable[[], Any]]] = {"one": {}, "two": {}}
     for name, row in FEATURES.items():
-        cases["one"][cell(name, "")] = lambda row=row: row.run(Run(row.name))  # type: ignore[misc]
+        cases["one"][cell(name, "")] = lambda row=row: row.run(Run(row.name))
         for mesh in MESHES:
-            cases["two"][cell(name, mesh)] = lambda row=row, mesh=mesh: tried(row, mesh)  # type: ignore[misc]
+            cases["two"][cell(name, mesh)] = lambda row=row, mesh=mesh: tried(row, mesh)
     return cases
 
 

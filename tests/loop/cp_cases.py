@@ -98,7 +98,7 @@ class TwoDims(Seed):
     """Positions [s] have no batch, and are given by keyword; a flag is no tensor."""
 
     class Inner(Seed.LlamaLayer):
-        def forward(self, input: torch.Tensor, flag: bool, *, position: torch.Tensor) -> Any:  # type: ignore[override]
+        def forward(self, input: torch.Tensor, flag: bool, *, position: torch.Tensor) -> Any:
             assert flag
             return {"hidden": super().forward(input, position), "flag": flag}
 

@@ -136,7 +136,7 @@ def test_making_one_tensor_holds_no_other() -> None:
             super().__init__()
             self.largest, self.made = 0, 0
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             output = func(*args, **(kwargs or {}))
             if isinstance(output, torch.Tensor) and not output.is_meta and "empty" in str(func):
                 self.largest = max(self.largest, output.numel())

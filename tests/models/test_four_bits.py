@@ -40,20 +40,20 @@ def test_it_computes_what_bitsandbytes_own_layer_does(quant_type: str, dtype: to
 def test_a_recorded_layer_is_quantised_when_it_is_made() -> None:
     def make() -> nn.Module:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        model.replaced = quantise_linear_layers(model, "nf4", ["1"])  # type: ignore[assignment]  # torch: a tensor or a module
+        model.replaced = quantise_linear_layers(model, "nf4", ["1"])
         return model
 
     construction = Construction(3)
     with construction.recording():
         model = make()
-    assert type(model[1]) is nn.Linear and set(model.replaced) == {"0.weight"}  # type: ignore[index,arg-type]  # torch: a tensor or a module
+    assert type(model[1]) is nn.Linear and set(model.replaced) == {"0.weight"}
     whole = torch.randn(16, 16)
-    construction.give(model.replaced["0.weight"], lambda: whole)  # type: ignore[index]  # torch: a tensor or a module
+    construction.give(model.replaced["0.weight"], lambda: whole)
     reference = nn.Linear(16, 16)
     reference.weight.data.copy_(whole)
     expected = FourBitLinear(reference, "nf4")
     for name in ("weight", "absmax"):
-        bits = construction.tensor(getattr(model[0], name)).view(torch.int32)  # type: ignore[index]  # torch: a tensor or a module
+        bits = construction.tensor(getattr(model[0], name)).view(torch.int32)
         assert torch.equal(bits, getattr(expected, name).view(torch.int32))
 
 

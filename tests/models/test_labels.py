@@ -153,7 +153,7 @@ def test_positions_of_documents_are_not_ignored() -> None:
 def test_the_first_batch_is_looked_at(tmp_path: Path, task: str) -> None:
     rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(IDS, FOLLOWING, strict=True)]
     module = LanguageModel(Bigrams(), {}, {}, 1, labels="same")
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters())  # type: ignore[method-assign]
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters())
     run = trainer(tmp_path, max_epochs=1)
     with pytest.raises(ConfigError, match=r"data\.labels=next"):
         getattr(run, task)(module, DataLoader(rows, batch_size=2))

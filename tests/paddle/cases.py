@@ -478,7 +478,7 @@ class Sizes(Sampler[list[int]]):
 class Own(DataLoader):
     """A loader with a way of its own."""
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
             yield {**batch, "more": torch.rand(len(batch["number"]))}
 

@@ -260,7 +260,7 @@ def recipe(name: str, *settings: tuple[str, Setting], plain: bool = True) -> Cal
         if plain:
             add("one", name, lambda: function(PLAIN))
         for group, setting in settings:
-            add(group, name, lambda setting=setting: function(setting))  # type: ignore[misc]
+            add(group, name, lambda setting=setting: function(setting))
         return function
 
     return register
@@ -898,7 +898,7 @@ again("llama-8", "dp2pp2-3-zbv", "four", "2x1x2", dp=3, **scheduled("zbv_zero_bu
 again("llama-8", "dp2pp2-2-interleaved", "four", "2x1x2", dp=2, **scheduled("interleaved_1f1b", microbatches=2))
 for _name, _make, _data in (("own", modules.OwnLlama, SHORT), ("tied", hf("llama"), PAIRS)):
     recipe(f"short-{_name}")(
-        lambda setting, make=_make, data=_data: fit(setting, make, data, data, gradient_clip_val=0.5)  # type: ignore[misc]
+        lambda setting, make=_make, data=_data: fit(setting, make, data, data, gradient_clip_val=0.5)
     )
 again("short-tied", "2x2x2", "eight", "2x2x2", dp=3, mp="seq_parallel")
 again("short-own", "2x2x2-1f1b", "eight", "2x2x2", dp=3, mp="seq_parallel", **scheduled("1f1b", microbatches=2))
@@ -992,20 +992,20 @@ FOUR = {
     "pp4": Setting("1x1x4"), "dp2pp2": Setting("2x1x2", {"dp": 3}), "interleaved": Setting("1x1x4", scheduled("1f1b")),
 }  # fmt: skip
 for _name, _make in KEPT.items():
-    add("one", f"uninterrupted-{_name}", lambda make=_make: uninterrupted(make))  # type: ignore[misc]
-    add("one", f"save-{_name}", lambda make=_make, name=_name: saves(f"{name}-1.ckpt", ONE, make))  # type: ignore[misc]
-    add("eight", f"save-{_name}", lambda make=_make, name=_name: saves(f"{name}-8.ckpt", EIGHT, make))  # type: ignore[misc]
-    add("one-resumes", f"resume-{_name}-from-8", lambda make=_make, name=_name: resumes(f"{name}-8.ckpt", ONE, make))  # type: ignore[misc]
+    add("one", f"uninterrupted-{_name}", lambda make=_make: uninterrupted(make))
+    add("one", f"save-{_name}", lambda make=_make, name=_name: saves(f"{name}-1.ckpt", ONE, make))
+    add("eight", f"save-{_name}", lambda make=_make, name=_name: saves(f"{name}-8.ckpt", EIGHT, make))
+    add("one-resumes", f"resume-{_name}-from-8", lambda make=_make, name=_name: resumes(f"{name}-8.ckpt", ONE, make))
 for _name, _source in (("tied", "8"), ("untied", "1")):
     add(
         "eight",
         f"resume-{_name}-from-{_source}",
-        lambda make=KEPT[_name], file=f"{_name}-{_source}.ckpt": resumes(file, EIGHT, make),  # type: ignore[misc]
+        lambda make=KEPT[_name], file=f"{_name}-{_source}.ckpt": resumes(file, EIGHT, make),
     )
 add("four", "save-tied", lambda: saves("tied-4.ckpt", FOUR["dp2pp2"], KEPT["tied"]))
 add("one-resumes", "resume-tied-from-4", lambda: resumes("tied-4.ckpt", ONE, KEPT["tied"]))
 for _name, _setting in FOUR.items():
-    add("four", f"resume-tied-on-{_name}", lambda setting=_setting: resumes("tied-4.ckpt", setting, KEPT["tied"]))  # type: ignore[misc]
+    add("four", f"resume-tied-on-{_name}", lambda setting=_setting: resumes("tied-4.ckpt", setting, KEPT["tied"]))
 
 
 if __name__ == "__main__":

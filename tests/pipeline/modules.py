@@ -694,7 +694,7 @@ class EpochEnds(Classifier):
         self.log("train_mean", torch.stack(self.losses).mean())
         self.losses.clear()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         logits = self(batch[0])
         if batch_idx == 0:
             self.print("first prediction", float(logits.sum()) > -1e9)
@@ -715,7 +715,7 @@ class Distilled(Classifier):
         super().__init__()
         self.teacher = Mlp().requires_grad_(False)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         with torch.no_grad():
             target = self.teacher(batch[0]).softmax(-1)
         loss = F.cross_entropy(self(batch[0]), target)
@@ -726,7 +726,7 @@ class Distilled(Classifier):
 class Keyed(Mlp):
     """Takes a dict."""
 
-    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return super().forward(inputs["features"])
 
 

@@ -713,7 +713,7 @@ def test_a_value_that_did_not_travel_is_not_a_number() -> None:
             carry, *rest = structure.carries
             return dataclasses.replace(structure, carries=(carry[1:], *rest)), key
 
-        pipeline.structures.of = forgetful  # type: ignore[method-assign]
+        pipeline.structures.of = forgetful
     assert chain.step((images(),)).isnan().any()
 
 

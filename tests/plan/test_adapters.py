@@ -31,7 +31,7 @@ def model(blocks: int = 2, without: int | None = None) -> nn.Module:
     for number, block in enumerate(made):
         if number != without:
             for name in ("up", "down"):
-                block[name] = Lora(block[name])  # type: ignore[arg-type]
+                block[name] = Lora(block[name])
     return nn.ModuleDict({"layers": nn.ModuleList(made), "head": SavedWhole(nn.Linear(4, 4), nn.Linear(4, 4))})
 
 

@@ -42,7 +42,7 @@ LOSS = 24_000
 def model(blocks: int = 8, **changes: object) -> ModelProfile:
     names = tuple(f"blocks.{index}" for index in range(blocks))
     profile = ModelProfile("toy", 16, BEFORE, (BLOCK,), (0,) * blocks, names, AFTER, LOSS, LOSS)
-    return dataclasses.replace(profile, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(profile, **changes)
 
 
 def pipelined(name: str, **fields: int) -> Candidate:
@@ -51,7 +51,7 @@ def pipelined(name: str, **fields: int) -> Candidate:
 
 def total(candidate: Candidate, profile: ModelProfile | None = None, batch: int = 8, **recipe: float) -> float:
     memory = peak_memory(
-        profile or model(), Recipe(batch_size=batch, **recipe), CPU, Candidates.of([candidate])  # type: ignore[arg-type]
+        profile or model(), Recipe(batch_size=batch, **recipe), CPU, Candidates.of([candidate])
     )  # fmt: skip
     return float(memory.bytes[0])
 

@@ -100,7 +100,7 @@ def test_halving_doubles_steps_and_ends_with_two_in_turn() -> None:
     # Steps that differ as much as the candidates do, so that no round ends the search.
     machine._outcome = lambda seconds, steps: Outcome(
         MEASURED, "", tuple(seconds + 0.3 * (s % 3 - 1) for s in range(steps))
-    )  # type: ignore[method-assign]
+    )
     search.run(machine)
     rounds = [[ask.index for ask in machine.asked if ask.round == number] for number in range(3)]
     assert sorted(rounds[0]) == list(range(8))
@@ -221,7 +221,7 @@ def test_one_that_fails_later_is_out() -> None:
     class Later(Machine):
         def __call__(self, asks: Sequence[Ask]) -> Iterator[Trial]:
             for ask in asks:
-                self.real = {**self.real, 0: HANG if ask.round else 1.0}  # type: ignore[dict-item]
+                self.real = {**self.real, 0: HANG if ask.round else 1.0}
                 yield from super().__call__([ask])
 
     search = Search(Predicted(meshes(3), [1.0, 1.01, 1.02]), Limits(trials=3, rounds=2, noise=0.0))

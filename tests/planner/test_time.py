@@ -36,12 +36,12 @@ FREE = {
 
 
 def machine(**changes: object) -> Hardware:
-    constants = dataclasses.replace(Constants(), **{**FREE, **changes.pop("constants", {})})  # type: ignore[dict-item]
+    constants = dataclasses.replace(Constants(), **{**FREE, **changes.pop("constants", {})})
     base = Hardware(
         "h", "cuda", 4, 8, 80 * 2**30, {"fp32": 1e12, "bf16": 1e14}, 1e12, Link(1e11, 0.0), Link(1e10, 0.0),
         constants=constants,
     )  # fmt: skip
-    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(base, **changes)
 
 
 def model(block: Part, blocks: int = 8, after: Part | None = None) -> ModelProfile:

@@ -52,7 +52,7 @@ class Regression(pl.LightningModule):
 def loader(samples: int = 40, batch_size: int = 2) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     data = [{"x": torch.randn(4, generator=generator), "input_ids": torch.arange(5)} for _ in range(samples)]
-    return DataLoader(data, batch_size=batch_size)  # type: ignore[arg-type]
+    return DataLoader(data, batch_size=batch_size)
 
 
 def fit(output_dir: Path, module: pl.LightningModule, *callbacks: pl.Callback, **arguments: Any) -> StepMetrics:

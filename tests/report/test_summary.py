@@ -69,7 +69,7 @@ def trainer(directory: Path, *callbacks: pl.Callback) -> pl.Trainer:
 
 
 def data() -> DataLoader[Any]:
-    return DataLoader(torch.randn(20, 4), batch_size=2)  # type: ignore[arg-type]
+    return DataLoader(torch.randn(20, 4), batch_size=2)
 
 
 def test_a_finished_fit(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def _run(words: dict[str, Any]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         return 1
     return 0
 
@@ -246,7 +246,7 @@ def _leave(code: int) -> NoReturn:
     """As the interpreter's own way out, without taking the imports apart."""
     import atexit
 
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -80,7 +80,7 @@ def test_data_are_read_only_where_nothing_else_shows_it() -> None:
             super().__init__()
             self.model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)))
 
-        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        def training_step(self, batch: Any) -> Any:
             return self.model(batch)
 
     def read() -> Any:

@@ -39,7 +39,7 @@ class LooksElsewhere(Looks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward = lambda x: x if x.amax().item() > 0 else -x  # type: ignore[method-assign]
+        self.forward = lambda x: x if x.amax().item() > 0 else -x
 
 
 class Caching(nn.Module):

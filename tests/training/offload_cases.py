@@ -20,7 +20,7 @@ from tests.support.cases import no_compiler, serve
 
 # Whether a plain tensor is replicated once for several uses depends on how long it lives, and with that the order in
 # which gradients are summed. Without it nothing may differ.
-Replicator.remembers = property(lambda _: False, lambda _, value: None)  # type: ignore[assignment]  # for this process
+Replicator.remembers = property(lambda _: False, lambda _, value: None)  # for this process
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
 
@@ -53,13 +53,13 @@ def both(axis: str, **settings: Any) -> dict[str, Any]:
         moved.append(storage.nbytes())
         return out(lane, storage)
 
-    offload.SMALLEST, offload._Lane.out = 1, seen  # type: ignore[method-assign]  # put back below
+    offload.SMALLEST, offload._Lane.out = 1, seen  # put back below
     try:
         plain = gradients("none", axis, **settings)
         assert not moved
         other = gradients("offload", axis, **settings)
     finally:
-        offload._Lane.out = out  # type: ignore[method-assign]  # see above
+        offload._Lane.out = out
     different = [name for name, value in plain.items() if not torch.equal(value, other[name])]
     return {"different": different, "moved": sum(moved), "gradients": len(plain)}
 

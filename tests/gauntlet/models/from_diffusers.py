@@ -23,11 +23,11 @@ def _row(kind: str, batch: dict[str, Field], sequence: bool = True, loss: Loss =
 def _flux(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Positions of text and image belong to no sample: [positions, 3] each."""
     texts, images = torch.zeros(8, 3), torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
-    return fitted(lambda **inputs: model(**inputs, img_ids=images, txt_ids=texts), batch)  # type: ignore[arg-type]
+    return fitted(lambda **inputs: model(**inputs, img_ids=images, txt_ids=texts), batch)
 
 
 def _ltx(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return fitted(lambda **inputs: model(**inputs, num_frames=2, height=4, width=2), batch)  # type: ignore[arg-type]
+    return fitted(lambda **inputs: model(**inputs, num_frames=2, height=4, width=2), batch)
 
 
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2}

@@ -32,7 +32,7 @@ def _demo_lstm() -> nn.Module:
 
 def _remembered(model: nn.Module, batch: Batch) -> torch.Tensor:
     """As the demo's own training step, which makes the first hidden state from a weight."""
-    scores, _ = model(batch["inputs"], model.init_hidden(batch["inputs"].size(0)))  # type: ignore[operator]
+    scores, _ = model(batch["inputs"], model.init_hidden(batch["inputs"].size(0)))
     return F.nll_loss(scores, batch["target"].view(-1))
 
 
