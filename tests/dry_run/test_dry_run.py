@@ -74,6 +74,10 @@ MORE = {
         dp=2, pp=2, level=1, pipeline="zbv_zero_bubble", virtual_stages=2, microbatches=4, recompute=1
     ),
     "dualpipev_full": cases.case(pp=2, pipeline="dualpipev", virtual_stages=2, microbatches=4, recompute=1),
+    "1f1b_sp": cases.case(mp=2, pp=2, sequence_parallel=1, pipeline="1f1b", microbatches=4),
+    "interleaved_zb_cp": cases.case(cp=2, pp=2, pipeline="interleaved_zero_bubble", virtual_stages=2, microbatches=4),
+    "zbv_cp_full": cases.case(cp=2, pp=2, pipeline="zbv_zero_bubble", virtual_stages=2, microbatches=4, recompute=1),
+    "zbv_sp": cases.case(mp=2, pp=2, sequence_parallel=1, pipeline="zbv_zero_bubble", virtual_stages=2, microbatches=4),
 }
 """Beside those that real runs are measured by."""
 

@@ -180,6 +180,17 @@ def test_parameters_and_what_is_kept(name: str) -> None:
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+def test_put_off_gradients_of_weights_keep_what_they_are_made_of() -> None:
+    """At the fullest moment of the block, in its MLP, that is the input of the last layer."""
+    config = llama_config({"size": "debug"})
+    model = Llama(config)
+    (kind,) = profile_module(model, 64).kinds
+    assert kind.late_bytes == kind.sharded_late_bytes == 64 * config.intermediate_size * 4
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed" in name)
+    assert profile_module(model, 64).kinds[0].late_bytes == 0
+
+
 @pytest.mark.parametrize("size", tiered(["debug", "8b", "70b", "405b"], ["debug", "8b"]))
 def test_flops_of_llama_follow_the_formula(size: str) -> None:
     config = llama_config({"size": size})

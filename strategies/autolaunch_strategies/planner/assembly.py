@@ -85,6 +85,8 @@ class Assembly:
                 sharded_saved_bytes=after.sharded_saved_bytes + missing[1],
                 peak_bytes=0,
                 sharded_peak_bytes=0,
+                late_bytes=0,
+                sharded_late_bytes=0,
             )
         # An embedding that is sharded by the vocabulary costs an exchange in the forward pass alone, a head in the
         # backward pass: half of what one exchange in both costs.
@@ -231,10 +233,10 @@ class Assembly:
         less, more = two.tally, three.tally
         moved = _minus(more.moved, less.moved)
         saved = _minus(more.saved_bytes(), less.saved_bytes())
-        peak = _peak(
-            [(two.begin, two.begin, two.end), (three.begin, three.begin, three.end)],
-            (self.two, self.three),
-            _minus(three.kept, two.kept),
+        stretches = [(two.begin, two.begin, two.end), (three.begin, three.begin, three.end)]
+        peak, late = (
+            _peak(stretches, (self.two, self.three), _minus(three.kept, two.kept), puts_off)
+            for puts_off in (False, True)
         )
         matmuls, attention = _calls(one, less)
         trained = {own for own, parameter in self.subject.root.named_parameters() if parameter.requires_grad}
@@ -257,6 +259,8 @@ class Assembly:
             whole_saved_bytes=more.whole_bytes() - less.whole_bytes(),
             peak_bytes=peak[0],
             sharded_peak_bytes=peak[1],
+            late_bytes=late[0] - peak[0],
+            sharded_late_bytes=max(0.0, late[1] - peak[1]),
             exchanges=less.exchanges,
             exchange_bytes=(more.exchanged - less.exchanged) / less.exchanges if less.exchanges else 0.0,
             expert_moved_bytes=more.routed_moved - less.routed_moved,
@@ -397,12 +401,16 @@ def _minus(left: Sequence[float], right: Sequence[float]) -> tuple[float, float]
 
 
 def _peak(
-    stretches: Sequence[tuple[int, int, int]], passes: tuple[MeasuredPass, MeasuredPass], kept: tuple[float, float]
+    stretches: Sequence[tuple[int, int, int]],
+    passes: tuple[MeasuredPass, MeasuredPass],
+    kept: tuple[float, float],
+    puts_off: bool = False,
 ) -> tuple[float, float]:
     """(most bytes of one sequence that are alive at one moment beyond `kept`, the share of it that mp shards).
 
     Args:
         stretches: per pass (where to count from, from where the moment may be, end), as places in the tape's events.
+        puts_off: whether what gradients of weights are made of stays.
     """
     (begin, after, end), (other_begin, other_after, other_end) = stretches
     two, three = passes[0].tape.events[begin:end], passes[1].tape.events[other_begin:other_end]
@@ -411,10 +419,11 @@ def _peak(
         changes = [(second[0] - first[0], second[1], second[2]) for first, second in zip(two, three, strict=True)]
     else:  # another order of events: then a third of what three sequences take
         changes = [(size // 3, sharded, born) for size, sharded, born in three]
+    stays = passes[1].tape.for_weights if puts_off else ()
     ahead = other_after - other_begin
     alive = sharded_alive = most = share = 0.0
     for place, (size, is_sharded, born) in enumerate(changes):
-        if born < other_begin:  # freed here, but not made here
+        if born < other_begin or (born in stays and size < 0):  # freed here, but not made here; or not freed
             continue
         alive += size
         sharded_alive += size if is_sharded else 0.0

@@ -116,6 +116,7 @@ class _Columns:
         "waits",  # for gradients of weights that are put off
         "works",  # beyond what is kept, while its backward pass runs
         "repeats",  # the same of a block that is recomputed as a whole
+        "late",  # beyond either, while gradients of weights are put off
         "reduced",  # gradients of the block whose backward pass was before, on their way to their ranks
         "next",  # a block that is gathered ahead of its pass
         "casts",  # copies of weights in a narrower type that one microbatch keeps for its backward pass
@@ -312,7 +313,7 @@ def _put_activations(
 
     def saved_by(part: Part, others: float, sharded: float) -> Floats:
         """Of what a block saves without its experts."""
-        whole = part.gathered_saved_bytes + part.whole_saved_bytes if part.whole_saved_bytes else 0.0
+        whole = part.gathered_saved_bytes + part.whole_saved_bytes
         gathered = min(max(part.exchanges * part.exchange_bytes, whole), others - sharded)
         return of(others - gathered, sharded) + of(gathered, 0.0, ones)
 
@@ -341,7 +342,9 @@ def _put_activations(
         put("activations", "input", flying * inputs, kind)
         put("other", "works", sequences * (saved - kept + peak), kind)
         put("other", "repeats", sequences * (saved - inputs + peak), kind)
+        late = of(part.late_bytes, part.sharded_late_bytes, ones)
         # Compiled blocks put the gradients of their weights off in no schedule.
+        put("other", "late", ~compiled * sequences * late, kind)
         put("activations", "waits", ~compiled * sequences * _put_off(part, profile, recipe, c), kind)
     before, after = (of(part.saved_bytes, part.sharded_saved_bytes, ones) for part in (profile.before, profile.after))
     put("activations", "before", flying * before)
@@ -554,6 +557,7 @@ def _counts(
             for look in looks if len(here) else ():
                 rows = look[here]  # a copy
                 rows[:, :, at[column].start + kind] = 1
+                rows[:, :, at["late"].start + kind] = puts_off | flight.behind
                 if column == "repeats":
                     rows[:, ~flight.behind, at["kept_done"]] += done[here, None]
                     rows[:, ~flight.behind, at["casts_done"]] += done[here, None]

@@ -100,6 +100,8 @@ class Tape(Observer):
         self.events: list[tuple[int, bool, int]] = []
         """(bytes, whether sharded, its own place) of each allocation; when it is freed (the same negative, the place of
         the allocation)."""
+        self.for_weights: set[int] = set()
+        """The places in `events` of inputs and output gradients of linear layers: gradients of weights are made of them."""
         self.parameters: dict[int, str] = {}
         """Memory of parameters and buffers -> name."""
         self.used: dict[str, list[Tally]] = {}
@@ -114,6 +116,8 @@ class Tape(Observer):
         """Memory that is made of what was gathered behind a column-wise layer, up to a row-wise one."""
         self._routed: set[int] = set()
         """Memory that the experts of a mixture have made."""
+        self._casts: set[int] = set()
+        """Memory of the copies that autocast made of parameters."""
 
     # --- memory ---
 
@@ -154,6 +158,7 @@ class Tape(Observer):
             if (entry := self._alive.pop(key, None)) is not None:
                 self._dims.pop(key, None)
                 self._routed.discard(key)
+                self._casts.discard(key)
                 self.events.append((-size, entry[2], born))
 
         self._alive[key] = (weakref.ref(storage, freed), size, sharded, born)
@@ -226,6 +231,7 @@ class Tape(Observer):
             self._note_users(inputs)
             if operation.name == "_to_copy" and (name := self.parameters.get(storage_key(inputs[0]))) is not None:
                 self.tally.casts.add(name)
+                self._casts.add(storage_key(outputs[0]))
         exchange = self._shard_outputs(operation, dims)
         if not self.unseen:
             for tensor in outputs:
@@ -402,6 +408,8 @@ class Tape(Observer):
             shape = (left.shape[-2], left.shape[-1], right.shape[-1], left.shape[0] if batched else 1)
         if dim is not None:
             self.shard(result, dim)
+        if self.backward and name == "mm" and not any(self._is_weight(tensor) for tensor in (left, right)):
+            self.for_weights.update(number for item in (left, right) if (number := self.value_of(item)) is not None)
         if self._charging and all(shape):
             if which == "columns" and left_dim is None:
                 self.tally.gathered.add(storage_key(left))
@@ -416,6 +424,10 @@ class Tape(Observer):
                 )
             )
         return exchange
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        key = storage_key(tensor)
+        return key in self.parameters or key in self._casts
 
     def _grouped(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Rows [n, inner] that are shared out among experts [e, inner, columns]."""

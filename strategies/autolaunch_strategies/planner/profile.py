@@ -151,6 +151,9 @@ class Part:
     peak_bytes: float = 0
     """Most that exists at one moment of its forward or backward pass beyond what is kept, without mp."""
     sharded_peak_bytes: float = 0
+    late_bytes: float = 0
+    """What exists beyond that if what gradients of weights are made of stays: these are computed later."""
+    sharded_late_bytes: float = 0
     exchanges: int = 0
     """All-reduces along mp in its forward pass (row-wise outputs); as many in its backward pass."""
     exchange_bytes: float = 0
