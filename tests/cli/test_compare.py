@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_what_can_not_be_compared_is_told(tmp_path: Path, capsys: pytest.Capture
     for words, told in (
         (["compare", "mesh=2"], Told("autolaunch compare mesh=2", one, write="autolaunch compare mesh=1,2x2x2")),
         (["compare", empty], Told(f"autolaunch compare {empty}", one, write="autolaunch compare mesh=1,2x2x2")),
-        (["compare", empty, empty], Told(empty, "no loss in its metrics.csv", allowed="the directory of a run")),
+        (["compare", empty, empty], Told(empty, "no metrics.csv in it", allowed="the directory of a run")),
         (
             ["compare", empty, empty, "mesh=2"],
             Told(
@@ -68,6 +69,109 @@ def test_what_can_not_be_compared_is_told(tmp_path: Path, capsys: pytest.Capture
     ):
         assert run([*words, f"output_dir={tmp_path / 'run'}"] if words[0] == "fit" else words) == 2
         assert_only_told(capsys.readouterr().err, told)
+
+
+def finished(directory: Path, *steps: int) -> str:
+    """A directory as a run leaves it that logged these steps."""
+    directory.mkdir(parents=True)
+    rows = [f"{step},{6 - step / 10},1.0\n" for step in steps]
+    (directory / "metrics.csv").write_text("".join(["step,loss,grad_norm\n", *rows]))
+    return str(directory)
+
+
+def test_a_path_that_is_no_run_is_told_with_the_run_that_was_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished(tmp_path / "a" / "2026-01-01_00-00-00", 1, 2)
+    older, run_of_a = tmp_path / "a" / "2026-01-01_00-00-00", finished(tmp_path / "a" / "2026-01-02_00-00-00", 1, 2)
+    os.utime(older / "metrics.csv", (1, 1))
+    job = finished(tmp_path / "swept" / "2026-01-03_00-00-00_sweep" / "1", 1)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "unlogged").mkdir()
+    (tmp_path / "unlogged" / "metrics.csv").write_text("step,loss\n1,\n")
+    (older / "config.yaml").touch()
+    (tmp_path / "notes.txt").touch()
+    runs, one = "the directory of a run", "the directory of one run"
+    for name, facts, allowed, write in (
+        ("elsewhere", ["no such directory"], runs, ""),
+        ("a/2026-01-02_00-00-01", ["no such directory"], runs, run_of_a),
+        ("swepd", ["no such directory"], runs, job),
+        ("a", ["holds runs", "not one itself"], one, run_of_a),
+        ("swept", ["holds runs"], one, job),
+        ("swept/2026-01-03_00-00-00_sweep", ["holds runs"], one, job),
+        ("a/2026-01-01_00-00-00/config.yaml", ["is a file"], runs, str(older)),
+        ("notes.txt", ["is a file"], runs, ""),
+        ("empty", ["no metrics.csv in it"], runs, ""),
+        ("unlogged", ["no loss in its metrics.csv"], ("a run that trained",), ""),
+    ):
+        assert run(["compare", run_of_a, str(tmp_path / name)]) == 2
+        assert_only_told(capsys.readouterr().err, Told(str(tmp_path / name), *facts, allowed=allowed, write=write))
+
+
+def test_every_path_that_is_no_run_is_told_as_it_was_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished(tmp_path / "outputs" / "a" / "2026-01-01_00-00-00", 1, 2)
+    monkeypatch.chdir(tmp_path)
+    assert run(["compare", "nodir1", "outputs/a/"]) == 2
+    told = Told("outputs/a/", "holds runs", allowed="the directory of one run", write="outputs/a/2026-01-01_00-00-00")
+    assert_only_told(capsys.readouterr().err, [Told("nodir1", "no such directory"), told])
+
+
+def test_the_metrics_of_a_run_stand_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_of_a = finished(tmp_path / "a", 1, 2)
+    assert run(["compare", f"{run_of_a}/metrics.csv", run_of_a]) == 0
+    assert f"compared with {run_of_a}/metrics.csv, 2 steps:" in capsys.readouterr().out
+
+
+def test_the_steps_that_both_have_logged_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long, short, shorter = (finished(tmp_path / str(last), *range(1, last + 1)) for last in (4, 3, 2))
+    for runs, told in (
+        ([long, long], [f"compared with {long}, 4 steps:"]),
+        ([short, long], [f"compared with {short}, 3 steps:"]),
+        ([long, short], [f"compared with {long}, 3 of its 4 steps:"]),
+        (
+            [long, short, shorter],
+            [f"compared with {long}:", f"{short}, 3 steps  equal", f"{shorter}, 2 steps  equal"],
+        ),
+    ):
+        assert run(["compare", *runs]) == 0
+        screen = capsys.readouterr().out
+        assert all(part in screen for part in told), screen
+
+
+def test_a_step_without_a_loss_is_not_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = finished(tmp_path / "one", 1, 2)
+    with (tmp_path / "one" / "metrics.csv").open("a") as metrics:
+        metrics.write("3,,\n")
+    assert run(["compare", one, one]) == 0
+    assert ", 2 steps:" in capsys.readouterr().out
+
+
+def test_runs_without_a_common_step_are_told_before_anything_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    early, late = finished(tmp_path / "early", 1, 2, 3), finished(tmp_path / "late", *range(10, 101, 10))
+    assert run(["compare", early, early, late]) == 2
+    printed = capsys.readouterr()
+    facts = ("no logged step in common", "the first has 1, 2, 3", "the second 10, 20, ..., 100")
+    told = Told(f"{early} and {late}", *facts, allowed="runs that have logged the same steps")
+    assert_only_told(printed.err, told)
+    assert not printed.out
+
+
+@pytest.mark.parametrize("value", ["abc", "", "-1", "nan"])
+def test_a_tolerance_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str) -> None:
+    one = finished(tmp_path / "one", 1, 2)
+    assert run(["compare", one, one, f"compare.tolerance={value}"]) == 2
+    told = Told(
+        f"compare.tolerance={value}",
+        "not a number that is at least 0",
+        allowed=("a number, at least 0",),
+        write="compare.tolerance=1e-4",
+    )
+    assert_only_told(capsys.readouterr().err, told)
+    assert run(["compare", one, one, "compare.tolerance=1e-3"]) == 0
 
 
 @pytest.mark.full

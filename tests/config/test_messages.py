@@ -940,9 +940,27 @@ WRONG = [
         id="no-end",
     ),
     pytest.param(
-        ["trainer.max_steps=-1", "trainer.max_time=1h"],
+        ["trainer.max_time=1h", "scheduler=constant"],
         Told(
-            "trainer.max_time=1h with scheduler=cosine",
+            "trainer.max_time=1h",
+            "is no time",
+            allowed="days:hours:minutes:seconds",
+            write="trainer.max_time=00:01:30:00",
+        ),
+        id="no-time",
+    ),
+    *(
+        pytest.param(
+            ["module._target_=json.JSONDecoder", typed],
+            Told(typed, "has no effect", "LightningModule of your own", allowed=("configure_optimizers",)),
+            id=f"beside-a-module-{typed.partition('=')[0]}",
+        )
+        for typed in ("optimizer.lr=0.1", "optimizer=sgd", "scheduler=linear", "model.size=1b")
+    ),
+    pytest.param(
+        ["trainer.max_steps=-1", "trainer.max_time=00:01:00:00"],
+        Told(
+            "trainer.max_time=00:01:00:00 with scheduler=cosine",
             "last step",
             "decay",
             allowed="a scheduler.total_steps, a trainer.max_steps, or scheduler=constant",

@@ -146,6 +146,56 @@ def test_absent_and_empty_paths(tmp_path: Path) -> None:
         assert_told(refusal(str(asked), tmp_path), f"ckpt_path={asked}", "does not exist", write=f"ckpt_path={meant}")
 
 
+def test_a_directory_above_checkpoints_is_told_with_the_newest_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, swept = Path("outputs", "small"), Path("outputs", "swept")
+    run_of_it, sweep = name / "2026-01-02_00-00-00", swept / "2026-01-03_00-00-00_sweep"
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path / name / "2026-01-01_00-00-00" / "checkpoints", 9, written=1e9)
+    of_it = name / checkpoint(tmp_path / run_of_it / "checkpoints", 5, written=1e9 + 60).relative_to(tmp_path / name)
+    damaged = checkpoint(tmp_path / run_of_it / "checkpoints", 7, written=1e9 + 90)
+    (damaged / "meta.pt").unlink()
+    of_sweep = swept / checkpoint(tmp_path / sweep / "1" / "checkpoints", 3, written=1e9).relative_to(tmp_path / swept)
+    for asked, newest in (
+        (name, of_it),
+        (tmp_path / name, tmp_path / of_it),
+        (run_of_it / "checkpoints", of_it),
+        (sweep, of_sweep),
+        (swept, of_sweep),
+        (Path("outputs"), of_it),
+    ):
+        told = Told(
+            f"ckpt_path={asked}",
+            "neither a checkpoint nor the directory of a run",
+            allowed="a complete checkpoint, or the directory of a run that has written one",
+            write=f"ckpt_path={newest}",
+        )
+        assert_only_told(refusal(str(asked), tmp_path / "here"), told)
+        assert resolve(str(newest), tmp_path / "here") == str(tmp_path / newest)
+    for absent in ("outputs/smal", "outputs/unlike_any"):
+        error = refusal(absent, tmp_path / "here")
+        assert_told(error, f"ckpt_path={absent}", "does not exist", write=f"ckpt_path={tmp_path / of_it}")
+
+
+def test_a_directory_without_checkpoints_below_is_said_to_hold_none(tmp_path: Path) -> None:
+    deep = tmp_path / "deep"
+    checkpoint(deep / "one" / "two" / "three" / "checkpoints", 5)  # further down than runs are
+    (deep / "one" / "checkpoints" / "step_0000001.ckpt.writing").mkdir(parents=True)
+    told = Told(f"ckpt_path={deep}", str(deep), "not a complete checkpoint", allowed=(f"none in {deep}",))
+    assert_only_told(refusal(str(deep), tmp_path / "here"), told)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_directory_that_can_not_be_read_holds_none(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "closed").mkdir(parents=True)
+    (tmp_path / "runs" / "closed").chmod(0)
+    newest = checkpoint(tmp_path / "runs" / "open" / "checkpoints", 5)
+    assert_told(
+        refusal(str(tmp_path / "runs"), tmp_path), f"ckpt_path={tmp_path / 'runs'}", write=f"ckpt_path={newest}"
+    )
+
+
 def test_complete_checkpoints_are_sorted_by_time_and_skip_links(tmp_path: Path) -> None:
     early, late = checkpoint(tmp_path, 5), checkpoint(tmp_path, 20)
     (tmp_path / "last.ckpt").symlink_to(late)

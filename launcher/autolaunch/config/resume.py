@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
         path = Path(asked).expanduser().absolute()
         if (path / "checkpoints").is_dir() and not (path / MANIFEST).exists():
             return str(_newest_of_run(path, asked))
+        _refuse_directory_above(path, asked)
         _check(path, f"ckpt_path={asked}")
         return str(path)
     earlier = _earlier_runs(config, output_dir)
@@ -78,6 +80,46 @@ def _newest_of_run(run: Path, asked: str) -> Path:
     if not whole:
         raise ConfigError(f"ckpt_path={asked}", f"there is no checkpoint in {directory}", "a run that has written one")
     return whole[-1]
+
+
+def _refuse_directory_above(path: Path, asked: str) -> None:
+    """Raise ConfigError if checkpoints lie below a path that is none: which of them goes on is not ours to guess."""
+    if _has_manifest(path) or (newest := _newest_below(path)) is None:
+        return
+    raise ConfigError(
+        f"ckpt_path={asked}",
+        f"{path} is neither a checkpoint nor the directory of a run; there are checkpoints below it",
+        "a complete checkpoint, or the directory of a run that has written one",
+        f"ckpt_path={Path(asked) / newest.relative_to(path)}",
+    )
+
+
+def _newest_below(path: Path) -> Path | None:
+    """The newest whole checkpoint of the runs in a directory: of one, of those of a name or a sweep, of all names.
+
+    Nothing further down is looked at, as the path may be that of anything.
+    """
+    inside = _directories_in(path)
+    runs = [path, *inside, *(run for directory in inside for run in _directories_in(directory))]
+    shelves = [path, *(run / "checkpoints" for run in runs)]
+    whole = [checkpoint for shelf in shelves for checkpoint in complete_checkpoints(shelf)]
+    return max(whole, key=order_of_writing, default=None)
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        return (path / MANIFEST).exists()
+    except OSError:  # a directory that is closed to us
+        return False
+
+
+def _directories_in(path: Path) -> list[Path]:
+    """The directories right below a path; none if it can't be read."""
+    try:
+        with os.scandir(path) as entries:  # knows which are directories without asking for each of many files
+            return [Path(entry.path) for entry in entries if entry.is_dir()]
+    except OSError:
+        return []
 
 
 def check_adapter(config: Mapping[str, Any], checkpoint: Path, record: Mapping[str, Any]) -> None:
@@ -224,20 +266,25 @@ def _meant(path: Path, asked: str) -> str:
     if nearest(asked, ["last"], cutoff=0.6):
         return "last"
     close = nearest_path(path)
-    serves = close is not None and ((close / "checkpoints").is_dir() or problem_with(close) is None)
-    return str(close) if serves else ""
+    if close is None:
+        return ""
+    if (close / "checkpoints").is_dir() or problem_with(close) is None:
+        return str(close)
+    return str(_newest_below(close) or "")
 
 
 def _check(path: Path, where: str) -> None:
     problem = problem_with(path)
     if problem is None:
         return
-    whole = [item for item in complete_checkpoints(path.parent) if item != path]
     if not path.exists() and (meant := _meant(path, where.removeprefix("ckpt_path="))):
         raise ConfigError(where, f"{path} {problem}", "last, a complete checkpoint, or a run", f"ckpt_path={meant}")
+    others = [item for item in complete_checkpoints(path.parent) if item != path]
+    other = others[-1] if others else None if path.exists() else _newest_below(path.parent)
+    searched = f"{path}, nor beside it" if path.is_dir() and not _has_manifest(path) else str(path.parent)
     raise ConfigError(
         where,
         f"{path} {problem}",
-        "a complete checkpoint" if whole else f"a complete checkpoint; there is none in {path.parent}",
-        f"ckpt_path={whole[-1]}" if whole else "",
+        "a complete checkpoint" if other else f"a complete checkpoint; there is none in {searched}",
+        f"ckpt_path={other}" if other else "",
     )

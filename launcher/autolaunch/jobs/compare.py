@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from autolaunch.config.command_line import names_a_run, unquoted
 from autolaunch.config.schema import Compare, defaults_of
-from autolaunch.jobs.ends import JobEnd
-from autolaunch.report.comparison import print_comparison, read_run
+from autolaunch.directories import nearest_path
+from autolaunch.jobs.ends import METRICS, JobEnd
+from autolaunch.report.comparison import Run, print_comparison, read_run
 from autolaunch.report.terminal import Terminal
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, raise_all
 
 USAGE = "autolaunch compare mesh=1,2x2x2"
 """The command, as messages show it."""
@@ -48,23 +50,21 @@ def compare_finished(words: Sequence[str]) -> int:
         words: their directories, and the tolerance.
 
     Raises:
-        ConfigError: there is one directory, or one that is none, or a key that has no effect here.
+        ConfigError: there is one directory, or one that is no run's, or a key that has no effect here, or no tolerance.
+        ConfigErrors: several directories are no run's.
     """
     directories = [word for word in words if names_a_run(word)]
     tolerance = float(defaults_of(Compare)["tolerance"])
     for word in (word for word in words if word not in directories):
         key, _, value = word.partition("=")
-        try:
-            if key != _TOLERANCE:
-                raise ValueError
-            tolerance = float(value)
-        except ValueError:
+        if key != _TOLERANCE:
             raise ConfigError(
                 word,
                 "does not go together with the directories of finished runs",
                 f"{_TOLERANCE}=1e-4, a number",
                 " ".join(["autolaunch compare", *directories]),
-            ) from None
+            )
+        tolerance = _tolerance(value)
     if len(directories) < 2:
         raise ConfigError(
             f"autolaunch compare {directories[0]}",
@@ -72,5 +72,59 @@ def compare_finished(words: Sequence[str]) -> int:
             "two directories of finished runs, or a key with several values",
             USAGE,
         )
-    runs = [read_run(Path(directory).expanduser(), directory) for directory in directories]
-    return 0 if print_comparison(runs, tolerance, Terminal()) else _DIFFERENT
+    return 0 if print_comparison(_read_all(directories), tolerance, Terminal()) else _DIFFERENT
+
+
+def _tolerance(typed: str) -> float:
+    try:
+        tolerance = float(typed)
+    except ValueError:
+        tolerance = math.nan
+    if not tolerance >= 0:
+        raise ConfigError(
+            f"{_TOLERANCE}={typed}",
+            "is not a number that is at least 0",
+            "a number, at least 0: the largest relative difference that counts as equal",
+            f"{_TOLERANCE}=1e-4",
+        )
+    return tolerance
+
+
+def _read_all(directories: Sequence[str]) -> list[Run]:
+    runs: dict[str, Run] = {}
+    errors = []
+    for typed in dict.fromkeys(directories):
+        try:
+            runs[typed] = read_run(_run_at(typed), typed)
+        except ConfigError as error:
+            errors.append(error)
+    raise_all(errors)
+    return [runs[typed] for typed in directories]
+
+
+def _run_at(typed: str) -> Path:
+    """The directory of the run that is meant by what was typed, if that is one beyond doubt."""
+    path = Path(typed).expanduser()
+    if not path.exists():
+        near = nearest_path(path)
+        run = None if near is None else _run_meant(near)
+        raise ConfigError(typed, "there is no such directory", "the directory of a run", str(run or ""))
+    run = _run_meant(path)
+    if path.is_dir():
+        if run in (None, path):
+            return path
+        raise ConfigError(typed, "holds runs, and is not one itself", "the directory of one run", str(run))
+    if run is None or path.name != METRICS:
+        raise ConfigError(typed, "is a file", "the directory of a run", str(run or ""))
+    return run
+
+
+def _run_meant(path: Path) -> Path | None:
+    """The run that a path is, or whose file it is, or the newest one that it holds: of a name, or of a sweep."""
+    directory = path if path.is_dir() else path.parent
+    if (directory / METRICS).is_file():
+        return directory
+    if directory != path:
+        return None
+    held = [*path.glob(f"*/{METRICS}"), *path.glob(f"*/*/{METRICS}")]
+    return max(held, key=lambda file: file.stat().st_mtime).parent if held else None

@@ -26,6 +26,9 @@ Moments = tuple[float, float]
 _NOISE = 1e-3
 """Of the largest root mean square of its kind: what is smaller is rounding (such as the gradient of a key's bias)."""
 
+_LISTED = 4
+"""How many steps a message lists before it leaves out those between the first and the last."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -70,20 +73,42 @@ def read_run(directory: Path, label: str) -> Run:
     """What a run's directory says of its course.
 
     Raises:
-        ConfigError: there is no metrics.csv with a loss.
+        ConfigError: there is no metrics.csv, or no loss in it.
     """
     path, kept = directory / "metrics.csv", directory / MOMENTS
+    if not path.is_file():
+        raise ConfigError(
+            str(directory), "no training to compare: there is no metrics.csv in it", "the directory of a run"
+        )
     rows: dict[int, dict[str, float]] = {}
-    if path.is_file():
-        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a killed process leaves half a row behind
-        for row in csv.DictReader(whole.splitlines()):
-            rows[int(row["step"])] = {key: float(row[key]) for key in ("loss", "grad_norm") if row.get(key)}
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a killed process leaves half a row behind
+    for row in csv.DictReader(whole.splitlines()):
+        rows[int(row["step"])] = {key: float(row[key]) for key in ("loss", "grad_norm") if row.get(key)}
     if not any(rows.values()):
         raise ConfigError(
-            str(directory), "no training to compare: no loss in its metrics.csv", "the directory of a run"
+            str(directory),
+            "no training to compare: no loss in its metrics.csv",
+            "the directory of a run that trained for a step or more",
         )
     moments: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
     return Run(label, rows, moments.get("steps", []), moments.get("classes", {}))
+
+
+def common_steps(first: Run, second: Run) -> list[int]:
+    """The steps of which both runs have logged the loss or the gradient norm.
+
+    Raises:
+        ConfigError: there is no such step.
+    """
+    common = [step for step, logged in first.rows.items() if logged.keys() & second.rows.get(step, {}).keys()]
+    if not common:
+        raise ConfigError(
+            f"{first.label} and {second.label}",
+            f"have no logged step in common: the first has {_in_words(_logged(first))}, "
+            f"the second {_in_words(_logged(second))}",
+            "runs that have logged the same steps",
+        )
+    return common
 
 
 def difference(first: Run, second: Run, tolerance: float) -> Difference:
@@ -92,11 +117,8 @@ def difference(first: Run, second: Run, tolerance: float) -> Difference:
     Raises:
         ConfigError: there is no such step.
     """
-    common = [step for step in first.rows if step in second.rows]
-    if not common:
-        raise ConfigError(f"{first.label} and {second.label}", "have no logged step in common")
     largest = 0.0
-    for step in common:
+    for step in common_steps(first, second):
         for key in ("loss", "grad_norm"):
             pair = first.rows[step].get(key), second.rows[step].get(key)
             if pair[0] is None or pair[1] is None:
@@ -155,19 +177,27 @@ def likely_cause(first: Run, second: Run, step: int, where: Parting | None, tole
 
 
 def print_comparison(runs: Sequence[Run], tolerance: float, console: Console) -> bool:
-    """Print how far each run is from the first one, and where it parts. Returns whether all are equal."""
+    """Print how far each run is from the first one, and where it parts. Returns whether all are equal.
+
+    Raises:
+        ConfigError: one has logged none of the steps of the first one; nothing is printed then.
+    """
     first, equal = runs[0], True
-    console.print(Text(f"\ncompared with {first.label}, {_steps(first)}:", style="bold"), soft_wrap=True)
-    for run in runs[1:]:
+    counts = [len(common_steps(first, run)) for run in runs[1:]]
+    alike = len(set(counts)) == 1
+    over = f", {_of_its_steps(first, counts[0])}" if alike else ""
+    console.print(Text(f"\ncompared with {first.label}{over}:", style="bold"), soft_wrap=True)
+    for run, count in zip(runs[1:], counts, strict=True):
         apart = difference(first, run, tolerance)
+        name = run.label if alike else f"{run.label}, {_steps(count)}"
         if apart.step is None:
-            line = f"  {run.label}  equal to {_digits(apart.largest)} in loss and gradient norm"
+            line = f"  {name}  equal to {_digits(apart.largest)} in loss and gradient norm"
             console.print(Text(line + _of_weights(first, run, tolerance), style="green"), soft_wrap=True)
             continue
         equal = False
         values = " and ".join(f"{value:.7g}" for value in apart.values)
         by = f"{_digits(apart.relative)}, tolerance {tolerance:.0e}"
-        line = f"  {run.label}  differs at step {apart.step}: {apart.of} {values} ({by})"
+        line = f"  {name}  differs at step {apart.step}: {apart.of} {values} ({by})"
         console.print(Text(line, style="red"), soft_wrap=True)
         where = parting(first, run, apart.step, tolerance)
         for told in [] if where is None else _told(where, first):
@@ -221,5 +251,20 @@ def _digits(relative: float) -> str:
     return "the last bit" if relative == 0 else f"{relative:.0e}"
 
 
-def _steps(run: Run) -> str:
-    return f"{len(run.rows)} step{'s' if len(run.rows) != 1 else ''}"
+def _logged(run: Run) -> list[int]:
+    return [step for step, logged in run.rows.items() if logged]
+
+
+def _in_words(steps: Sequence[int]) -> str:
+    shown = steps if len(steps) <= _LISTED else [*steps[: _LISTED - 2], "...", steps[-1]]
+    return ", ".join(map(str, shown))
+
+
+def _of_its_steps(run: Run, count: int) -> str:
+    """How many of its steps another run is compared with."""
+    logged = len(_logged(run))
+    return _steps(count) if count == logged else f"{count} of its {_steps(logged)}"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' if count != 1 else ''}"

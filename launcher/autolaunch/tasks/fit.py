@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, quiet_lightning
 from autolaunch.tasks.trusted import check_targets
+from autolaunch_strategies.config import ConfigError, nearest
 
 
 def run(
@@ -92,8 +93,15 @@ def _run(job: ResolvedJob, place: Place, steps: StepMetrics, further: Sequence[p
     metrics: dict[str, Any] | None = None
     try:
         if task == "fit":
-            trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+            _fit(trainer, module, data, config)
             _check_that_it_trained(trainer)
+            if ckpt_path is not None and not steps.losses and screen.is_first_rank:
+                limits = {name: config["trainer"][name] for name in ("max_steps", "max_epochs", "max_time")}
+                said = ", ".join(f"trainer.{name}={value}" for name, value in limits.items() if value is not None)
+                print(
+                    f"nothing was trained: the checkpoint is at step {trainer.global_step}, where {said} ends",
+                    file=sys.stderr,
+                )
         elif task == "predict":
             trainer.predict(module, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
         else:
@@ -132,6 +140,25 @@ def _end_now(job: ResolvedJob, place: Place, reason: int | BaseException) -> Non
     if not tell_parent(RunEnd("failed", failure.exit_code, failure, failure.render())) and place.kind != "local":
         show(failure)
     os._exit(failure.exit_code)
+
+
+def _fit(trainer: pl.Trainer, module: pl.LightningModule, data: Any, config: Mapping[str, Any]) -> None:
+    """Train; a callback that waits for a value which nobody logs is told as what it is: a name in the config."""
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"])
+    except RuntimeError as error:
+        for name, node in (config["callbacks"] or {}).items():
+            monitor = node.get("monitor") if isinstance(node, Mapping) else None
+            if monitor and monitor not in trainer.callback_metrics and f"`{monitor}` which is not" in str(error):
+                names = sorted(trainer.callback_metrics)
+                close = nearest(monitor, names)
+                raise ConfigError(
+                    f"callbacks.{name}.monitor={monitor}",
+                    "nothing of that name has been logged",
+                    ", ".join(names) or "the names that self.log(...) is given",
+                    f"callbacks.{name}.monitor={close}" if close else "",
+                ) from error
+        raise
 
 
 def _check_that_it_trained(trainer: Any) -> None:

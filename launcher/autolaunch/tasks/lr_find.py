@@ -64,7 +64,8 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
         if suggested is None:
             line = f"no suggestion: the loss does not fall between lr_find.min and lr_find.max; the curve: {where}"
         else:
-            line = f"optimizer.lr={suggested:.2g}: there the loss falls fastest; the curve: {where}"
+            key = "optimizer.lr" if config["module"] is None else "the module's own lr"
+            line = f"{key}={suggested:.2g}: there the loss falls fastest; the curve: {where}"
         Terminal().print(line, highlight=False, soft_wrap=True)
     return summary
 
