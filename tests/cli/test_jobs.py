@@ -355,6 +355,29 @@ def test_the_jobs_of_a_sweep_have_their_directories_to_themselves(
     assert_told(err, "output_dir=out/1", "another run", write="launch.wait=true", allowed=("a directory of its own",))
 
 
+@pytest.mark.parametrize(("swept", "expected"), [("mesh=3,5", 2), ("mesh=1,3", 1)])
+def test_a_sweep_of_nothing_but_mistakes_ends_as_one_mistake(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]], swept: str, expected: int
+) -> None:
+    assert command("-m", swept, "trainer.accelerator=cpu", "output_dir=out")[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "code"),
+    [
+        (("optimizer.lr=0.5",), 2),
+        (("optimizer.lr=0.5", "+module.rate=${optimizer.lr}"), 0),
+        (("optimizer.lr=0.5", "+data.rate=${optimizer.lr}", "data=custom", "data._target_=json.JSONDecoder"), 0),
+        (("optimizer.lr=0.5", "+module.rate=${optimizer.weight_decay}"), 2),
+    ],
+)
+def test_what_a_module_refers_to_has_an_effect(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]], typed: tuple[str, ...], code: int
+) -> None:
+    assert command("module._target_=json.JSONDecoder", "output_dir=out", *typed)[0] == code
+    assert len(ran) == (code == 0)
+
+
 def test_waiting_for_a_directory(
     command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from autolaunch.config.compose import compose, resolved
 from autolaunch.planning.wanted import wanted_by
 from autolaunch_strategies.config import CP_BACKENDS, ConfigError
 from autolaunch_strategies.planner.candidate import PIPELINES
+from tests.support.messages import Told, assert_only_told
 from tests.support.ranks import environment, start, torchrun
 
 pytestmark = pytest.mark.timeout(240)
@@ -214,3 +215,17 @@ def test_nothing_fits_is_one_message(command: Callable[..., Outcome]) -> None:
     assert code == 2
     assert "Traceback" not in err and "GiB" in err
     assert not any(Path().glob("outputs/**/plan.yaml"))
+
+
+def test_a_dry_run_takes_a_cluster_for_a_mesh_that_is_planned(command: Callable[..., Outcome]) -> None:
+    typed = ["cluster=h100x64", "data=synthetic"]
+    for words, written in (
+        (typed, "mesh=auto cluster=h100x64 data=synthetic"),
+        (["mesh=8", *typed, "cluster.memory_gib=40"], "mesh=8 data=synthetic"),
+    ):
+        code, _, err = command("dryrun", *words)
+        facts, write = ("no devices", "no cluster"), f"autolaunch dryrun {written}"
+        assert_only_told(err, Told("cluster=h100x64", *facts, allowed=("mesh=auto",), write=write))
+        assert code == 2
+    code, _, err = command("cluster=h100x64")
+    assert_only_told(err, Told("cluster=h100x64", "devices that there are", write="autolaunch plan cluster=h100x64"))

@@ -88,23 +88,50 @@ def test_single_numbers_can_be_replaced(compose: Compose) -> None:
             "gb200x6",
             Told("cluster=gb200x6", "6 devices", "nodes of 4", allowed=("up to 4",), write="cluster=gb200x8"),
         ),
-        ("h100x0", Told("cluster=h100x0", "no number", allowed="1 or more", write="cluster=h100x8")),
-        ("h100x08", Told("cluster=h100x08", "no number", allowed="1 or more", write="cluster=h100x8")),
+        ("h100x0", Told("cluster=h100x0", "at least 1", allowed=("h100xN",), write="cluster=h100x8")),
+        ("h100x-16", Told("cluster=h100x-16", "at least 1", allowed=("h100xN",), write="cluster=h100x16")),
+        ("h100x08", Told("cluster=h100x08", "no zero", allowed=("h100xN",), write="cluster=h100x8")),
         (
-            "h1000x8",
+            "h101",
             Told(
-                "cluster=h1000x8",
+                "cluster=h101",
                 "h100",
-                allowed="a100, a100_40, a100_80, b200, cpu, gb200, gb300, h100, h100x1024, h200, local, localx4",
+                allowed="a100, a100_40, a100_80, b200, cpu, gb200, gb300, h100, h200, local, "
+                "each also with a number, as h100xN with N devices",
                 write="cluster=h100",
             ),
         ),
+        ("h101x64", Told("cluster=h101x64", "h100x64", allowed=("h100xN",), write="cluster=h100x64")),
+        ("H100x64", Told("cluster=H100x64", "h100x64", allowed=("h100xN",), write="cluster=h100x64")),
+        ("h1000x8", Told("cluster=h1000x8", "h100x8", allowed=("h100xN",), write="cluster=h100x8")),
+        ("gb20X144", Told("cluster=gb20X144", "gb200x144", allowed=("h100xN",), write="cluster=gb200x144")),
+        ("h101x0", Told("cluster=h101x0", "h100x8", allowed=("h100xN",), write="cluster=h100x8")),
+        ("zzzzx4", Told("cluster=zzzzx4", "no option", allowed=("h100xN",))),
     ],
     ids=lambda value: getattr(value, "key", None),
 )
 def test_what_is_refused(cluster: str, told: Told, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--cfg", "job", f"cluster={cluster}"]) == 2
     assert_only_told(capsys.readouterr().err, told)
+
+
+def test_a_number_of_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, ranks in ((["mesh=16"], 16), (["mesh=2x2"], 4), ([], 8)):
+        assert cli.run(["plan", *words, "cluster.memory_gib=2"]) == 2
+        write = f"cluster=h100x{ranks} cluster.memory_gib=2"
+        told = Told("cluster.memory_gib=2", "no cluster", allowed=("cluster=local", "h100xN"), write=write)
+        assert_only_told(capsys.readouterr().err, told)
+
+
+def test_a_number_of_a_misspelt_cluster_is_no_second_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "cluster=h101x64", "cluster.memory_gib=2"]) == 2
+    assert_only_told(capsys.readouterr().err, Told("cluster=h101x64", "h100x64", write="cluster=h100x64"))
+
+
+def test_a_misspelt_cluster_of_an_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /cluster: h101x64\n")
+    assert cli.run(["plan", "experiment=mine.yaml"]) == 2
+    assert_told(capsys.readouterr().err, "cluster: h101x64 (mine.yaml)", "h100x64", allowed=("h100xN",))
 
 
 MINE = """

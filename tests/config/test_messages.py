@@ -387,6 +387,13 @@ WRONG = [
         id="unknown-experiment",
     ),
     pytest.param(
+        ["plan", "cluster=h100x64", "mesh.mp=3", "model.size=8b", "data=synthetic"],
+        Told(
+            "mesh=1x3 with model=llama", "32 attention heads", "3 ranks of mp", allowed=("mp of size 1, 2, 4, 8, or",)
+        ),
+        id="mp-of-a-plan-shares-heads-of-keys",
+    ),
+    pytest.param(
         ["experiment=outputs/run/plan.yaml"],
         Told("experiment=outputs/run/plan.yaml", "no such file", allowed=("conf/experiment", "--config-dir", ".yaml")),
         id="experiment-file-absent",
@@ -1200,7 +1207,7 @@ def test_one_message_and_nothing_else(
         pytest.param(
             ["mesh=2", "trainer.accelerator=gpu"],
             ("gpu", 0),
-            Told("mesh=2", "2 ranks", "0 GPUs", allowed=("up to 0 ranks",), write="trainer.accelerator=cpu"),
+            Told("mesh=2", "2 ranks", "0 GPUs", allowed=("the CPU",), write="trainer.accelerator=cpu"),
             id="no-gpu",
         ),
         pytest.param(

@@ -196,6 +196,16 @@ def test_where_a_value_was_written(typed: list[str], where: str, mine: Path) -> 
     assert origin("trainer.max_steps", config.config.trainer.max_steps) == where
 
 
+def test_the_file_of_a_value_may_be_given_by_its_path(mine: Path) -> None:
+    (mine / "plan.yaml").write_text("# @package _global_\nmatmul_precision: high\n")
+    for typed in ("+plan=mine/plan.yaml", "experiment=mine/plan.yaml", f"experiment={mine / 'plan.yaml'}"):
+        config = compose(parse([typed]))
+        assert config.origin("matmul_precision", "high") == "matmul_precision=high (mine/plan.yaml)"
+    (mine / "machines.yaml").write_text("device: cpu\nmemory_gib: 3\n")
+    config = compose(parse(["cluster=mine/machines.yaml"]))
+    assert config.origin("cluster.memory_gib", 3) == "cluster.memory_gib=3 (mine/machines.yaml)"
+
+
 PAGES = [
     pytest.param(["--help"], "Groups and their options", id="help"),
     pytest.param(["--version"], "autolaunch ", id="version"),

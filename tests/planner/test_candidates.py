@@ -84,7 +84,8 @@ RULES: list[Any] = [
         {"profile": dataclasses.replace(model(), mp_sizes=(8, 2))},
         {"mp": 4},
         {"mp": 2},
-        "4 ranks of mp cannot share 2 evenly (heads, and what else they divide)",
+        "the planner weighs no 4 ranks of mp: they share 2 unevenly (heads, those of keys and values, and what else "
+        "they divide)",
         id="key heads",
     ),
     pytest.param(
@@ -317,7 +318,7 @@ def test_what_is_asked_for_is_proposed_even_without_a_point() -> None:
 def test_what_is_asked_for_and_can_not_be_keeps_its_reason() -> None:
     found, reasons = proposed(8, wanted={"mp": (3,)})
     assert (len(found), set(reasons)) == (0, {"mp_sizes"})
-    assert reasons["mp_sizes"].startswith("3 ranks of mp cannot share 8 and ")
+    assert reasons["mp_sizes"].startswith("the planner weighs no 3 ranks of mp: they share 8 and ")
     found, reasons = proposed(8, model(heads=6), wanted={"mp": (3,)})
     assert (len(found), reasons["devices"]) == (0, "the mesh 2x3 has 6 ranks, not 8")
     found, reasons = proposed(8, wanted={"replicate": (2,), "dp": (1,), "cp": (1,), "level": (3,)})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, parse_mesh
 from autolaunch_strategies.planner import choose
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate, Candidates
 from autolaunch_strategies.planner.choose import diverse, make_plan, pick
@@ -22,6 +22,7 @@ from autolaunch_strategies.planner.settings import overrides
 from autolaunch_strategies.planner.time import step_time
 from tests.planner.candidates import GIB, llama, machines, model, recipe
 from tests.support.config_candidate import candidate_of
+from tests.support.messages import Told, assert_only_told
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +187,43 @@ def test_devices_stay_idle_only_if_nothing_runs_on_all() -> None:
     assert "a batch of 8 cannot be cut into 7 x 1 equal parts (dp x microbatches)" in warning
     with pytest.raises(ConfigError, match="there is no way to run this"):
         make_plan(model(layers=2), recipe(8), machines(7), {"devices": (7,)})
+
+
+@pytest.mark.parametrize(
+    ("typed", "write"),
+    [
+        pytest.param({"dp": (1,), "mp": (16,), "pp": (1,), "cp": (1,)}, "mesh=2x8", id="whole mesh"),
+        pytest.param({"mp": (16,), "pp": (1,), "cp": (1,)}, "mesh=-1x8", id="rest of the devices"),
+        pytest.param({"mp": (16,)}, "mesh.mp=8", id="one size"),
+    ],
+)
+def test_sizes_of_mp_that_only_a_run_takes_are_told_with_those_that_are_planned(typed: Any, write: str) -> None:
+    """Llama has 8 heads of keys and values: beyond 8 ranks a run gathers them, which the planner does not weigh."""
+    with pytest.raises(ConfigError) as raised:
+        make_plan(llama("8b"), recipe(64), machines(16), typed)
+    facts, allowed = ("16 ranks of mp", "8 unevenly"), ("mp of size 1, 2, 4, 8", "a run and a dry run")
+    assert_only_told(raised.value, Told("8b on 16 x h100", *facts, allowed=allowed, write=write))
+    sizes = parse_mesh(write.removeprefix("mesh=")).sizes if write != "mesh.mp=8" else {"mp": 8}
+    wanted = {axis: (size,) for axis, size in sizes.items() if size != -1}
+    assert make_plan(llama("8b"), recipe(64), machines(16), wanted).looked.fits.any()
+
+
+def test_sizes_of_mp_that_nothing_takes_are_not_said_to_run() -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_plan(llama("8b"), recipe(64), machines(16), {"mp": (3,)})
+    told = Told("8b on 16 x h100", "3 ranks of mp", allowed="mp of size 1, 2, 4, 8", write="mesh.mp=8")
+    assert_only_told(raised.value, told)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "write"), [pytest.param(96, "cluster=h100x96", id="nodes"), pytest.param(68, "mesh=", id="no nodes")]
+)
+def test_a_mesh_of_more_ranks_is_told_with_a_cluster_for_it(ranks: int, write: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_plan(llama("8b"), recipe(64 * ranks), machines(64), {"dp": (ranks,), "mp": (1,), "pp": (1,), "cp": (1,)})
+    told = Told("8b on 64 x h100", f"{ranks} ranks", "not 64", allowed=("a mesh of 64 ranks",), write=None)
+    assert_only_told(raised.value, told)
+    assert raised.value.write.startswith(write)
 
 
 def test_nothing_fits_says_what_comes_closest() -> None:

@@ -6,6 +6,7 @@ Runs after `autolaunch.config.against_schema`, without torch and before any proc
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -88,6 +89,7 @@ def check(
     errors += _float8(config)
     errors += check_matmul_precision(config, where)
     errors += _plans(config, mesh)
+    errors += _time_limit(config, where)
     errors += _schedule(config, where)
     errors += _accumulation(config, mesh, where)
     errors += _labels(config, where)
@@ -181,7 +183,7 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
         raise ConfigError(
             name,
             f"{_count(shape.size, 'rank')}, but {source}",
-            f"a mesh of up to {_count(devices, 'rank')}",
+            f"a mesh of up to {_count(devices, 'rank')}" if devices else "the CPU, or a machine with GPUs",
             f"mesh={_with_ranks(shape, devices)}" if devices else "trainer.accelerator=cpu",
         )
     return shape
@@ -234,7 +236,7 @@ def _divisibility(
     heads = facts.num_heads
     # Only heads: every other size may be cut unevenly, and a plan of one's own may leave attention whole.
     if heads is not None and heads % mesh.mp and config["mp"] is not None and config["mp"]["base"] != "none":
-        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        fitting = ", ".join(map(str, _sizes_of_mp(config, facts)))
         yield ConfigError(
             f"mesh={mesh.name} with model={facts.name}",
             f"{heads} attention heads cannot be shared evenly by {mesh.mp} ranks of mp",
@@ -246,6 +248,16 @@ def _divisibility(
             check_experts(config["ep"], facts.num_experts, f"model={facts.name}", mesh.dp * mesh.cp * mesh.mp)
         except ConfigError as error:
             yield error
+
+
+def _sizes_of_mp(config: Mapping[str, Any], facts: ModelFacts) -> list[int]:
+    """Sizes of mp that share the heads evenly; for a cluster those that its planner weighs."""
+    fitting = [size for size in range(1, (facts.num_heads or 1) + 1) if (facts.num_heads or 1) % size == 0]
+    if config["cluster"] is None or config["task"] != "plan":
+        return fitting
+    devices = config["cluster"]["nodes"] * config["cluster"]["devices_per_node"]
+    shared = [number for number in (facts.num_kv_heads, facts.intermediate_size, devices) if number]
+    return [size for size in fitting if all(number % size == 0 for number in shared)]
 
 
 def _layers(pp: Mapping[str, Any] | None, mesh: MeshShape, facts: ModelFacts) -> Iterator[ConfigError]:
@@ -360,6 +372,15 @@ def _schedule(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
             "the training would never end",
             "a limit in trainer.max_steps, trainer.max_epochs or trainer.max_time",
             "trainer.max_epochs=1",
+        )
+
+
+def _time_limit(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """A time that lightning's Timer does not read."""
+    limit = config["trainer"]["max_time"]
+    if limit is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", limit.strip()):
+        yield ConfigError(
+            where("trainer.max_time", limit), "is no time", "days:hours:minutes:seconds", "trainer.max_time=00:01:30:00"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,9 +38,16 @@ from autolaunch.config.command_line import CommandLine, unquoted, users_want_tra
 from autolaunch.config.origin import Origin
 from autolaunch.config.schema import FAMILIES, MISSING, TASKS, Job
 from autolaunch.config.slips import slip
-from autolaunch.config.sources import ExperimentFileSource, MeshSearchPath, register
+from autolaunch.config.sources import (
+    GROUPS_OF_FILES,
+    ExperimentFileSource,
+    MeshSearchPath,
+    cluster_kinds,
+    cluster_meant,
+    register,
+)
 from autolaunch.directories import CONF, shown
-from autolaunch_strategies.config import CP_BACKEND_SPECS, ConfigError, nearest, raise_all
+from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, ConfigError, nearest, raise_all
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
 """Hydra 1.3 warns if it is absent, 1.4 if it is present."""
@@ -106,7 +114,7 @@ def compose(line: CommandLine) -> Composed:
         errors: list[ConfigError] = []
         parsed = _parse(line.overrides, loader, errors)
         if not multirun and (line.runs or line.cfg is not None):
-            errors += [_sweep_without_m(item, loader) for item in parsed if item.is_sweep_override()]
+            errors += [_sweep_without_m(item, loader, line) for item in parsed if item.is_sweep_override()]
             parsed = [item for item in parsed if not item.is_sweep_override()]
         composed = None
         for overrides in _combinations(parsed, loader, errors):
@@ -236,7 +244,7 @@ def _readable(override: str) -> bool:
     return True
 
 
-def _sweep_without_m(item: Override, loader: ConfigLoader) -> ConfigError:
+def _sweep_without_m(item: Override, loader: ConfigLoader, line: CommandLine) -> ConfigError:
     override = unquoted(str(item.input_line))
     key, _, value = override.partition("=")
     listable = "(" not in value and not _is_group(loader, item.key_or_group)
@@ -244,7 +252,7 @@ def _sweep_without_m(item: Override, loader: ConfigLoader) -> ConfigError:
         override,
         "several values, but no -m to run them one after the other",
         f"one value, or a list: '{key}=[{value}]'" if listable else "one value",
-        f"autolaunch -m {override}",
+        " ".join(["autolaunch -m", *(unquoted(item).removeprefix("task=") for item in line.overrides)]),
     )
 
 
@@ -292,9 +300,15 @@ def _compose(
                 return None
             rest.remove(culprit)
             refused.append((culprit, error))
-    errors.extend(_refusal(item, problem, _without_hydra(config), loader) for item, problem in refused)
+    told = [(item, problem) for item, problem in refused if not _is_key_of_refused_cluster(item, refused)]
+    errors.extend(_refusal(item, problem, _without_hydra(config), loader) for item, problem in told)
     HydraConfig.instance().set_config(config)
     return config
+
+
+def _is_key_of_refused_cluster(override: str, refused: Sequence[tuple[str, Exception]]) -> bool:
+    """Whether only the name of the cluster is wrong: its keys are there once that is mended."""
+    return override.startswith("cluster.") and any(item.startswith("cluster=") for item, _ in refused)
 
 
 def _without_hydra(config: DictConfig) -> dict[str, Any]:
@@ -382,7 +396,7 @@ def _no_such_option(override: str, path: str, loader: ConfigLoader) -> ConfigErr
     key, _, typed = override.partition("=")
     group = key.lstrip("+").split("@")[0]
     option = path.removeprefix(f"{group}/")
-    if group in ("experiment", "cluster") and re.search(r"/|\.ya?ml$", option):
+    if group in GROUPS_OF_FILES and re.search(r"/|\.ya?ml$", option):
         misnamed = option.endswith(".yml") and Path(option).is_file()
         return ConfigError(
             override,
@@ -394,7 +408,7 @@ def _no_such_option(override: str, path: str, loader: ConfigLoader) -> ConfigErr
     if meant := slip(override, group, typed):  # pp=2
         return meant
     options = loader.get_group_options(group, ObjectType.CONFIG)
-    close = _OTHER_NAMES.get(path) or nearest(option, options)
+    close = _OTHER_NAMES.get(path) or _option_meant(group, option, options)
     return ConfigError(
         override,
         f"{group} has no option {option!r}" + (f"; did you mean {close}?" if close else ""),
@@ -403,11 +417,19 @@ def _no_such_option(override: str, path: str, loader: ConfigLoader) -> ConfigErr
     )
 
 
+def _option_meant(group: str, option: str, options: Sequence[str]) -> str:
+    return cluster_meant(option, options) if group == "cluster" else nearest(option, options)
+
+
 def _options_text(group: str, options: Sequence[str]) -> str:
+    if group == "cluster":
+        return f"{', '.join(cluster_kinds(options))}, each also with a number, as h100xN with N devices"
     return ", ".join(sorted(options)) + (", or any other shape" if group == "mesh" else "")
 
 
 def _no_such_key(override: str, key: str, value: str, config: Mapping[str, Any], loader: ConfigLoader) -> ConfigError:
+    if config and key.startswith("cluster.") and config.get("cluster") is None:
+        return _no_cluster(override, config)
     parent, node = _deepest(config, key)
     known = sorted(_dotted(config), key=lambda item: item.partition(".")[0] in TASKS)  # keys of one task come last
     rest = key[len(parent) + 1 :] if parent else key
@@ -431,6 +453,18 @@ def _no_such_key(override: str, key: str, value: str, config: Mapping[str, Any],
     if not close:
         return ConfigError(override, "no such key", *keys_text(parent, siblings_by_name))
     return ConfigError(override, f"no such key; did you mean {close}?", write=f"{close}={value}")
+
+
+def _no_cluster(override: str, config: Mapping[str, Any]) -> ConfigError:
+    """A number of a cluster where none is chosen; the line to write has as many devices as the mesh has ranks."""
+    sizes = [(config.get("mesh") or {}).get(axis) for axis in AXES]
+    ranks = math.prod(size if isinstance(size, int) else 0 for size in sizes)
+    return ConfigError(
+        override,
+        "is a key of a cluster, and there is no cluster",
+        "`plan` with a cluster beside it: cluster=local, or cluster=h100xN with N devices",
+        f"cluster=h100x{ranks if ranks > 1 else 8} {override}",
+    )
 
 
 def _option_with(group: str, key: str, config: Mapping[str, Any]) -> str:
@@ -514,11 +548,11 @@ def _missing_file(error: MissingConfigException, line: CommandLine) -> ConfigErr
     group, _, option = path.rpartition("/")
     if absent := _absent_plugin(f"{group}: {option}{_file_naming(group, option, line)}", path):
         return absent
-    close = nearest(option, error.options or ())
+    close = _option_meant(group, option, error.options or ())
     return ConfigError(
         f"{group}: {option}{_file_naming(group, option, line)}",
         f"{group} has no option {option!r}" + (f"; did you mean {close}?" if close else ""),
-        ", ".join(sorted(error.options or ())),
+        _options_text(group, error.options or ()),
     )
 
 

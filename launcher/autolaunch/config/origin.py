@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from autolaunch.config.command_line import unquoted
-from autolaunch.config.sources import schema_defaults
+from autolaunch.config.sources import GROUPS_OF_FILES, schema_defaults
 from autolaunch.directories import shown
 from autolaunch_strategies.config.values import written
 
@@ -73,14 +73,21 @@ class Origin:
             path = default.config_path if values is None else default.parent
             if path is None or path.startswith("hydra/"):
                 continue
-            named = (directory / (path.removesuffix(".yaml") + ".yaml") for directory in self._directories)
-            file = next((file for file in named if file.is_file()), None)
+            file = self._file_of(path)
             if file is not None:
                 values = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if values is None else values
                 for part in reversed(default.package.split(".") if default.package else []):
                     values = {part: values}
                 files.append((shown(file), values))
         return files
+
+    def _file_of(self, config_path: str) -> Path | None:
+        """The file of a config: in a directory of the search path, or anywhere if it was given by its own path."""
+        named = [directory / (config_path.removesuffix(".yaml") + ".yaml") for directory in self._directories]
+        group, _, option = config_path.partition("/")
+        if group in GROUPS_OF_FILES and option.endswith(".yaml"):
+            named.append(Path(option))
+        return next((file for file in named if file.is_file()), None)
 
 
 def _has(values: Any, parts: list[str]) -> bool:

@@ -11,7 +11,7 @@ import builtins
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,16 @@ from omegaconf import DictConfig, OmegaConf
 from autolaunch.config.against_schema import schemas_of
 from autolaunch.config.schema import GROUPS, Job, defaults_of
 from autolaunch.machine.this_machine import this_machine
-from autolaunch_strategies.config import ConfigError, looks_like_mesh, parse_mesh
+from autolaunch_strategies.config import ConfigError, looks_like_mesh, nearest, parse_mesh
 
 SHAPES = ("2x2", "4x2", "2x2x2", "dp4xmp2", "dp-1xmp2")
 """Shapes that completion and `--help` show as examples. No bare integer: a `glob(*)` would read it as a number."""
 
 CLUSTERS = ("h100x1024", "localx4")
 """Clusters of any size that completion and `--help` show as examples."""
+
+GROUPS_OF_FILES = ("experiment", "cluster")
+"""Groups whose options may be given by the path of a YAML file."""
 
 LOCAL, THIS_MACHINE = "local", "this_machine"
 """The profile of the machine at hand, and the option that its file builds on."""
@@ -44,7 +47,32 @@ JOB_FILE = ".hydra/job.json"
 TAKEN = ("model", "module", "adapter", "data", "seed", "precision")
 """Keys of a job that say what its weights belong to, and on which data they were trained."""
 
-_SIZED = re.compile(r"([A-Za-z_][\w.-]*?)x(\d+)")
+_SIZED = re.compile(r"([A-Za-z_][\w.-]*?)x(-?\d+)")
+
+_MISSPELT_SIZED = re.compile(r"(.+?)[xX*:](-?\d+)")
+"""A profile and a number of devices, as far as one can tell from a name that is none."""
+
+_SOME_DEVICES = 8
+"""Devices of the line to write where a number was typed that is none."""
+
+
+def cluster_kinds(options: Iterable[str]) -> list[str]:
+    """The profiles among the options of the group cluster: the others are examples of a number beside a profile."""
+    return sorted(set(options) - set(CLUSTERS))
+
+
+def cluster_meant(typed: str, options: Iterable[str]) -> str:
+    """The cluster that a misspelt name was most likely meant to be, with the number that was typed; else empty."""
+    by_small_letters = {kind.lower(): kind for kind in cluster_kinds(options)}
+    sized = _MISSPELT_SIZED.fullmatch(typed)
+    kind = nearest((sized[1] if sized else typed).lower(), by_small_letters)
+    if not kind:
+        return ""
+    return by_small_letters[kind] + (f"x{_devices_meant(sized[2])}" if sized else "")
+
+
+def _devices_meant(digits: str) -> int:
+    return abs(int(digits)) or _SOME_DEVICES
 
 
 class _MadeSource(ConfigSource):
@@ -230,8 +258,11 @@ class ClusterSource(_GroupSource):
     def _sized(self, profile: str, digits: str) -> dict[str, Any]:
         where = f"cluster={profile}x{digits}"
         devices = int(digits)
-        if devices == 0 or digits[0] == "0":
-            raise ConfigError(where, "no number of devices", "1 or more", f"cluster={profile}x8")
+        meant = f"cluster={profile}x{_devices_meant(digits)}"
+        if devices < 1:
+            raise ConfigError(where, "the number of devices must be at least 1", f"{profile}xN with N devices", meant)
+        if digits[0] == "0":
+            raise ConfigError(where, "a number of devices has no zero in front", f"{profile}xN with N devices", meant)
         values = self._profile(profile)
         if values.get("name") == LOCAL:
             return this_machine(devices, where=where)

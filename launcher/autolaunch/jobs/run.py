@@ -31,6 +31,7 @@ from autolaunch.config.compose import Composed, compose, from_environment, resol
 from autolaunch.config.hub import fetch_weights, with_hub_directory
 from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.config.origin import Origin
+from autolaunch.config.own_module import keys_without_effect
 from autolaunch.config.recorded import recorded, recorded_adapter
 from autolaunch.config.resume import (
     COMPARING_TASKS,
@@ -211,20 +212,38 @@ def _prepare(line: CommandLine, composed: Composed, started_ranks: int | None = 
             "a search runs several jobs, and this is a single run",
             write=_as_sweep(line.overrides),
         )
-    cluster, task = composed.config.get("cluster"), composed.config.task
-    if cluster is not None and task not in ("plan", "calibrate"):
-        raise ConfigError(
-            f"cluster={cluster.get('name')}",
-            f"{task} runs on the devices that there are",
-            "`plan`, which chooses for any cluster; mesh=auto; -m search=auto, which also measures",
-            f"autolaunch plan {' '.join(unquoted(item) for item in line.overrides if not item.startswith('task='))}",
-        )
+    if composed.config.get("cluster") is not None and composed.config.task not in ("plan", "calibrate"):
+        raise _cluster_without_choice(line, composed.config)
     # The name of the directory may hold one of them.
     unresolved = unresolvable(composed.config, composed.origin)
     raise_all([*composed.errors, *unresolved] if unresolved else [])
     directory = _output_dir(composed.config, hydra.run)
     resolve_job(composed.config, hydra, directory, started_ranks, composed.origin, composed.errors)
     return _claim(directory, composed.config, hydra.run)
+
+
+def _cluster_without_choice(line: CommandLine, config: DictConfig) -> ConfigError:
+    """A cluster beside a task that chooses nothing for it, named as it was typed: the profile has no number."""
+    option = str(config.hydra.runtime.choices.get("cluster"))
+    name = config.cluster.get("name") if option in ("None", "null", "none") else option
+    typed = [unquoted(item) for item in line.overrides if not item.startswith("task=")]
+    if config.task != "dryrun":
+        return ConfigError(
+            f"cluster={name}",
+            f"{config.task} runs on the devices that there are",
+            "`plan`, which chooses for any cluster; mesh=auto; -m search=auto, which also measures",
+            " ".join(["autolaunch plan", *typed]),
+        )
+    has_mesh = any(key.partition(".")[0] == "mesh" for key in typed_keys(typed))
+    unneeded = [item for item in typed if any(key.partition(".")[0] == "cluster" for key in typed_keys([item]))]
+    return ConfigError(
+        f"cluster={name}",
+        "a dry run uses no devices: with a mesh that is typed it needs no cluster",
+        "mesh=auto, which is planned for a cluster; or any mesh without one",
+        " ".join(["autolaunch dryrun", *(item for item in typed if item not in unneeded)])
+        if has_mesh
+        else " ".join(["autolaunch dryrun", AUTO, *typed]),
+    )
 
 
 @contextlib.contextmanager
@@ -329,8 +348,14 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
                 print_table(ends, directory, Terminal())
             elif [item.name for item in directory.iterdir()] == [LOCK_FILE]:
                 shutil.rmtree(directory)
-    code = code or (FAILED if any(end.exit_code for end in ends) else 0)
+    code = code or _code_of(ends)
     return code or (compare_jobs(ends, config.compare.tolerance) if compares else 0)
+
+
+def _code_of(ends: Sequence[JobEnd]) -> int:
+    """The exit code of a sweep: that of a mistake if nothing but mistakes came of it, as for one job."""
+    codes = {end.exit_code for end in ends}
+    return MISCONFIGURED if codes == {MISCONFIGURED} else FAILED if codes - {0} else 0
 
 
 def _runs_every_combination(config: DictConfig) -> bool:
@@ -468,7 +493,7 @@ def resolve_job(
     values = with_tokenizer(with_hub_directory(values))
     values, by_device = with_arithmetic(values)
     mesh, wrong = check(values, output_dir, origin, started_ranks)
-    raise_all(wrong)
+    raise_all([*keys_without_effect(config, typed_overrides(hydra)), *wrong])
     values = with_labels_of_model(values)
     ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
     if ranks > 1 and started_ranks is None:

@@ -36,10 +36,9 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
     data = config["data"]
     if "batch_size" not in data:
         raise ConfigError(
-            "data",
+            f"data._target_={data['_target_']}",
             "does not say how many samples a step has, so nothing can be planned for it",
-            "a key batch_size: samples per optimizer step, over all ranks",
-            "+data.batch_size=...",
+            "a class that takes batch_size (samples per optimizer step, over all ranks), with +data.batch_size=...",
         )
     known = KnownProfile(config, device_type)
     profile = known.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.planner.candidate import FIELDS, Candidates
 from autolaunch_strategies.planner.enumerate import Rejections, Space, codes, divisors
 from autolaunch_strategies.planner.hardware import Hardware
+from autolaunch_strategies.planner.impossible import impossible, nothing_runs
 from autolaunch_strategies.planner.memory import peak_memory
 from autolaunch_strategies.planner.plan import MEASURED, SURE, TIGHT, Looked, Plan
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
@@ -201,19 +203,19 @@ def _look(
             _, fewer = look(profile, recipe, hardware, {**wanted, "devices": (devices,)}, memory_share)
             if len(fewer) and fewer.may_fit.any():
                 idle = f"{hardware.devices - devices} of {hardware.devices} devices stay idle: "
-                why = _nothing_fits(looked) if len(looked) else _nothing_runs(rejections)
+                why = _nothing_fits(looked) if len(looked) else nothing_runs(rejections)
                 wanted["devices"] = (devices,)
                 return rejections, fewer, [idle + why]
             if len(looked) and len(fewer) and fewer.memory_bytes.min() >= looked.memory_bytes.min():
                 break  # fewer devices need more memory: no use
     where = f"{profile.name} on {hardware.devices} x {hardware.name}"
-    if not len(looked):
-        raise ConfigError(where, "there is no way to run this: " + _nothing_runs(rejections))
-    closest = looked.candidates[int(looked.memory_bytes.argmin())]
 
     def look_at(recipe: Recipe, hardware: Hardware, wanted: Mapping[str, Sequence[int]]) -> Looked:
         return look(profile, recipe, hardware, wanted, memory_share)[1]
 
+    if not len(looked):
+        raise impossible(where, profile, rejections, hardware, wanted, partial(look_at, recipe))
+    closest = looked.candidates[int(looked.memory_bytes.argmin())]
     helps = changes(look_at, recipe, hardware, wanted, float(looked.memory_bytes.min()))
     fits = [str(change) for change in helps if change.fits]
     close = [str(change) for change in helps if not change.fits]
@@ -279,10 +281,6 @@ def _fewer(hardware: Hardware) -> list[int]:
         ]
         nodes = [*nodes[: FEWER // 2], *[count for count in powers if count // node & (count // node - 1) == 0]]
     return [*nodes, *within][:FEWER]
-
-
-def _nothing_runs(rejections: Rejections) -> str:
-    return "; ".join(item.reason for item in rejections) or "no value is left of what was asked for"
 
 
 def _nothing_fits(looked: Looked) -> str:

@@ -473,7 +473,10 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
             "heads and other sizes % mp",
             ("mp",),
             lambda c: np.logical_or.reduce([size % c.mp != 0 for size in (*profile.mp_sizes, 0)]),
-            lambda c: f"{c.mp} ranks of mp cannot share {indivisible(c.mp)} evenly (heads, and what else they divide)",
+            lambda c: (
+                f"the planner weighs no {c.mp} ranks of mp: they share {indivisible(c.mp)} unevenly (heads, those of "
+                "keys and values, and what else they divide)"
+            ),
         ),
         Rule(
             "blocks",
@@ -591,6 +594,11 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
             lambda c: f"{heads or 'no'} attention heads cannot be shared by {c.mp} x {c.ulysses} ranks (mp x ulysses)",
         ),
     ]
+
+
+def shares_evenly(profile: ModelProfile, mp: int) -> bool:
+    """Whether so many ranks of mp get equal shares of all that they divide: of other sizes no candidate is made."""
+    return all(size % mp == 0 for size in profile.mp_sizes)
 
 
 def _stages_allowed(least: int, most: int | None) -> str:

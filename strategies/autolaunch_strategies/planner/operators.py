@@ -101,7 +101,7 @@ class Tape(Observer):
         """(bytes, whether sharded, its own place) of each allocation; when it is freed (the same negative, the place of
         the allocation)."""
         self.for_weights: set[int] = set()
-        """The places in `events` of inputs and output gradients of linear layers: gradients of weights are made of them."""
+        """Places in `events` of inputs and output gradients of linear layers: gradients of weights are made of them."""
         self.parameters: dict[int, str] = {}
         """Memory of parameters and buffers -> name."""
         self.used: dict[str, list[Tally]] = {}

@@ -1,0 +1,111 @@
+"""What is said where nothing can be run of what was asked for: why, and what of it would have to be another."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from autolaunch_strategies.config import AXES, ConfigError, MeshShape
+from autolaunch_strategies.planner.enumerate import Rejections, divisors, shares_evenly
+from autolaunch_strategies.planner.hardware import Hardware
+from autolaunch_strategies.planner.plan import Looked
+from autolaunch_strategies.planner.profile import ModelProfile
+
+LookOn = Callable[[Hardware, Mapping[str, Sequence[int]]], Looked]
+"""Everything that could be run of a training, with its predictions."""
+
+
+def impossible(
+    where: str,
+    profile: ModelProfile,
+    rejections: Rejections,
+    hardware: Hardware,
+    wanted: Mapping[str, Sequence[int]],
+    look_on: LookOn,
+) -> ConfigError:
+    """Why nothing can be run, and what of what was asked for would have to be another."""
+    if "mp" in wanted and not any(shares_evenly(profile, mp) for mp in wanted["mp"]):
+        return _uneven_mp(where, profile, rejections, hardware, wanted, look_on)
+    problem = "there is no way to run this: " + nothing_runs(rejections)
+    if not wanted.keys() & set(AXES) or "devices" in wanted:
+        return ConfigError(where, problem)
+    allowed, write = [], ""
+    if wanted.keys() >= set(AXES) and (ranks := _ranks(wanted)) != hardware.devices:
+        allowed.append(f"a mesh of {hardware.devices} ranks")
+        if (larger := _with_devices(hardware, ranks)) is not None and _runs(look_on(larger, wanted)):
+            write = f"cluster={hardware.name}x{ranks}"
+            allowed.append(write)
+    free = look_on(hardware, {name: values for name, values in wanted.items() if name not in AXES})
+    if _runs(free):
+        mesh = f"mesh={free.candidates[int(np.flatnonzero(free.fits)[0])].mesh.name}"
+        allowed.append(f"{mesh}, the fastest if the mesh is left to the planner")
+        write = write or mesh
+    return ConfigError(where, problem, "; ".join(allowed), write)
+
+
+def _uneven_mp(
+    where: str,
+    profile: ModelProfile,
+    rejections: Rejections,
+    hardware: Hardware,
+    wanted: Mapping[str, Sequence[int]],
+    look_on: LookOn,
+) -> ConfigError:
+    """Sizes of mp for which no candidate is made, though a run may have them: it gathers keys and values."""
+    weighed = [mp for mp in divisors(hardware.devices) if shares_evenly(profile, mp) and "mp" not in profile.refused]
+    meshes = (_with_mp(wanted, mp, hardware.devices) for mp in reversed(weighed or [1]))
+    write = next((_line_of_mesh(mesh) for mesh in meshes if mesh and _runs(look_on(hardware, mesh))), "")
+    asked = max(wanted["mp"])
+    may_run = (profile.heads or 1) % asked == 0
+    return ConfigError(
+        where,
+        next((item.reason for item in rejections if item.rule.name == "mp_sizes"), nothing_runs(rejections)),
+        f"mp of size {', '.join(map(str, weighed or [1]))}"
+        + (
+            "; a run and a dry run can have such a mesh: they gather keys and values, or cut unevenly"
+            if may_run
+            else ""
+        ),
+        write,
+    )
+
+
+def _with_mp(wanted: Mapping[str, Sequence[int]], mp: int, devices: int) -> dict[str, Sequence[int]] | None:
+    """What was asked for with another size of mp, and dp to match if it was asked for; None if none matches."""
+    other = {**wanted, "mp": (mp,)}
+    if "dp" not in wanted or not other.keys() >= set(AXES):
+        return other
+    rest = _ranks({**other, "dp": (1,)})
+    return {**other, "dp": (devices // rest,)} if devices % rest == 0 else None
+
+
+def _line_of_mesh(wanted: Mapping[str, Sequence[int]]) -> str:
+    """What to write for the size of mp that was asked for, and for those of the other axes if all were."""
+    if not wanted.keys() >= {"mp", "pp", "cp"}:
+        return f"mesh.mp={wanted['mp'][0]}"
+    dp, mp, pp, cp = (wanted[axis][0] if axis in wanted else -1 for axis in AXES)
+    return f"mesh={MeshShape(dp=dp, mp=mp, pp=pp, cp=cp).name}"
+
+
+def _ranks(wanted: Mapping[str, Sequence[int]]) -> int:
+    return math.prod(wanted[axis][0] for axis in AXES)
+
+
+def _with_devices(hardware: Hardware, devices: int) -> Hardware | None:
+    """The same machines, so many devices of them; None where they are not whole nodes, or no name has a number."""
+    node = hardware.devices_per_node
+    if hardware.device == "cpu" or hardware.origin != "built in" or (devices > node and devices % node):
+        return None
+    return dataclasses.replace(hardware, nodes=max(1, devices // node), devices_per_node=min(devices, node))
+
+
+def _runs(looked: Looked) -> bool:
+    return bool(len(looked) and looked.fits.any())
+
+
+def nothing_runs(rejections: Rejections) -> str:
+    """Why no candidate was made, in one line."""
+    return "; ".join(item.reason for item in rejections) or "no value is left of what was asked for"
