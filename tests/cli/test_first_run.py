@@ -70,11 +70,19 @@ OWN_MODULE = textwrap.dedent("""
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Commands:
-    """Runs commands in a directory with a module of the user's own and a file of tokens."""
+    """Runs commands in a directory with a file of tokens."""
     directory = tmp_path_factory.mktemp("first_run")
-    (directory / "bigram.py").write_text(OWN_MODULE)
     np.save(directory / "tokens.npy", np.random.default_rng(0).integers(0, 257, 5000).astype(np.uint16))
     return Commands(directory, *QUICK, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def own_command(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    """Runs commands with a module of the user's own, which brings its optimizer."""
+    directory = tmp_path_factory.mktemp("own_module")
+    (directory / "bigram.py").write_text(OWN_MODULE)
+    always = (word for word in QUICK if not word.startswith(("optimizer.", "scheduler.")))
+    return Commands(directory, *always, "module._target_=bigram.Bigram", "module.width=16", timeout=200)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +133,6 @@ def test_loss_falls(alone: Run) -> None:
 MODELS_AND_DATA = {
     "gpt2-tokens": (f"{GPT2} data=tokens data.path=tokens.npy", "data       tokens · 8 × 32"),
     "qwen3-synthetic-sgd": (f"{QWEN} data=synthetic data.vocab_size=257 optimizer=sgd", "4 steps · sgd, lr 0.003"),
-    "own-lightning-module": ("module._target_=bigram.Bigram module.width=16", "model      bigram.Bigram"),
 }
 
 
@@ -135,6 +142,17 @@ def test_every_model_and_data_can_be_trained(name: str, command: Commands) -> No
     run = command(*arguments.split(), "mesh=2")
     assert (run.summary["status"], run.summary["world_size"], len(run.rows)) == ("finished", 2, STEPS)
     assert shown in run.screen
+
+
+def test_a_module_of_ones_own_can_be_trained(own_command: Commands) -> None:
+    run = own_command("mesh=2")
+    assert (run.summary["status"], run.summary["world_size"], len(run.rows)) == ("finished", 2, STEPS)
+    assert "model      bigram.Bigram" in run.screen
+
+
+@pytest.mark.full
+def test_a_module_of_ones_own_trains_alike(own_command: Commands) -> None:
+    assert_same_curve(own_command("mesh=2"), own_command("mesh=1"))
 
 
 @pytest.mark.full  # the second mesh shows numbers only
@@ -302,8 +320,8 @@ def test_real_torchrun_in_new_processes(command: Commands, alone: Run) -> None:
     assert_same_curve(run, alone)
 
 
-def test_a_failure_is_told(command: Commands) -> None:
-    run = command("module._target_=bigram.Bigram", "module.width=16", "module.fail_at=2", "mesh=2", code=1)
+def test_a_failure_is_told(own_command: Commands) -> None:
+    run = own_command("module.fail_at=2", "mesh=2", code=1)
     assert "ValueError: this model fails on purpose" in run.screen
     # Whichever rank fails first ends the other; rank 0 may not have written its second row by then.
     assert (run.summary["status"], run.summary["steps"]) == ("failed", len(run.rows))

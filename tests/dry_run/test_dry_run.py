@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -131,6 +132,26 @@ def test_the_plan_knows_what_autocast_makes_of_weights(name: str, mixed: ModelPr
     account = memory_account(mixed, recipe, CPU, candidate(name))
     for rank in pretended(name, "bf16-mixed"):
         assert account[rank.pipe_rank]["total"] == pytest.approx(rank.total, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_layers_that_share_an_input_exchange_its_gradient_once(precision: str) -> None:
+    """Three for queries, keys and values, two in the MLP; embedding and head have one exchange each."""
+    of_layers = 2 * cases.SIZES["num_layers"]
+    stream = cases.BATCH * cases.POSITIONS * cases.SIZES["hidden_size"] * 4
+
+    def counts(name: str) -> Counter[str]:
+        exchanges = pretended(name, precision)[0].exchanges
+        return Counter(item.kind for item in exchanges if item.bytes >= stream // 2)
+
+    assert counts("mp") == {"all_reduce": 2 * of_layers + 2}
+    # The head's input is gathered, too, and so is the gradient of the embedding's output.
+    gathers = 2 * of_layers + 2
+    assert counts("mp_sp") == {
+        "all_reduce": 2,
+        "all_gather_into_tensor": gathers,
+        "reduce_scatter_tensor": 2 * of_layers,
+    }
 
 
 @pytest.mark.parametrize("name", ["zero3", pytest.param("zero1", marks=pytest.mark.full)])

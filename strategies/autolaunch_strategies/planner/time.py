@@ -352,18 +352,23 @@ def _part_costs(
     elementwise_w = gradients / device.memory_rate
 
     size = part.exchange_bytes * ways.batch / ways.cp
-    reduced = collective_time(hardware, "all_reduce", ways.mp, 1, size)
+    # Autocast makes outputs of row-wise layers narrow; what column-wise ones are given, and its gradient, stays wide.
+    wide = size * max(profile.element_bytes / recipe.cast_bytes, 1.0) if recipe.cast_bytes else size
+    reduced, reduced_b = (collective_time(hardware, "all_reduce", ways.mp, 1, item) for item in (size, wide))
     if ways.sequence_parallel.any():
-        pair = collective_time(hardware, "all_gather", ways.mp, 1, size)
-        pair = pair + collective_time(hardware, "reduce_scatter", ways.mp, 1, size)
-        reduced = np.where(ways.sequence_parallel, pair, reduced)
-    mp_f = part.exchanges * reduced * max(1 - constants.hidden_mp, 0.0)
+        gathered, gathered_b = (collective_time(hardware, "all_gather", ways.mp, 1, item) for item in (wide, size))
+        scattered, scattered_b = (
+            collective_time(hardware, "reduce_scatter", ways.mp, 1, item) for item in (size, wide)
+        )
+        reduced = np.where(ways.sequence_parallel, gathered + scattered, reduced)
+        reduced_b = np.where(ways.sequence_parallel, gathered_b + scattered_b, reduced_b)
+    mp_f, mp_b = (part.exchanges * item * max(1 - constants.hidden_mp, 0.0) for item in (reduced, reduced_b))
     of_mixtures = zero
     if part.expert_parameters:  # each rank of mp has a part of them; compiled, it gathers the others
         parts = collective_time(hardware, "all_gather", ways.mp, 1, part.expert_parameters * recipe.gathered_bytes)
         results = part.mixtures * collective_time(hardware, "all_reduce", ways.mp, 1, size)
         of_mixtures = np.where(ways.ep > 1, 0.0, np.where(compiled, parts, results))
-    mp_b = mp_f * (1 + full) + of_mixtures * (full + selective + ~compiled)
+    mp_b = mp_b + mp_f * full + of_mixtures * (full + selective + ~compiled)
     mp_f = mp_f + of_mixtures
     ep_f = _ep_times(part, ways, profile, hardware)
     ep_b = ep_f * (1 + full)  # selective recomputation keeps what has travelled
