@@ -449,6 +449,22 @@ WRONG = [
         ),
         id="list-without-brackets",
     ),
+    pytest.param(["=3"], Told("=3", "no key", allowed="key=value"), id="no-key"),
+    pytest.param(
+        ["search.trials=3"],
+        Told(
+            "search.trials=3",
+            "there is no search",
+            allowed=("search=auto",),
+            write="autolaunch -m search=auto search.trials=3",
+        ),
+        id="key-of-no-search",
+    ),
+    pytest.param(
+        ["adapter.rank=4"],
+        Told("adapter.rank=4", "there is no adapter", allowed=("adapter=lora",), write="adapter=lora adapter.rank=4"),
+        id="key-of-no-adapter",
+    ),
     pytest.param(
         ["seed=range(3)"],
         Told("seed=range(3)", "several values", "-m", write="autolaunch -m seed=range(3)"),

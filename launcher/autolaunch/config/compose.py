@@ -195,7 +195,9 @@ def _parse(overrides: Sequence[str], loader: ConfigLoader, errors: list[ConfigEr
     for override in overrides:
         try:
             (item,) = parser.parse_overrides([override])
-            if item.key_or_group == "experiment" and str(item.value()).endswith(".yml"):
+            if not item.key_or_group:
+                errors.append(ConfigError(unquoted(override), "has no key in front", "key=value"))
+            elif item.key_or_group == "experiment" and str(item.value()).endswith(".yml"):
                 errors.append(_no_such_option(override, f"experiment/{item.value()}", loader))
             elif isinstance(item.value(), int | float) and _is_group(loader, item.key_or_group):
                 errors.append(_no_such_option(override, f"{item.key_or_group}/{item.value()}", loader))
@@ -427,9 +429,23 @@ def _options_text(group: str, options: Sequence[str]) -> str:
     return ", ".join(sorted(options)) + (", or any other shape" if group == "mesh" else "")
 
 
+_USUAL_OPTIONS = {"search": "search=auto", "adapter": "adapter=lora"}
+"""Of groups of which nothing is chosen unless it is typed, the option that most mean."""
+
+
 def _no_such_key(override: str, key: str, value: str, config: Mapping[str, Any], loader: ConfigLoader) -> ConfigError:
     if config and key.startswith("cluster.") and config.get("cluster") is None:
         return _no_cluster(override, config)
+    group = key.partition(".")[0]
+    if config and group in _USUAL_OPTIONS and config.get(group) is None:
+        option = _USUAL_OPTIONS[group]
+        start = "autolaunch -m " if group == "search" else ""
+        return ConfigError(
+            override,
+            f"is a key of {group}, and there is no {group}",
+            f"{option} beside it",
+            f"{start}{option} {override}",
+        )
     parent, node = _deepest(config, key)
     known = sorted(_dotted(config), key=lambda item: item.partition(".")[0] in TASKS)  # keys of one task come last
     rest = key[len(parent) + 1 :] if parent else key

@@ -62,7 +62,7 @@ class Replicator:
         return replica
 
     def whole(self, tensor: Any) -> Any:
-        """As `plain`. Where the whole goes on to sharded layers its gradient is scattered, and not added up whole before.
+        """As `plain`; where the whole goes on to sharded layers its gradient is scattered, not added up whole before.
 
         Differentiable.
         """
