@@ -368,7 +368,9 @@ def test_a_sweep_of_nothing_but_mistakes_ends_as_one_mistake(
         (("optimizer.lr=0.5",), 2),
         (("optimizer.lr=0.5", "+module.rate=${optimizer.lr}"), 0),
         (("optimizer.lr=0.5", "+data.rate=${optimizer.lr}", "data=custom", "data._target_=json.JSONDecoder"), 0),
+        (("optimizer.lr=0.5", "+module.rate=${oc.select:optimizer.lr}"), 0),
         (("optimizer.lr=0.5", "+module.rate=${optimizer.weight_decay}"), 2),
+        (("model.size=1b", "+module.model=3", "+module.rate=${module.model}"), 2),
     ],
 )
 def test_what_a_module_refers_to_has_an_effect(

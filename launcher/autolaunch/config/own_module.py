@@ -12,6 +12,7 @@ from autolaunch_strategies.config import ConfigError
 
 _OUR_OWN = ("model", "optimizer", "scheduler")
 """The keys in whose place a module of the user's stands."""
+_NAMED = re.compile(rf"(?<!\w)(?<!\w\.)(?:{'|'.join(_OUR_OWN)})(?:\.\w+)*")
 _OF_A_PLAN = ("optimizer", "optimizer.name", "optimizer._target_", "optimizer.momentum")
 """What a plan takes the state of the optimizer from, whose own is not asked."""
 
@@ -45,9 +46,9 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _references(values: Any) -> set[str]:
-    """The dotted keys that interpolations in values name."""
+    """The dotted keys of ours that interpolations in values name, also to a resolver, or relative to their place."""
     if isinstance(values, str):
-        return set(re.findall(r"\$\{\s*([\w.]+)\s*\}", values))
+        return set(_NAMED.findall(values)) if "${" in values else set()
     parts = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
     return {reference for part in parts for reference in _references(part)}
 

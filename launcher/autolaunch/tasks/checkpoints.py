@@ -242,14 +242,19 @@ class Checkpoints(ModelCheckpoint):
     def _check_that_it_is_logged(self, trainer: pl.Trainer) -> None:
         if self.monitor is None or self.monitor in trainer.callback_metrics:
             return
-        names = sorted(trainer.callback_metrics)
-        close = nearest(self.monitor, names)
-        raise ConfigError(
-            f"checkpoint.monitor={self.monitor}",
-            "nothing of that name has been logged",
-            ", ".join(names) or "the names that self.log(...) is given",
-            f"checkpoint.monitor={close}" if close else "",
-        )
+        raise never_logged("checkpoint.monitor", self.monitor, trainer)
+
+
+def never_logged(key: str, monitor: str, trainer: pl.Trainer) -> ConfigError:
+    """What is said of a key with the name of a value that nobody has logged when it is looked for."""
+    names = sorted(trainer.callback_metrics)
+    close = nearest(monitor, names)
+    return ConfigError(
+        f"{key}={monitor}",
+        "nothing of that name has been logged",
+        ", ".join(names) or "the names that self.log(...) is given",
+        f"{key}={close}" if close else "",
+    )
 
 
 def _states_per_parameter(optimizer: torch.optim.Optimizer) -> int:

@@ -36,9 +36,9 @@ from autolaunch.report.screen import show_end, show_start
 from autolaunch.report.summary import collect_summary
 from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
+from autolaunch.tasks.checkpoints import never_logged
 from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, quiet_lightning
 from autolaunch.tasks.trusted import check_targets
-from autolaunch_strategies.config import ConfigError, nearest
 
 
 def run(
@@ -150,14 +150,7 @@ def _fit(trainer: pl.Trainer, module: pl.LightningModule, data: Any, config: Map
         for name, node in (config["callbacks"] or {}).items():
             monitor = node.get("monitor") if isinstance(node, Mapping) else None
             if monitor and monitor not in trainer.callback_metrics and f"`{monitor}` which is not" in str(error):
-                names = sorted(trainer.callback_metrics)
-                close = nearest(monitor, names)
-                raise ConfigError(
-                    f"callbacks.{name}.monitor={monitor}",
-                    "nothing of that name has been logged",
-                    ", ".join(names) or "the names that self.log(...) is given",
-                    f"callbacks.{name}.monitor={close}" if close else "",
-                ) from error
+                raise never_logged(f"callbacks.{name}.monitor", monitor, trainer) from error
         raise
 
 

@@ -13,7 +13,7 @@ from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.planner.candidate import FIELDS, Candidates
 from autolaunch_strategies.planner.enumerate import Rejections, Space, codes, divisors
 from autolaunch_strategies.planner.hardware import Hardware
-from autolaunch_strategies.planner.impossible import impossible, nothing_runs
+from autolaunch_strategies.planner.impossible import Asked, impossible, nothing_runs
 from autolaunch_strategies.planner.memory import peak_memory
 from autolaunch_strategies.planner.plan import MEASURED, SURE, TIGHT, Looked, Plan
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
@@ -214,7 +214,7 @@ def _look(
         return look(profile, recipe, hardware, wanted, memory_share)[1]
 
     if not len(looked):
-        raise impossible(where, profile, rejections, hardware, wanted, partial(look_at, recipe))
+        raise impossible(Asked(where, profile, rejections, hardware, wanted, partial(look_at, recipe)))
     closest = looked.candidates[int(looked.memory_bytes.argmin())]
     helps = changes(look_at, recipe, hardware, wanted, float(looked.memory_bytes.min()))
     fits = [str(change) for change in helps if change.fits]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,20 +19,26 @@ LookOn = Callable[[Hardware, Mapping[str, Sequence[int]]], Looked]
 """Everything that could be run of a training, with its predictions."""
 
 
-def impossible(
-    where: str,
-    profile: ModelProfile,
-    rejections: Rejections,
-    hardware: Hardware,
-    wanted: Mapping[str, Sequence[int]],
-    look_on: LookOn,
-) -> ConfigError:
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for, of which no candidate was made."""
+
+    where: str
+    profile: ModelProfile
+    rejections: Rejections
+    hardware: Hardware
+    wanted: Mapping[str, Sequence[int]]
+    look_on: LookOn
+
+
+def impossible(asked: Asked) -> ConfigError:
     """Why nothing can be run, and what of what was asked for would have to be another."""
-    if "mp" in wanted and not any(shares_evenly(profile, mp) for mp in wanted["mp"]):
-        return _uneven_mp(where, profile, rejections, hardware, wanted, look_on)
-    problem = "there is no way to run this: " + nothing_runs(rejections)
+    hardware, wanted, look_on = asked.hardware, asked.wanted, asked.look_on
+    if "mp" in wanted and not any(shares_evenly(asked.profile, mp) for mp in wanted["mp"]):
+        return _uneven_mp(asked)
+    problem = "there is no way to run this: " + nothing_runs(asked.rejections)
     if not wanted.keys() & set(AXES) or "devices" in wanted:
-        return ConfigError(where, problem)
+        return ConfigError(asked.where, problem)
     allowed, write = [], ""
     if wanted.keys() >= set(AXES) and (ranks := _ranks(wanted)) != hardware.devices:
         allowed.append(f"a mesh of {hardware.devices} ranks")
@@ -43,26 +50,21 @@ def impossible(
         mesh = f"mesh={free.candidates[int(np.flatnonzero(free.fits)[0])].mesh.name}"
         allowed.append(f"{mesh}, the fastest if the mesh is left to the planner")
         write = write or mesh
-    return ConfigError(where, problem, "; ".join(allowed), write)
+    return ConfigError(asked.where, problem, "; ".join(allowed), write)
 
 
-def _uneven_mp(
-    where: str,
-    profile: ModelProfile,
-    rejections: Rejections,
-    hardware: Hardware,
-    wanted: Mapping[str, Sequence[int]],
-    look_on: LookOn,
-) -> ConfigError:
+def _uneven_mp(asked: Asked) -> ConfigError:
     """Sizes of mp for which no candidate is made, though a run may have them: it gathers keys and values."""
+    profile, hardware, wanted = asked.profile, asked.hardware, asked.wanted
     weighed = [mp for mp in divisors(hardware.devices) if shares_evenly(profile, mp) and "mp" not in profile.refused]
     meshes = (_with_mp(wanted, mp, hardware.devices) for mp in reversed(weighed or [1]))
-    write = next((_line_of_mesh(mesh) for mesh in meshes if mesh and _runs(look_on(hardware, mesh))), "")
-    asked = max(wanted["mp"])
-    may_run = (profile.heads or 1) % asked == 0
+    write = next((_line_of_mesh(mesh) for mesh in meshes if mesh and _runs(asked.look_on(hardware, mesh))), "")
+    may_run = (profile.heads or 1) % max(wanted["mp"]) == 0
     return ConfigError(
-        where,
-        next((item.reason for item in rejections if item.rule.name == "mp_sizes"), nothing_runs(rejections)),
+        asked.where,
+        next(
+            (item.reason for item in asked.rejections if item.rule.name == "mp_sizes"), nothing_runs(asked.rejections)
+        ),
         f"mp of size {', '.join(map(str, weighed or [1]))}"
         + (
             "; a run and a dry run can have such a mesh: they gather keys and values, or cut unevenly"
