@@ -118,6 +118,27 @@ def test_every_path_that_is_no_run_is_told_as_it_was_typed(
     assert_only_told(capsys.readouterr().err, [Told("nodir1", "no such directory"), told])
 
 
+def test_every_job_is_checked_before_the_first_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["compare", "model=llama", "mesh=1,3", "optimizer.lr=0.1,much"]) == 2
+    rows = Told(
+        "data.batch_size=16",
+        "3 data parallel ranks",
+        allowed="multiples of 3",
+        write="data.batch_size=15 or data.batch_size=18",
+    )
+    assert_only_told(capsys.readouterr().err, [Told("optimizer.lr=much", "must be a number"), rows])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_may_be_called_like_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [finished(tmp_path / f"optimizer.lr={rate}", 1, 2) for rate in (0.1, 0.2)]
+    assert run(["compare", *runs]) == 0
+    assert f"compared with {runs[0]}, 2 steps:" in capsys.readouterr().out
+
+
 def test_the_metrics_of_a_run_stand_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_of_a = finished(tmp_path / "a", 1, 2)
     assert run(["compare", f"{run_of_a}/metrics.csv", run_of_a]) == 0

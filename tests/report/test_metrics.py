@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.utils.data import DataLoader
 
 from autolaunch.report import metrics
-from autolaunch.report.metrics import StepMetrics, count_tokens
+from autolaunch.report.metrics import StepMetrics, count_tokens, holds_tokens
 from autolaunch.report.metrics_csv import COLUMNS, MetricsCsv
 from tests.support.ranks import start, torchrun
 
@@ -239,18 +239,19 @@ def test_a_run_that_fails_keeps_its_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens"),
+    ("batch", "count", "tokens"),
     [
-        pytest.param({"input_ids": torch.zeros(2, 3), "labels": torch.zeros(9)}, 6, id="input_ids"),
-        pytest.param({"images": torch.zeros(2, 3, 8), "labels": torch.zeros(2)}, 2, id="labels"),
-        pytest.param((torch.zeros(4, 7), torch.zeros(4)), 4, id="tuple"),
-        pytest.param({"meta": "text", "x": [torch.zeros(5, 2)]}, 5, id="nested"),
-        pytest.param(torch.zeros(3, 2), 3, id="tensor"),
-        pytest.param("text", 0, id="nothing"),
+        pytest.param({"input_ids": torch.zeros(2, 3), "labels": torch.zeros(9)}, 6, True, id="input_ids"),
+        pytest.param({"images": torch.zeros(2, 3, 8), "labels": torch.zeros(2)}, 2, False, id="labels"),
+        pytest.param((torch.zeros(4, 7), torch.zeros(4)), 4, False, id="tuple"),
+        pytest.param({"meta": "text", "x": [torch.zeros(5, 2)]}, 5, False, id="nested"),
+        pytest.param([{"text": {"labels": torch.zeros(2, 5)}}], 10, True, id="nested tokens"),
+        pytest.param(torch.zeros(3, 2), 3, False, id="tensor"),
+        pytest.param("text", 0, False, id="nothing"),
     ],
 )
-def test_count_tokens(batch: Any, tokens: int) -> None:
-    assert count_tokens(batch) == tokens
+def test_count_tokens(batch: Any, count: int, tokens: bool) -> None:
+    assert (count_tokens(batch), holds_tokens(batch)) == (count, tokens)
 
 
 TWO_RANKS = """

@@ -125,7 +125,9 @@ def test_the_bar(script: Path) -> None:
     plain = without_codes(text)
     *_, bar, values = [line for line in re.split(r"[\r\n]+", plain) if line.strip()]
     assert re.fullmatch(r"training 12/12 ━+ 100% 0:00:\d\d left 0:00:00\s*", bar)
-    assert re.fullmatch(r"loss \d\.\d{4}   [\d,.]+k? tok/s   [\d.e-]+ s/step   \d+ MiB   val_loss \d\.\d{4}\s*", values)
+    assert re.fullmatch(
+        r"loss \d\.\d{4}   [\d,.]+k? samples/s   [\d.e-]+ s/step   \d+ MiB   val_loss \d\.\d{4}\s*", values
+    )
     assert re.search(r"validation [012]/2 ", plain)
     # What others print stands on lines of its own, above the bar.
     assert re.search(r"(?m)^\s*a word in between\s*$", plain.replace("\r", "\n"))
@@ -142,7 +144,7 @@ def test_plain_lines_in_a_pipe(script: Path) -> None:
         said = pipe.read()
         assert process.wait(10) == 0, (script.parent / "errors").read_text()
     assert "\x1b" not in said
-    values = r"loss \d\.\d{4}  [\d,.]+k? tok/s  [\d.e-]+ s/step  \d+ MiB"
+    values = r"loss \d\.\d{4}  [\d,.]+k? samples/s  [\d.e-]+ s/step  \d+ MiB"
     expected = [
         rf"step  1/12  {values}",
         r"a word in between",

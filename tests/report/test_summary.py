@@ -77,7 +77,7 @@ def test_a_finished_fit(tmp_path: Path) -> None:
     run = trainer(tmp_path, step_metrics, ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5))
     run.fit(Model(), data())
     summary = collect_summary(run, step_metrics, time.time(), task="fit")
-    assert list(summary) == KEYS
+    assert list(summary) == [*KEYS, "counted"]
     assert step_metrics.latest is not None
     exact = {
         "task": "fit",
@@ -88,6 +88,7 @@ def test_a_finished_fit(tmp_path: Path) -> None:
         "loss": step_metrics.latest.loss,  # lightning's default of 50 steps between rows leaves only the last
         "parameters": 5,
         "checkpoint": str(tmp_path / "step=5.ckpt"),
+        "counted": "samples",
     }
     assert {key: summary[key] for key in exact} == exact
     assert summary["peak_memory_bytes"] > 2**20

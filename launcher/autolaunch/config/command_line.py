@@ -146,8 +146,8 @@ def compares_runs(argv: Sequence[str]) -> bool:
 
 
 def names_a_run(word: str) -> bool:
-    """Whether a word behind `compare` is the directory of a finished run, and no key."""
-    return "=" not in word
+    """Whether a word behind `compare` is the directory of a finished run (`outputs/lr=0.1` may be one), and no key."""
+    return "=" not in word or ("/" in word and Path(word).is_dir())
 
 
 def _unknown_flag(typed: str, flags: list[str]) -> ConfigError:

@@ -21,6 +21,7 @@ from typing import Any
 import hydra
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import run_and_report
 from hydra.core.config_loader import ConfigLoader
@@ -144,6 +145,14 @@ def run_sweep(line: CommandLine, directory: Path, task: Callable[[DictConfig], A
         sweeping = GlobalHydra.instance().hydra
         assert sweeping is not None
         return _exit_code(lambda: run_and_report(lambda: sweeping.multirun(line.config_name, task, overrides)))
+
+
+def jobs_of_sweep(line: CommandLine) -> list[list[str]]:
+    """The overrides of every job that Hydra's own sweeper makes of a line."""
+    with _initialized(line) as loader:
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(line.overrides)
+        (jobs,) = BasicSweeper.split_arguments(parsed, None)
+        return jobs
 
 
 def print_config(line: CommandLine, config: DictConfig) -> int:

@@ -27,7 +27,16 @@ from autolaunch.config.against_schema import validate
 from autolaunch.config.arithmetic import with_arithmetic
 from autolaunch.config.classification import with_labels_of_model
 from autolaunch.config.command_line import CommandLine, quoted_mesh, unquoted
-from autolaunch.config.compose import Composed, compose, from_environment, resolved, run_once, run_sweep, unresolvable
+from autolaunch.config.compose import (
+    Composed,
+    compose,
+    from_environment,
+    jobs_of_sweep,
+    resolved,
+    run_once,
+    run_sweep,
+    unresolvable,
+)
 from autolaunch.config.hub import fetch_weights, with_hub_directory
 from autolaunch.config.microbatches import with_batch_parts
 from autolaunch.config.origin import Origin
@@ -329,9 +338,10 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
         )
     _refuse_intervals(line, config)
     compares = config.task == "compare"
+    directory = _output_dir(config, config.hydra.sweep)
     if compares:
         refuse_single_job(line.overrides, swept)
-    directory = _output_dir(config, config.hydra.sweep)
+        _check_each_job(line, directory)
     directory = _claim(directory, config, config.hydra.sweep)
     with _locked(directory, config):
         forget_ends(directory)
@@ -350,6 +360,30 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
                 shutil.rmtree(directory)
     code = code or _code_of(ends)
     return code or (compare_jobs(ends, config.compare.tolerance) if compares else 0)
+
+
+def _check_each_job(line: CommandLine, directory: Path) -> None:
+    """Check every job of a comparison before the first one runs: without all of them it says little.
+
+    Raises:
+        ConfigError, ConfigErrors: what is wrong with any of them.
+    """
+    errors: dict[str, ConfigError] = {}
+    for number, overrides in enumerate(jobs_of_sweep(line)):
+        try:
+            composed = compose(replace(line, overrides=overrides, multirun=False))
+            resolve_job(
+                composed.config,
+                composed.config.hydra,
+                directory / str(number),
+                origin=composed.origin,
+                errors=composed.errors,
+            )
+        except ConfigErrors as several:
+            errors |= {str(error): error for error in several.errors}
+        except ConfigError as error:
+            errors[str(error)] = error
+    raise_all(list(errors.values()))
 
 
 def _code_of(ends: Sequence[JobEnd]) -> int:

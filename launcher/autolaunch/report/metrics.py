@@ -57,6 +57,8 @@ class StepMetrics(pl.Callback):
         self._measured: _Measured | None = None
         self.latest: StepRecord | None = None
         self.tokens = 0
+        self.counted = "tokens"
+        """What batches were counted in: tokens, or samples if they hold none."""
         # One entry per record; arrays, because a run may have millions of them.
         self.steps, self.losses = array("q"), array("d")
         self.not_finite_since: int | None = None
@@ -110,6 +112,7 @@ class StepMetrics(pl.Callback):
     ) -> None:
         if self._batches == 0:
             self._loss_sum = None
+            self.counted = "tokens" if holds_tokens(batch) else "samples"
         self._batches += 1
         tokens = count_tokens(batch)
         self._uncounted_tokens += tokens
@@ -289,10 +292,20 @@ class StepMetrics(pl.Callback):
             self._paused_at = since
 
 
+_OF_TOKENS = ("input_ids", "labels")
+
+
+def holds_tokens(batch: Any) -> bool:
+    """Whether `count_tokens` finds tokens in a batch: of one label for each sample it doesn't."""
+    parts: Any = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    named = [batch.get(name) for name in _OF_TOKENS] if isinstance(batch, Mapping) else []
+    return any(isinstance(it, torch.Tensor) and it.ndim > 1 for it in named) or any(map(holds_tokens, parts))
+
+
 def count_tokens(batch: Any) -> int:
     """Tokens in a batch: elements of `input_ids` or `labels`; else its samples, the first dim of its first tensor."""
     if isinstance(batch, Mapping):
-        for name in ("input_ids", "labels"):
+        for name in _OF_TOKENS:
             if isinstance(batch.get(name), torch.Tensor):
                 return int(batch[name].numel())
         parts: Any = batch.values()

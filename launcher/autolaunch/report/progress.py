@@ -118,7 +118,8 @@ class ProgressLine(ProgressBar):
             return []
         pairs = [] if latest.loss is None else [("loss", f"{latest.loss:.4f}")]
         if self._metrics.seconds[-1] > 0:
-            pairs.append(("", f"{readable_count(self._metrics.tokens_timed[-1] / self._metrics.seconds[-1])} tok/s"))
+            rate = readable_count(self._metrics.tokens_timed[-1] / self._metrics.seconds[-1])
+            pairs.append(("", f"{rate} {'tok' if self._metrics.counted == 'tokens' else self._metrics.counted}/s"))
         pairs.append(("", f"{latest.step_time_s:.3g} s/step"))
         pairs.append(("", readable_bytes(peak_memory_bytes())))
         return [*pairs, *((name, f"{value:.4f}") for name, value in self._validation.items())]

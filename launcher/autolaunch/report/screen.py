@@ -394,7 +394,7 @@ def _loss(summary: Mapping[str, Any], losses: Sequence[float]) -> str:
 def _speed(summary: Mapping[str, Any]) -> str:
     rate, step_time = summary.get("tokens_per_second"), summary.get("step_time_s")
     return joined(
-        f"{readable_count(rate)} tokens/s" if rate else "",
+        f"{readable_count(rate)} {summary.get('counted', 'tokens')}/s" if rate else "",
         f"{readable_seconds(step_time)} per step (median)" if step_time else "",
     )
 

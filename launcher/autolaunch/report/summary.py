@@ -51,6 +51,8 @@ def collect_summary(
         "checkpoint": _checkpoint(trainer) if task == "fit" else None,
         "seconds": time.time() - started,
     }
+    if training and step_metrics is not None and step_metrics.counted != "tokens":
+        summary["counted"] = step_metrics.counted
     if training and step_metrics is not None and step_metrics.worst_expert_load is not None:
         layer, imbalance = step_metrics.worst_expert_load
         summary["experts"] = {"worst_layer": layer, "imbalance": imbalance}
