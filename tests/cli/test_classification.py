@@ -52,6 +52,7 @@ def test_a_classifier_of_the_hub_trains_alike_everywhere_and_is_exported(command
     downloaded = command("model.path=org/tiny", "mesh=2", cold=True)
     assert downloaded.screen.count("downloading weights in 1 file") == 1
     assert "score.weight" in downloaded.screen  # random at the start, which is no secret
+    assert "not of this model: lm_head.weight" in downloaded.screen
     alone = command("model.path=model", "mesh=1")
     assert_same_curve(downloaded, alone)
     for mesh in ("1x2", "1x1x2", "1x1x1x2"):

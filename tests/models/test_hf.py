@@ -181,6 +181,15 @@ def test_weights_come_back_one_by_one(tmp_path: Path, model_type: str, shard: st
     assert sources.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
         assert torch.equal(weights.read(sources[name]), tensor), name
+    assert weights.unread(empty, sources) == []
+
+
+def test_what_a_smaller_model_leaves_over(saved: tuple[Path, torch.nn.Module]) -> None:
+    path, model = saved
+    weights = SafetensorsWeights(path)
+    smaller = build_model({**local(path), "config": {"num_hidden_layers": 1}})
+    left = [name for name in model.state_dict() if name.startswith("model.layers.1.")]
+    assert weights.unread(smaller, weights.matching(smaller)) == sorted(left) and len(left) == 9
 
 
 def test_slices(saved: tuple[Path, torch.nn.Module]) -> None:

@@ -21,6 +21,9 @@ Source = str | Converted
 
 _SHOWN = 5  # names in a message
 
+_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
+"""What files of older releases of `transformers` hold, and models compute."""
+
 
 class SafetensorsWeights:
     """The tensors of a directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and its shards.
@@ -117,6 +120,19 @@ class SafetensorsWeights:
             f"{{}} of the weights of {type(model).__name__} have another shape in its files",
         )
         return {name: matches[name] for name in wanted if name in matches}
+
+    def unread(self, model: nn.Module, sources: Mapping[str, Source]) -> list[str]:
+        """The names in the files that none of these sources reads, except for what the class declares as left over.
+
+        Args:
+            sources: what `matching` returned for this model.
+        """
+        parts = [(item,) if isinstance(item, str) else (name for _, name in item.parts) for item in sources.values()]
+        left = self.names().difference(*parts)
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        return sorted(
+            name for name in left if not _COMPUTED.search(name) and not any(re.search(it, name) for it in ignored)
+        )
 
     def _stack(self, source: Converted, index: tuple[slice, ...]) -> torch.Tensor:
         first, end, _ = (index[0] if index else slice(None)).indices(source.shape[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ def _pretrained(
     adapted: Any = module.adapted
     if adapted is None:
         sources = weights.matching(model, new_head=new_head)
+        _say_what_is_unread(weights.unread(model, sources))
         _say_what_is_new(module, {name for name, _ in model.named_parameters()} - sources.keys())
         return {f"model.{name}": partial(weights.read, source) for name, source in sources.items()}
     if construction is None:
@@ -91,6 +92,7 @@ def _pretrained(
     state = model.state_dict(keep_vars=True)
     base = {base_name: state[name] for name, base_name in adapted.base_names.items()} | adapted.replaced
     sources = weights.matching(model, base, new_head)
+    _say_what_is_unread(weights.unread(model, sources))
     _check_new_head(adapted, base.keys() - sources.keys())
     for base_name, source in sources.items():
         if construction.knows(base[base_name]):
@@ -106,6 +108,13 @@ def _say_what_is_new(module: pl.LightningModule, names: set[str]) -> None:
     """Random weights beside pretrained ones are no secret."""
     if names:
         rank_zero_warn(f"not in the files of model.path, and random at the start: {', '.join(sorted(names))}")
+
+
+def _say_what_is_unread(names: Sequence[str]) -> None:
+    """A model that is smaller than that of the files, or another one, leaves some of them over."""
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        rank_zero_warn(f"in the files of model.path, and not of this model: {', '.join(names[:_SHOWN])}{more}")
 
 
 def _check_new_head(adapted: Any, names: set[str]) -> None:
