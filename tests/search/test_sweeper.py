@@ -229,6 +229,11 @@ def test_what_was_typed_is_kept(
             Told("data.batch_size=16", "3 data parallel ranks", write="data.batch_size=15 or data.batch_size=18"),
             id="nothing-fits",
         ),
+        pytest.param(
+            ["cluster=h100x64", "data.batch_size=64"],
+            Told("search=auto with cluster=h100x64", "one machine", "8", allowed="one node", write="cluster=h100x8"),
+            id="several-machines",
+        ),
     ],
 )
 def test_refused(typed: list[str], told: Told, command: Callable[..., Outcome], trials: Trials) -> None:

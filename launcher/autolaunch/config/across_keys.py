@@ -675,6 +675,15 @@ def _search(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
                 "search=optuna, which compares any number that is logged",
                 f"search.{key}={written(default)}",
             )
+    cluster = config["cluster"]
+    if cluster is not None and cluster["nodes"] > 1:
+        name, devices = cluster["name"], cluster["devices_per_node"]
+        yield ConfigError(
+            f"search=auto with cluster={name}x{cluster['nodes'] * devices}",
+            f"a search measures on the devices of one machine, and these are {cluster['nodes']}",
+            "a cluster of one node; autolaunch plan for all of them",
+            f"cluster={name}x{devices}",
+        )
 
 
 def _restarts(

@@ -716,7 +716,7 @@ class Job:
     ep: int = option("Over how many ranks of dp x cp x mp the experts of a mixture are shared out.", 1, ge=1)
     ckpt_path: str | None = option(
         "Checkpoint to go on from: its path, that of a run (its newest), or `last`, the newest of output_dir or else "
-        "of the runs of this name. validate, test and predict take model, adapter and data from its job.",
+        "of the runs of this name. validate, test, predict and generate take model, adapter and data from its job.",
         None,
     )
     export_path: str | None = option("Where `autolaunch export` writes (null: <output_dir>/export).", None)

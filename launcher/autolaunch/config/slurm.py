@@ -134,7 +134,7 @@ def check_slurm(
         yield ConfigError(
             f"search={config['search']['name']} with launch=slurm",
             "a search measures on the devices of the machine that it runs on",
-            "the search inside a job: sbatch or srun of the same line with launch=local",
+            "the search inside a job of one node: sbatch of the same line with launch=local",
             "launch=local",
         )
     elif launch["submit"] and shutil.which("sbatch") is None:

@@ -37,7 +37,7 @@ from autolaunch.report.summary import collect_summary
 from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.checkpoints import never_logged
-from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, quiet_lightning
+from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, leave_clipping, quiet_lightning
 from autolaunch.tasks.trusted import check_targets
 
 
@@ -86,6 +86,8 @@ def _run(job: ResolvedJob, place: Place, steps: StepMetrics, further: Sequence[p
     loggers = [MetricsCsv(job.output_dir)] if task == "fit" else []
     trainer = build_trainer(job, strategy, steps, callbacks, loggers)
     module = construct_module(config, strategy, trainer.precision_plugin, strategy.root_device)
+    if task == "fit":
+        leave_clipping(trainer, module, job.overrides)
     screen.packed_attention = settle(config, module, strategy.root_device)
     listen(partial(PULSE.moved, Activity.STARTING, 0))  # preparing data is no part of the first step
     data = build_data(config["data"], config["seed"])

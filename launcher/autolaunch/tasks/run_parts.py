@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
+from autolaunch.config.schema import Trainer, defaults_of
 from autolaunch.instantiate import build
 from autolaunch.job import PARALLEL_KEYS, ResolvedJob
 from autolaunch.models import build_module
@@ -89,6 +90,29 @@ def build_trainer(
         use_distributed_sampler="_target_" in config["data"],  # our own data know their share
         **arguments,
     )
+
+
+def leave_clipping(trainer: pl.Trainer, module: pl.LightningModule, typed: Sequence[str]) -> None:
+    """Clip no gradients of a module that optimizes by hand: lightning refuses to, and the limit is there by default.
+
+    Args:
+        typed: the overrides of the job.
+
+    Raises:
+        ConfigError: the limit was set for this run.
+    """
+    limit = trainer.gradient_clip_val
+    if module.automatic_optimization or limit is None:
+        return
+    key = "trainer.gradient_clip_val"
+    if limit != defaults_of(Trainer)["gradient_clip_val"] or any(item.lstrip("+").startswith(key) for item in typed):
+        raise ConfigError(
+            f"{key}={limit:g}",
+            f"{type(module).__name__} optimizes by hand (automatic_optimization=False), where nothing else clips",
+            "self.clip_gradients(optimizer, ...) in its training_step",
+            f"{key}=null",
+        )
+    trainer.gradient_clip_val = None
 
 
 def _profiler(name: str | None, output_dir: Path) -> Profiler | None:
