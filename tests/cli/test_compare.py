@@ -36,7 +36,14 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         x = batch["input_ids"].float() / 100
-        loss = (self.net(x) - x.sum(1, keepdim=True)).square()
+        if self.fault == "between":
+            hidden = self.net[1](self.net[0](x))
+            made = self.net[2](hidden - hidden.mean(0))
+        else:
+            made = self.net(x)
+        loss = (made - x.sum(1, keepdim=True)).square()
+        if self.fault == "loss" and dist.is_initialized() and dist.get_rank():
+            loss = loss + self.net[2].weight.square().sum()
         return loss.sum() / 8 if self.fault == "sum" else loss.mean()
 
     def configure_optimizers(self):
@@ -217,7 +224,9 @@ def test_equal_runs_are_equal_in_all_that_is_kept(tmp_path: Path) -> None:
         for expected, found in zip(alone.steps, other.steps, strict=True):
             for kind, table in expected.items():
                 # What holds parts of both stages has no output that one of them sees.
-                assert table.keys() - found[kind].keys() <= ({"model", "model.model"} if kind == "output" else set())
+                assert table.keys() - found[kind].keys() <= (
+                    {"model", "model.model"} if kind in ("input", "output") else set()
+                )
                 for name in table.keys() & found[kind].keys():
                     assert found[kind][name] == pytest.approx(table[name], rel=1e-4, abs=1e-6), (kind, name)
     assert {"model.model.embed_tokens", "model.model.layers.1.mlp.down_proj", "model.lm_head"} <= outputs
@@ -233,6 +242,8 @@ def test_equal_runs_are_equal_in_all_that_is_kept(tmp_path: Path) -> None:
         ("data", "input_ids in the batch", "other data, or another order"),
         ("module", "output of net.1 (ByRank)", "ByRank computes something else"),
         ("sum", "gradient of net.2.bias", "all gradients are 0.5 times as large"),
+        ("between", "output of net.2 (Linear)", "what is computed between modules before it"),
+        ("loss", "gradient of net.2.weight", "what makes a loss of them"),
     ],
 )
 def test_a_planted_fault_is_found(tmp_path: Path, fault: str, place: str, cause: str) -> None:

@@ -12,12 +12,23 @@ from torch.utils.data import DataLoader, TensorDataset
 SIZE = 20
 
 
-class Classifier(pl.LightningModule):
-    def __init__(self, manual: bool = False) -> None:
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
+        self.cell = nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.cell(rows.unflatten(1, (16, 32)))[0].flatten(1)
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self, manual: bool = False, kinds: bool = False) -> None:
+        super().__init__()
+        norm, behind = (nn.BatchNorm2d(32), Recurrent()) if kinds else (nn.Identity(), nn.Identity())
         self.net = nn.Sequential(
-            nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10)
-        )
+            nn.Conv2d(3, 32, 3, padding=1), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), behind,
+            nn.Linear(512, 10),
+        )  # fmt: skip
         self.automatic_optimization = not manual
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

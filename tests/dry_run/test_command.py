@@ -41,6 +41,15 @@ def test_a_module_of_ones_own_is_run_and_planned_on_the_first_batch_of_its_data(
     assert first["predicted"]["total"] == pytest.approx(first["memory"]["total"], rel=0.15)
 
 
+def test_layers_that_join_a_batch_or_hold_lists_of_weights(tmp_path: Path) -> None:
+    """Counts of values are values, of which there are none; LSTMs refer to weights weakly; no block is repeated."""
+    dryrun = Commands(tmp_path, *IMAGES, "+module.kinds=true")
+    first, _ = ranks(dryrun, "mesh=2")
+    assert sum(item["bytes"] == 4 * 33 for item in first["collectives"]) == 1  # sums of 32 channels, and the count
+    cut = dryrun("dryrun", "mesh=1x1x2")
+    assert "0 repeated blocks" in " ".join(cut.screen.split())
+
+
 def test_what_can_not_be_run_is_said(tmp_path: Path) -> None:
     dryrun = Commands(tmp_path, *IMAGES)
     fails = dryrun("dryrun", "mesh=2", "+data.fails=true", code=2).screen

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autolaunch_strategies.data_parallel.gradients import gradient_norm
-from autolaunch_strategies.model.materialise import place_on, share_values
+from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.model.materialise import materialise, place_on, share_values
 from tests.support.one_rank import mesh_of_one_rank
 
 GPU = torch.device("cuda", 0)
@@ -36,6 +37,22 @@ def model() -> nn.Module:
     made = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
     made[2].register_parameter("scale", nn.Parameter(torch.ones(())))
     return made
+
+
+def test_recurrent_layers_get_their_values() -> None:
+    """torch swaps no tensor to which there are weak references, and these layers hold some."""
+    construction = Construction(seed=3)
+    with construction.recording():
+        layer = nn.LSTM(4, 5, num_layers=2, batch_first=True)
+    construction.remember(layer)
+    materialise(layer, torch.device("cpu"), construction)
+    inputs = torch.randn(2, 7, 4)
+    again = nn.LSTM(4, 5, num_layers=2, batch_first=True)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(inputs)[0], again(inputs)[0])
+    assert len({parameter.std().item() for parameter in layer.parameters()}) == 8
+    layer(inputs)[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
 def shard(module: nn.Module, mesh: DeviceMesh) -> None:

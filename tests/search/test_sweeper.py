@@ -231,7 +231,13 @@ def test_what_was_typed_is_kept(
         ),
         pytest.param(
             ["cluster=h100x64", "data.batch_size=64"],
-            Told("search=auto with cluster=h100x64", "one machine", "8", allowed="one node", write="cluster=h100x8"),
+            Told(
+                "search=auto with cluster=h100x64",
+                "one machine",
+                "8",
+                allowed="a cluster of one node; autolaunch plan for all of them",
+                write="cluster=h100x8",
+            ),
             id="several-machines",
         ),
     ],

@@ -150,7 +150,10 @@ def predicted_memory(
         profile, recipe = profile_of(config, "cpu")
     except ConfigError as error:
         return None, f"{error.where}: {error.problem}"
-    return memory_account(profile, recipe, here, candidate_of(config, parallel, rows)), ""
+    candidate = candidate_of(config, parallel, rows)
+    if len(profile.blocks) < parallel.mesh.pp * candidate.virtual_stages > 1:
+        return None, f"{profile.name} has {len(profile.blocks)} repeated blocks, and the planner cuts between such"
+    return memory_account(profile, recipe, here, candidate), ""
 
 
 def candidate_of(config: Mapping[str, Any], parallel: ParallelConfig, rows: int) -> Any:

@@ -18,13 +18,16 @@ from autolaunch_strategies.config import ConfigError
 MOMENTS = "compare.json"
 """What a run of `compare` went through: see `read_run`."""
 
-BATCH, WEIGHT, OUTPUT, GRADIENT = "batch", "weight", "output", "gradient"
+BATCH, WEIGHT, INPUT, OUTPUT, GRADIENT = "batch", "weight", "input", "output", "gradient"
 
 Moments = tuple[float, float]
 """Mean and root mean square of a tensor."""
 
 _NOISE = 1e-3
 """Of the largest root mean square of its kind: what is smaller is rounding (such as the gradient of a key's bias)."""
+
+_ROUNDING = 1e-12
+"""Of sums in double precision that are added up in another order on another mesh."""
 
 _LISTED = 4
 """How many steps a message lists before it leaves out those between the first and the last."""
@@ -134,6 +137,7 @@ def difference(first: Run, second: Run, tolerance: float) -> Difference:
 def parting(first: Run, second: Run, step: int, tolerance: float) -> Parting | None:
     """The first tensor of a step in which they differ; None if none does, or nothing was kept of it."""
     before, count = 0.0, 0
+    tolerance = max(tolerance, _ROUNDING)
     if max(step, 1) > min(len(first.steps), len(second.steps)):
         return None
     tables = first.steps[step - 1], second.steps[step - 1]
@@ -167,13 +171,33 @@ def likely_cause(first: Run, second: Run, step: int, where: Parting | None, tole
     if where.kind == GRADIENT:
         factor = _common_factor(first.steps[step - 1][GRADIENT], second.steps[step - 1][GRADIENT], tolerance)
         if factor is not None:
-            return f"all gradients are {factor:.4g} times as large: the loss is a mean over a part of the batch"
+            return (
+                f"all gradients are {factor:.4g} times as large: the loss is a sum, or a mean over a part of the batch"
+            )
+        outputs_kept = first.steps[step - 1].get(OUTPUT) and second.steps[step - 1].get(OUTPUT)
+        if outputs_kept and not _same_loss(first, second, step, tolerance):
+            return "what makes a loss of them: outputs of modules are the same. Does training_step look at its rank?"
         return "its backward pass, or that of what comes behind it"
     kind = first.classes.get(where.name, "")
     if "drop" in kind.lower():
         return "dropout: other elements are dropped (random_numbers=by_position draws alike on every mesh)"
+    inputs = [run.steps[step - 1].get(INPUT, {}).get(where.name) for run in (first, second)]
+    if inputs[0] and inputs[1] and not _alike(inputs[0], inputs[1], tolerance):
+        return "what is computed between modules before it, from the same outputs: its input differs already"
     rest = "it sees a part of the batch, or its rules in mp.plan, its random numbers, its kernel differ"
     return f"{kind or 'this module'} computes something else with the same weights: {rest}"
+
+
+def _same_loss(first: Run, second: Run, step: int, tolerance: float) -> bool:
+    losses = [run.rows.get(step, {}).get("loss") for run in (first, second)]
+    if losses[0] is None or losses[1] is None:
+        return True
+    return _relative(losses[0], losses[1], max(abs(losses[0]), abs(losses[1]))) <= tolerance
+
+
+def _alike(one: Moments, other: Moments, tolerance: float) -> bool:
+    scale = max(one[1], other[1])
+    return all(_relative(*pair, scale) <= max(tolerance, _ROUNDING) for pair in zip(one, other, strict=True))
 
 
 def print_comparison(runs: Sequence[Run], tolerance: float, console: Console) -> bool:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.launch.place import Place
-from autolaunch.report.comparison import BATCH, GRADIENT, MOMENTS, OUTPUT, WEIGHT, Moments
+from autolaunch.report.comparison import BATCH, GRADIENT, INPUT, MOMENTS, OUTPUT, WEIGHT, Moments
 from autolaunch.tasks import fit
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.torch_private.modes import outside_of_modes
@@ -53,10 +53,10 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
 
 
 class SeenByModules(pl.Callback):
-    """Keeps the moments of batches, weights, outputs of modules and gradients, step by step.
+    """Keeps the moments of batches, weights, inputs and outputs of modules and gradients, step by step.
 
     Args:
-        inside: whether to look at outputs of modules: of compiled ones there are none to see.
+        inside: whether to look at inputs and outputs of modules: of compiled ones there are none to see.
     """
 
     def __init__(self, inside: bool = True) -> None:
@@ -77,7 +77,7 @@ class SeenByModules(pl.Callback):
         for name, module in pl_module.named_modules() if self._inside else ():
             if module is not pl_module and not strategy.lacks(module):
                 self.classes[name] = type(module).__name__
-                self._undo.callback(_listen(module, partial(self._output, module, name)))
+                self._undo.callback(_listen(module, partial(self._seen, module, name)))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -110,12 +110,13 @@ class SeenByModules(pl.Callback):
         for name, parameter in pl_module.named_parameters():
             self._add(WEIGHT, name, parameter)
 
-    def _output(self, module: nn.Module, name: str, output: Any) -> None:
+    def _seen(self, module: nn.Module, name: str, kind: str, values: Any) -> None:
         # What is only tried (a trial of sequences, a check of samples) is run without gradients.
         if module.training and torch.is_grad_enabled():
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                    self._add(OUTPUT, name, tensor)
+            floating = [it for it in tree_leaves(values) if isinstance(it, torch.Tensor) and it.is_floating_point()]
+            # Of what a module is given the first one: others (a mask, rotations) may be the same for every microbatch.
+            for tensor in floating[:1] if kind == INPUT else floating:
+                self._add(kind, name, tensor)
 
     def _add(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         with outside_of_modes(), torch.no_grad():
@@ -134,8 +135,8 @@ class SeenByModules(pl.Callback):
         self.steps.append(_moments(_of_all_ranks((strategy.rank_mesh.coordinate["pp"], mine))))
 
 
-def _listen(module: nn.Module, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Tell what `module.forward` returns, until what is returned here is called.
+def _listen(module: nn.Module, tell: Callable[[str, Any], None]) -> Callable[[], None]:
+    """Tell what `module.forward` is given and what it returns, until what is returned here is called.
 
     No hook: what hooks are shown, pipelines carry from stage to stage.
     """
@@ -143,8 +144,9 @@ def _listen(module: nn.Module, tell: Callable[[Any], None]) -> Callable[[], None
 
     @wraps(forward)
     def told(*args: Any, **kwargs: Any) -> Any:
+        tell(INPUT, (args, kwargs))  # now: it may change them
         output = forward(*args, **kwargs)
-        tell(output)
+        tell(OUTPUT, output)
         return output
 
     def undo() -> None:

@@ -30,6 +30,7 @@ from autolaunch_strategies.pipeline.batch import LossAndOutput, StagedBatch
 from autolaunch_strategies.pipeline.cut import drop_placeholders, whole_model
 from autolaunch_strategies.planner.device_functions import unpacked_sequences
 from autolaunch_strategies.tensor.views import plain
+from autolaunch_strategies.torch_private.calls import no_weak_references
 from autolaunch_strategies.torch_private.pretended import (
     addresses_of_fakes,
     meshes_outside,
@@ -312,9 +313,10 @@ class _OneStep:
 
 def _become_fake(module: torch.nn.Module) -> None:
     """Turn tensors into fake ones, those on meta, too: of others torch makes fake ones at every use, and keeps both."""
-    for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
-        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        become(tensor, like)
+    with no_weak_references(module):
+        for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
+            like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            become(tensor, like)
 
 
 def _loss_of(output: Any) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
+from autolaunch_strategies.torch_private.calls import no_weak_references
 from autolaunch_strategies.torch_private.meshes import local_index, with_local
 
 Index = tuple[slice, ...]
@@ -47,6 +48,17 @@ def materialise(
     Raises:
         ConfigError: a tensor has no values: it is on meta, but neither recorded nor in the files.
     """
+    with no_weak_references(module):
+        _give_values(module, device, construction, files, offloaded)
+
+
+def _give_values(
+    module: nn.Module,
+    device: torch.device,
+    construction: Construction | None,
+    files: WeightFiles | None,
+    offloaded: bool,
+) -> None:
     for name, tensor in _tensors(module):
         in_files = files is not None and name in files
         if not tensor.is_meta and not in_files:

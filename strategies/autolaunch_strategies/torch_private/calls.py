@@ -31,6 +31,19 @@ def run_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
+def no_weak_references(module: nn.Module) -> Iterator[None]:
+    """Within it recurrent layers of `module` have no weak references to their weights: those can be swapped."""
+    layers = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    for layer in layers:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._init_flat_weights()
+
+
+@contextmanager
 def forward_restored(module: nn.Module) -> Iterator[None]:
     """Afterwards `module.forward` is what it was before."""
     own = module.__dict__.get("forward")
