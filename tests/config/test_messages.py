@@ -142,7 +142,7 @@ WRONG = [
     ),
     pytest.param(
         ["mesh=2", "--why", "mp=2"],
-        Told("why='mp=2'", "no choice", allowed=("plan",), write="autolaunch plan cluster=local --why ..."),
+        Told("why='mp=2'", "no choice", allowed=("plan",), write="autolaunch plan cluster=local --why mp=2"),
         id="why-without-a-choice",
     ),
     pytest.param(

@@ -15,7 +15,7 @@ from autolaunch_strategies.planner import choose
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate, Candidates
 from autolaunch_strategies.planner.choose import diverse, make_plan, pick
 from autolaunch_strategies.planner.document import document, rounded
-from autolaunch_strategies.planner.explain import asked_of, fields_of, why
+from autolaunch_strategies.planner.explain import SEVERAL, asked_of, fields_of, why
 from autolaunch_strategies.planner.plan import Looked, Plan, simplicity
 from autolaunch_strategies.planner.reasons import PART_WORDS, in_bytes, in_seconds
 from autolaunch_strategies.planner.settings import overrides
@@ -137,7 +137,7 @@ def test_what_a_plan_says_is_whole(plan: Plan) -> None:
     assert 3 <= len(cells) <= 10
     seconds = [way["seconds"] for way in said["alternatives"]]
     assert seconds == sorted(seconds)
-    assert all(way["fits"] in ("yes", "tight") for way in said["alternatives"])
+    assert all(way["fits"] in ("yes", "tight", "over") for way in said["alternatives"])
     assert chosen["overrides"] not in [way["overrides"] for way in said["alternatives"]]
     front = [(way["seconds"], way["memory_bytes"]) for way in said["pareto"]]
     assert front == sorted(front)
@@ -267,9 +267,10 @@ def test_nothing_fits_says_what_would(size: str, batch: int, devices: int, typed
 def test_what_is_at_the_edge_of_memory_is_chosen_with_a_warning() -> None:
     profile, training = llama("8b"), recipe(128)
     need = make_plan(profile, training, machines(8)).looked.memory_bytes.min()
-    found = make_plan(profile, training, machines(8, memory=need / 0.97))
-    assert document(found)["chosen"]["fits"] == "tight"
-    assert any(warning.startswith("The choice may not fit: ") for warning in found.warnings)
+    for share, said in ((0.93, "tight"), (0.97, "tight"), (1.03, "over")):
+        found = make_plan(profile, training, machines(8, memory=need / share))
+        assert document(found)["chosen"]["fits"] == said
+        assert any(warning.startswith("The choice may not fit: ") for warning in found.warnings)
 
 
 def test_mp_beyond_the_fast_domain_is_warned_of() -> None:
@@ -387,6 +388,11 @@ def test_why_the_chosen_one_was_chosen(plan: Plan) -> None:
     assert why(plan, asked).sentences == ("This is what was chosen.",)
 
 
+def test_why_not_several_replicas(plan: Plan) -> None:
+    answer = why(plan, asked_of("dp=hsdp"))
+    assert answer.candidate is not None and answer.candidate.level == 3 and answer.candidate.replicate > 1
+
+
 def test_why_looks_among_what_has_no_point(plan: Plan) -> None:
     answer = why(plan, {"pp": "gpipe"})
     assert answer.candidate is not None
@@ -407,7 +413,15 @@ def test_keys_as_people_type_them() -> None:
         "sequence_parallel": 1,
         "replicate": 2,
     }
-    assert fields_of({"recompute": 4, "split": "balanced", "level": 0, "cp": "none"}) == {
+    assert fields_of(asked_of("pp=4,pp=1f1b dp=8,dp=hsdp")) == {
+        "pp": 4,
+        "pipeline": PIPELINES.index("1f1b"),
+        "dp": 8,
+        "level": 3,
+        "replicate": SEVERAL,
+    }
+    assert fields_of(asked_of("dp=hsdp dp.replicate=2")) == fields_of(asked_of("dp.replicate=2 dp=hsdp"))
+    assert fields_of([("recompute", 4), ("split", "balanced"), ("level", 0), ("cp", "none")]) == {
         "recompute": 4,
         "split": 1,
         "level": 0,
@@ -423,6 +437,8 @@ def test_keys_as_people_type_them() -> None:
         ("dp=zero4", "why=dp=zero4: not known; did you mean zero"),
         ("level=4", "why=level=4: not known"),
         ("mp=0", "why=mp=0: not a size"),
+        ("mp=4,tp=2", "why=tp=2: another value of it stands beside it"),
+        ("precision=float8", "why=precision=float8: no such key\n  allowed"),
         ("mp", "why=mp: mp is no key=value"),
         ("", "why=: nothing is no key=value"),
         ("recompute=some", "recompute=some: no such way of activation checkpointing"),

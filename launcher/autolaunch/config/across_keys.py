@@ -625,7 +625,7 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
             where("why", config["why"]),
             "there is no choice to ask about",
             "`plan` with a cluster",
-            "autolaunch plan cluster=local --why ...",
+            f"autolaunch plan cluster=local --why {config['why']}",
         )
     if config["rank"] and task != "dryrun":
         yield ConfigError(

@@ -50,7 +50,7 @@ th { color: #555; font-weight: 400; }
 td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 td.options { min-width: 14rem; overflow-wrap: anywhere; }
 tr.chosen td { font-weight: 600; background: #f4f4f1; }
-.tight { color: #8a4b00; } .no { color: #b00020; } .yes { color: #1b6b3a; }
+.tight { color: #8a4b00; } .over, .no { color: #b00020; } .yes { color: #1b6b3a; }
 @media print {
   body { max-width: none; padding: 0; font-size: 10pt; }
   figure, tr, dl { break-inside: avoid; }
@@ -161,7 +161,7 @@ def _ranking(title: str, rows: Sequence[Mapping[str, Any]], choice: Mapping[str,
             f'<td class="number">{way.time}</td>'
             f'<td class="number">{way.slower}</td>'
             f'<td class="number">{way.memory}</td>'
-            f'<td class="{way.fits if way.fits in ("yes", "tight", "no") else ""}">{escaped(way.fits)}</td></tr>'
+            f'<td class="{escaped(way.fits)}">{escaped(way.fits)}</td></tr>'
         )
     return [*lines, "</tbody></table></div>"]
 

@@ -54,7 +54,7 @@ MOST_REASONS = FEW_ALTERNATIVES = 3
 MOST_OF_FRONT = 8
 MOST_RULES = 12
 
-FITS = {"yes": "green", "tight": "yellow", "no": "red"}
+FITS = {"yes": "green", "tight": "yellow", "over": "red", "no": "red"}
 
 
 def show_choice(choice: Mapping[str, Any], console: Console, *, full: bool = False) -> None:
@@ -191,9 +191,9 @@ def _show_ranking(page: Page, choice: Mapping[str, Any], full: bool) -> None:
     if full or not chosen:
         page.title("the choice and its alternatives" if chosen else "what comes closest")
         page.print(_ranking(page, rows, choice))
-    elif others := different_rows(rows)[1 : FEW_ALTERNATIVES + 1]:
+    elif others := sorted(different_rows(rows)[1:], key=lambda row: row.get("fits") == "over"):
         page.title("alternatives")
-        page.print(_ranking(page, others, choice, short=True))
+        page.print(_ranking(page, others[:FEW_ALTERNATIVES], choice, short=True))
 
 
 def _show_front(page: Page, choice: Mapping[str, Any]) -> None:

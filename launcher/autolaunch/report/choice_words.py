@@ -132,7 +132,7 @@ class WayWords:
     """Than the chosen way; empty for itself, and where nothing was chosen."""
     memory: str
     fits: str
-    """`yes`, `tight` or `no`; empty if that is not known."""
+    """`yes`, `tight`, `over` (but by no more than predictions err) or `no`; empty if that is not known."""
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]], choice: Mapping[str, Any]) -> list[WayWords]:

@@ -73,8 +73,8 @@ def make_plan(
     index = pick(looked, noise)
     short = _too_short(profile, recipe, looked, index, noise)
     if short:
-        eager = np.flatnonzero(looked.candidates.compile == 0)
-        index = int(eager[pick(looked.select(eager), noise)])
+        looked = looked.select(np.flatnonzero(looked.candidates.compile == 0))  # the others are no ways any more
+        index = pick(looked, noise)
     chosen = looked.candidates.select([index])
     times = step_time(profile, recipe, hardware, chosen)
     if not looked.fits[index]:

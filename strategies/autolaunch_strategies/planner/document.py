@@ -140,7 +140,9 @@ def _pareto(looked: Looked, step: float = 0.01) -> list[int]:
 def _fits(memory_bytes: float, looked: Looked) -> str:
     if memory_bytes <= min(looked.share, SURE) * looked.limit:
         return "yes"
-    return "tight" if memory_bytes <= TIGHT * looked.limit else "no"
+    if memory_bytes <= looked.limit:
+        return "tight"
+    return "over" if memory_bytes <= TIGHT * looked.limit else "no"
 
 
 def rounded(value: Any) -> Any:

@@ -4,7 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,25 +108,28 @@ class Explanation:
         )
 
 
-def asked_of(text: str) -> dict[str, str]:
-    """Read ``mp=4,pp=2`` (spaces do as well as commas) as people type it; what the keys mean is left to `why`.
+def asked_of(text: str) -> list[tuple[str, str]]:
+    """Read ``pp=2,pp=1f1b`` (spaces do as well as commas) as people type it; what the keys mean is left to `why`.
 
     Raises:
         ConfigError: a part of it is not ``key=value``.
     """
-    asked: dict[str, str] = {}
+    asked: list[tuple[str, str]] = []
     for item in re.split(r"[,\s]+", text.strip()):
         key, sign, value = item.partition("=")
         if not (key and sign and value):
             raise ConfigError(f"why={text}", f"{item or 'nothing'} is no key=value", _ALLOWED, "why='mp=4,pp=2'")
-        asked[key] = value
+        asked.append((key, value))
     return asked
 
+
+SEVERAL = -1
+"""Of replicas: more than one, however many."""
 
 _ALLOWED = "mesh=4x2, mp=4, pp=2, dp=zero1, pp=1f1b, cp=ring, recompute=full, microbatches=8, ..."
 
 
-def why(plan: Plan, asked: Mapping[str, Any]) -> Explanation:
+def why(plan: Plan, asked: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> Explanation:
     """Why the plan did not choose a configuration with the settings in `asked`: the best one of these is explained.
 
     It is searched among all configurations, also those that the plan did not keep, or had no reason to propose.
@@ -134,14 +137,18 @@ def why(plan: Plan, asked: Mapping[str, Any]) -> Explanation:
     Args:
         asked: as people type it: sizes of axes (``mp`` or ``tp``, ``dp``, ``pp``, ``cp``, ``mesh``: ``4x2``), options
             (``dp``: ``zero1``, ``pp``: ``1f1b``, ``cp``: ``ring``, ``mp``: ``seq_parallel``), ``ep``, ``recompute``,
-            ``compile``, ``microbatches``, ``level``, ``replicas``, ``virtual_stages``, ``split``.
+            ``compile``, ``microbatches``, ``level``, ``replicas``, ``virtual_stages``, ``split``. As pairs, where an
+            axis has both a size and an option.
 
     Raises:
         ConfigError: an unknown key or value.
     """
-    fields = fields_of(asked)
-    text = " ".join(f"{key}={value}" for key, value in asked.items())
+    pairs = list(asked.items()) if isinstance(asked, Mapping) else list(asked)
+    fields = fields_of(pairs)
+    text = " ".join(f"{key}={value}" for key, value in pairs)
     wanted = {**plan.wanted, **{name: (value,) for name, value in fields.items()}}
+    if fields.get("replicate") == SEVERAL:
+        wanted["replicate"] = tuple(n for n in range(2, plan.hardware.devices + 1) if plan.hardware.devices % n == 0)
     rejections, looked = look(plan.profile, plan.recipe, plan.hardware, wanted, plan.memory_share)
     meant = looked.select(_meant(looked, fields))
     if not len(meant):
@@ -177,25 +184,37 @@ def _capital(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def fields_of(asked: Mapping[str, Any]) -> dict[str, int]:
-    """Fields of `Candidate` for what people type; see `why`.
+def fields_of(asked: Sequence[tuple[str, Any]]) -> dict[str, int]:
+    """Fields of `Candidate` for what people type, `SEVERAL` for some number of replicas; see `why`.
 
     Raises:
-        ConfigError: an unknown key or value.
+        ConfigError: an unknown key or value, or one thing said in two ways.
     """
     fields: dict[str, int] = {}
-    for key, value in asked.items():
+    for key, value in asked:
         name = _SPELLINGS.get(key, key)
         if name not in KEYS:
-            close = nearest(key, (*KEYS, *_SPELLINGS))
+            close = nearest(key, (*KEYS, *_SPELLINGS), cutoff=0.6)
             raise ConfigError(
                 f"why={key}={value}",
                 "no such key" + (f"; did you mean {close}?" if close else ""),
                 ", ".join(KEYS),
-                f"why={close}={value}" if close else "",
+                f"why={close}={value}" if close and _is_one(_SPELLINGS.get(close, close), str(value)) else "",
             )
-        fields |= _field(name, str(value))
+        meant = _field(name, str(value))
+        for field, number in meant.items():
+            if fields.get(field, number) not in (number, SEVERAL) and number != SEVERAL:
+                raise ConfigError(f"why={key}={value}", "another value of it stands beside it", "one value of each")
+        fields |= {field: number for field, number in meant.items() if number != SEVERAL or field not in fields}
     return fields
+
+
+def _is_one(name: str, value: str) -> bool:
+    try:
+        _field(name, value)
+    except ConfigError:
+        return False
+    return True
 
 
 def _field(name: str, value: str) -> dict[str, int]:
@@ -225,7 +244,8 @@ def _option(axis: str, value: str) -> dict[str, int]:
         return {axis: 1}
     if axis == "dp":
         levels = {name: level for level, name in enumerate(LEVELS)} | {"hsdp": 3}
-        return {"level": _one_of("dp", value, levels)}
+        level = _one_of("dp", value, levels)
+        return {"level": level, **({"replicate": SEVERAL} if value == "hsdp" else {})}
     if axis == "mp":
         return {"sequence_parallel": _one_of("mp", value, {"seq_parallel": 1, "tensor_parallel": 0, "auto": 0})}
     if axis == "pp":
@@ -250,7 +270,8 @@ def _meant(looked: Looked, fields: Mapping[str, int]) -> Any:
     """[n]: those that are as asked for, where a field that means nothing for a candidate is not what was asked for."""
     meant = np.ones(len(looked), dtype=bool)
     for name, value in fields.items():
-        meant &= getattr(looked.candidates, name) == value
+        found = getattr(looked.candidates, name)
+        meant &= found > 1 if value == SEVERAL else found == value
     c = looked.candidates
     for name, axis in (("sequence_parallel", c.mp), ("backend", c.cp), ("virtual_stages", c.pp), ("split", c.pp)):
         if name in fields:

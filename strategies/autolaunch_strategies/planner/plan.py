@@ -66,8 +66,9 @@ class Looked:
 
     @property
     def pool(self) -> NDArray[np.bool_]:
-        """[n]: those of which one is chosen: that fit for sure; if none does, that may."""
-        return self.fits if self.fits.any() else self.may_fit
+        """[n]: those of which one is chosen: that fit for sure; if none does, that are predicted to; else that may."""
+        predicted = self.memory_bytes <= self.limit
+        return next((pool for pool in (self.fits, predicted) if pool.any()), self.may_fit)
 
     @cached_property
     def simplicity(self) -> Ints:
