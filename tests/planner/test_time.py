@@ -542,6 +542,17 @@ def test_flops_of_a_step() -> None:
     plain = transformer_profile(2, 64, 4, 32, 128, attention="plain", selective="attention")
     scores = 4 * 4 * 16 * 32 * 32
     assert flops_per_step(plain, Recipe(1)) == pytest.approx(3 * (forward + scores))
+    block = profile.kinds[0]
+    frozen = dataclasses.replace(
+        profile,
+        kinds=(
+            dataclasses.replace(
+                block, matmuls=tuple(dataclasses.replace(item, right_gradient=False) for item in block.matmuls)
+            ),
+        ),
+    )
+    products = 2 * sum(item.flops for item in block.matmuls)
+    assert flops_per_step(frozen, Recipe(1)) == pytest.approx(3 * forward - products)
     assert flops_per_step(plain, Recipe(1), SELECTIVE) == pytest.approx(3 * (forward + scores) + 2 * scores)
 
 

@@ -136,3 +136,19 @@ def test_the_refusal_says_why_each_failed() -> None:
         "    features for 0: ValueError",
         f"    token ids for 1: {'x' * 160}",
     ]
+
+
+def test_a_module_without_a_forward_is_told_so() -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Embedding(3, 4)
+
+    model = Steps()
+    with pytest.raises(ConfigError) as raised:
+        with_inputs_that_run(
+            model, None, lambda inputs: model(*inputs.args), lambda problem: ConfigError("key", problem)
+        )
+    assert raised.value.problem == (
+        "it has no forward: one of its own, which its training_step calls, shows what a step computes"
+    )

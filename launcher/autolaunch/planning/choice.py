@@ -197,7 +197,7 @@ def _remarks(plan: Plan) -> list[str]:
     profile, recipe, hardware = plan.profile, plan.recipe, plan.hardware
     remarks = []
     tokens = recipe.batch_size * profile.positions / hardware.devices
-    if tokens < FEW_TOKENS and hardware.device == "cuda":
+    if tokens < FEW_TOKENS and hardware.device == "cuda" and profile.positions > 1:
         remarks.append(
             f"A step has {tokens:.0f} tokens for each device, so devices mostly wait: a larger data.batch_size "
             f"(now {recipe.batch_size}) or data.seq_len (now {profile.positions}) would use them."

@@ -233,7 +233,7 @@ def decision_rows(choice: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("mesh", words if ranks == 1 else joined(words, f"{ranks:,} ranks")),
             *option_rows(chosen["overrides"]),
             ("step", f"{unit.write(chosen['seconds'])} predicted{between}"),
-            ("speed", _speed(chosen)),
+            ("speed", _speed(chosen, model.get("positions"))),
             ("memory", of_limit(chosen.get("memory_bytes"), chosen.get("memory_limit_bytes")) + " on the fullest rank"),
         ]
     return [(label, text) for label, text in rows if text]
@@ -285,8 +285,13 @@ def _model(model: Mapping[str, Any]) -> str:
     return joined(
         str(model.get("name") or ""),
         f"{readable_count(parameters)} parameters" if parameters else "",
-        f"{batch:,} × {positions:,} tokens per step" if batch and positions else "",
+        _batch(batch, positions) if batch and positions else "",
     )
+
+
+def _batch(batch: int, positions: int) -> str:
+    """One position stands for a sample of which nobody has said that it is a sequence."""
+    return f"{batch:,} × {positions:,} tokens per step" if positions > 1 else f"{counted(batch, 'sample')} per step"
 
 
 def _machines(hardware: Mapping[str, Any]) -> str:
@@ -296,10 +301,11 @@ def _machines(hardware: Mapping[str, Any]) -> str:
     return joined(str(hardware.get("name") or ""), size, f"figures {origin}" if origin else "") if hardware else ""
 
 
-def _speed(chosen: Mapping[str, Any]) -> str:
+def _speed(chosen: Mapping[str, Any], positions: Any) -> str:
     rate: Any = chosen.get("tokens_per_second")
     mfu: Any = chosen.get("mfu")
+    counted_in = "samples" if positions == 1 else "tokens"
     return joined(
-        f"{f'{rate:.3g}' if rate < 100 else readable_count(rate)} tokens/s" if is_number(rate) else "",
+        f"{f'{rate:.3g}' if rate < 100 else readable_count(rate)} {counted_in}/s" if is_number(rate) else "",
         (f"MFU {mfu:.1%}" if mfu >= 0.0005 else "MFU below 0.1%") if is_number(mfu) else "",
     )

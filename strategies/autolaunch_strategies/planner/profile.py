@@ -218,6 +218,15 @@ class Part:
         """Of the matrix products and the attention of one forward pass."""
         return sum(item.flops for item in self.matmuls) + (self.attention.flops if self.attention else 0.0)
 
+    @property
+    def backward_flops(self) -> float:
+        """Of the backward pass of one sequence: products for weights that are frozen, or inputs of the first layer that
+        needs no gradient, are none of it."""
+        if not self.has_backward:
+            return 0.0
+        products = sum(item.flops * (item.left_gradient + item.right_gradient) for item in self.matmuls)
+        return products + (2 * self.attention.flops if self.attention else 0.0)
+
 
 def _usual(forward: Part | Compiled, sharded_kernels: int) -> BackwardPass:
     return BackwardPass(
@@ -279,6 +288,12 @@ class ModelProfile:
     def flops(self) -> float:
         """Of one forward pass of one sequence."""
         return self.before.flops + sum(self.kinds[kind].flops for kind in self.blocks) + self.after.flops
+
+    @property
+    def backward_flops(self) -> float:
+        """Of one backward pass of one sequence, nothing computed again."""
+        parts = (self.before, *(self.kinds[kind] for kind in self.blocks), self.after)
+        return sum(part.backward_flops for part in parts)
 
     def to_json(self) -> str:
         """As text; `from_json` reads it back."""

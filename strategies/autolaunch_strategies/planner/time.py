@@ -115,7 +115,7 @@ def flops_per_step(profile: ModelProfile, recipe: Recipe, recompute: int = 0) ->
         again = sum(item.flops for kind in profile.blocks for item in profile.kinds[kind].matmuls if not item.kept)
     elif recompute:
         again = sum(profile.kinds[kind].flops for kind in profile.blocks) / recompute
-    return (3 * profile.flops + again) * recipe.batch_size
+    return (profile.flops + profile.backward_flops + again) * recipe.batch_size
 
 
 # --- one part of the model, one microbatch -----------------------------------------------------------------------

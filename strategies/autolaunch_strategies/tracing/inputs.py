@@ -61,6 +61,9 @@ def with_inputs_that_run(
             raise
         except Exception as error:  # whatever a model's forward may raise: other inputs may do
             reasons.append(f"\n    {origin}: {reason_of(error)[:160]}")
+    reasons = list(dict.fromkeys(reasons))
+    if reasons and all('missing the required "forward"' in reason for reason in reasons):
+        raise refusal("it has no forward: one of its own, which its training_step calls, shows what a step computes")
     raise refusal("its forward does not run on any inputs that were tried" + "".join(reasons))
 
 
