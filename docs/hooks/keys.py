@@ -10,7 +10,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from autolaunch.config.against_schema import field_types, help_of, schemas_of
-from autolaunch.config.help import default_text, options, type_text, what_it_is
+from autolaunch.config.help import OF_CLASSES, default_text, keys_below, keys_in_files, options, type_text, what_it_is
 from autolaunch.config.schema import GROUPS, TASKS, Job
 from autolaunch.directories import CONF
 from autolaunch_strategies.config.values import limits_text, written
@@ -58,6 +58,12 @@ def _options(group: str) -> Iterator[str]:
 
 
 def _keys_of(group: str) -> Iterator[str]:
+    if group in OF_CLASSES:
+        yield "| key | in the file | meaning |\n|---|---|---|"
+        for key, value, comment in keys_in_files(group, [CONF]):
+            shown = "must be given" if value == "???" else f"`{value}`"
+            yield f'| <span class="key">`{key}`</span> | {shown} | {escaped(comment)} |'
+        yield ""
     schemas = schemas_of(group)
     for schema in schemas.values():
         if len(schemas) > 1:
@@ -68,11 +74,11 @@ def _keys_of(group: str) -> Iterator[str]:
 
 def _table(group: str, schema: type, chosen: Callable[[str], bool]) -> Iterator[str]:
     yield "| key | default | meaning | values |\n|---|---|---|---|"
-    for item in dataclasses.fields(schema):
+    fields = keys_below(group, schema) if group else ((it.name, schema, it) for it in dataclasses.fields(schema))
+    for key, parent, item in fields:
         if not chosen(item.name):
             continue
-        key = f"{group}.{item.name}" if group else item.name
-        hint = field_types(schema)[item.name]
+        hint = field_types(parent)[item.name]
         choices = item.metadata.get("choices")
         values = ", ".join(f"`{written(choice)}`" for choice in choices) if choices else escaped(type_text(hint))
         limits = limits_text(item.metadata)

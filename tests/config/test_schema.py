@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from autolaunch.config.against_schema import field_types, node_schema, validate
 from autolaunch.config.command_line import parse
 from autolaunch.config.compose import compose, resolved, unresolvable
-from autolaunch.config.help import known_keys
+from autolaunch.config.help import known_keys, print_info
 from autolaunch.config.origin import Origin
 from autolaunch.config.schema import FAMILIES, Job
 from autolaunch.directories import CONF
@@ -102,6 +104,24 @@ def test_every_key_has_a_sentence_of_help() -> None:
                 if inner.name not in ("mp", "pp", "cp"):
                     assert inner.metadata.get("help", "").endswith("."), f"{item.name}.{inner.name}"
     assert {"trainer.max_steps", "model.rope_theta", "data.path", "dp.shard"} <= set(known_keys())
+    nested = {"cluster.inter", "cluster.inter.gb_per_s", "callbacks.ema", "callbacks.samples.prompts"}
+    assert nested <= set(known_keys()) and "callbacks.ema._target_" not in known_keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("cluster.inter", ["cluster.inter.latency_us", "Bandwidth of one device"]),
+        ("cluster.inter.gb_per_s", ["10^9 bytes per second"]),
+        ("callbacks.samples", ["callbacks.samples.prompts must be given texts", "temperature 0.0 0: the likeliest"]),
+        ("callbacks.early_stopping.patience", ["for so many validations", "callbacks.early_stopping.patience 3"]),
+    ],
+)
+def test_info_of_keys_within_keys_and_of_classes(key: str, said: list[str]) -> None:
+    console = Console(width=200, file=io.StringIO())
+    print_info(key, [CONF], console)
+    page = " ".join(console.file.getvalue().split())
+    assert all(part in page for part in said)
 
 
 @pytest.mark.parametrize(

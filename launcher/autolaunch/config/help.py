@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from autolaunch.config.arithmetic import KEYS_BY_DEVICE, with_arithmetic
 from autolaunch.config.command_line import HYDRA_INFO
 from autolaunch.config.schema import FAMILIES, GROUPS, TASKS, Job, default_of, defaults_of
 from autolaunch.config.sources import SHAPES
+from autolaunch.directories import CONF
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.config.values import limits_text, written
 from autolaunch_strategies.plan.context import CONTEXT_STYLES
@@ -129,15 +131,43 @@ def _help_of(key: str) -> str:
     return next(help_of(item) for _, item in _fields(key))
 
 
-def known_keys() -> list[str]:
-    """Every group and dotted key that the schema describes."""
+def keys_below(group: str, schema: type) -> Iterator[tuple[str, type, dataclasses.Field[Any]]]:
+    """(key, schema that has it, field) of every key below `group`, of nested schemas what can be typed."""
+    for item in dataclasses.fields(schema):
+        inner = group_schema(field_types(schema)[item.name])
+        if inner is None:
+            yield f"{group}.{item.name}", schema, item
+        else:
+            yield from keys_below(f"{group}.{item.name}", inner)
+
+
+def known_keys(directories: Sequence[Path] = (CONF,)) -> list[str]:
+    """Every group and dotted key that the schema or a file of an option describes."""
     keys = list(GROUPS)
     for item in dataclasses.fields(Job):
         if item.name not in keys:
             keys.append(item.name)
         for schema in schemas_of(item.name).values():
             keys += [f"{item.name}.{inner.name}" for inner in dataclasses.fields(schema)]
+            keys += [key for key, _, _ in keys_below(item.name, schema)]
+    for group in OF_CLASSES:
+        keys += [f"{group}.{option}" for option in options(group, directories)]
+        keys += [key for key, _, _ in keys_in_files(group, directories)]
     return list(dict.fromkeys(keys))
+
+
+OF_CLASSES = ("callbacks", "logger")
+"""Groups whose options name a class: which keys there are, the file of the option says."""
+
+
+def keys_in_files(group: str, directories: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
+    """(key, value, comment) of what the files of a group's options hand to their classes, as it stands there."""
+    for option in options(group, directories):
+        lines = _file_of(group, option, directories).read_text(encoding="utf-8").splitlines()
+        for line in lines:
+            if written_key := re.fullmatch(r"  (?!_target_)(\w+): (.*?)(?:\s+# (.*))?", line):
+                key, value, comment = written_key.groups()
+                yield f"{group}.{option}.{key}", value, comment or ""
 
 
 def print_info(key: str, directories: Sequence[Path], console: Console) -> None:
@@ -148,7 +178,7 @@ def print_info(key: str, directories: Sequence[Path], console: Console) -> None:
     """
     key = key.rstrip("=").removesuffix(".")
     key, _, chosen = key.partition("=")
-    known = known_keys()
+    known = known_keys(directories)
     own = options(key, directories)
     if key not in known and not own:
         close = nearest(key, [*known, *HYDRA_INFO]) or next((k for k in known if k.endswith(f".{key}")), "")
@@ -162,6 +192,10 @@ def print_info(key: str, directories: Sequence[Path], console: Console) -> None:
         )
     if key in GROUPS or own:
         _print_group(key, chosen, directories, console)
+    group, _, rest = key.partition(".")
+    if group in OF_CLASSES and rest:
+        _print_file(group, key, directories, console)
+        return
     schemas = schemas_of(key)
     if schemas:
         for name, schema in schemas.items():
@@ -170,7 +204,11 @@ def print_info(key: str, directories: Sequence[Path], console: Console) -> None:
             _print_schema(key, schema, console)
     else:
         for parent, item in _fields(key):
-            _print_key(key, parent, item, console)
+            inner = group_schema(field_types(parent)[item.name])
+            if inner is None:
+                _print_key(key, parent, item, console)
+            else:
+                _print_schema(key, inner, console)
 
 
 def _print_group(key: str, chosen: str, directories: Sequence[Path], console: Console) -> None:
@@ -190,10 +228,28 @@ def _print_group(key: str, chosen: str, directories: Sequence[Path], console: Co
 
 def what_it_is(group: str, option: str, directories: Sequence[Path]) -> str:
     """The comment at the beginning of an option's YAML file."""
-    file = next(file for directory in directories if (file := directory / group / f"{option}.yaml").is_file())
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = _file_of(group, option, directories).read_text(encoding="utf-8").splitlines()
     comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.lstrip("# ") for line in comments if not line.startswith("# @package"))
+
+
+def _file_of(group: str, option: str, directories: Sequence[Path]) -> Path:
+    return next(file for directory in directories if (file := directory / group / f"{option}.yaml").is_file())
+
+
+def _print_file(group: str, key: str, directories: Sequence[Path], console: Console) -> None:
+    """What the file of an option says of itself and of its keys, or of one."""
+    option = key.split(".")[1]
+    console.print(Text(what_it_is(group, option, directories), style="bold"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value, comment in keys_in_files(group, directories):
+        if name == key or (name.startswith(f"{key}.") and key.count(".") == 1):
+            table.add_row(f"  {name}", Text("must be given" if value == "???" else value), Text(comment))
+    console.print(table)
+    console.print()
 
 
 def _print_schema(key: str, schema: type, console: Console) -> None:
@@ -202,9 +258,9 @@ def _print_schema(key: str, schema: type, console: Console) -> None:
     table.add_column(no_wrap=True, style="cyan")
     table.add_column(style="dim")
     table.add_column()
-    hints = field_types(schema)
-    for item in dataclasses.fields(schema):
-        table.add_row(f"  {key}.{item.name}", Text(default_text(item)), Text(_sentence(item, hints[item.name])))
+    for name, parent, item in keys_below(key, schema):
+        hint = field_types(parent)[item.name]
+        table.add_row(f"  {name}", Text(default_text(item)), Text(_sentence(item, hint)))
     console.print(table)
     console.print()
 
