@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
+from autolaunch.planning.choice import _batch_that_divides
 from autolaunch_strategies.config import ConfigError, parse_mesh
 from autolaunch_strategies.planner import choose
 from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate, Candidates
@@ -456,3 +457,11 @@ def test_fewer_devices_are_whole_nodes_first() -> None:
     many = choose._fewer(machines(16384))
     assert many[:2] == [16376, 16368]
     assert 8192 in many
+
+
+def test_a_batch_that_divides_is_named() -> None:
+    profile = llama("8b")
+    said = _batch_that_divides(make_plan(profile, recipe(15), machines(16)))
+    assert said.startswith("15 does not divide among 16 devices: with data.batch_size=16 a step is predicted to take ")
+    assert _batch_that_divides(make_plan(profile, recipe(16), machines(16))) == ""
+    assert _batch_that_divides(make_plan(profile, recipe(20), machines(16))) == ""  # 16 and 32 are other trainings

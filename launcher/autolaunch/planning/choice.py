@@ -210,4 +210,34 @@ def _remarks(plan: Plan) -> list[str]:
     fast = hardware.flops.get("bf16", 0) / hardware.flops.get(recipe.compute, float("inf"))
     if recipe.compute == "fp32" and fast >= 2:
         remarks.append(f"These devices multiply bf16 {fast:.0f} times as fast as fp32: precision=bf16-mixed.")
+    if batch := _batch_that_divides(plan):
+        remarks.append(batch)
     return remarks
+
+
+NEAR = 0.15
+"""By what share of itself a batch may be changed so that it divides: more is another training."""
+
+
+def _batch_that_divides(plan: Plan) -> str:
+    """Which batch nearby, a multiple of the devices, a step takes less time for by sequence; empty if there is none."""
+    from autolaunch_strategies.planner.choose import make_plan
+    from autolaunch_strategies.planner.reasons import in_seconds
+
+    batch, devices = plan.recipe.batch_size, plan.hardware.devices
+    other = max(round(batch / devices), 1) * devices
+    if batch % devices == 0 or abs(other - batch) > NEAR * batch:
+        return ""
+    try:
+        even = make_plan(
+            plan.profile, dataclasses.replace(plan.recipe, batch_size=other), plan.hardware, plan.wanted, top=0
+        )
+    except ConfigError:  # such as microbatches that were typed, and don't divide it
+        return ""
+    gain = 1 - even.seconds / other / (plan.seconds / batch)
+    if gain <= 2 * plan.noise:
+        return ""
+    return (
+        f"{batch} does not divide among {devices} devices: with data.batch_size={other} a step is predicted to take "
+        f"{in_seconds(even.seconds)}, {gain:.0%} less for each sample."
+    )
