@@ -341,7 +341,8 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
     directory = _output_dir(config, config.hydra.sweep)
     if compares:
         refuse_single_job(line.overrides, swept)
-        _check_each_job(line, directory)
+        if _runs_every_combination(config):
+            _check_each_job(line, directory)
     directory = _claim(directory, config, config.hydra.sweep)
     with _locked(directory, config):
         forget_ends(directory)
