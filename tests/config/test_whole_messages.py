@@ -232,7 +232,6 @@ CALLS = [
         lambda: derive_plan(Picky(), False, 2),
         "mp: no plan can be derived for Picky: its forward does not run on any inputs that were tried\n"
         "    features for proj: exactly 12 tokens, please\n"
-        "    features for proj: exactly 12 tokens, please\n"
         "  allowed: a model whose forward runs on `example_input_array` (an attribute of the module), or a plan of "
         "your own\n"
         "  write:   mp.base=none and mp.plan",
