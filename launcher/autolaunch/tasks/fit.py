@@ -37,7 +37,14 @@ from autolaunch.report.summary import collect_summary
 from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.checkpoints import never_logged
-from autolaunch.tasks.run_parts import build_strategy, build_trainer, construct_module, leave_clipping, quiet_lightning
+from autolaunch.tasks.run_parts import (
+    build_strategy,
+    build_trainer,
+    construct_module,
+    leave_clipping,
+    quiet_lightning,
+    refuse_own_loaders,
+)
 from autolaunch.tasks.trusted import check_targets
 
 
@@ -86,6 +93,8 @@ def _run(job: ResolvedJob, place: Place, steps: StepMetrics, further: Sequence[p
     loggers = [MetricsCsv(job.output_dir)] if task == "fit" else []
     trainer = build_trainer(job, strategy, steps, callbacks, loggers)
     module = construct_module(config, strategy, trainer.precision_plugin, strategy.root_device)
+    if config["module"]:
+        refuse_own_loaders(module, task, job.choices.get("data"), job.overrides)
     if task == "fit":
         leave_clipping(trainer, module, job.overrides)
     screen.packed_attention = settle(config, module, strategy.root_device)

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from autolaunch.config.schema import Trainer, defaults_of
 from autolaunch.instantiate import build
@@ -90,6 +91,30 @@ def build_trainer(
         use_distributed_sampler="_target_" in config["data"],  # our own data know their share
         **arguments,
     )
+
+
+_LOADERS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+
+
+def refuse_own_loaders(module: pl.LightningModule, task: str, data: str | None, typed: Sequence[str]) -> None:
+    """Refuse a module with loaders of its own where nobody has said what else it is run on.
+
+    Args:
+        data: the chosen option of the group.
+        typed: the overrides of the job.
+
+    Raises:
+        ConfigError: it would be run on the built-in texts.
+    """
+    loader = f"{_LOADERS[task]}_dataloader"
+    said = data != "text" or any(item.lstrip("+~").startswith(("data=", "data.")) for item in typed)
+    if not said and is_overridden(loader, module):
+        raise ConfigError(
+            f"module._target_={type(module).__module__}.{type(module).__qualname__}",
+            f"has a {loader} of its own, which the command does not call: it would run on data=text",
+            "a LightningDataModule with that loader; or any other data, typed",
+            "data=custom data._target_=package.DataModule",
+        )
 
 
 def leave_clipping(trainer: pl.Trainer, module: pl.LightningModule, typed: Sequence[str]) -> None:

@@ -1,11 +1,12 @@
-"""The limit of gradients beside a module that optimizes by hand."""
+"""What a LightningModule of a user's own brings with it, beside the defaults of the command."""
 
 from __future__ import annotations
 
 import lightning.pytorch as pl
 import pytest
+from torch.utils.data import DataLoader
 
-from autolaunch.tasks.run_parts import leave_clipping
+from autolaunch.tasks.run_parts import leave_clipping, refuse_own_loaders
 from autolaunch_strategies.config import ConfigError
 from tests.support.messages import Told, assert_only_told
 
@@ -36,3 +37,26 @@ def test_one_that_was_set_is_refused(limit: float, typed: list[str]) -> None:
         write="trainer.gradient_clip_val=null",
     )
     assert_only_told(caught.value, told)
+
+
+class WithLoader(pl.LightningModule):
+    def train_dataloader(self) -> DataLoader[int]:
+        return DataLoader(range(4))
+
+
+def test_loaders_of_a_module_are_not_passed_over_in_silence() -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_own_loaders(WithLoader(), "fit", "text", ["module._target_=my.Net"])
+    told = Told(
+        f"module._target_={__name__}.WithLoader",
+        "train_dataloader of its own",
+        "data=text",
+        allowed="a LightningDataModule with that loader; or any other data, typed",
+        write="data=custom data._target_=package.DataModule",
+    )
+    assert_only_told(caught.value, told)
+    refuse_own_loaders(WithLoader(), "validate", "text", [])
+    refuse_own_loaders(WithLoader(), "fit", "custom", [])
+    refuse_own_loaders(WithLoader(), "fit", "text", ["data=text"])
+    refuse_own_loaders(WithLoader(), "fit", "text", ["data.path=mine.txt"])
+    refuse_own_loaders(pl.LightningModule(), "fit", "text", [])
