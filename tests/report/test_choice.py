@@ -99,6 +99,17 @@ def test_the_page_has_the_fullest_stage_and_three_other_ways() -> None:
     assert " ".join(ways[0]).endswith("4.31 s +2.4% 71.9 GiB tight")
 
 
+def test_the_page_has_what_may_not_fit_last_and_leaves_out_what_takes_much_longer() -> None:
+    choice = usual()
+    choice["alternatives"][1]["fits"] = "over"
+    choice["alternatives"][2]["slower_by"] = 19.0
+    ways = [row.split() for row in section(page_of(choice), "alternatives")[1:]]
+    assert [way[1] for way in ways] == ["dp32xmp4xpp8", "dp64xmp8xcp2", "dp128xmp8"]
+    del choice["alternatives"][4:]
+    ways = [row.split() for row in section(page_of(choice), "alternatives")[1:]]
+    assert [(way[1], way[-1]) for way in ways] == [("dp32xmp4xpp8", "tight"), ("dp32xmp8xpp4", "over")]
+
+
 def test_where_the_time_goes() -> None:
     rows = section(lines_of(usual()), "where a step's time goes")
     assert rows[0].startswith("matrix products          2.31 s  55%  ████")

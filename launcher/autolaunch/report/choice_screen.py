@@ -191,9 +191,14 @@ def _show_ranking(page: Page, choice: Mapping[str, Any], full: bool) -> None:
     if full or not chosen:
         page.title("the choice and its alternatives" if chosen else "what comes closest")
         page.print(_ranking(page, rows, choice))
-    elif others := sorted(different_rows(rows)[1:], key=lambda row: row.get("fits") == "over"):
+    elif others := sorted(_worth_a_line(different_rows(rows)[1:]), key=lambda row: row.get("fits") == "over"):
         page.title("alternatives")
         page.print(_ranking(page, others[:FEW_ALTERNATIVES], choice, short=True))
+
+
+def _worth_a_line(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Ways that take no more than twice as long: one that needs least memory may take twenty times."""
+    return [row for row in rows if not is_number(row.get("slower_by")) or row["slower_by"] <= 1]
 
 
 def _show_front(page: Page, choice: Mapping[str, Any]) -> None:
