@@ -6,7 +6,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -137,6 +137,12 @@ def _asked_for_help(known: argparse.Namespace) -> CommandLine:
         config_dir=known.config_dir.resolve() if known.config_dir else None,
         config_path=known.config_path.resolve() if known.config_path else None,
     )
+
+
+def typed_keys(overrides: Iterable[str]) -> dict[str, str]:
+    """Key -> value of the overrides of a command line, without Hydra's signs."""
+    pairs = (item.lstrip("+~").partition("=") for item in overrides)
+    return {key: value for key, _, value in pairs}
 
 
 def compares_runs(argv: Sequence[str]) -> bool:

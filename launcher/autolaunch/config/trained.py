@@ -16,7 +16,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
-from autolaunch.config.command_line import CommandLine
+from autolaunch.config.command_line import CommandLine, typed_keys
 from autolaunch.config.compose import Composed, compose
 from autolaunch.config.recorded import recorded_model
 from autolaunch.config.resume import resolve_ckpt_path
@@ -135,7 +135,7 @@ def check_model(config: Mapping[str, Any], checkpoint: Path, overrides: Sequence
 
 
 def _keys(line: CommandLine) -> set[str]:
-    return {item.lstrip("+~").partition("=")[0] for item in line.overrides}
+    return set(typed_keys(line.overrides))
 
 
 def _checkpoints(line: CommandLine, composed: Any) -> list[str]:

@@ -26,7 +26,7 @@ from autolaunch.config.across_keys import check
 from autolaunch.config.against_schema import validate
 from autolaunch.config.arithmetic import with_arithmetic
 from autolaunch.config.classification import with_labels_of_model
-from autolaunch.config.command_line import CommandLine, quoted_mesh, unquoted
+from autolaunch.config.command_line import CommandLine, quoted_mesh, typed_keys, unquoted
 from autolaunch.config.compose import (
     Composed,
     compose,
@@ -68,7 +68,6 @@ from autolaunch.launch.lock import LOCK_FILE, locked
 from autolaunch.launch.output_lost import output_lost
 from autolaunch.launch.place import Place, place
 from autolaunch.loading import loading
-from autolaunch.planning.wanted import typed_keys
 from autolaunch.report.terminal import Terminal
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from autolaunch.config.arithmetic import arithmetic_words
 from autolaunch.config.cluster import hardware_of
+from autolaunch.config.command_line import typed_keys
 from autolaunch.config.schema import USUAL_STEPS
 from autolaunch.planning.known_profiles import KnownProfile, is_known
-from autolaunch.planning.wanted import typed_keys, wanted_by
+from autolaunch.planning.wanted import wanted_by
 from autolaunch_strategies.config import FLOAT8_RECIPES, ConfigError, lightning_precision
 
 if TYPE_CHECKING:

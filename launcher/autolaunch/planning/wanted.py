@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from autolaunch.config.command_line import typed_keys
 from autolaunch_strategies.config import AXES, CP_BACKENDS, ConfigError, parse_mesh, parse_recompute
 
 CHOSEN_GROUPS = ("mesh", "dp", "mp", "pp", "cp", "ep", "recompute", "compile")
 """Groups and keys of which the planner sets what nobody has typed (and `data.microbatches`)."""
-
-
-def typed_keys(overrides: Iterable[str]) -> dict[str, str]:
-    """Key -> value of the overrides of a command line, without Hydra's signs."""
-    pairs = (item.lstrip("+~").partition("=") for item in overrides)
-    return {key: value for key, _, value in pairs}
 
 
 def wanted_by(overrides: Iterable[str], config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

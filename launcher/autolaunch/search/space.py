@@ -19,12 +19,12 @@ from autolaunch import __version__
 from autolaunch.config.against_schema import validate
 from autolaunch.config.arithmetic import with_arithmetic
 from autolaunch.config.cluster import hardware_of
-from autolaunch.config.command_line import unquoted
+from autolaunch.config.command_line import typed_keys, unquoted
 from autolaunch.config.compose import resolved
 from autolaunch.config.origin import Origin
 from autolaunch.job import ResolvedJob
 from autolaunch.jobs.run import chosen_options, resolve_job
-from autolaunch.planning.wanted import CHOSEN_GROUPS, typed_keys, wanted_by
+from autolaunch.planning.wanted import CHOSEN_GROUPS, wanted_by
 from autolaunch.search.profile import profile_apart
 from autolaunch_strategies.config import AXES, ConfigError, raise_all
 

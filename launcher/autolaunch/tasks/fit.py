@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from autolaunch.config.command_line import typed_keys
 from autolaunch.config.hub import fetch_weights
 from autolaunch.data import build_data
 from autolaunch.data.progress import listen
@@ -70,7 +71,7 @@ def _run(job: ResolvedJob, place: Place, steps: StepMetrics, further: Sequence[p
     started = time.time()
     fetch_weights(config)  # on another machine than that of the first process
     if job.taken_from is not None and not config["checkpoint"]["trust"]:
-        typed = dict(override.lstrip("+~").partition("=")[::2] for override in job.overrides)
+        typed = typed_keys(job.overrides)
         taken = [key for key in ("model", "module", "data") if typed.get(key, "custom") == "custom"]
         check_targets(Path(job.taken_from), config, taken, typed)
     pl.seed_everything(config["seed"], workers=True, verbose=False)

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from autolaunch.config.command_line import typed_keys
 from autolaunch.config.schema import Trainer, defaults_of
 from autolaunch.instantiate import build
 from autolaunch.job import PARALLEL_KEYS, ResolvedJob
@@ -107,7 +108,7 @@ def refuse_own_loaders(module: pl.LightningModule, task: str, data: str | None, 
         ConfigError: it would be run on the built-in texts.
     """
     loader = f"{_LOADERS[task]}_dataloader"
-    said = data != "text" or any(item.lstrip("+~").startswith(("data=", "data.")) for item in typed)
+    said = data != "text" or any(key.partition(".")[0] == "data" for key in typed_keys(typed))
     if not said and is_overridden(loader, module):
         raise ConfigError(
             f"module._target_={type(module).__module__}.{type(module).__qualname__}",
@@ -130,7 +131,7 @@ def leave_clipping(trainer: pl.Trainer, module: pl.LightningModule, typed: Seque
     if module.automatic_optimization or limit is None:
         return
     key = "trainer.gradient_clip_val"
-    if limit != defaults_of(Trainer)["gradient_clip_val"] or any(item.lstrip("+").startswith(key) for item in typed):
+    if limit != defaults_of(Trainer)["gradient_clip_val"] or key in typed_keys(typed):
         raise ConfigError(
             f"{key}={limit:g}",
             f"{type(module).__name__} optimizes by hand (automatic_optimization=False), where nothing else clips",

@@ -124,7 +124,8 @@ def _among_the_fastest(plan: Plan) -> str:
     near = int((looked.seconds[pool] <= fastest * (1 + plan.noise)).sum())
     if near == 1:
         return f"No other way is predicted to be within {plan.noise:.0%} of its {in_seconds(plan.seconds)}."
-    ways = f"{near:,} ways that fit are predicted to take the same time within the noise of {plan.noise:.0%}"
+    fit = "fit" if looked.fits.any() else "may fit"
+    ways = f"{near:,} ways that {fit} are predicted to take the same time within the noise of {plan.noise:.0%}"
     slower = plan.seconds / fastest - 1
     if slower < 0.0005:
         return f"{ways}: this is the simplest of them, and the fastest."
