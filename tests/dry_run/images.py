@@ -22,8 +22,9 @@ class Recurrent(nn.Module):
 
 
 class Classifier(pl.LightningModule):
-    def __init__(self, manual: bool = False, kinds: bool = False) -> None:
+    def __init__(self, manual: bool = False, kinds: bool = False, apart: bool = False) -> None:
         super().__init__()
+        self.apart = apart  # parts of the net are called by themselves
         norm, behind = (nn.BatchNorm2d(32), Recurrent()) if kinds else (nn.Identity(), nn.Identity())
         self.net = nn.Sequential(
             nn.Conv2d(3, 32, 3, padding=1), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), behind,
@@ -33,7 +34,9 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         images, classes = batch
-        loss = nn.functional.cross_entropy(self.net(images), classes)
+        for part in self.net if self.apart else (self.net,):
+            images = part(images)
+        loss = nn.functional.cross_entropy(images, classes)
         self.log("loss", loss)
         return loss
 

@@ -33,8 +33,10 @@ def test_it_plans_what_it_runs(tmp_path: Path) -> None:
             assert rank["notes"] == []
 
 
-def test_a_module_of_ones_own_is_run_and_planned_on_the_first_batch_of_its_data(tmp_path: Path) -> None:
-    dryrun = Commands(tmp_path, *IMAGES)
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_module_of_ones_own_is_run_and_planned_on_the_first_batch_of_its_data(apart: bool, tmp_path: Path) -> None:
+    """Also if its step calls parts of a model by themselves."""
+    dryrun = Commands(tmp_path, *IMAGES, f"+module.apart={apart}")
     (first, _) = ranks(dryrun, "mesh=2", "dp=ddp")
     convolved = 16 * 32 * 20 * 20 * 4  # half of the batch, channels, pixels: kept before and after ReLU
     assert convolved < first["memory"]["activations"] < 4 * convolved

@@ -19,12 +19,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from autolaunch.config.schema import LLAMA_PLANS
 from autolaunch.models.language_model import LanguageModel
 from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
 from autolaunch_strategies.config import ConfigError, ModelParallel, parallel_config
+from autolaunch_strategies.lightning.first_step import first_step
 from autolaunch_strategies.model.example_inputs import ExampleInputs
 from autolaunch_strategies.plan.choose import plan_for
 from autolaunch_strategies.planner import first_look
@@ -34,6 +36,7 @@ from autolaunch_strategies.planner.profile import MatMul, ModelProfile
 from autolaunch_strategies.planner.profile_cache import cached_profile, fingerprint
 from autolaunch_strategies.planner.recipe import recipe_of
 from autolaunch_strategies.torch_private.calls import run_call
+from tests.lightning import any_signature
 from tests.support.tiers import tiered
 
 POSITIONS, VOCABULARY = 32, 96
@@ -520,6 +523,72 @@ def measure(out: str) -> None:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained one of low rank beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.frozen(x) + self.up(self.down(x))).relu()
+
+
+def behind_frozen(block: Callable[[], nn.Module]) -> nn.Module:
+    layers = [nn.Embedding(50, 16).requires_grad_(False), *(block() for _ in range(4)), nn.Linear(16, 50)]
+    return nn.Sequential(layers[0], nn.Sequential(*layers[1:-1]), layers[-1])
+
+
+def counted(step: Callable[[], Any]) -> tuple[int, int]:
+    """Operations of the forward and of the backward pass, as torch counts them."""
+    with FlopCounterMode(display=False) as counter:
+        loss = step()
+        forward = counter.get_total_flops()
+        loss.backward()
+        return forward, counter.get_total_flops() - forward
+
+
+@pytest.mark.parametrize("block", [Adapted, lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU())])
+def test_blocks_behind_what_is_frozen_count_all(block: Callable[[], nn.Module]) -> None:
+    """The first one has no gradient to hand on, so that it is a kind of its own; the others run the same as it."""
+    model, ids = behind_frozen(block), torch.zeros(2, 8, dtype=torch.int64)
+    profile = profile_module(model, device_type="cpu")
+    assert profile.blocks == (0, 1, 1, 1)
+    assert counted(lambda: model(ids).sum()) == (2 * profile.flops, 2 * profile.backward_flops)
+
+
+class Apart(any_signature._Forecast):
+    """Its step calls two parts by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Sequential(nn.Linear(3, 8), nn.ReLU()), nn.Linear(8, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(self.decoder(self.encoder(batch["static"])), batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharded"), [(Apart, False), (any_signature.Adversaries, True), (any_signature.Taught, True)]
+)
+def test_a_step_that_calls_several_modules_counts_with_all_of_them(kind: Any, sharded: bool) -> None:
+    module, batch = kind(), next(iter(any_signature.series()))
+    step = first_step(module, lambda: batch)
+    before = dict(module.__dict__)
+    profile = profile_module(module, device_type="cpu", step=step)
+    assert module.__dict__ == before
+    assert (profile.name, profile.parameters) == (kind.__name__, sum(item.numel() for item in module.parameters()))
+    assert "calls several modules" in profile.refused["pp"]
+    assert ("mp" not in profile.refused) == sharded
+
+    def run() -> Any:
+        with step.around():
+            return step.run(batch)
+
+    assert counted(run) == (8 * profile.flops, 8 * profile.backward_flops)
 
 
 def test_a_profile_says_what_inputs_were_made_up() -> None:

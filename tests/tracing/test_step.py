@@ -14,7 +14,7 @@ from torch import nn
 from autolaunch_strategies.apply.order import foresee
 from autolaunch_strategies.config import ConfigError, parallel_config
 from autolaunch_strategies.lightning.first_step import first_step
-from autolaunch_strategies.tracing.step import NotCalled, arguments_in
+from autolaunch_strategies.tracing.step import NotCalled, arguments_in, outermost_calls
 from tests.lightning import any_signature
 from tests.support.messages import Told, assert_only_told
 
@@ -42,6 +42,12 @@ def test_what_is_not_called_is_told_with_what_is() -> None:
         arguments_in(step_of(module), module)
 
 
+def test_what_a_step_calls_itself() -> None:
+    assert outermost_calls(step_of(any_signature.Adversaries())) == ["generator", "discriminator"]
+    assert outermost_calls(step_of(any_signature.Conditioned())) == ["model"]
+    assert outermost_calls(step_of(any_signature.NBeats())) == [""]
+
+
 class Talks(any_signature.Conditioned):
     """Counts, keeps, logs, prints, draws and changes itself in its step."""
 
@@ -67,6 +73,7 @@ def test_nothing_is_left_of_it() -> None:
     attributes = dict(module.__dict__)
     with contextlib.redirect_stdout(printed):
         arguments_in(step, module.model)
+        outermost_calls(step)
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
     assert (module.steps, module.kept, printed.getvalue()) == (0, [], "")

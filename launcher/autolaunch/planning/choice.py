@@ -83,7 +83,7 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> ModelProfile:
         "precision": lightning_precision(config["precision"]),
         "param_dtype": config["dp"]["param_dtype"],
         "device_type": device_type,
-        "example": None if known else _example(module, config),
+        **({} if known else _called(module, config)),
     }
     profile = cached_profile(module, **arguments)
     if known:  # ids of `data.seq_len` positions, as everybody has them
@@ -91,21 +91,26 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> ModelProfile:
     return profile
 
 
-def _example(module: nn.Module, config: Mapping[str, Any]) -> Any:
-    """What a training step on the job's data calls the model with; None if that can't be found out, or is named."""
+def _called(module: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a training step on the job's data shows, for `profile_module`: what the model is called with, or the step.
+
+    The latter if it calls more than the model. Nothing if that can't be found out, or is named.
+    """
     from autolaunch.tasks.first_batch import step_on_first_batch
     from autolaunch_strategies.model.example_inputs import ExampleInputs
     from autolaunch_strategies.planner.subject import Subject
-    from autolaunch_strategies.tracing.step import arguments_in
+    from autolaunch_strategies.tracing.step import arguments_in, outermost_calls
 
     subject = Subject.of(module, None)
     if subject.example is not None or (step := step_on_first_batch(module, config)) is None:
-        return None
+        return {}
     try:
-        return ExampleInputs(step.origin, *arguments_in(step, subject.model), is_guess=False)
+        if not {*outermost_calls(step)} <= {"", subject.prefix.rstrip(".")}:
+            return {"step": step}
+        return {"example": ExampleInputs(step.origin, *arguments_in(step, subject.model), is_guess=False)}
     except Exception as error:  # whatever reading data or a step raises
         log.debug("no step shows how %s is called: %s", type(module).__name__, error, exc_info=True)
-        return None
+        return {}
 
 
 def plan_of(config: Mapping[str, Any], typed: Iterable[str]) -> Plan:

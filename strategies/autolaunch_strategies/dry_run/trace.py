@@ -23,13 +23,11 @@ from autolaunch_strategies.torch_private.pretended import (
 )
 from autolaunch_strategies.torch_private.tracing import RESULTS_OF_FAKES, reads_values
 from autolaunch_strategies.tracing.shapes import is_on_shapes_alone
+from autolaunch_strategies.tracing.values import ASKS_VALUE, SAY_THAT_SOMETHING_IS_WRONG, healthy_value
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "parameters", "gradients", "optimizer", "activations"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS)
 """What memory is told apart by. Activations are everything else that is held: work and gathered parameters, too."""
-
-
-_SAY_THAT_SOMETHING_IS_WRONG = (torch.ops.aten.any, torch.ops.aten.isnan, torch.ops.aten.isinf, torch.ops.aten.ne)
 
 
 @dataclass(frozen=True)
@@ -127,9 +125,9 @@ class Trace(TorchDispatchMode):
         try:
             output = RESULTS_OF_FAKES.get(func.overloadpacket, func)(*args, **kwargs)
         except Exception as error:
-            if not reads_values(error) or func.overloadpacket is not torch.ops.aten._local_scalar_dense:
+            if not reads_values(error) or func.overloadpacket is not ASKS_VALUE:
                 raise
-            return self._pretended(args[0])
+            return healthy_value(args[0], self._numbers.get(id(args[0].untyped_storage())) in self._no)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._exchanged(func, args, output)
         elif func.namespace == "prim":
@@ -138,15 +136,9 @@ class Trace(TorchDispatchMode):
             return output
         for tensor in _tensors(output):
             self._see(tensor)
-        if func.overloadpacket in _SAY_THAT_SOMETHING_IS_WRONG and isinstance(output, torch.Tensor):
+        if func.overloadpacket in SAY_THAT_SOMETHING_IS_WRONG and isinstance(output, torch.Tensor):
             self._no.add(self._numbers[id(output.untyped_storage())])
         return output
-
-    def _pretended(self, tensor: torch.Tensor) -> Any:
-        """The value of a tensor with one element, for the host: what it is where nothing is wrong."""
-        if tensor.dtype == torch.bool:
-            return self._numbers.get(id(tensor.untyped_storage())) not in self._no
-        return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _exchanged(self, func: Any, args: Any, output: Any) -> None:
         group = group_of_collective(func, args) if self.listens else None

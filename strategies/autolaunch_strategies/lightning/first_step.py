@@ -79,7 +79,10 @@ def _step_and_loop(trainer: pl.Trainer) -> tuple[str, Any]:
 
 
 def first_step(module: pl.LightningModule, read: Callable[[], Any], name: str = "training_step") -> Step:
-    """The step of `module` on the batch that `read` gives, once it is looked at."""
+    """The step of `module` on the batch that `read` gives, once it is looked at.
+
+    It returns what the step returns; one that optimizes by hand, the sum of the losses that it differentiates.
+    """
     kept: list[Any] = []
 
     def arguments() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -99,7 +102,12 @@ def first_step(module: pl.LightningModule, read: Callable[[], Any], name: str = 
         step = getattr(module, name)
         places = (("batch_idx", 2), ("dataloader_idx", 3))
         numbers = [0 for place, least in places if is_param_in_hook_signature(step, place, min_args=least)]
-        return step(batch, *numbers)
+        if module.automatic_optimization:
+            return step(batch, *numbers)
+        losses: list[torch.Tensor] = []
+        with _with_attribute(module, "manual_backward", lambda loss, *_, **__: losses.append(loss)):
+            output = step(batch, *numbers)
+        return sum(losses) if losses else output
 
     return Step(f"{name} with the first batch", module, run, arguments, lambda: _apart_from_trainer(module))
 

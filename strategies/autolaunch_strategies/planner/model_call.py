@@ -45,6 +45,8 @@ class ModelCall:
     """Of gathered parameters."""
     device_type: str
     loss: Loss | None
+    is_step: bool = False
+    """Whether what is called is a training step, which may ask for values."""
 
     @contextmanager
     def on(
@@ -64,7 +66,7 @@ class ModelCall:
         """
         model = self.subject.model
         dtype, autocast = PRECISIONS[self.precision]
-        recorder = Recorder(model, [tape], RESULTS_OF_FAKES)
+        recorder = Recorder(model, [tape], RESULTS_OF_FAKES, answers=self.is_step)
         with ExitStack() as stack:
             stack.enter_context(on_shapes_alone())
             state = self._state(tape, unused)

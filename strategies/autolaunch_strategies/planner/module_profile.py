@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from autolaunch_strategies.planner.model_call import PRECISIONS, Loss, ModelCall
 from autolaunch_strategies.planner.profile import ModelProfile
 from autolaunch_strategies.planner.subject import Subject, parameter_sharding
 from autolaunch_strategies.tracing.inputs import with_inputs_that_run
-from autolaunch_strategies.tracing.unreadable import stepping_over
+from autolaunch_strategies.tracing.step import Step
+from autolaunch_strategies.tracing.unreadable import reason_of, stepping_over
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,6 +36,7 @@ def profile_module(
     param_dtype: str | None = None,
     device_type: str = "cuda",
     name: str | None = None,
+    step: Step | None = None,
 ) -> ModelProfile:
     """What one training step of `module` costs per sequence. The module is left as it was, and may be on meta.
 
@@ -49,6 +52,7 @@ def profile_module(
         param_dtype: of gathered parameters, as `dp.param_dtype`.
         device_type: where it will run (cuda or cpu): kernels of attention and autocast differ.
         name: what the profile is called; by default the class of the model.
+        step: of `module`, which calls more than one module of it: it is profiled in place of a forward.
 
     Returns:
         the profile. What mp shards is followed through the operators by DTensor's rules for one axis; parts of a
@@ -59,28 +63,31 @@ def profile_module(
     """
     if precision not in PRECISIONS:
         raise ConfigError(f"precision={precision}", "no such precision", ", ".join(PRECISIONS))
-    subject = Subject.of(module, example)
-    model_call = ModelCall(
-        subject, parameter_sharding(subject, own_plan), precision, _DTYPES[param_dtype], device_type, loss
-    )
-    kind = type(subject.model).__name__
-    guessed, assembly = with_inputs_that_run(
-        subject.model,
-        subject.example,
-        lambda inputs: stepping_over(
-            subject.model,
-            lambda placeholders: (
-                inputs.origin if inputs.is_guess else "",
-                _passes(model_call, inputs, positions, placeholders),
-            ),
-        ),
-        lambda problem: ConfigError(
+    subject = Subject.of(module, example, whole=step is not None)
+    sharding = parameter_sharding(subject, own_plan, step)
+    model_call = ModelCall(subject, sharding, precision, _DTYPES[param_dtype], device_type, loss, step is not None)
+    kind = name or type(subject.model).__name__
+
+    def attempt(inputs: ExampleInputs) -> ModelProfile:
+        profile = stepping_over(subject.model, partial(_passes, model_call, inputs, positions)).profile(kind)
+        return replace(profile, guessed=inputs.origin if inputs.is_guess else "")
+
+    def refusal(problem: str) -> ConfigError:
+        return ConfigError(
             "model",
             f"{kind} can't be profiled: {problem}",
             "`example_input_array` as an attribute of the module: inputs with which its forward runs",
-        ),
-    )
-    return replace(assembly.profile(name or kind), guessed=guessed)
+        )
+
+    if step is None:
+        return with_inputs_that_run(subject.model, subject.example, attempt, refusal)
+    try:
+        with step.as_forward():
+            profile = attempt(ExampleInputs(step.origin, *step.arguments(), is_guess=False))
+    except Exception as error:  # whatever a step may raise
+        raise refusal(f"{step.origin} does not run on shapes alone: {reason_of(error)}") from error
+    refused = {**profile.refused, "pp": "a step of it calls several modules, and stages are cut from one"}
+    return replace(profile, refused=refused)
 
 
 def _passes(

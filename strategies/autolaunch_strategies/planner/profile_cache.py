@@ -29,12 +29,12 @@ def cached_profile(
 ) -> ModelProfile:
     """As `profile_module`, but what was found out before is read from `directory` (by default the user's cache).
 
-    What can't be told by structure, shapes and plain values is not cached: an `example` or a `loss`. A file that can't
-    be read is ignored, and so is a directory that can't be written to.
+    What can't be told by structure, shapes and plain values is not cached: an `example`, a `loss`, a `step`. A file
+    that can't be read is ignored, and so is a directory that can't be written to.
     """
     from autolaunch_strategies.planner.module_profile import profile_module
 
-    if arguments.get("loss") is not None or arguments.get("example") is not None:
+    if any(arguments.get(name) is not None for name in ("loss", "example", "step")):
         return profile_module(module, positions, **arguments)
     directory = directory or cache_directory()
     path = directory / f"{fingerprint(module, {'positions': positions, **arguments})}.json"

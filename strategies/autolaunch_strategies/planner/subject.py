@@ -16,6 +16,8 @@ from autolaunch_strategies.plan.choose import plan_for, planned_part
 from autolaunch_strategies.plan.layers import is_linear
 from autolaunch_strategies.plan.rules import Match
 from autolaunch_strategies.tensor.model_parallel import matched
+from autolaunch_strategies.tracing.inputs import Steps
+from autolaunch_strategies.tracing.step import Step
 
 _RANKS = (2, 3, 5, 7)
 """Numbers of ranks for which a plan is asked, until one works."""
@@ -43,11 +45,15 @@ class Subject:
     """Inputs that the user names, or that the module brings; None if there are none."""
 
     @classmethod
-    def of(cls, root: nn.Module, example: Any) -> Subject:
-        """The subject of a module, or of a LightningModule around one."""
+    def of(cls, root: nn.Module, example: Any, whole: bool = False) -> Subject:
+        """The subject of a module, or of a LightningModule around one.
+
+        Args:
+            whole: all of a LightningModule, and not one model in it.
+        """
         blocks = find_blocks(root)
         part = ""
-        if isinstance(root, Holder) or is_lightning_module(root):
+        if not whole and (isinstance(root, Holder) or is_lightning_module(root)):
             part = planned_part(root)[1].rstrip(".")
             if len(blocks):
                 part = pipelined_part(root, blocks, PipelineParallel())
@@ -72,22 +78,27 @@ class ParameterSharding:
     """Why there are none."""
 
 
-def parameter_sharding(subject: Subject, own_plan: Mapping[str, Any] | None) -> ParameterSharding:
-    """By the plan that the engine would apply: for two ranks, or the least number that it works for."""
+def parameter_sharding(
+    subject: Subject, own_plan: Mapping[str, Any] | None, step: Step | None = None
+) -> ParameterSharding:
+    """By the plan that the engine would apply: for two ranks, or the least number that it works for.
+
+    Args:
+        step: the training step of a module around the model.
+    """
     model, prefix = planned_part(subject.root)
-    inner = subject.prefix.removeprefix(prefix)
     refused = ""
     for ranks in _RANKS:
         try:
-            rules = plan_for(model, ModelParallel(), own_plan, ranks, subject.example)
+            rules = plan_for(model, ModelParallel(), own_plan, ranks, subject.example, Steps(training=step))
         except ConfigError as error:
             refused = refused or str(error)
             continue
         matches, _ = matched(model, rules, prefix)
         dims = {
-            name.removeprefix(inner): dim
+            f"{prefix}{name}".removeprefix(subject.prefix): dim
             for name, dim in _sharded_dims(model, matches).items()
-            if name.startswith(inner)
+            if f"{prefix}{name}".startswith(subject.prefix)
         }
         if dims:
             return ParameterSharding(dims)

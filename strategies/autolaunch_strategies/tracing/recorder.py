@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autolaunch_strategies.torch_private.calls import intercept_calls, run_call
 from autolaunch_strategies.torch_private.fake_results import ASKS_DEVICE
 from autolaunch_strategies.torch_private.tracing import has_no_values, writes_to
+from autolaunch_strategies.tracing.tensors import Labels
+from autolaunch_strategies.tracing.values import ASKS_VALUE, SAY_THAT_SOMETHING_IS_WRONG, healthy_value
 
 
 class Untraceable(Exception):
@@ -68,6 +70,8 @@ class Recorder(TorchDispatchMode):
 
     Args:
         fakes: `OpOverloadPacket` -> what computes its output in its place.
+        answers: values that the code of `model` itself asks for are those of where nothing is wrong, as in a step that
+            logs its loss; else it can't be run. Those that its parts ask for decide what is computed.
     """
 
     def __init__(
@@ -75,8 +79,10 @@ class Recorder(TorchDispatchMode):
         model: nn.Module,
         observers: Sequence[Observer],
         fakes: Mapping[Any, Callable[..., Any]] | None = None,
+        answers: bool = False,
     ) -> None:
         super().__init__()
+        self._truths = Labels[str]() if answers else None
         self.model, self.observers, self.fakes = model, observers, fakes or {}
         self._running: list[tuple[str, nn.Module]] = [("", model)]
 
@@ -133,6 +139,8 @@ class Recorder(TorchDispatchMode):
         if func is ASKS_DEVICE and has_no_values(args[0]):
             return args[0].device
         kwargs = kwargs or {}
+        if self._truths is not None and func.overloadpacket is ASKS_VALUE and len(self._running) == 1:
+            return healthy_value(args[0], bool(self._truths.of(args[0])))
         output = self.fakes.get(func.overloadpacket, func)(*args, **kwargs)
         if func.namespace == "prim":
             return output
@@ -142,6 +150,9 @@ class Recorder(TorchDispatchMode):
             written = _tensors_among(by_name.get(name) for name in names)
         inputs, outputs = _tensors_among((*args, *kwargs.values())), _tensors_among((output,))
         operation = Operation(func, args, kwargs, output, inputs, outputs, written, self._running[-1][1])
+        if self._truths is not None and func.overloadpacket in SAY_THAT_SOMETHING_IS_WRONG:
+            for tensor in outputs:
+                self._truths.add(tensor, frozenset({"wrong"}))
         for observer in self.observers:
             observer.operator(operation)
         return output

@@ -38,20 +38,24 @@ class Step:
             state = fake_state(self.root)
 
             def run() -> Any:
-                with self.around(), self._as_forward():
+                with self.as_forward():  # parameters can be replaced in calls only
                     return torch.func.functional_call(self.root, state, args, kwargs)
 
             yield run
 
     @contextmanager
-    def _as_forward(self) -> Iterator[None]:
-        """Within it, the first call of `root` runs the step: parameters can be replaced in calls only."""
+    def as_forward(self) -> Iterator[None]:
+        """Within it a call of `root` runs the step, in which calls of `root` are what they always are."""
         attributes = self.root.__dict__
         own = attributes.get("forward")
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            restore()  # it may call the forward itself
-            return self.run(*args, **kwargs)
+            restore()
+            try:
+                with self.around():
+                    return self.run(*args, **kwargs)
+            finally:
+                attributes["forward"] = run
 
         def restore() -> None:
             attributes.pop("forward", None)
@@ -105,6 +109,43 @@ def arguments_in(step: Step, module: nn.Module) -> tuple[Any, dict[str, Any]]:
         raise NotCalled(_outermost([name for name, part in module.named_modules() if name and part in called]))
     args, kwargs = tree_map(_on_meta, (calls[0][0], dict(calls[0][1])))
     return args, kwargs
+
+
+def outermost_calls(step: Step) -> list[str]:
+    """Modules of the root with parameters that `step` calls, by name ("" for the root): none that another one calls.
+
+    Nothing is left changed.
+
+    Raises:
+        Exception: what it raised before it called any.
+    """
+    names: list[str] = []
+    running = -1  # the root, which the step itself is
+
+    def begins(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            nonlocal running
+            if running == 0:
+                names.append(name)
+            running += 1
+
+        return hook
+
+    def ends(*_: Any) -> None:
+        nonlocal running
+        running -= 1
+
+    with step.on_shapes() as run, ExitStack() as hooks:
+        for name, part in step.root.named_modules():
+            if next(part.parameters(), None) is not None:
+                hooks.callback(part.register_forward_pre_hook(begins(name), prepend=True).remove)
+                hooks.callback(part.register_forward_hook(ends, always_call=True).remove)
+        try:
+            run()
+        except Exception:  # as in `arguments_in`
+            if not names:
+                raise
+    return list(dict.fromkeys(names))
 
 
 def _outermost(names: Sequence[str]) -> list[str]:
