@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -289,32 +288,6 @@ class Group:
         return lines
 
     def _run(self, case: str) -> None:
-        begins = self._log.seek(0, os.SEEK_END)
-        self._attempt(case)
-        if crash := self._damaged_heap(case, begins):
-            warnings.warn(f"{case} runs again: a thread of torch's ended one of its ranks\n{crash}", stacklevel=2)
-            for rank in range(self.count):
-                self._file(case, rank).unlink(missing_ok=True)
-            del self._broken_off[case]
-            self._attempt(case)
-
-    def _damaged_heap(self, case: str, begins: int) -> str:
-        """What is known of a rank that was aborted in a thread which never ran Python, or nothing.
-
-        Once in some ten thousand cases a thread of gloo's meets a damaged free list; runs under a heap checker show no
-        cause. What gloo itself gives up on, such as collectives that don't belong together, is no such case.
-
-        Args:
-            begins: the size of the log before the case.
-        """
-        if not any(line.endswith(signal.SIGABRT.name) for line in self._broken_off.get(case, [])):
-            return ""
-        self._log.seek(begins)
-        text = self._log.read().decode(errors="replace")
-        other = "Current thread" in text or "terminate called" in text
-        return "" if other or FATAL not in text else self._last_words(case)
-
-    def _attempt(self, case: str) -> None:
         if any(process.poll() is not None for process in self._processes):
             self.close()
         if not self._processes:

@@ -174,6 +174,9 @@ def join(store: Store, place: Place, timeout: float, gpu: torch.device | None = 
     """
     import torch.distributed as dist
 
+    from autolaunch_strategies.torch_private.gloo import complete_in_one_thread
+
+    complete_in_one_thread()
     dist.init_process_group(
         "gloo" if gpu is None else "cpu:gloo,cuda:nccl",  # what checkpoints exchange goes through host memory
         store=store,

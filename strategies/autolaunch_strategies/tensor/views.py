@@ -57,9 +57,26 @@ class Replicator:
         if self._last is not None and self._last[0]() is tensor and self._last[1] == state:
             return self._last[2]
         replica = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
-        if self.remembers and not isinstance(tensor, torch.nn.Parameter):
-            self._last = (weakref.ref(tensor, self._forget), state, replica)
+        if not isinstance(tensor, torch.nn.Parameter):
+            self._remember(tensor, replica)
         return replica
+
+    def whole(self, tensor: Any) -> Any:
+        """As `plain`; where the whole goes on to sharded layers its gradient is scattered, not added up whole before.
+
+        Differentiable.
+        """
+        if not isinstance(tensor, DTensor):
+            return plain(tensor)
+        replica = _replicated(tensor)
+        whole = _Whole.apply(replica)
+        self._remember(whole, replica)
+        return whole
+
+    def _remember(self, tensor: torch.Tensor, replica: DTensor) -> None:
+        if self.remembers:
+            state = torch.is_grad_enabled(), version_of(tensor)
+            self._last = (weakref.ref(tensor, self._forget), state, replica)
 
     def for_mesh(self, mesh: DeviceMesh) -> Replicator:
         """This one, or another if a process has models on several meshes."""
@@ -85,7 +102,11 @@ def plain(tensor: Any) -> Any:
         tensor = tensor.whole()
     if not isinstance(tensor, DTensor):
         return tensor
-    return _Whole.apply(tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim))
+    return _Whole.apply(_replicated(tensor))
+
+
+def _replicated(tensor: DTensor) -> DTensor:
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
 class _Whole(torch.autograd.Function):

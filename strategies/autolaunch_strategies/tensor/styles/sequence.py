@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from autolaunch_strategies.tensor.styles.base import Region, Style, change_first_input, change_first_output
-from autolaunch_strategies.tensor.views import plain
 
 
 def _begin(region: Region, tensor: torch.Tensor, transpose: bool) -> torch.Tensor:
@@ -19,10 +18,9 @@ def _begin(region: Region, tensor: torch.Tensor, transpose: bool) -> torch.Tenso
     return sharded.redistribute(placements=[Shard(1)])
 
 
-def _end(tensor: torch.Tensor, transpose: bool) -> torch.Tensor:
+def _end(region: Region, tensor: torch.Tensor, transpose: bool) -> torch.Tensor:
     """The inverse of `_begin`, whole and plain."""
-    whole = plain(tensor)
-    return whole.transpose(0, 1) if transpose else whole
+    return region.replicate.whole(tensor.transpose(0, 1) if transpose else tensor)
 
 
 class SequenceParallelBegin(Style):
@@ -51,7 +49,7 @@ class SequenceParallelEnd(Style):
         self.need_transpose = need_transpose
 
     def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
-        change_first_input(module, lambda tensor: _end(tensor, self.need_transpose))
+        change_first_input(module, lambda tensor: _end(region, tensor, self.need_transpose))
 
 
 class SequenceParallelEnable(Style):
@@ -59,7 +57,7 @@ class SequenceParallelEnable(Style):
 
     def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
         change_first_input(module, lambda tensor: _begin(region, tensor, True))
-        change_first_output(module, lambda tensor: _end(tensor, True))
+        change_first_output(module, lambda tensor: _end(region, tensor, True))
 
 
 class SequenceParallelDisable(Style):
@@ -74,5 +72,5 @@ class SequenceParallelDisable(Style):
 
     def apply(self, region: Region, name: str, module: nn.Module, only: str | None) -> None:
         region.sequence_parallel_within.add(name)
-        change_first_input(module, lambda tensor: _end(tensor, self.need_transpose))
+        change_first_input(module, lambda tensor: _end(region, tensor, self.need_transpose))
         change_first_output(module, lambda tensor: _begin(region, tensor, self.need_transpose))
