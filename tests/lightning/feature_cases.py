@@ -445,6 +445,20 @@ def gradients_in_hooks(run: Run) -> Any:
     return run.fit(its.LambdaCallback(**{hook: note(hook) for hook in hooks})).table(seen=seen)
 
 
+@feature("callback", "norms in hooks", daily="dp2 level 3")
+def norms_in_hooks(run: Run) -> Any:
+    """No gradient is longer than a share of its weight: numbers of which a rank that shards either has a part."""
+
+    def scale(trainer: Any, module: Any, *args: Any) -> None:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                most = 0.01 * (float(parameter.detach().norm()) + parameter.detach().abs().max().item())
+                if parameter.grad.norm() > most:
+                    parameter.grad.mul_(most / parameter.grad.norm().item())
+
+    return run.fit(its.LambdaCallback(on_before_optimizer_step=scale)).table()
+
+
 # --- loggers ------------------------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,7 @@ from autolaunch_strategies.torch_private.fsdp import (
     initialise_fsdp,
     keep_through_nested_forwards,
 )
+from autolaunch_strategies.torch_private.sharding_rules import read_whole_numbers
 from autolaunch_strategies.torch_private.unused_parameters import UnusedParameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -272,6 +273,7 @@ def _of_other_groups(
 
 def _shard(module: nn.Module, group: GradientGroup, **options: Any) -> None:
     assert group.mesh is not None, "a gradient group of sharded parameters has a mesh"
+    read_whole_numbers()
     sharded = fully_shard(module, mesh=group.mesh, **options)
     if group.divisor != group.mesh.size():
         sharded.set_gradient_divide_factor(group.divisor)

@@ -32,7 +32,7 @@ from autolaunch_strategies.torch_private.attention import ATTENTION_ARGUMENTS, H
 from autolaunch_strategies.torch_private.backward import run_backward, version_of
 from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 from autolaunch_strategies.torch_private.modes import changes_first
-from autolaunch_strategies.torch_private.sharding_rules import register_missing_rules
+from autolaunch_strategies.torch_private.sharding_rules import read_whole_numbers, register_missing_rules
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +128,7 @@ class MixedTensors(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         register_missing_rules()
+        read_whole_numbers()
         self.replicate = Replicator(mesh)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Operators of autograd itself for which DTensor has no sharding rule."""
+"""Operators for which DTensor has no sharding rule, or one that reads a part of a number for the number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ import functools
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
+
+
+@functools.cache
+def read_whole_numbers() -> None:
+    """Let `item`, `float` and `bool` of a DTensor give its value on every rank, and not the part that its rank has.
+
+    Which a norm of a sharded gradient has before anything else is done with it. Collective where parts are combined.
+    """
+
+    def read(operator: Any, args: Any, kwargs: Any) -> Any:
+        return operator(args[0].full_tensor())
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = read
 
 
 @functools.cache
