@@ -198,6 +198,38 @@ def combined_parts() -> None:
             torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=message)
 
 
+@case
+def second_derivatives() -> None:
+    """A penalty on the gradient for what a model is given, as of critics, and on those of its weights."""
+    x = torch.randn(4, 6)
+    for what, act in {"tanh": torch.tanh, "silu": F.silu, "norm": lambda x: F.layer_norm(x, (8,)).sin()}.items():
+
+        class Critic(nn.Module):
+            def __init__(self, act: Any = act) -> None:
+                super().__init__()
+                self.a, self.b, self.c, self.act = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1), act
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.c(self.act(self.b(self.act(self.a(x)))))
+
+        def penalty(model: nn.Module) -> torch.Tensor:
+            given = x.clone().requires_grad_()
+            score = model(given).sum()
+            (slope,) = torch.autograd.grad(score, given, create_graph=True)
+            return score + (slope.norm(dim=1) - 1).square().mean()
+
+        torch.manual_seed(0)
+        alone = Critic()
+        torch.manual_seed(0)
+        model = planned(Critic(), {"layer.a": ColWiseParallel(), "layer.b": RowWiseParallel()}, "")
+        expected, found = penalty(alone), penalty(model)
+        torch.testing.assert_close(found, expected)
+        expected.backward()
+        found.backward()
+        for (name, parameter), other in zip(model.layer.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(plain(parameter.grad), other.grad, msg=f"{what} {name}: {{}}".format)
+
+
 class Seen(nn.Module):
     """Passes on what it gets and remembers its layout."""
 

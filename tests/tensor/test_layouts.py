@@ -98,6 +98,11 @@ def test_norms_maxima_and_picked_values_have_the_gradients_of_one_process(result
         results.read("combined_parts", rank)
 
 
+def test_gradients_can_be_differentiated_again(results: Group) -> None:
+    for rank in range(2):
+        results.read("second_derivatives", rank)
+
+
 def test_hooks_stack_in_order(results: Group) -> None:
     assert results.read("hooks") == {"sizes": [2], "out": [6.0, 6.0]}  # (1 * 2 + 1) * 2
 

@@ -56,7 +56,7 @@ class Replicator:
         state = torch.is_grad_enabled(), version_of(tensor)  # changed in place, it has another history
         if self._last is not None and self._last[0]() is tensor and self._last[1] == state:
             return self._last[2]
-        replica = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        replica = _Replica.apply(tensor, self.mesh)
         if not isinstance(tensor, torch.nn.Parameter):
             self._remember(tensor, replica)
         return replica
@@ -107,6 +107,18 @@ def plain(tensor: Any) -> Any:
 
 def _replicated(tensor: DTensor) -> DTensor:
     return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
+class _Replica(torch.autograd.Function):
+    """As `DTensor.from_local` of what is the same on every rank; but its gradient can be differentiated again."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return plain(gradients[0]), None
 
 
 class _Whole(torch.autograd.Function):

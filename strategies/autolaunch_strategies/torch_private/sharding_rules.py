@@ -19,7 +19,8 @@ def read_whole_numbers() -> None:
     def read(operator: Any, args: Any, kwargs: Any) -> Any:
         return operator(args[0].full_tensor())
 
-    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = read
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = read
 
 
 @functools.cache
