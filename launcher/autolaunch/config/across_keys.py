@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autolaunch.config.arithmetic import check_matmul_precision, device_of
+from autolaunch.config.arithmetic import check_matmul_precision, known_device
 from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.optimizer_groups import check_groups, check_library
@@ -83,7 +83,7 @@ def check(
     if mesh is not None:
         parallel = {axis: config[axis] for axis in AXES}
         keys = {key: config[key] for key in ("compile", "random_numbers", "ep")} | recompute
-        errors += config_errors(parallel_config(mesh, **parallel, **keys), device_of(config))
+        errors += config_errors(parallel_config(mesh, **parallel, **keys), known_device(config))
         if config["task"] != "generate":  # which reads no data
             errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
     errors += _float8(config)
