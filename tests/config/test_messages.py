@@ -922,6 +922,13 @@ WRONG = [
         id="heads-of-llama",
     ),
     pytest.param(
+        ["data.seq_len=4096", "data=synthetic", "model=hf", "model.config.model_type=gpt2"],
+        Told(
+            "data.seq_len=4096", "sequences of at most 1024 tokens", allowed=("1 to 1024",), write="data.seq_len=1024"
+        ),
+        id="sequences-longer-than-a-table-of-positions-by-default",
+    ),
+    pytest.param(
         ["data.seq_len=4096", "data=synthetic", "model.max_seq_len=128"],
         Told("data.seq_len=4096", "at most 128 tokens", allowed="1 to 128", write="data.seq_len=128"),
         id="sequence-too-long",
