@@ -142,9 +142,26 @@ WRONG = [
     ),
     pytest.param(
         ["mesh=2", "--why", "mp=2"],
-        Told("why='mp=2'", "no choice", allowed=("plan",), write="autolaunch plan cluster=local --why mp=2"),
+        Told("why='mp=2'", "no choice", allowed=("plan",), write="autolaunch plan ... cluster=local --why mp=2"),
         id="why-without-a-choice",
     ),
+    pytest.param(
+        ["plan", "mesh=2", "--why", "mp=2"],
+        Told("why='mp=2'", "no choice", allowed=("plan",), write="cluster=local --why mp=2"),
+        id="why-without-a-cluster",
+    ),
+    pytest.param(
+        ["plan", "rank=[3]"],
+        Told("rank=[3]", "no effect with plan", allowed=("dryrun",), write="autolaunch dryrun ... 'rank=[3]'"),
+        id="ranks-of-another-task",
+    ),
+    pytest.param(
+        ["dryrun", "mesh=2", "rank=0,1"],
+        Told("rank=0,1", "several values", allowed=("'rank=[0,1]'",), write="autolaunch dryrun mesh=2 'rank=[0,1]'"),
+        id="ranks-without-brackets",
+    ),
+    pytest.param(["dryrun", "rank=1"], Told("rank=1", "must be a list", write="rank=[1]"), id="one-rank"),
+    pytest.param(["dryrun", "rank=x"], Told("rank=x", "must be a list"), id="no-rank"),
     pytest.param(
         ["search=auto", "mesh=2"],
         Told("search=auto", "single run", write="autolaunch -m search=auto mesh=2"),

@@ -591,9 +591,8 @@ def _unused(config: Mapping[str, Any], task: str, schema: type, instead: str, wh
         return
     for name, default in defaults_of(schema).items():
         if (value := config[task][name]) != default:
-            allowed = f"autolaunch {task}" + (f"; {instead}" if instead else "")
-            problem, write = f"has no effect with {config['task']}", f"{task}.{name}={written(default)}"
-            yield ConfigError(where(f"{task}.{name}", value), problem, allowed, write)
+            allowed = f"the line without it; autolaunch {task}" + (f"; {instead}" if instead else "")
+            yield ConfigError(where(f"{task}.{name}", value), f"has no effect with {config['task']}", allowed)
 
 
 def _evaluation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
@@ -620,26 +619,27 @@ def _evaluation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError
 def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
     """Keys of the planner where nothing is planned."""
     cluster, task = config["cluster"], config["task"]
+    with_cluster = "cluster=local" if task == "plan" else "autolaunch plan ... cluster=local"  # added to the line
     if config["why"] is not None and (cluster is None or task != "plan"):
         yield ConfigError(
             where("why", config["why"]),
             "there is no choice to ask about",
             "`plan` with a cluster",
-            f"autolaunch plan cluster=local --why {config['why']}",
+            f"{with_cluster} --why {config['why']}",
         )
     if config["rank"] and task != "dryrun":
         yield ConfigError(
             where("rank", config["rank"]),
             f"has no effect with {task}",
             "autolaunch dryrun",
-            "autolaunch dryrun rank=[0]",
+            f"autolaunch dryrun ... 'rank={written(config['rank'])}'",
         )
     if config["full"] and (cluster is None or task != "plan"):
         yield ConfigError(
             where("full", True),
             "has no effect: only the planner's choice has a short account and a full one",
             "`plan` with a cluster",
-            "autolaunch plan cluster=local --full",
+            f"{with_cluster} --full",
         )
 
 
