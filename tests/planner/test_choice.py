@@ -190,6 +190,14 @@ def test_devices_stay_idle_only_if_nothing_runs_on_all() -> None:
         make_plan(model(layers=2), recipe(8), machines(7), {"devices": (7,)})
 
 
+def test_more_ranks_of_mp_than_devices_are_told_as_such() -> None:
+    """They need not be uneven."""
+    with pytest.raises(ConfigError) as raised:
+        make_plan(llama("8b"), recipe(64), machines(8), {"mp": (16,)})
+    told = Told("8b on 8 x h100", "16 ranks of mp", "devices: 8", allowed="mp of size 1, 2, 4, 8", write="mesh.mp=8")
+    assert_only_told(raised.value, told)
+
+
 @pytest.mark.parametrize(
     ("typed", "write"),
     [
@@ -322,7 +330,7 @@ def test_reasons_name_what_costs_time() -> None:
     more = {name: (float(parts[name][0]) - plan.parts[name]) / plan.seconds for name in parts}
     worst = max(more, key=lambda name: more[name])
     sentence = next(text for text in said if text.startswith("mp=seq_parallel: mp=tensor_parallel"))
-    assert f"adds {more[worst]:.1%} of {PART_WORDS[worst]}" in sentence
+    assert f"adds {PART_WORDS[worst]} (+{more[worst]:.1%} of the step)" in sentence
     assert len(said) == len(set(said))  # what is the same way is told once
 
 
