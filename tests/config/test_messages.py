@@ -1352,6 +1352,10 @@ def test_float8_without_its_library_or_anything_to_gain(
             Told("precision=float8 with adapter=lora", "frozen", allowed=("bf16-mixed",), write="precision=bf16-mixed"),
         ],
     )
+    code, _, err = command("plan", "cluster=a100_80x8", "precision=float8", "data=synthetic")  # nothing multiplies here
+    assert code == 2
+    told = Told("precision=float8", "no fp8 for a100_80", allowed=("8.9 or more",), write="precision=bf16-mixed")
+    assert_only_told(err, told)
 
 
 def test_a_person_who_asks_for_tracebacks_gets_them(

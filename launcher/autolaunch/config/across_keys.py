@@ -83,6 +83,8 @@ def check(
     if mesh is not None:
         parallel = {axis: config[axis] for axis in AXES}
         keys = {key: config[key] for key in ("compile", "random_numbers", "ep")} | recompute
+        if config["cluster"] is not None:
+            keys["ep"] = 1  # the planner has yet to choose the mesh, and keeps what was typed
         errors += config_errors(parallel_config(mesh, **parallel, **keys), known_device(config))
         if config["task"] != "generate":  # which reads no data
             errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
@@ -244,8 +246,10 @@ def _divisibility(
         )
     yield from _layers(config["pp"], mesh, facts)
     if config["ep"] > 1 and facts.num_experts is not None:
+        cluster = config["cluster"]
+        ranks = mesh.dp * mesh.cp * mesh.mp if cluster is None else cluster["nodes"] * cluster["devices_per_node"]
         try:
-            check_experts(config["ep"], facts.num_experts, f"model={facts.name}", mesh.dp * mesh.cp * mesh.mp)
+            check_experts(config["ep"], facts.num_experts, f"model={facts.name}", ranks)
         except ConfigError as error:
             yield error
 
@@ -283,10 +287,11 @@ def _float8(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     precision = config["precision"]
     if precision not in FLOAT8_RECIPES:
         return
-    try:
-        check_torchao()
-    except ConfigError as error:
-        yield error
+    if config["task"] != "plan" or config["cluster"] is None:  # then nothing is multiplied here
+        try:
+            check_torchao()
+        except ConfigError as error:
+            yield error
     if (adapter := config["adapter"]) is not None:
         yield ConfigError(
             f"precision={precision} with adapter={adapter['name']}",
