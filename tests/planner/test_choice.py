@@ -132,7 +132,9 @@ def test_what_a_plan_says_is_whole(plan: Plan) -> None:
     assert max(stage["total"] for stage in chosen["stages"]) == pytest.approx(plan.memory_bytes, rel=1e-5)
     assert sum(stage["blocks"] for stage in chosen["stages"]) == 32
     assert said["counts"]["considered"] == len(plan.looked)
-    assert said["counts"]["fit"] + said["counts"]["rejected"]["memory"] <= said["counts"]["considered"]
+    assert sum(said["counts"][name] for name in ("fit", "may_fit", "too_large")) == said["counts"]["considered"]
+    assert all(said["counts"][name] for name in ("fit", "may_fit", "too_large"))
+    assert "memory" not in said["counts"]["rejected"]
     assert said["plateau"] == plan.plateau
     cells = [(way["mesh"], way["overrides"][-2]) for way in said["alternatives"]]
     assert 3 <= len(cells) <= 10
