@@ -275,8 +275,10 @@ def test_ranks_that_do_not_agree_are_told() -> None:
 
 
 def test_what_cannot_be_pretended_is_refused() -> None:
-    with pytest.raises(ConfigError, match="compile"):
-        pretend_ranks(replace(training("ddp"), parallel=parallel_config("2", compile=True)), [0])
+    for keys, write in (({"compile": True}, "compile=false"), ({"recompute": "offload"}, "recompute=none")):
+        with pytest.raises(ConfigError) as caught:
+            pretend_ranks(replace(training("ddp"), parallel=parallel_config("2", **keys)), [0])
+        assert caught.value.write == write
     with pytest.raises(ConfigError, match="rank=2"):
         pretend_ranks(training("ddp"), [2])
 

@@ -104,9 +104,9 @@ def refuse_what_cannot_be_pretended(config: ParallelConfig) -> None:
         "recompute=offload": (
             config.recompute.mode == "offload",
             "memory of the host is told apart on GPUs alone",
-            "none, selective, full",
+            "recompute=none, selective, full",
         ),
     }
     for key, (refused, problem, allowed) in reasons.items():
         if refused:
-            raise ConfigError(f"dryrun with {key}", problem, allowed)
+            raise ConfigError(f"dryrun with {key}", problem, allowed, allowed.partition(",")[0])
