@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from autolaunch.cli import run
-from autolaunch.report.comparison import read_run
+from autolaunch.jobs.compare import compare_jobs
+from autolaunch.jobs.ends import JobEnd
+from autolaunch.report.comparison import GRADIENT, OUTPUT, Run, likely_cause, parting, read_run
 from tests.support.commands import Commands
 from tests.support.messages import Told, assert_only_told
 
@@ -72,7 +74,7 @@ def test_what_can_not_be_compared_is_told(tmp_path: Path, capsys: pytest.Capture
             ["compare", "--config-dir", empty, "mesh=2"],
             Told("autolaunch compare mesh=2", one, write="autolaunch compare mesh=1,2x2x2"),
         ),
-        (["fit", "compare.steps=3"], Told("compare.steps=3", "no effect with fit", write="compare.steps=5")),
+        (["fit", "compare.steps=3"], Told("compare.steps=3", "no effect with fit", allowed=("the line without it",))),
     ):
         assert run([*words, f"output_dir={tmp_path / 'run'}"] if words[0] == "fit" else words) == 2
         assert_only_told(capsys.readouterr().err, told)
@@ -200,6 +202,69 @@ def test_a_tolerance_that_is_none_is_told(tmp_path: Path, capsys: pytest.Capture
     )
     assert_only_told(capsys.readouterr().err, told)
     assert run(["compare", one, one, "compare.tolerance=1e-3"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("metrics.csv", "loss,grad_norm\n1.0,2.0\n"),
+        ("metrics.csv", "step,loss\none,1.0\n"),
+        ("metrics.csv", "step,loss\n1,much\n"),
+        ("compare.json", "{"),
+    ],
+    ids=["no-steps", "no-step", "no-number", "half"],
+)
+def test_a_file_that_no_run_has_written_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, text: str
+) -> None:
+    one, bad = finished(tmp_path / "one", 1, 2), finished(tmp_path / "bad", 1, 2)
+    (tmp_path / "bad" / file).write_text(text)
+    assert run(["compare", one, bad]) == 2
+    allowed = "the directory of a run, with its files as they were written"
+    assert_only_told(capsys.readouterr().err, Told(f"{bad}/{file}", "can't be read", allowed=allowed))
+
+
+def test_jobs_that_are_the_same_are_told_apart_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = [JobEnd(number, ["mesh=1"], "finished", 0, finished(tmp_path / str(number), 1)) for number in (0, 1)]
+    assert compare_jobs(ends, 0.0) == 0
+    screen = capsys.readouterr().out
+    assert "compared with job 0, 1 step:" in screen and "  job 1  equal" in screen
+
+
+def test_numbers_that_differ_are_seen_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the tolerance is shown as it was typed."""
+    runs = [tmp_path / "one", tmp_path / "other"]
+    for directory, loss in zip(runs, ("0.70951748", "0.70951754"), strict=True):
+        finished(directory)
+        (directory / "metrics.csv").write_text(f"step,loss\n1,{loss}\n")
+    assert run(["compare", *map(str, runs), "compare.tolerance=0"]) == 1
+    assert "loss 0.70951748 and 0.70951754 (8.46e-08, tolerance 0)" in capsys.readouterr().out
+    (runs[1] / "metrics.csv").write_text("step,loss\n1,0.911\n")
+    assert run(["compare", *map(str, runs), "compare.tolerance=0.22"]) == 1
+    assert "(0.221, tolerance 0.22)" in capsys.readouterr().out
+
+
+def gradients(loss: float, *sizes: float) -> Run:
+    """A run of one step with gradients of these sizes."""
+    table = {f"weight {number}": (0.0, size) for number, size in enumerate(sizes)}
+    return Run("", {1: {"loss": loss}}, [{OUTPUT: {"net": (0.0, 1.0)}, GRADIENT: table}], {})
+
+
+@pytest.mark.parametrize(
+    ("other", "tolerance", "cause"),
+    [
+        (gradients(1 + 1e-7, 1 + 1e-7, 2 + 1e-7), 0.0, "rounding"),
+        (gradients(2.0, 2.0, 4.0), 0.0, "all gradients are 2 times as large"),
+        (gradients(2.0, 2.004, 4.0), 1e-3, "all gradients are 2.004 times as large"),
+        (gradients(1.5, 1.2, 2.9), 0.22, "what makes a loss of them"),  # 1.2 and 1.45 times
+        (gradients(1.0, 1.0, 2.00001), 0.0, "its backward pass"),
+    ],
+    ids=["rounding", "sum", "nearly-one-factor", "several-factors", "one-gradient"],
+)
+def test_gradients_have_a_common_factor_only_if_they_agree_on_one(other: Run, tolerance: float, cause: str) -> None:
+    alone = gradients(1.0, 1.0, 2.0)
+    where = parting(alone, other, 1, 0.0)
+    assert likely_cause(alone, other, 1, where, tolerance).startswith(cause)
 
 
 @pytest.mark.full

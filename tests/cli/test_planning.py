@@ -55,6 +55,19 @@ def _read(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
+def test_a_degree_of_experts_is_kept_where_the_mesh_is_chosen(command: Callable[..., Outcome]) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    model = ["model.config.model_type=qwen3_moe", *(f"model.config.{key}={size}" for key, size in sizes.items())]
+    code, _, err = command("plan", "model=hf", *model, *SMALL, "cluster=h100x4", "ep=2", "output_dir=out")
+    assert code == 0, err
+    assert _read(Path("out/plan.yaml"))["ep"] == 2
+    code, _, err = command("plan", "model=hf", *model, *SMALL, "cluster=h100x4", "ep=3", "output_dir=out")
+    assert code == 2
+    assert_only_told(err, Told("ep=3 with model=hf", "8 experts", allowed=("the 4 ranks", "1, 2, 4"), write="ep=2"))
+
+
 # --- what was typed ----------------------------------------------------------------------------------------------
 
 

@@ -169,3 +169,14 @@ def test_products_of_a_cpu_are_not_for_choosing(on: On, command: Any) -> None:
     assert_only_told(
         err, Told("matmul_precision=high", "on GPUs", "runs on a CPU", allowed=("null",), write="matmul_precision=null")
     )
+
+
+@pytest.mark.parametrize("task", ["plan", "dryrun"])
+def test_a_plan_for_gpus_is_taken_where_there_is_none(task: str, on: On, command: Any) -> None:
+    """Neither runs on the devices of this machine."""
+    on("cpu", None)
+    code, _, err = command(*PLAN, "cluster=h100x8")
+    assert code == 0, err
+    assert yaml.safe_load(Path("out/plan.yaml").read_text())["matmul_precision"] == "high"
+    code, _, err = command(task, "+plan=out/plan.yaml", "compile=false", "output_dir=again")
+    assert code == 0, err

@@ -142,9 +142,26 @@ WRONG = [
     ),
     pytest.param(
         ["mesh=2", "--why", "mp=2"],
-        Told("why='mp=2'", "no choice", allowed=("plan",), write="autolaunch plan cluster=local --why mp=2"),
+        Told("why='mp=2'", "no choice", allowed=("plan",), write="autolaunch plan ... cluster=local --why mp=2"),
         id="why-without-a-choice",
     ),
+    pytest.param(
+        ["plan", "mesh=2", "--why", "mp=2"],
+        Told("why='mp=2'", "no choice", allowed=("plan",), write="cluster=local --why mp=2"),
+        id="why-without-a-cluster",
+    ),
+    pytest.param(
+        ["plan", "rank=[3]"],
+        Told("rank=[3]", "no effect with plan", allowed=("dryrun",), write="autolaunch dryrun ... 'rank=[3]'"),
+        id="ranks-of-another-task",
+    ),
+    pytest.param(
+        ["dryrun", "mesh=2", "rank=0,1"],
+        Told("rank=0,1", "several values", allowed=("'rank=[0,1]'",), write="autolaunch dryrun mesh=2 'rank=[0,1]'"),
+        id="ranks-without-brackets",
+    ),
+    pytest.param(["dryrun", "rank=1"], Told("rank=1", "must be a list", write="rank=[1]"), id="one-rank"),
+    pytest.param(["dryrun", "rank=x"], Told("rank=x", "must be a list"), id="no-rank"),
     pytest.param(
         ["search=auto", "mesh=2"],
         Told("search=auto", "single run", write="autolaunch -m search=auto mesh=2"),
@@ -922,6 +939,13 @@ WRONG = [
         id="heads-of-llama",
     ),
     pytest.param(
+        ["data.seq_len=4096", "data=synthetic", "model=hf", "model.config.model_type=gpt2"],
+        Told(
+            "data.seq_len=4096", "sequences of at most 1024 tokens", allowed=("1 to 1024",), write="data.seq_len=1024"
+        ),
+        id="sequences-longer-than-a-table-of-positions-by-default",
+    ),
+    pytest.param(
         ["data.seq_len=4096", "data=synthetic", "model.max_seq_len=128"],
         Told("data.seq_len=4096", "at most 128 tokens", allowed="1 to 128", write="data.seq_len=128"),
         id="sequence-too-long",
@@ -1328,6 +1352,10 @@ def test_float8_without_its_library_or_anything_to_gain(
             Told("precision=float8 with adapter=lora", "frozen", allowed=("bf16-mixed",), write="precision=bf16-mixed"),
         ],
     )
+    code, _, err = command("plan", "cluster=a100_80x8", "precision=float8", "data=synthetic")  # nothing multiplies here
+    assert code == 2
+    told = Told("precision=float8", "no fp8 for a100_80", allowed=("8.9 or more",), write="precision=bf16-mixed")
+    assert_only_told(err, told)
 
 
 def test_a_person_who_asks_for_tracebacks_gets_them(

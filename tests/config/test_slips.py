@@ -73,4 +73,4 @@ def test_words_in_the_wrong_place(words: list[str], write: str) -> None:
 
 def test_full_needs_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", "mesh=2", "--full"]) == 2
-    assert "autolaunch plan cluster=local --full" in capsys.readouterr().err
+    assert "write:   cluster=local --full" in capsys.readouterr().err

@@ -14,12 +14,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from autolaunch_strategies.config import ConfigError, parallel_config
+from autolaunch.planning.dryrun import account_of
+from autolaunch_strategies.config import ConfigError, ParallelConfig, parallel_config
 from autolaunch_strategies.dry_run.agreement import disagreements
 from autolaunch_strategies.dry_run.ranks import pretend_ranks
 from autolaunch_strategies.dry_run.step import PretendedRank, Training, _OneStep
-from autolaunch_strategies.dry_run.trace import Exchange, Trace
+from autolaunch_strategies.dry_run.trace import KINDS, Exchange, Trace
 from autolaunch_strategies.dry_run.world import NotSaidYet, World
+from autolaunch_strategies.mesh.rank_mesh import coordinates
 from autolaunch_strategies.planner.candidate import Candidate
 from autolaunch_strategies.planner.memory import memory_account
 from autolaunch_strategies.planner.module_profile import profile_module
@@ -30,6 +32,7 @@ from autolaunch_strategies.torch_private.tracing import fake_tensors
 from tests.dry_run.pretending import pretended_ranks, training_of
 from tests.planner import memory_cases as cases
 from tests.planner.test_memory import CPU
+from tests.support.messages import assert_told
 from tests.support.one_rank import without_process_group
 from tests.support.tiers import tiered
 
@@ -277,7 +280,47 @@ def test_ranks_that_do_not_agree_are_told() -> None:
 
 
 def test_what_cannot_be_pretended_is_refused() -> None:
-    with pytest.raises(ConfigError, match="compile"):
-        pretend_ranks(replace(training("ddp"), parallel=parallel_config("2", compile=True)), [0])
+    for keys, write in (({"compile": True}, "compile=false"), ({"recompute": "offload"}, "recompute=none")):
+        with pytest.raises(ConfigError) as caught:
+            pretend_ranks(replace(training("ddp"), parallel=parallel_config("2", **keys)), [0])
+        assert caught.value.write == write
     with pytest.raises(ConfigError, match="rank=2"):
         pretend_ranks(training("ddp"), [2])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rank", "stage", "peer", "at"),
+    [
+        (parallel_config("2x1x2", pp="1f1b"), 0, 1, 2, "stage 0"),
+        (parallel_config("2x1x2", pp="1f1b"), 2, 0, 0, "stage 1"),
+        (parallel_config("1x1x2", pp="zbv_zero_bubble"), 0, 0, 1, "stage 1"),  # first and last stage are on rank 0
+        (parallel_config("cp2", cp="ring"), 0, 0, 1, "cp1"),
+        (parallel_config("1x1x2x2", pp="1f1b", cp="ring"), 0, 1, 1, "cp1"),
+    ],
+    ids=["last-stage", "first-stage", "both", "ring", "ring-in-a-pipeline"],
+)
+def test_a_peer_is_told_as_what_it_is(parallel: ParallelConfig, rank: int, stage: int, peer: int, at: str) -> None:
+    """By the numbers that ranks give their own stages, which are not those of the axis."""
+    send = Exchange("send", (rank, peer), 8, peer=peer)
+    pretended = PretendedRank(rank, coordinates(parallel.mesh, rank), stage, dict.fromkeys(KINDS, 0), {}, [send])
+    (message,) = account_of(pretended, parallel, None)["messages"]
+    assert message["at"] == at
+
+
+def test_a_step_that_fails_is_told_by_the_line_of_its_code() -> None:
+    class Fails(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return tokens.view(-1, 5)
+
+    def module(step: Any) -> Any:
+        built = cases.module()
+        built.training_step = step
+        return built
+
+    with pytest.raises(
+        ConfigError, match=r"RuntimeError at `return tokens.view\(-1, 5\)` \(test_dry_run.py:\d+\): shape"
+    ):
+        pretend_ranks(training_of(candidate("one"), lambda: module(lambda batch: Fails()(batch))), [0])
+    with pytest.raises(ConfigError) as caught:
+        pretend_ranks(training_of(candidate("one"), lambda: module(lambda batch: None)), [0])
+    assert_told(caught.value, "dryrun with mesh=1", "training_step returned no loss", allowed=("as `loss`",))

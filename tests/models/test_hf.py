@@ -492,3 +492,9 @@ def test_an_exported_mixture_has_the_names_of_save_pretrained_and_loads_bitwise(
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[key], weights[key]) for key in weights)
+
+
+@pytest.mark.parametrize(("model_type", "longest"), [("opt", 2048), ("gpt2", 1024), ("llama", None), ("mistral", None)])
+def test_a_table_of_positions_is_known_by_default(model_type: str, longest: int | None) -> None:
+    """Rotary models have none."""
+    assert model_facts({"name": "hf", "path": None, "config": {"model_type": model_type}}).max_seq_len == longest

@@ -132,7 +132,9 @@ def test_what_a_plan_says_is_whole(plan: Plan) -> None:
     assert max(stage["total"] for stage in chosen["stages"]) == pytest.approx(plan.memory_bytes, rel=1e-5)
     assert sum(stage["blocks"] for stage in chosen["stages"]) == 32
     assert said["counts"]["considered"] == len(plan.looked)
-    assert said["counts"]["fit"] + said["counts"]["rejected"]["memory"] <= said["counts"]["considered"]
+    assert sum(said["counts"][name] for name in ("fit", "may_fit", "too_large")) == said["counts"]["considered"]
+    assert all(said["counts"][name] for name in ("fit", "may_fit", "too_large"))
+    assert "memory" not in said["counts"]["rejected"]
     assert said["plateau"] == plan.plateau
     cells = [(way["mesh"], way["overrides"][-2]) for way in said["alternatives"]]
     assert 3 <= len(cells) <= 10
@@ -188,6 +190,14 @@ def test_devices_stay_idle_only_if_nothing_runs_on_all() -> None:
     assert "a batch of 8 cannot be cut into 7 x 1 equal parts (dp x microbatches)" in warning
     with pytest.raises(ConfigError, match="there is no way to run this"):
         make_plan(model(layers=2), recipe(8), machines(7), {"devices": (7,)})
+
+
+def test_more_ranks_of_mp_than_devices_are_told_as_such() -> None:
+    """They need not be uneven."""
+    with pytest.raises(ConfigError) as raised:
+        make_plan(llama("8b"), recipe(64), machines(8), {"mp": (16,)})
+    told = Told("8b on 8 x h100", "16 ranks of mp", "devices: 8", allowed="mp of size 1, 2, 4, 8", write="mesh.mp=8")
+    assert_only_told(raised.value, told)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +332,7 @@ def test_reasons_name_what_costs_time() -> None:
     more = {name: (float(parts[name][0]) - plan.parts[name]) / plan.seconds for name in parts}
     worst = max(more, key=lambda name: more[name])
     sentence = next(text for text in said if text.startswith("mp=seq_parallel: mp=tensor_parallel"))
-    assert f"adds {more[worst]:.1%} of {PART_WORDS[worst]}" in sentence
+    assert f"adds {PART_WORDS[worst]} (+{more[worst]:.1%} of the step)" in sentence
     assert len(said) == len(set(said))  # what is the same way is told once
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -196,7 +197,7 @@ def test_compiled_where_that_gains(plan: Plan) -> None:
     assert plan.chosen.compile
     assert "compile=true" in overrides(plan.chosen, plan.profile, plan.recipe)
     (sentence,) = (item for item in reasons(plan) if item.startswith("compile=true"))
-    assert "elementwise work" in sentence
+    assert re.search(r"adds [^:]*elementwise work \(\+\d+\.\d% of the step\)", sentence)
     eager = why(plan, {"compile": "false"})
     assert eager.candidate is not None and not eager.candidate.compile
     assert eager.seconds is not None and eager.seconds > plan.seconds * 1.03

@@ -100,8 +100,10 @@ def usual() -> dict[str, Any]:
         "counts": {
             "considered": 41_400,
             "fit": 9_712,
+            "may_fit": 4_568,
+            "too_large": 27_120,
             "rejected": {
-                "memory": 27_120,
+                "virtual_stages": 27_120,
                 "heads % mp": 3_211,
                 "blocks < stages": 1_204,
                 "microbatches % pp": 152,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autolaunch.config.arithmetic import check_matmul_precision, device_of
+from autolaunch.config.arithmetic import check_matmul_precision, known_device
 from autolaunch.config.classification import task_errors
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.optimizer_groups import check_groups, check_library
@@ -83,7 +83,9 @@ def check(
     if mesh is not None:
         parallel = {axis: config[axis] for axis in AXES}
         keys = {key: config[key] for key in ("compile", "random_numbers", "ep")} | recompute
-        errors += config_errors(parallel_config(mesh, **parallel, **keys), device_of(config))
+        if config["cluster"] is not None:
+            keys["ep"] = 1  # the planner has yet to choose the mesh, and keeps what was typed
+        errors += config_errors(parallel_config(mesh, **parallel, **keys), known_device(config))
         if config["task"] != "generate":  # which reads no data
             errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
     errors += _float8(config)
@@ -244,8 +246,10 @@ def _divisibility(
         )
     yield from _layers(config["pp"], mesh, facts)
     if config["ep"] > 1 and facts.num_experts is not None:
+        cluster = config["cluster"]
+        ranks = mesh.dp * mesh.cp * mesh.mp if cluster is None else cluster["nodes"] * cluster["devices_per_node"]
         try:
-            check_experts(config["ep"], facts.num_experts, f"model={facts.name}", mesh.dp * mesh.cp * mesh.mp)
+            check_experts(config["ep"], facts.num_experts, f"model={facts.name}", ranks)
         except ConfigError as error:
             yield error
 
@@ -283,10 +287,11 @@ def _float8(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     precision = config["precision"]
     if precision not in FLOAT8_RECIPES:
         return
-    try:
-        check_torchao()
-    except ConfigError as error:
-        yield error
+    if config["task"] != "plan" or config["cluster"] is None:  # then nothing is multiplied here
+        try:
+            check_torchao()
+        except ConfigError as error:
+            yield error
     if (adapter := config["adapter"]) is not None:
         yield ConfigError(
             f"precision={precision} with adapter={adapter['name']}",
@@ -591,9 +596,8 @@ def _unused(config: Mapping[str, Any], task: str, schema: type, instead: str, wh
         return
     for name, default in defaults_of(schema).items():
         if (value := config[task][name]) != default:
-            allowed = f"autolaunch {task}" + (f"; {instead}" if instead else "")
-            problem, write = f"has no effect with {config['task']}", f"{task}.{name}={written(default)}"
-            yield ConfigError(where(f"{task}.{name}", value), problem, allowed, write)
+            allowed = f"the line without it; autolaunch {task}" + (f"; {instead}" if instead else "")
+            yield ConfigError(where(f"{task}.{name}", value), f"has no effect with {config['task']}", allowed)
 
 
 def _evaluation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
@@ -620,26 +624,27 @@ def _evaluation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError
 def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
     """Keys of the planner where nothing is planned."""
     cluster, task = config["cluster"], config["task"]
+    with_cluster = "cluster=local" if task == "plan" else "autolaunch plan ... cluster=local"  # added to the line
     if config["why"] is not None and (cluster is None or task != "plan"):
         yield ConfigError(
             where("why", config["why"]),
             "there is no choice to ask about",
             "`plan` with a cluster",
-            f"autolaunch plan cluster=local --why {config['why']}",
+            f"{with_cluster} --why {config['why']}",
         )
     if config["rank"] and task != "dryrun":
         yield ConfigError(
             where("rank", config["rank"]),
             f"has no effect with {task}",
             "autolaunch dryrun",
-            "autolaunch dryrun rank=[0]",
+            f"autolaunch dryrun ... 'rank={written(config['rank'])}'",
         )
     if config["full"] and (cluster is None or task != "plan"):
         yield ConfigError(
             where("full", True),
             "has no effect: only the planner's choice has a short account and a full one",
             "`plan` with a cluster",
-            "autolaunch plan cluster=local --full",
+            f"{with_cluster} --full",
         )
 
 

@@ -121,6 +121,14 @@ def schemas_of(group: str) -> dict[str, type]:
     return {} if schema is None else {"": schema}
 
 
+def is_list(key: str) -> bool:
+    """Whether the value of a dotted key is a list, and nothing else."""
+    group, _, name = key.rpartition(".")
+    schema, _ = node_schema(group, {})
+    hint = None if schema is None else field_types(schema).get(name)
+    return typing.get_origin(hint) is list
+
+
 def help_of(item: dataclasses.Field[Any]) -> str:
     """The sentence of help of a field; empty if it has none."""
     return str(item.metadata.get("help", ""))

@@ -27,6 +27,12 @@ def device_of(config: Mapping[str, Any]) -> str:
     return "cuda" if visible_devices(accelerator)[0] == "gpu" else "cpu"
 
 
+def known_device(config: Mapping[str, Any]) -> str | None:
+    """`device_of`, or None where nobody has said it: what is only planned, or run dry, need not run on this machine."""
+    elsewhere = config["task"] in ("plan", "dryrun") and config["cluster"] is None
+    return None if elsewhere else device_of(config)
+
+
 def with_arithmetic(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """(the config with `precision` and `matmul_precision` chosen where they are null, the reason of each that was).
 
@@ -56,7 +62,7 @@ def _precision(config: Mapping[str, Any], device: str) -> tuple[str, str]:
 def check_matmul_precision(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
     """A way to compute products of fp32 on devices that know only one."""
     products = config["matmul_precision"]
-    if products is not None and device_of(config) == "cpu":
+    if products is not None and known_device(config) == "cpu":
         yield ConfigError(
             where("matmul_precision", products),
             "it has an effect on GPUs, and this runs on a CPU",

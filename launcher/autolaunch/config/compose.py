@@ -34,7 +34,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from autolaunch.config.against_schema import alike, field_types, keys_text, node_schema
+from autolaunch.config.against_schema import alike, field_types, is_list, keys_text, node_schema
 from autolaunch.config.command_line import CommandLine, unquoted, users_want_tracebacks
 from autolaunch.config.origin import Origin
 from autolaunch.config.schema import FAMILIES, MISSING, TASKS, Job
@@ -258,12 +258,15 @@ def _readable(override: str) -> bool:
 def _sweep_without_m(item: Override, loader: ConfigLoader, line: CommandLine) -> ConfigError:
     override = unquoted(str(item.input_line))
     key, _, value = override.partition("=")
-    listable = "(" not in value and not _is_group(loader, item.key_or_group)
+    listable, listed = "(" not in value and not _is_group(loader, item.key_or_group), f"'{key}=[{value}]'"
+    words = [unquoted(typed).removeprefix("task=") for typed in line.overrides]
     return ConfigError(
         override,
         "several values, but no -m to run them one after the other",
-        f"one value, or a list: '{key}=[{value}]'" if listable else "one value",
-        " ".join(["autolaunch -m", *(unquoted(item).removeprefix("task=") for item in line.overrides)]),
+        f"one value, or a list: {listed}" if listable else "one value",
+        " ".join(["autolaunch", *(listed if word == override else word for word in words)])
+        if listable and is_list(key)
+        else " ".join(["autolaunch -m", *words]),
     )
 
 

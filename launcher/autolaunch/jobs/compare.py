@@ -36,10 +36,10 @@ def refuse_single_job(overrides: Sequence[str], swept: Sequence[str]) -> None:
 def compare_jobs(ends: Sequence[JobEnd], tolerance: float) -> int:
     """Print how far the jobs of a comparison are from the first of them, and return the exit code."""
     everywhere = set.intersection(*(set(end.overrides) for end in ends))
-    runs = [
-        read_run(Path(end.directory), " ".join(item for item in end.overrides if item not in everywhere))
-        for end in ends
-    ]
+    own = [" ".join(item for item in end.overrides if item not in everywhere) for end in ends]
+    alike = len(set(own)) < len(own)  # then only their numbers tell jobs apart
+    labels = [f"job {end.number} {label}".rstrip() if alike else label for end, label in zip(ends, own, strict=True)]
+    runs = [read_run(Path(end.directory), label) for end, label in zip(ends, labels, strict=True)]
     return 0 if print_comparison(runs, tolerance, Terminal()) else _DIFFERENT
 
 

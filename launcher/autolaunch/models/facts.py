@@ -70,6 +70,8 @@ def model_facts(model_cfg: Mapping[str, Any]) -> ModelFacts:
             sizes[size] = number
     if "num_experts" not in sizes and (experts := _experts_by_default(fields)) is not None:
         sizes["num_experts"] = experts
+    if "max_seq_len" not in sizes and (positions := _positions_by_default(fields)) is not None:
+        sizes["max_seq_len"] = positions
     shares = {key: value for key in _DROPOUTS if isinstance(value := fields.get(key), int | float) and value}
     return ModelFacts(name, **sizes, attention_dropout=next(iter(shares.items()), None))
 
@@ -81,6 +83,28 @@ def _experts_by_default(fields: Mapping[str, Any]) -> int | None:
         return None
     if "expert" not in code.lower():
         return 0
-    names = "|".join(_SPELLINGS["num_experts"])
+    return _default("|".join(_SPELLINGS["num_experts"]), code)
+
+
+def _positions_by_default(fields: Mapping[str, Any]) -> int | None:
+    """How long the table of learned positions is where the config does not say it; None if the code does not, either.
+
+    Rotary models have no such table, and go on beyond their `max_position_embeddings`.
+    """
+    code = code_of(str(fields["model_type"]))
+    names = "|".join(_SPELLINGS["max_seq_len"])
+    table = re.search(rf"(?:\bnn\.|Learned\w*)Embedding\(\s*(?:self\.)?config\.({names})\b", code)
+    if table is None or len(re.findall(r"(?m)^class \w+Config\(", code)) > 1:  # of which part is not said
+        return None
+    another = re.search(rf'"{table[1]}": "(\w+)"', code)  # its name in config.json
+    return _default(another[1] if another else table[1], code)
+
+
+def _default(names: str, code: str) -> int | None:
+    """The number that the code of a model gives to a field of its config; None if that are several, or none.
+
+    Args:
+        names: of the field, with `|` between them.
+    """
     numbers = set(re.findall(rf"(?m)^ +(?:{names})(?:: [^=\n]+?)? ?= ?(\d+),?$", code))
     return int(numbers.pop()) if len(numbers) == 1 else None

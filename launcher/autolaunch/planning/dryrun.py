@@ -35,7 +35,8 @@ from autolaunch_strategies.dry_run.step import PretendedRank, Training
 from autolaunch_strategies.lightning.first_step import first_step
 from autolaunch_strategies.mesh.rank_mesh import coordinates
 from autolaunch_strategies.model.construction import Construction
-from autolaunch_strategies.schedules.schedule import fitting_microbatches
+from autolaunch_strategies.pipeline.placement import pipe_rank
+from autolaunch_strategies.schedules.schedule import fitting_microbatches, placement
 
 FILE = "dryrun.json"
 
@@ -210,13 +211,22 @@ def account_of(rank: PretendedRank, parallel: ParallelConfig, predicted: Mapping
             {
                 "kind": kind,
                 "peer": peer,
-                "stage": coordinates(parallel.mesh, peer)["pp"],
+                "at": _place_of(peer, rank, parallel),
                 "bytes": size,
                 "count": count,
             }
             for (kind, peer, size), count in messages.items()
         ],
     }
+
+
+def _place_of(peer: int, rank: PretendedRank, parallel: ParallelConfig) -> str:
+    """Where a rank stands that another one sends to: on another stage, numbered as `pipe_rank` is, or along an axis."""
+    there = coordinates(parallel.mesh, peer)
+    if parallel.pp is not None and there["pp"] != rank.coordinate["pp"]:
+        rank_of_stage = placement(parallel.pp, parallel.mesh.pp)
+        return f"stage {pipe_rank(rank_of_stage, parallel.mesh.pp, there['pp'])}"
+    return " ".join(f"{axis}{place}" for axis, place in there.items() if place != rank.coordinate[axis])
 
 
 def _axes(ranks: tuple[int, ...], parallel: ParallelConfig) -> str:

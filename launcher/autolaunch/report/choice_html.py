@@ -180,7 +180,7 @@ def _looked_at(choice: Mapping[str, Any]) -> list[str]:
     if rejected:
         lines += [
             '<div class="wide"><table>',
-            '<thead><tr><th class="number">rejected</th><th>because of</th></tr></thead><tbody>',
+            '<thead><tr><th class="number">not considered</th><th>because of</th></tr></thead><tbody>',
             *(f'<tr><td class="number">{number}</td><td>{escaped(rule)}</td></tr>' for number, rule in rejected),
             "</tbody></table></div>",
         ]

@@ -263,7 +263,7 @@ def _show_counts(page: Page, choice: Mapping[str, Any]) -> None:
         table.add_column(overflow="fold")
         for number, rule in rejected:
             table.add_row(number, Text(page.writable(rule)))
-        page.text("rejected:")
+        page.text("settings that were not considered, by rule:")
         page.print(table)
 
 

@@ -247,19 +247,21 @@ def mfu_convention(choice: Mapping[str, Any]) -> str:
 
 
 def looked_at(choice: Mapping[str, Any]) -> str:
-    """How many ways were looked at, how many of them fit, and how many of these are nearly as fast as the fastest."""
+    """How many ways were looked at, how many of them fit, and how many are nearly as fast as the fastest."""
     counts, plateau = choice.get("counts") or {}, choice.get("plateau") or {}
     parts = []
     if is_number(counts.get("considered")):
-        parts.append(f"{counted(counts['considered'], 'way')} considered, {counts.get('fit', 0):,} fit")
+        numbers = {"fit": counts.get("fit", 0), "may fit": counts.get("may_fit"), "do not": counts.get("too_large")}
+        fit = ", ".join(f"{number:,} {words}" for words, number in numbers.items() if number or words == "fit")
+        parts.append(f"{counted(counts['considered'], 'way')} considered: {fit}")
     if plateau:
         near = ", ".join(f"{number:,} within {band}" for band, number in plateau.items())
-        parts.append(f"of them, {near} of the fastest")
+        parts.append(f"of those to choose from, {near} of the fastest")
     return "; ".join(parts)
 
 
 def rejected_rows(counts: Mapping[str, Any] | None, most: int) -> list[tuple[str, str]]:
-    """(number, rule) of what was rejected, most frequent first; beyond `most` rules one row for the rest."""
+    """(number, rule) of what was not considered, most frequent first; beyond `most` rules one row for the rest."""
     rejected = (counts or {}).get("rejected") or {}
     ranked = sorted(((number, rule) for rule, number in rejected.items() if number), key=lambda row: (-row[0], row[1]))
     rows = [(f"{number:,}", str(rule)) for number, rule in ranked[:most]]

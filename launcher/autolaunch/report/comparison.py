@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,12 @@ _NOISE = 1e-3
 
 _ROUNDING = 1e-12
 """Of sums in double precision that are added up in another order on another mesh."""
+
+_IN_FP32 = 1e-6
+"""Of numbers in fp32 that are added up in another order."""
+
+_ONE_FACTOR = 1e-2
+"""How far factors by which gradients are larger may lie apart, at most, to be taken for one."""
 
 _LISTED = 4
 """How many steps a message lists before it leaves out those between the first and the last."""
@@ -76,25 +82,38 @@ def read_run(directory: Path, label: str) -> Run:
     """What a run's directory says of its course.
 
     Raises:
-        ConfigError: there is no metrics.csv, or no loss in it.
+        ConfigError: there is no metrics.csv, or no loss in it, or a file is not as a run writes it.
     """
     path, kept = directory / "metrics.csv", directory / MOMENTS
     if not path.is_file():
         raise ConfigError(
             str(directory), "no training to compare: there is no metrics.csv in it", "the directory of a run"
         )
-    rows: dict[int, dict[str, float]] = {}
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a killed process leaves half a row behind
-    for row in csv.DictReader(whole.splitlines()):
-        rows[int(row["step"])] = {key: float(row[key]) for key in ("loss", "grad_norm") if row.get(key)}
+    rows = _read(path, _logged_rows)
     if not any(rows.values()):
         raise ConfigError(
             str(directory),
             "no training to compare: no loss in its metrics.csv",
             "the directory of a run that trained for a step or more",
         )
-    moments: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    moments: Mapping[str, Any] = _read(kept, json.loads) if kept.is_file() else {}
     return Run(label, rows, moments.get("steps", []), moments.get("classes", {}))
+
+
+def _read(path: Path, understood: Callable[[str], Any]) -> Any:
+    try:
+        return understood(path.read_text(encoding="utf-8"))
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"can't be read as what a run writes: {type(error).__name__}: {error}"
+        raise ConfigError(str(path), problem, "the directory of a run, with its files as they were written") from error
+
+
+def _logged_rows(text: str) -> dict[int, dict[str, float]]:
+    whole, _, _ = text.rpartition("\n")  # a killed process leaves half a row behind
+    return {
+        int(row["step"]): {key: float(row[key]) for key in ("loss", "grad_norm") if row.get(key)}
+        for row in csv.DictReader(whole.splitlines())
+    }
 
 
 def common_steps(first: Run, second: Run) -> list[int]:
@@ -168,6 +187,8 @@ def likely_cause(first: Run, second: Run, step: int, where: Parting | None, tole
         if step == 1:
             return "other weights from the start: what the model draws or loads depends on the ranks"
         return "the optimizer: the same gradients, and other weights after them"
+    if _same_loss(first, second, step, _IN_FP32) and parting(first, second, step, _IN_FP32) is None:
+        return "rounding: numbers are added up in another order, which a larger compare.tolerance passes over"
     if where.kind == GRADIENT:
         factor = _common_factor(first.steps[step - 1][GRADIENT], second.steps[step - 1][GRADIENT], tolerance)
         if factor is not None:
@@ -219,9 +240,8 @@ def print_comparison(runs: Sequence[Run], tolerance: float, console: Console) ->
             console.print(Text(line + _of_weights(first, run, tolerance), style="green"), soft_wrap=True)
             continue
         equal = False
-        values = " and ".join(f"{value:.7g}" for value in apart.values)
-        by = f"{_digits(apart.relative)}, tolerance {tolerance:.0e}"
-        line = f"  {name}  differs at step {apart.step}: {apart.of} {values} ({by})"
+        by = f"{apart.relative:.3g}, tolerance {tolerance:g}"
+        line = f"  {name}  differs at step {apart.step}: {apart.of} {_both(*apart.values)} ({by})"
         console.print(Text(line, style="red"), soft_wrap=True)
         where = parting(first, run, apart.step, tolerance)
         for told in [] if where is None else _told(where, first):
@@ -249,7 +269,7 @@ def _told(where: Parting, run: Run) -> list[str]:
     (mean, rms), (other_mean, other_rms) = where.moments
     lines = [
         f"first in: {of.get(where.kind, f'{where.kind} of {where.name}')}",
-        f"          mean {mean:.7g} and {other_mean:.7g}, root mean square {rms:.7g} and {other_rms:.7g}",
+        f"          mean {_both(mean, other_mean)}, root mean square {_both(rms, other_rms)}",
     ]
     if where.count:
         lines.append(f"          {where.count} tensors before it are equal to {_digits(where.before)}")
@@ -263,12 +283,20 @@ def _relative(first: float, second: float, scale: float) -> float:
 
 
 def _common_factor(first: Mapping[str, Moments], second: Mapping[str, Moments], tolerance: float) -> float | None:
-    """By which every gradient of the second run is larger; None if they don't agree on one."""
+    """By which every gradient of the second run is larger; None if they don't agree on one, or it is 1."""
     largest = max((moments[1] for moments in first.values()), default=0.0)
     factors = [second[name][1] / rms for name, (_, rms) in first.items() if name in second and rms > _NOISE * largest]
-    if not factors or max(factors) - min(factors) > max(10 * tolerance, 1e-6) * max(factors):
+    if not factors:
         return None
-    return sorted(factors)[len(factors) // 2]
+    apart, factor = min(max(10 * tolerance, _IN_FP32), _ONE_FACTOR), sorted(factors)[len(factors) // 2]
+    is_one = max(factors) - min(factors) <= apart * max(factors)
+    return factor if is_one and abs(factor - 1) > apart else None
+
+
+def _both(first: float, second: float) -> str:
+    """Two numbers, with as many digits as it takes to see that they differ."""
+    digits = next((digits for digits in range(7, 18) if f"{first:.{digits}g}" != f"{second:.{digits}g}"), 7)
+    return f"{first:.{digits}g} and {second:.{digits}g}"
 
 
 def _digits(relative: float) -> str:

@@ -88,7 +88,7 @@ def _exchanged(row: Mapping[str, Any]) -> dict[tuple[str, str], list[int]]:
     for item in row["collectives"]:
         _add(sums[item["kind"], item["axes"]], item)
     for item in row["messages"]:
-        _add(sums[item["kind"], f"stage {item['stage']}"], item)
+        _add(sums[item["kind"], item["at"]], item)
     return dict(sums)
 
 

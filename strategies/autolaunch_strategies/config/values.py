@@ -118,7 +118,7 @@ def _type_problem(
     write = ""
     if int in options and isinstance(value, float) and value.is_integer():
         write = f"{path}={int(value)}"
-    elif typing.get_origin(options[0]) is list and isinstance(value, str | int | float):
+    elif typing.get_origin(options[0]) is list and _fit([value], options) is not _MISFIT:
         write = f"{path}=[{written(value)}]"
     return f"must be {' or '.join(nouns)}", allowed if item.metadata.get("choices") or "null" in allowed else "", write
 

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from autolaunch_strategies.config import AXES, ConfigError, MeshShape, ParallelConfig
+from autolaunch_strategies.config.errors import first_line
 from autolaunch_strategies.dry_run.step import PretendedRank, Training, pretend
 from autolaunch_strategies.dry_run.world import NotSaidYet, Said, Way, World
 from autolaunch_strategies.mesh.rank_mesh import coordinates, rank_at
 from autolaunch_strategies.pipeline.placement import group_rank
 from autolaunch_strategies.schedules.schedule import placement
 from autolaunch_strategies.torch_private.tracing import reads_values
+from autolaunch_strategies.tracing.unreadable import own_line
 
 
 def telling_ranks(shape: MeshShape) -> list[int]:
@@ -84,14 +86,15 @@ def _pretend(training: Training, rank: int, world: World, until: Way | None, wai
 
 def _refusal(rank: int, shape: MeshShape, error: Exception) -> ConfigError:
     """What is said of a step that can't be run."""
-    said = str(error).strip().partition("\n")[0]
+    said, line = first_line(error), own_line(error)
     if reads_values(error):
         return ConfigError(
             f"dryrun with mesh={shape.name}",
-            f"a step of rank {rank} needs values, of which a dry run has none: {said}",
+            f"a step of rank {rank} needs values, of which a dry run has none: {line or said}",
             "a model that does not look at values, or a run",
         )
-    return ConfigError(f"mesh={shape.name}", f"a step of rank {rank} raises {type(error).__name__}: {said}")
+    at = f" at {line}" if line else ""
+    return ConfigError(f"mesh={shape.name}", f"a step of rank {rank} raises {type(error).__name__}{at}: {said}")
 
 
 def refuse_what_cannot_be_pretended(config: ParallelConfig) -> None:
@@ -101,9 +104,9 @@ def refuse_what_cannot_be_pretended(config: ParallelConfig) -> None:
         "recompute=offload": (
             config.recompute.mode == "offload",
             "memory of the host is told apart on GPUs alone",
-            "none, selective, full",
+            "recompute=none, selective, full",
         ),
     }
     for key, (refused, problem, allowed) in reasons.items():
         if refused:
-            raise ConfigError(f"dryrun with {key}", problem, allowed)
+            raise ConfigError(f"dryrun with {key}", problem, allowed, allowed.partition(",")[0])

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
 from autolaunch_strategies.apply.order import Parallelized, apply_parallelism
-from autolaunch_strategies.config import ParallelConfig
+from autolaunch_strategies.config import ConfigError, ParallelConfig
 from autolaunch_strategies.context.parallel import gathering
 from autolaunch_strategies.data_parallel.gradients import gradient_norm, scale_gradients
 from autolaunch_strategies.dry_run.trace import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, Exchange, Trace
@@ -266,7 +266,12 @@ class _OneStep:
             if self._staged is not None:
                 self._staged.backward(lambda: loss.backward() if loss is not None else None)
             else:
-                assert loss is not None
+                if loss is None:
+                    raise ConfigError(
+                        f"dryrun with mesh={self.training.parallel.mesh.name}",
+                        "training_step returned no loss, and a step without one has no backward pass",
+                        "the loss as a tensor, or a dict with it as `loss`",
+                    )
                 loss.backward()
                 self.data_parallel.finish_backward()
 

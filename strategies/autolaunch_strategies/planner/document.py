@@ -25,7 +25,8 @@ def document(plan: Plan) -> dict[str, Any]:
 
     Keys: chosen (overrides, mesh, ranks, seconds, seconds_low and seconds_high (one standard deviation off),
     tokens_per_second, mfu, memory_bytes, memory_limit_bytes, fits, parts, stages, reasons), alternatives, pareto,
-    plateau, counts (considered, fit, rejected), hardware, model, warnings. Times are seconds, memory is bytes.
+    plateau, counts (considered: fit, may_fit and too_large together; rejected by rules before that), hardware, model,
+    warnings. Times are seconds, memory is bytes.
     """
     c, profile, recipe, hardware = plan.chosen, plan.profile, plan.recipe, plan.hardware
     limit = plan.looked.limit
@@ -58,7 +59,9 @@ def document(plan: Plan) -> dict[str, Any]:
             "counts": {
                 "considered": len(plan.looked),
                 "fit": int(plan.looked.fits.sum()),
-                "rejected": _rejected(plan),
+                "may_fit": int((plan.looked.may_fit & ~plan.looked.fits).sum()),
+                "too_large": int((~plan.looked.may_fit).sum()),
+                "rejected": {item.rule.words: item.count for item in plan.rejections},
             },
             "hardware": {
                 "name": hardware.name,
@@ -76,12 +79,6 @@ def document(plan: Plan) -> dict[str, Any]:
             "warnings": list(plan.warnings),
         }
     )
-
-
-def _rejected(plan: Plan) -> dict[str, int]:
-    counts = {item.rule.words: item.count for item in plan.rejections}
-    without_room = len(plan.looked) - int(plan.looked.may_fit.sum())
-    return {**({"memory": without_room} if without_room else {}), **counts}
 
 
 def _stages(plan: Plan) -> list[dict[str, Any]]:

@@ -59,12 +59,14 @@ def _uneven_mp(asked: Asked) -> ConfigError:
     weighed = [mp for mp in divisors(hardware.devices) if shares_evenly(profile, mp) and "mp" not in profile.refused]
     meshes = (_with_mp(wanted, mp, hardware.devices) for mp in reversed(weighed or [1]))
     write = next((_line_of_mesh(mesh) for mesh in meshes if mesh and _runs(asked.look_on(hardware, mesh))), "")
-    may_run = (profile.heads or 1) % max(wanted["mp"]) == 0
+    too_many = min(wanted["mp"]) > hardware.devices
+    may_run = (profile.heads or 1) % max(wanted["mp"]) == 0 and not too_many
+    uneven = next((item.reason for item in asked.rejections if item.rule.name == "mp_sizes"), None)
     return ConfigError(
         asked.where,
-        next(
-            (item.reason for item in asked.rejections if item.rule.name == "mp_sizes"), nothing_runs(asked.rejections)
-        ),
+        f"{min(wanted['mp'])} ranks of mp are more than there are devices: {hardware.devices}"
+        if too_many
+        else uneven or nothing_runs(asked.rejections),
         f"mp of size {', '.join(map(str, weighed or [1]))}"
         + (
             "; a run and a dry run can have such a mesh: they gather keys and values, or cut unevenly"

@@ -176,7 +176,9 @@ def _what_it_lacks(plan: Plan, names: list[str], index: int) -> str:
     looked, other = plan.looked, plan.looked.candidates[index]
     need, room = in_bytes(float(looked.memory_bytes[index])), in_bytes(looked.share * looked.limit)
     there = _there(plan, other, names)
-    more = _first_clauses(_memory_differences(plan, other), SEEN * looked.limit, "more", in_bytes)
+    more = _first_clauses(
+        _memory_differences(plan, other), SEEN * looked.limit, lambda name, size: f"{in_bytes(size)} more {name}"
+    )
     by = f" ({more})" if more else ""
     here = _values(plan.chosen, names)
     return f"{here}: nothing else fits; {there} comes closest and needs {need}{by} where {room} may be used."
@@ -195,8 +197,9 @@ def _what_it_costs(plan: Plan, names: list[str], index: int) -> str:
     }
     less_memory = plan.memory_bytes - float(looked.memory_bytes[index])
     if difference > plan.noise:
-        costs = _first_clauses(parts, SEEN, "", "{:.1%} of".format)
-        saves = _first_clauses({name: -share for name, share in parts.items()}, SEEN, "", "{:.1%} of".format, most=1)
+        costs = _first_clauses(parts, SEEN, "{} (+{:.1%} of the step)".format)
+        less = {name: -share for name, share in parts.items()}
+        saves = _first_clauses(less, SEEN, "{} (-{:.1%} of the step)".format, most=1)
         gains = [f"need {in_bytes(less_memory)} less memory"] if less_memory >= SEEN * looked.limit else []
         gains += [f"save {saves}"] if saves else []
         but = f"would {' and '.join(gains)}, but adds" if gains and costs else "adds"
@@ -221,10 +224,8 @@ def _memory_differences(plan: Plan, other: Candidate) -> dict[str, float]:
 
 
 def _first_clauses(
-    differences: Mapping[str, float], least: float, sign: str, write: Callable[[float], str], most: int = 2
+    differences: Mapping[str, float], least: float, write: Callable[[str, float], str], most: int = 2
 ) -> str:
     """The largest differences in words, at most so many of them; empty if none is at least so large."""
     largest = sorted(differences.items(), key=lambda item: -item[1])[:most]
-    return " and ".join(
-        " ".join(filter(None, (write(amount), sign, name))) for name, amount in largest if amount >= least
-    )
+    return " and ".join(write(name, amount) for name, amount in largest if amount >= least)

@@ -59,11 +59,16 @@ def reason_of(error: Exception) -> str:
     """Why a forward pass on shapes alone failed, in one line: of one that looks at values, the line that does."""
     if not reads_values(error):
         return first_line(error)
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_known(frame.filename)]
-    if not own:
+    line = own_line(error)
+    if not line:
         return f"it looks at values of tensors ({first_line(error)}), of which only the shapes are known"
-    place = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
-    return f"`{own[-1].line}` ({place}) looks at values of a tensor, of which only the shape is known"
+    return f"{line} looks at values of a tensor, of which only the shape is known"
+
+
+def own_line(error: Exception) -> str:
+    """The last line of a model's own code on the way to an error, and where it stands; empty if there is none."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_known(frame.filename)]
+    return f"`{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 def _is_known(file: str) -> bool:
