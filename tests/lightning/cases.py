@@ -75,7 +75,8 @@ class Rows(pl.Callback):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().clone()
+    tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).float().clone()
 
 
 def weights(module: nn.Module, buffers: bool = False) -> dict[str, list[float]]:
@@ -172,7 +173,22 @@ class WithAdafactor(LanguageModel):
         return torch.optim.Adafactor((item for item in self.parameters() if item.requires_grad), lr=1e-3)
 
 
+class Spectral(AutoEncoder):
+    """Has complex weights, and frozen ones of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        signs = torch.randint(0, 2, (16,), dtype=torch.int8) * 2 - 1
+        self.signs = nn.Parameter(signs, requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(batch[0] * self.signs) * self.filter)
+        return super().training_step((x, None), batch_idx)
+
+
 LEVELS = (0, 1, 2, 3)
+parity("spectral", Spectral, {"level": 0}, gradient_clip_val=0.5)
 for level in LEVELS:
     parity(f"autoencoder-{level}", AutoEncoder, {"level": level}, val=loader)
     parity(f"classifier-{level}", Classifier, {"level": level}, val=loader, max_epochs=2)
