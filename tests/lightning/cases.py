@@ -187,7 +187,31 @@ class Spectral(AutoEncoder):
         return super().training_step((x, None), batch_idx)
 
 
+class Transposed(AutoEncoder):
+    """Begins with a matrix that stands in memory column by column, as `qr` makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.linalg.qr(torch.randn(16, 16))[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((batch[0] @ self.turn, None), batch_idx)
+
+
+class TwoTypes(AutoEncoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(16, dtype=torch.float64))
+
+
+class SparseLookup(AutoEncoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.ModuleDict({"embed": nn.Embedding(8, 16, sparse=True)})
+
+
 LEVELS = (0, 1, 2, 3)
+parity("transposed", Transposed, {"level": 3}, gradient_clip_val=0.5)
 parity("spectral", Spectral, {"level": 0}, gradient_clip_val=0.5)
 for level in LEVELS:
     parity(f"autoencoder-{level}", AutoEncoder, {"level": level}, val=loader)
@@ -521,6 +545,11 @@ def refusals() -> Any:
     ):
         try:
             make_trainer(mesh_strategy(**options), callback).fit(AutoEncoder(), loader())
+        except ValueError as error:
+            messages.append(str(error))
+    for make in (Spectral, TwoTypes, SparseLookup):
+        try:
+            make_trainer(mesh_strategy(3)).fit(make(), loader())
         except ValueError as error:
             messages.append(str(error))
     module = AutoEncoder()
