@@ -524,7 +524,8 @@ class Pipeline:
     def _state_kept(self) -> Iterator[None]:
         """Put back afterwards what a pass changes in the model: trained parameters, buffers, plain attributes."""
         trained = [item for item in parameters_in(self.model.modules()) if item.requires_grad]
-        tensors = [local_part(item.detach()) for item in (*trained, *self.model.buffers())]
+        state = (*trained, *self.model.buffers())
+        tensors = [local_part(item.detach()) for item in state if not item.is_meta]  # others are on other stages
         before = [tensor.clone() for tensor in tensors]
         with attributes_kept(self.model, ("_parameters",)):  # sharding puts others there, and knows which
             yield
