@@ -493,13 +493,33 @@ def logged_once() -> Any:
     return float(trainer.callback_metrics["epoch_loss"])
 
 
+class Plateau(AutoEncoder):
+    """Its learning rates follow a metric that is logged without `sync_dist`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("monitored", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "monitored", "interval": "step"},
+        }
+
+
+parity("plateau", Plateau, {"level": 0})
+
+
 @case("parity")
 def early_stopping() -> Any:
     class Oscillates(AutoEncoder):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             # each rank by itself would stop at another epoch
             value = [3.0, 2.0, 1.0, 4.0, 4.0, 4.0][self.current_epoch] + (RANK if self.current_epoch == 2 else 0)
-            self.log("val", torch.tensor(value), sync_dist=True)
+            self.log("val", torch.tensor(value))
 
     pl.seed_everything(1, verbose=False)
     stop = pl.callbacks.EarlyStopping("val", patience=2)

@@ -51,6 +51,7 @@ from autolaunch_strategies.lightning.gradient_norms import replace_grad_norm
 from autolaunch_strategies.lightning.hooks import gradients_are_read
 from autolaunch_strategies.lightning.items import ItemCounts
 from autolaunch_strategies.lightning.metrics import StepValues, exchange_metrics_over
+from autolaunch_strategies.lightning.monitored import MonitoredLogs
 from autolaunch_strategies.lightning.place import Place
 from autolaunch_strategies.lightning.positions import Positions
 from autolaunch_strategies.lightning.refusals import (
@@ -196,6 +197,7 @@ class MeshStrategy(ParallelStrategy):
         self._in_manual_step = False
         self._failed = False
         self._after_closure: Any = None
+        self._monitored: MonitoredLogs | None = None
         self._steps: StagedSteps | None = None
         self._numbers: PositionedNumbers | None = None
         self._items: ItemCounts | None = None
@@ -410,6 +412,9 @@ class MeshStrategy(ParallelStrategy):
             )
             self._steps.relay.install()
         show_whole_models(trainer, self._applied)
+        if fitting and self.shape.dp > 1 and "log" not in vars(module):
+            self._monitored = MonitoredLogs(module)
+            self._monitored.install()
         if fitting:
             self._reset_optimizers()
             self.setup_optimizers(trainer)
@@ -477,6 +482,9 @@ class MeshStrategy(ParallelStrategy):
         if self._steps is not None:
             self._steps.relay.remove()
             self._steps = None
+        if self._monitored is not None:
+            self._monitored.remove()
+            self._monitored = None
         self.checkpoints.finish(together=not self._failed)
         if self.votes is not None:
             self.votes.end_limit()
