@@ -141,6 +141,11 @@ class OwnClipping(LanguageModel):
             self.clip_gradients(optimizer, 0.3, "norm")
 
 
+class ClipsInHook(AutoEncoder):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
 class SynchronisedClassifier(Classifier):
     """On one process its batch norm is as any other; torch's own exchange knows GPUs only."""
 
@@ -212,6 +217,12 @@ class SparseLookup(AutoEncoder):
 
 LEVELS = (0, 1, 2, 3)
 parity("transposed", Transposed, {"level": 3}, gradient_clip_val=0.5)
+parity(
+    "clips-in-hook-mp",
+    ClipsInHook,
+    {"mesh": f"mp{WORLD}", "level": 0},
+    data=lambda: DataLoader(samples(), batch_size=8),
+)
 parity("spectral", Spectral, {"level": 0}, gradient_clip_val=0.5)
 for level in LEVELS:
     parity(f"autoencoder-{level}", AutoEncoder, {"level": level}, val=loader)

@@ -75,7 +75,15 @@ SAME = [
         for level in (0, 3)
     ),
     *("recompute-full", "recompute-2", "recompute-selective", "compile", "compile-captured", "offload-1", "offload-3"),
-    *("tasks_after_each_other", "logged_once", "early_stopping", "spectral", "transposed", "plateau"),
+    *(
+        "tasks_after_each_other",
+        "logged_once",
+        "early_stopping",
+        "spectral",
+        "transposed",
+        "plateau",
+        "clips-in-hook-mp",
+    ),
     *(f"{order}-{level}" for order in ("in-order", "shuffled") for level in LEVELS),
     *("per-rank", "own-batches", "whole-along-mp"),
     *(f"{kind}-{level}" for index, kind in enumerate(any_signature.KINDS) for level in (index % 4, (index + 2) % 4)),

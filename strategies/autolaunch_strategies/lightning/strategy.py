@@ -739,7 +739,8 @@ class MeshStrategy(ParallelStrategy):
         self.precision_plugin._after_closure = self._before_update  # type: ignore[method-assign,assignment]
 
     def _before_update(self, *args: Any) -> None:
-        self._after_closure(*args)
+        with self._applied.model_parallel.running():  # hooks may clip gradients that are sharded along mp
+            self._after_closure(*args)
         if self.votes is not None:
             self.votes.updates = True
 
