@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -590,6 +591,39 @@ def refusals() -> Any:
     except ValueError as error:
         messages.append(str(error))
     return messages
+
+
+class AssignsGradients(AutoEncoder):
+    """Gives parameters gradients by hand, or, to compare with, by a backward pass."""
+
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self._backward = False, backward
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        if self._backward:
+            self.manual_backward(loss)
+        else:
+            trained = list(self.parameters())
+            for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+                parameter.grad = gradient
+        optimizer.step()
+
+
+@case("ranks")
+def assigned_gradients() -> Any:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # of this one alone
+    logging.getLogger("autolaunch_strategies").addHandler(handler)
+    heard = []
+    for backward in (True, False):
+        make_trainer(mesh_strategy(0), max_steps=3).fit(AssignsGradients(backward), loader())
+        heard.append([text for text in said if "assigned" in text])
+    return heard
 
 
 @case("ranks")

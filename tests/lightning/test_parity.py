@@ -174,6 +174,12 @@ def test_model_with_example_input_array(one: Group, two: Group) -> None:
     assert one.read("summary_of_example_input") == two.read("summary_of_example_input", 1) == 379
 
 
+def test_it_is_told_once_that_an_assigned_gradient_is_not_averaged(ranks: Group) -> None:
+    by_backward, by_hand = ranks.read("assigned_gradients")
+    assert by_backward == []
+    assert len(by_hand) == 1 and "dp: the gradient of encoder.0.weight was assigned" in by_hand[0]
+
+
 def test_refusals_come_before_the_first_step(ranks: Group) -> None:
     assert ranks.read("refusals", 0) == ranks.read("refusals", 1)
     assert ranks.read("refusals") == [

@@ -40,6 +40,7 @@ class GradientAverage:
     def __init__(self, groups: Mapping[nn.Parameter, GradientGroup]) -> None:
         self.enabled = True
         self._groups = {key: group for key, group in groups.items() if key.is_floating_point() or key.is_complex()}
+        self._never_averaged = list(self._groups)
         self._trained: list[bool] = []
         """Of every parameter whether it was trained when buckets were filled."""
         self._running: list[tuple[_Bucket, PackedGradients, dist.Work | None]] = []
@@ -90,7 +91,14 @@ class GradientAverage:
             torch._foreach_div_(flats, divisor)
         for _, packed, _ in self._running:
             packed.unpack()
+        with without_torch_functions():
+            self._never_averaged = [parameter for parameter in self._never_averaged if parameter.grad is None]
         self._forget_pass()
+
+    def not_averaged(self) -> list[nn.Parameter]:
+        """Those that have a gradient that was never averaged: it was assigned, and not made by `backward`."""
+        with without_torch_functions():
+            return [parameter for parameter in self._never_averaged if parameter.grad is not None]
 
     def remove(self) -> None:
         """Take the hooks off the parameters again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -76,6 +77,8 @@ from autolaunch_strategies.plan.choose import planned_part
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.training.optimizers import adapt_optimizer, prefer_fused
 from autolaunch_strategies.training.weights import weighed
+
+log = logging.getLogger(__name__)
 
 
 class MeshStrategy(ParallelStrategy):
@@ -198,6 +201,7 @@ class MeshStrategy(ParallelStrategy):
         self._failed = False
         self._after_closure: Any = None
         self._monitored: MonitoredLogs | None = None
+        self._warned_of_assigned = False
         self._steps: StagedSteps | None = None
         self._numbers: PositionedNumbers | None = None
         self._items: ItemCounts | None = None
@@ -717,7 +721,20 @@ class MeshStrategy(ParallelStrategy):
         self._applied.data_parallel.forget_gathered()
 
     def _after_step(self, *_: Any) -> None:
+        self._warn_of_assigned_gradients()
         self.weights_changed()  # something may have gathered them between the backward pass and the step
+
+    def _warn_of_assigned_gradients(self) -> None:
+        average = self._applied.data_parallel.average
+        assigned = [] if average is None or self._warned_of_assigned else average.not_averaged()
+        if assigned:
+            self._warned_of_assigned = True
+            name = next(name for name, item in self._module.named_parameters() if item is assigned[0])
+            log.warning(
+                "dp: the gradient of %s was assigned and did not come from backward(), so it is not averaged over "
+                "ranks, whose weights may part; write self.manual_backward(loss), or average it with self.all_gather",
+                name,
+            )
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._grad_norm = None
