@@ -176,6 +176,7 @@ def _changes_noted(model: nn.Module, glue: Mapping[str, nn.Module], noted: set[t
             for name, module in glue.items()
             for own in (module.__dict__, module._buffers)
             for key, value in own.items()
+            if type(value) in (int, float) or isinstance(value, torch.Tensor)  # a flag says what was done for good
         }
 
     before: dict[tuple[str, str], Any] = {}
