@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import torch
+from torch import nn
+
+from autolaunch_strategies.data_parallel.gradients import gradient_norm
 from tests.support.ranks import start, torchrun
 
 SCRIPT = """
@@ -56,3 +61,16 @@ def test_norm_over_stages_is_that_of_one_device(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     done = start(torchrun(4, str(script)), timeout=120)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_complex_numbers_count_by_their_absolute_values() -> None:
+    torch.manual_seed(0)
+    kinds = (torch.complex64, torch.float32, torch.complex128)
+    parameters = [nn.Parameter(torch.randn(3, 2, dtype=kind)) for kind in kinds]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    for count in (2, 3):
+        some = parameters[:count]
+        for order in (1.0, 2.0, math.inf):
+            expected = torch.cat([item.grad.abs().flatten().double() for item in some if item.grad is not None])
+            torch.testing.assert_close(gradient_norm(some, order).double(), expected.norm(order), rtol=1e-6, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -75,7 +76,8 @@ class Rows(pl.Callback):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().clone()
+    tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).float().clone()
 
 
 def weights(module: nn.Module, buffers: bool = False) -> dict[str, list[float]]:
@@ -140,6 +142,11 @@ class OwnClipping(LanguageModel):
             self.clip_gradients(optimizer, 0.3, "norm")
 
 
+class ClipsInHook(AutoEncoder):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
 class SynchronisedClassifier(Classifier):
     """On one process its batch norm is as any other; torch's own exchange knows GPUs only."""
 
@@ -172,7 +179,52 @@ class WithAdafactor(LanguageModel):
         return torch.optim.Adafactor((item for item in self.parameters() if item.requires_grad), lr=1e-3)
 
 
+class Spectral(AutoEncoder):
+    """Has complex weights, and frozen ones of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        signs = torch.randint(0, 2, (16,), dtype=torch.int8) * 2 - 1
+        self.signs = nn.Parameter(signs, requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(batch[0] * self.signs) * self.filter)
+        return super().training_step((x, None), batch_idx)
+
+
+class Transposed(AutoEncoder):
+    """Begins with a matrix that stands in memory column by column, as `qr` makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.linalg.qr(torch.randn(16, 16))[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((batch[0] @ self.turn, None), batch_idx)
+
+
+class TwoTypes(AutoEncoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(16, dtype=torch.float64))
+
+
+class SparseLookup(AutoEncoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.ModuleDict({"embed": nn.Embedding(8, 16, sparse=True)})
+
+
 LEVELS = (0, 1, 2, 3)
+parity("transposed", Transposed, {"level": 3}, gradient_clip_val=0.5)
+parity(
+    "clips-in-hook-mp",
+    ClipsInHook,
+    {"mesh": f"mp{WORLD}", "level": 0},
+    data=lambda: DataLoader(samples(), batch_size=8),
+)
+parity("spectral", Spectral, {"level": 0}, gradient_clip_val=0.5)
 for level in LEVELS:
     parity(f"autoencoder-{level}", AutoEncoder, {"level": level}, val=loader)
     parity(f"classifier-{level}", Classifier, {"level": level}, val=loader, max_epochs=2)
@@ -453,13 +505,33 @@ def logged_once() -> Any:
     return float(trainer.callback_metrics["epoch_loss"])
 
 
+class Plateau(AutoEncoder):
+    """Its learning rates follow a metric that is logged without `sync_dist`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("monitored", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "monitored", "interval": "step"},
+        }
+
+
+parity("plateau", Plateau, {"level": 0})
+
+
 @case("parity")
 def early_stopping() -> Any:
     class Oscillates(AutoEncoder):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             # each rank by itself would stop at another epoch
             value = [3.0, 2.0, 1.0, 4.0, 4.0, 4.0][self.current_epoch] + (RANK if self.current_epoch == 2 else 0)
-            self.log("val", torch.tensor(value), sync_dist=True)
+            self.log("val", torch.tensor(value))
 
     pl.seed_everything(1, verbose=False)
     stop = pl.callbacks.EarlyStopping("val", patience=2)
@@ -507,6 +579,11 @@ def refusals() -> Any:
             make_trainer(mesh_strategy(**options), callback).fit(AutoEncoder(), loader())
         except ValueError as error:
             messages.append(str(error))
+    for make in (Spectral, TwoTypes, SparseLookup):
+        try:
+            make_trainer(mesh_strategy(3)).fit(make(), loader())
+        except ValueError as error:
+            messages.append(str(error))
     module = AutoEncoder()
     make_trainer(mesh_strategy(1), max_steps=1).fit(module, loader())
     try:
@@ -514,6 +591,39 @@ def refusals() -> Any:
     except ValueError as error:
         messages.append(str(error))
     return messages
+
+
+class AssignsGradients(AutoEncoder):
+    """Gives parameters gradients by hand, or, to compare with, by a backward pass."""
+
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self._backward = False, backward
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        if self._backward:
+            self.manual_backward(loss)
+        else:
+            trained = list(self.parameters())
+            for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+                parameter.grad = gradient
+        optimizer.step()
+
+
+@case("ranks")
+def assigned_gradients() -> Any:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # of this one alone
+    logging.getLogger("autolaunch_strategies").addHandler(handler)
+    heard = []
+    for backward in (True, False):
+        make_trainer(mesh_strategy(0), max_steps=3).fit(AssignsGradients(backward), loader())
+        heard.append([text for text in said if "assigned" in text])
+    return heard
 
 
 @case("ranks")

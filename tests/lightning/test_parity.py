@@ -75,7 +75,15 @@ SAME = [
         for level in (0, 3)
     ),
     *("recompute-full", "recompute-2", "recompute-selective", "compile", "compile-captured", "offload-1", "offload-3"),
-    *("tasks_after_each_other", "logged_once", "early_stopping"),
+    *(
+        "tasks_after_each_other",
+        "logged_once",
+        "early_stopping",
+        "spectral",
+        "transposed",
+        "plateau",
+        "clips-in-hook-mp",
+    ),
     *(f"{order}-{level}" for order in ("in-order", "shuffled") for level in LEVELS),
     *("per-rank", "own-batches", "whole-along-mp"),
     *(f"{kind}-{level}" for index, kind in enumerate(any_signature.KINDS) for level in (index % 4, (index + 2) % 4)),
@@ -166,6 +174,12 @@ def test_model_with_example_input_array(one: Group, two: Group) -> None:
     assert one.read("summary_of_example_input") == two.read("summary_of_example_input", 1) == 379
 
 
+def test_it_is_told_once_that_an_assigned_gradient_is_not_averaged(ranks: Group) -> None:
+    by_backward, by_hand = ranks.read("assigned_gradients")
+    assert by_backward == []
+    assert len(by_hand) == 1 and "dp: the gradient of encoder.0.weight was assigned" in by_hand[0]
+
+
 def test_refusals_come_before_the_first_step(ranks: Group) -> None:
     assert ranks.read("refusals", 0) == ranks.read("refusals", 1)
     assert ranks.read("refusals") == [
@@ -176,6 +190,16 @@ def test_refusals_come_before_the_first_step(ranks: Group) -> None:
         "  write:   dp.sharding_level=0",
         "WeightAveraging: it averages whole weights; here each rank holds a part\n"
         "  allowed: a mesh with sharding level 0, without mp, or averaging the weights of saved checkpoints",
+        "dp: filter is of torch.complex64, and complex numbers can't be sharded\n"
+        "  allowed: parameters that stay whole on every rank\n"
+        "  write:   dp=ddp",
+        "dp: gain (float64) and encoder.0.weight (float32) are trained in one block, and sharded gradients have one "
+        "type\n"
+        "  allowed: parameters that stay whole on every rank\n"
+        "  write:   dp=ddp",
+        "dp: words.embed has sparse gradients, which can't be sharded\n"
+        "  allowed: sparse=False for words.embed, or parameters that stay whole on every rank\n"
+        "  write:   dp=ddp",
         "mesh=2: this module was parallelised before, for mesh=2 with other options\n"
         "  allowed: a MeshStrategy with the same options, or a new module that loads a checkpoint",
     ]

@@ -389,6 +389,10 @@ training(
 )  # fmt: skip
 again("own-loader", "dp2pp2-1f1b", "four", "2x1x2", pp={"loss": "microbatch", "schedule": "1f1b", "microbatches": 2})
 training("odd-last-batch", modules.Classifier, batches(vectors, 8, limit=27), val=batches(vectors, 8, limit=13))
+training("calls-counted", lambda: modules.Classifier(modules.CallsCounted()), VECTORS)
+training("input-halved", lambda: modules.Classifier(modules.InputHalved()), VECTORS)
+training("starts-from-batch", lambda: modules.Classifier(modules.with_blocks(modules.StartsFromBatch)), VECTORS)
+training("block-counted", lambda: modules.Classifier(modules.with_blocks(modules.BlockCounted)), VECTORS)
 training("prime-batch", modules.Classifier, batches(vectors, 7, limit=21), on={"pp": {"microbatches": 4}})
 training("batch-below-microbatches", modules.Classifier, batches(vectors, 3, limit=9), on={"pp": {"microbatches": 8}})
 training("batch-of-one", hf("llama"), batches(lambda: only(texts(), *HF_KEYS), 1, limit=4))
@@ -674,6 +678,9 @@ REFUSED: dict[str, Case] = {
     ),
     "sequence-first-microbatches": lambda: failing(
         lambda: modules.SequenceFirst(recurrent=False), pp={"microbatches": 2}
+    ),
+    "block-keeps-state": lambda: failing(
+        lambda: modules.Classifier(modules.with_blocks(modules.BlockCounted)), pp={"microbatches": 2}
     ),
     "too-few-blocks": lambda: failing(
         lambda: modules.Classifier(modules.Mlp(blocks=1)), pp={"split_spec": "model.blocks"}

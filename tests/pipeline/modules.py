@@ -217,6 +217,64 @@ class Mlp(nn.Module):
         return self.head(x)
 
 
+class CallsCounted(Mlp):
+    """Counts its calls, as a number, as a buffer and as one that is replaced, and weighs by what it has counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("added", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.added += 1
+        self.replaced = self.replaced + 1
+        return super().forward(x * (self.calls + self.added)) * (1 + 0.1 * self.replaced)
+
+
+class InputHalved(Mlp):
+    """Changes its input in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(0.5)) + x.mean(1, keepdim=True)
+
+
+class StartsFromBatch(Block):
+    """Centres what it sees first, as activation normalisation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("started", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.started:
+            with torch.no_grad():
+                self.offset.copy_(-x.mean(0))
+                self.started.fill_(True)
+        return super().forward(x + self.offset)
+
+
+class BlockCounted(Block):
+    """Counts its calls, and returns more each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def with_blocks(kind: type[Block]) -> Mlp:
+    """An `Mlp` of other blocks."""
+    model = Mlp()
+    model.blocks = nn.ModuleList(kind() for _ in model.blocks)
+    return model
+
+
 class ReadingBlock(Block):
     """Looks at values, so that only running shows that it returns more than one tensor."""
 

@@ -39,7 +39,8 @@ class GradientAverage:
 
     def __init__(self, groups: Mapping[nn.Parameter, GradientGroup]) -> None:
         self.enabled = True
-        self._groups = dict(groups)
+        self._groups = {key: group for key, group in groups.items() if key.is_floating_point() or key.is_complex()}
+        self._never_averaged = list(self._groups)
         self._trained: list[bool] = []
         """Of every parameter whether it was trained when buckets were filled."""
         self._running: list[tuple[_Bucket, PackedGradients, dist.Work | None]] = []
@@ -90,7 +91,14 @@ class GradientAverage:
             torch._foreach_div_(flats, divisor)
         for _, packed, _ in self._running:
             packed.unpack()
+        with without_torch_functions():
+            self._never_averaged = [parameter for parameter in self._never_averaged if parameter.grad is None]
         self._forget_pass()
+
+    def not_averaged(self) -> list[nn.Parameter]:
+        """Those that have a gradient that was never averaged: it was assigned, and not made by `backward`."""
+        with without_torch_functions():
+            return [parameter for parameter in self._never_averaged if parameter.grad is not None]
 
     def remove(self) -> None:
         """Take the hooks off the parameters again."""
@@ -254,7 +262,7 @@ def gradient_norm(
 ) -> torch.Tensor:
     """The norm of all gradients as if they stood on one device: a 0-dim tensor, equal on every rank.
 
-    Of fp32, or of fp64 if the gradients are.
+    Of fp32, or of fp64 if the gradients are. Of complex numbers their absolute values count.
 
     Collective over the meshes of the gradients, and over `pipeline_group`. A gradient that is sharded counts each
     element once, one that is replicated counts once. Parameters without a gradient count as zero.
@@ -281,7 +289,8 @@ def gradient_norm(
                 placed = gradient.device_mesh, gradient.placements
                 groups_of_placed = _sharded_over(*placed)
             sharded_over = groups_of_placed
-        groups[sharded_over].append(_dense(_local(gradient)))
+        local = _dense(_local(gradient))
+        groups[sharded_over].append(local.abs() if local.is_complex() else local)
         if sharded_over not in homes:
             homes[sharded_over] = _where_it_travels(gradient)
     operator = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM

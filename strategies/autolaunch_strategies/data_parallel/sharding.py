@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
-from autolaunch_strategies.config import SHARDING_AXES, DataParallel
+from autolaunch_strategies.config import SHARDING_AXES, ConfigError, DataParallel
 from autolaunch_strategies.data_parallel.ends import Ends, find_ends
 from autolaunch_strategies.data_parallel.gradients import GradientAverage
 from autolaunch_strategies.data_parallel.groups import GradientGroup
@@ -212,6 +213,10 @@ def apply_data_parallel(
     groups = {name: other_groups.get(name, usual) for name, _ in root.named_parameters()}
     if dp.sharding_level == 0:
         return DataParallelModule(root, 0, groups)
+    _refuse_unsharded(root)
+    for parameter in root.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()  # torch shards no others
     scalars = _scalars(root)
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
@@ -223,6 +228,7 @@ def apply_data_parallel(
         "ignored_params": set(scalars.values()),
     }
     group_of = {parameter: groups[name] for name, parameter in root.named_parameters() if name not in scalars}
+    names = {parameter: name for name, parameter in root.named_parameters()}
     gathers = GathersOnUse(root)
     ends = Ends({}, {}) if pipelined else find_ends(root, blocks)
     stays = {root, *ends.heads.values()}  # the backward pass begins with a head
@@ -231,6 +237,7 @@ def apply_data_parallel(
         if all(module is not unit for module, _ in parts):
             parts.append((unit, usual))
         for module, group in parts:
+            _refuse_mixed_types(module, names)
             frees = dp.sharding_level == 3 and not pipelined and unit not in stays
             _shard(module, group, reshard_after_forward=frees, **options)
             if module is not root:
@@ -251,6 +258,31 @@ def apply_data_parallel(
             module.register_forward_pre_hook(_gather_rest_of(root))
     averaged = {name: groups[name] for name in scalars}
     return DataParallelModule(root, dp.sharding_level, averaged, gathers=gathers)
+
+
+_WHOLE = "parameters that stay whole on every rank", "dp=ddp"
+
+
+def _refuse_unsharded(root: nn.Module) -> None:
+    """Raise ConfigError for parameters of which torch shards neither values nor gradients."""
+    for name, parameter in root.named_parameters():
+        if parameter.is_complex():
+            raise ConfigError("dp", f"{name} is of {parameter.dtype}, and complex numbers can't be sharded", *_WHOLE)
+    for name, module in root.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            allowed = f"sparse=False for {name}, or {_WHOLE[0]}"
+            raise ConfigError("dp", f"{name} has sparse gradients, which can't be sharded", allowed, _WHOLE[1])
+
+
+def _refuse_mixed_types(unit: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
+    """Raise ConfigError for parameters of several types that would be sharded, and exchange gradients, together."""
+    first: dict[torch.dtype, str] = {}
+    for parameter in unit.parameters():
+        if parameter in names and parameter.requires_grad and parameter.dim() > 0:  # others are sharded already
+            first.setdefault(parameter.dtype, names[parameter])
+    if len(first) > 1:
+        both = " and ".join(f"{name} ({str(kind).removeprefix('torch.')})" for kind, name in first.items())
+        raise ConfigError("dp", f"{both} are trained in one block, and sharded gradients have one type", *_WHOLE)
 
 
 def _of_other_groups(

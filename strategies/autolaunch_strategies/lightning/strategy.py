@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -51,6 +52,7 @@ from autolaunch_strategies.lightning.gradient_norms import replace_grad_norm
 from autolaunch_strategies.lightning.hooks import gradients_are_read
 from autolaunch_strategies.lightning.items import ItemCounts
 from autolaunch_strategies.lightning.metrics import StepValues, exchange_metrics_over
+from autolaunch_strategies.lightning.monitored import MonitoredLogs
 from autolaunch_strategies.lightning.place import Place
 from autolaunch_strategies.lightning.positions import Positions
 from autolaunch_strategies.lightning.refusals import (
@@ -75,6 +77,8 @@ from autolaunch_strategies.plan.choose import planned_part
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.training.optimizers import adapt_optimizer, prefer_fused
 from autolaunch_strategies.training.weights import weighed
+
+log = logging.getLogger(__name__)
 
 
 class MeshStrategy(ParallelStrategy):
@@ -196,6 +200,8 @@ class MeshStrategy(ParallelStrategy):
         self._in_manual_step = False
         self._failed = False
         self._after_closure: Any = None
+        self._monitored: MonitoredLogs | None = None
+        self._warned_of_assigned = False
         self._steps: StagedSteps | None = None
         self._numbers: PositionedNumbers | None = None
         self._items: ItemCounts | None = None
@@ -410,6 +416,9 @@ class MeshStrategy(ParallelStrategy):
             )
             self._steps.relay.install()
         show_whole_models(trainer, self._applied)
+        if fitting and self.shape.dp > 1 and "log" not in vars(module):
+            self._monitored = MonitoredLogs(module)
+            self._monitored.install()
         if fitting:
             self._reset_optimizers()
             self.setup_optimizers(trainer)
@@ -477,6 +486,9 @@ class MeshStrategy(ParallelStrategy):
         if self._steps is not None:
             self._steps.relay.remove()
             self._steps = None
+        if self._monitored is not None:
+            self._monitored.remove()
+            self._monitored = None
         self.checkpoints.finish(together=not self._failed)
         if self.votes is not None:
             self.votes.end_limit()
@@ -709,7 +721,20 @@ class MeshStrategy(ParallelStrategy):
         self._applied.data_parallel.forget_gathered()
 
     def _after_step(self, *_: Any) -> None:
+        self._warn_of_assigned_gradients()
         self.weights_changed()  # something may have gathered them between the backward pass and the step
+
+    def _warn_of_assigned_gradients(self) -> None:
+        average = self._applied.data_parallel.average
+        assigned = [] if average is None or self._warned_of_assigned else average.not_averaged()
+        if assigned:
+            self._warned_of_assigned = True
+            name = next(name for name, item in self._module.named_parameters() if item is assigned[0])
+            log.warning(
+                "dp: the gradient of %s was assigned and did not come from backward(), so it is not averaged over "
+                "ranks, whose weights may part; write self.manual_backward(loss), or average it with self.all_gather",
+                name,
+            )
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._grad_norm = None
@@ -731,7 +756,8 @@ class MeshStrategy(ParallelStrategy):
         self.precision_plugin._after_closure = self._before_update  # type: ignore[method-assign,assignment]
 
     def _before_update(self, *args: Any) -> None:
-        self._after_closure(*args)
+        with self._applied.model_parallel.running():  # hooks may clip gradients that are sharded along mp
+            self._after_closure(*args)
         if self.votes is not None:
             self.votes.updates = True
 

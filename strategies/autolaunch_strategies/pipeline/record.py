@@ -11,7 +11,8 @@ the logits of routers. A stage that does not run the unit shows them what arrive
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -108,6 +109,10 @@ class Recording:
     costs: dict[str, float] = field(default_factory=dict)
     """Unit -> floating point operations of its calls."""
     untraceable: dict[str, str] = field(default_factory=dict)
+    kept_by_glue: set[tuple[str, str]] = field(default_factory=set)
+    """(module, attribute) of what glue changes in modules from call to call, such as a counter."""
+    changed_inputs: set[int] = field(default_factory=set)
+    """The tensors among the arguments of the model that it changes in place, numbered."""
 
     def needed_behind(self, call: int) -> list[Leaf]:
         """The leaves of call number `call` and of those before it that anything behind it needs, in order."""
@@ -141,16 +146,53 @@ def record(model: nn.Module, units: Sequence[str], args: Any, kwargs: Mapping[st
         liveness = _Liveness(Recording(origin, untraceable=dict(placeholders)))
         recorder = Recorder(model, [liveness])
         parts = {name: model.get_submodule(name) for name in units}
+        glue = {name: module for name, module in model.named_modules() if not is_within(name, units)}
         with on_shapes_alone() as drew:
             state = fake_state(model)
             fake_args, fake_kwargs = fake_inputs(args, kwargs)
             liveness.begin({name: state[name] for name, _ in model.named_parameters()}, (fake_args, fake_kwargs))
-            with recorder.watching(), parts_intercepted(parts, liveness.unit_call):
+            liveness.buffers = {storage_key(state[name]): name for name, _ in model.named_buffers()}
+            watched = recorder.watching(), parts_intercepted(parts, liveness.unit_call)
+            with watched[0], watched[1], _changes_noted(model, glue, liveness.recording.kept_by_glue):
                 liveness.end(recorder.call(state, fake_args, fake_kwargs))
             liveness.recording.may_draw = liveness.has_drawn or drew() or bool(placeholders)
         return liveness.recording
 
     return stepping_over(model, attempt)
+
+
+def is_within(name: str, units: Iterable[str]) -> bool:
+    """Whether a module is one of `units` or inside of one."""
+    return any(name == unit or name.startswith(f"{unit}.") for unit in units)
+
+
+@contextmanager
+def _changes_noted(model: nn.Module, glue: Mapping[str, nn.Module], noted: set[tuple[str, str]]) -> Iterator[None]:
+    """Within it a call of `model` notes which attributes and buffers of modules it sets to something else."""
+
+    def values() -> dict[tuple[str, str], Any]:
+        return {
+            (name, key): value
+            for name, module in glue.items()
+            for own in (module.__dict__, module._buffers)
+            for key, value in own.items()
+            if type(value) in (int, float) or isinstance(value, torch.Tensor)  # a flag says what was done for good
+        }
+
+    before: dict[tuple[str, str], Any] = {}
+
+    def begins(module: nn.Module, args: Any) -> None:
+        before.update(values())
+
+    def ends(module: nn.Module, args: Any, output: Any) -> None:
+        noted.update(place for place, value in values().items() if before.get(place, noted) is not value)
+
+    handles = [model.register_forward_pre_hook(begins), model.register_forward_hook(ends)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Liveness(Observer):
@@ -172,6 +214,10 @@ class _Liveness(Observer):
         self._shown: list[tuple[str, Any]] = []
         """What hooks were shown in the unit call that is running."""
         self._copying = False
+        self._given: dict[int, int] = {}
+        """The inputs of the model by their memory, numbered."""
+        self.buffers: dict[int, str] = {}
+        """The names of buffers by their memory."""
 
     def begin(self, parameters: Mapping[str, torch.Tensor], inputs: Any) -> None:
         """Make known what is there before anything runs."""
@@ -179,6 +225,7 @@ class _Liveness(Observer):
             self._parameters.put(parameter, {name})
         for number, tensor in enumerate(tensors_in(inputs)):
             self._inputs.put(tensor, {number})
+            self._given[storage_key(tensor)] = number
 
     def end(self, output: Any) -> None:
         """Note what the output of the model needs."""
@@ -262,6 +309,7 @@ class _Liveness(Observer):
         for leaf in self._origins.of(*operation.written):
             if leaf.place != _INSIDE:
                 self.recording.calls[leaf.call].changed.add(leaf.place)
+        self._note_written({storage_key(tensor) for tensor in operation.written})
         operator = operation.operator
         random = draws_numbers(operator, operation.args, operation.kwargs)
         # An operator of somebody else's does not say whether it draws.
@@ -292,6 +340,14 @@ class _Liveness(Observer):
         """
         call.reads |= {leaf for leaf in self._origins.at(keys) if leaf.place != _INSIDE}
         call.draws |= self._draws.at(keys)
+
+    def _note_written(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            if key in self._given:
+                self.recording.changed_inputs.add(self._given[key])
+            if self._current is None and key in self.buffers:
+                module, _, buffer = self.buffers[key].rpartition(".")
+                self.recording.kept_by_glue.add((module, buffer))
 
     def _note_parameters(self, keys: Iterable[int]) -> None:
         for name in (name for key in keys for name in self._parameters.at((key,))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +57,7 @@ from autolaunch_strategies.torch_private.calls import intercept_calls, intercept
 from autolaunch_strategies.torch_private.collectives import host_device
 from autolaunch_strategies.torch_private.modes import without_autocast
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
+from autolaunch_strategies.tracing.unreadable import attributes_kept
 from autolaunch_strategies.training.batch_statistics import batch_norms
 from autolaunch_strategies.training.weights import weighed
 
@@ -396,22 +398,38 @@ class Pipeline:
             )
         return 1
 
-    def _run_forward(self, filled: Filled, leaves: list[Any], spec: Any, kind: Any) -> None:
-        """Run the microbatches of flattened arguments through this rank's stages; `filled` takes the last one's."""
+    def _run_forward(
+        self,
+        filled: Filled,
+        leaves: list[Any],
+        spec: Any,
+        kind: Any,
+        each: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Run the microbatches of flattened arguments through this rank's stages; `filled` takes the last one's.
+
+        Args:
+            each: a pass of one stage runs within it.
+        """
         parts = cut_leaves(leaves, filled.structure.batched, filled.count)
         keys = [(kind, self._trained, shapes_of(part)) for part in parts]
         samples = [filled.structure.samples(part) for part in parts]
         arrivals = Arrivals(self._begin(keys))
         handed: dict[Job, _Arrival] = {}
-        for action in fill_and_drain(self.rank_of_stage, filled.count)[0][self.pipe_rank]:
+        actions = fill_and_drain(self.rank_of_stage, filled.count)[0][self.pipe_rank]
+        passes = [Job(action.stage, action.microbatch) for action in actions if action.kind is Kind.F]
+        # Glue runs in each pass, and on the last stage once more; what it counts is counted once.
+        last = None if self.is_last else passes[-1]
+        for action in actions:
             job = Job(action.stage, action.microbatch)
             if action.kind is Kind.RECV_F:
                 arrivals.expect(action, self._home(job.stage - 1))
                 continue
             if action.kind is Kind.F:
-                part_args, part_kwargs = tree_unflatten(parts[job.microbatch], spec)
+                part_args, part_kwargs = tree_unflatten(_unchanged(parts[job.microbatch], filled.structure), spec)
                 arrival = handed.pop(job) if job in handed else self._arrived(arrivals, job)
-                with drawing_of_part(sum(samples[: job.microbatch]), samples[job.microbatch], sum(samples)):
+                drawn = drawing_of_part(sum(samples[: job.microbatch]), samples[job.microbatch], sum(samples))
+                with drawn, each(), nullcontext() if job == last else self._glue_kept(filled.structure):
                     self._forward(filled.structure, job, arrival, part_args, part_kwargs, stop=True)
                 if job.stage == self.last_stage:
                     filled.take(self._works[job])
@@ -444,18 +462,23 @@ class Pipeline:
                 "a model that runs alike in training and in evaluation, or one microbatch",
                 "pp.microbatches=1",
             ) from error
-        two = [leaf[:2] if is_batched else leaf for leaf, is_batched in zip(leaves, structure.batched, strict=True)]
         modes = {module: module.training for module in self.model.modules()}
-        together, apart = Filled(structure, 1), Filled(structure, 2)
+        together, apart, in_turn = Filled(structure, 1), Filled(structure, 2), Filled(structure, 2)
+        self.model.eval()
         try:
-            self.model.eval()
-            for filled in (together, apart):
-                self._run_forward(filled, two, spec, "samples")
+            with self._kept_numbers():
+                for filled, each in ((together, self._state_kept), (apart, self._state_kept), (in_turn, nullcontext)):
+                    two = [
+                        (leaf[:2] if is_batched else leaf).clone() if isinstance(leaf, torch.Tensor) else leaf
+                        for leaf, is_batched in zip(leaves, structure.batched, strict=True)
+                    ]
+                    with self._state_kept():
+                        self._run_forward(filled, two, spec, "samples", each)
         finally:
             for module, mode in modes.items():
                 module.training = mode
         self.channel.finish()
-        problem = [self._mixed_samples(structure, together, apart, leaves) if self.is_last else None]
+        problem = [self._mixed_samples(structure, together, apart, in_turn, leaves) if self.is_last else None]
         dist.broadcast_object_list(problem, dist.get_global_rank(self.group, self.last_rank), group=self.group)
         for group in self.axes.groups():  # one of those that hold parts of the same tensors may see what others don't
             problems: list[ConfigError | None] = [None] * group.size()
@@ -465,25 +488,70 @@ class Pipeline:
             raise problem[0]
 
     def _mixed_samples(
-        self, structure: Structure, together: Filled, apart: Filled, leaves: list[Any]
+        self, structure: Structure, together: Filled, apart: Filled, in_turn: Filled, leaves: list[Any]
     ) -> ConfigError | None:
-        apart_values = apart.joined(self.axes)[0]
+        allowed = "a model that takes the batch as its first dim and each sample by itself, or one microbatch"
+        unit = self._differing(together, apart)
+        if unit is not None:
+            shapes = [tuple(item.shape) for item in leaves if isinstance(item, torch.Tensor)]
+            problem = (
+                f"{unit} returns something else for a sample when another one is in the batch (tensors of shapes "
+                f"{', '.join(map(str, shapes))} were cut along their first dim), so microbatches would change the "
+                "result"
+            )
+            return ConfigError("pp.microbatches", problem, allowed, "pp.microbatches=1")
+        if self._differing(apart, in_turn) is not None:
+            problem = (
+                f"{self.name} returns something else for a sample when it has been called before (a part of it keeps "
+                "something from call to call), so microbatches would change the result"
+            )
+            return ConfigError("pp.microbatches", problem, allowed, "pp.microbatches=1")
+        return None
+
+    def _differing(self, one: Filled, other: Filled) -> str | None:
+        """The first unit that returned something else in one of two runs of the same samples."""
+        other_values = other.joined(self.axes)[0]
         # What is fp32 there may come of products in another type.
         narrow = torch.is_autocast_enabled(self.device.type)
-        for leaf, value in together.joined(self.axes)[0].items():
-            one, other = local_part(value), local_part(apart_values[leaf])
-            tolerance = 1e-3 if one.dtype.itemsize >= 4 and not narrow else 5e-2
-            if one.shape != other.shape or (one.is_floating_point() and _far(one, other, tolerance)):
-                shapes = [tuple(item.shape) for item in leaves if isinstance(item, torch.Tensor)]
-                return ConfigError(
-                    "pp.microbatches",
-                    f"{structure.recording.calls[leaf.call].unit} returns something else for a sample when another one "
-                    f"is in the batch (tensors of shapes {', '.join(map(str, shapes))} were cut along their first "
-                    "dim), so microbatches would change the result",
-                    "a model that takes the batch as its first dim and each sample by itself, or one microbatch",
-                    "pp.microbatches=1",
-                )
+        for leaf, value in one.joined(self.axes)[0].items():
+            here, there = local_part(value), local_part(other_values[leaf])
+            tolerance = 1e-3 if here.dtype.itemsize >= 4 and not narrow else 5e-2
+            if here.shape != there.shape or (here.is_floating_point() and _far(here, there, tolerance)):
+                return one.structure.recording.calls[leaf.call].unit
         return None
+
+    @contextmanager
+    def _state_kept(self) -> Iterator[None]:
+        """Put back afterwards what a pass changes in the model: trained parameters, buffers, plain attributes."""
+        trained = [item for item in parameters_in(self.model.modules()) if item.requires_grad]
+        state = (*trained, *self.model.buffers())
+        tensors = [local_part(item.detach()) for item in state if not item.is_meta]  # others are on other stages
+        before = [tensor.clone() for tensor in tensors]
+        with attributes_kept(self.model, ("_parameters",)):  # sharding puts others there, and knows which
+            yield
+        for tensor, then in zip(tensors, before, strict=True):
+            if not torch.equal(tensor, then):  # what is written no earlier graph can be differentiated through
+                tensor.copy_(then)
+
+    @contextmanager
+    def _glue_kept(self, structure: Structure) -> Iterator[None]:
+        """Put back afterwards what glue keeps from call to call; within it, it works on copies."""
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        for name, key in structure.recording.kept_by_glue:
+            module = self.model.get_submodule(name)
+            own: dict[str, Any] = module._buffers if key in module._buffers else module.__dict__
+            before.append((own, key, own.get(key, _ABSENT)))
+            if isinstance(own.get(key), torch.Tensor):
+                own[key] = own[key].clone()
+            elif type(own.get(key)) in (dict, list, set):
+                own[key] = own[key].copy()
+        try:
+            yield
+        finally:
+            for own, key, value in before:
+                own[key] = value
+                if value is _ABSENT:
+                    del own[key]
 
     def drain(self, completed: Callable[[int], None]) -> None:
         """Run every microbatch backward through this rank's stages, once the loss has been differentiated.
@@ -920,10 +988,22 @@ class _ForwardOnly(torch.autograd.Function):
         )
 
 
+_ABSENT = object()
+
+
+def _unchanged(leaves: list[Any], structure: Structure) -> list[Any]:
+    """Arguments of one pass: what the model changes in place is a copy, since others run on it, too."""
+    changed = structure.recording.changed_inputs
+    numbers = itertools.count()
+    return [leaf.clone() if isinstance(leaf, torch.Tensor) and next(numbers) in changed else leaf for leaf in leaves]
+
+
 def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     """Whether two tensors differ by more than rounding, measured on the largest value."""
     one, other = one.float(), other.float()
-    return bool((one - other).abs().max() > tolerance * one.abs().max().clamp(min=1e-6))
+    return bool((one.isnan() != other.isnan()).any()) or bool(
+        (one - other).abs().max() > tolerance * one.abs().max().clamp(min=1e-6)
+    )
 
 
 def leaves_of(*tensors: torch.Tensor) -> set[int]:

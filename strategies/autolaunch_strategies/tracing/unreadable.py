@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,11 +80,16 @@ _HOMES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back afterwards what modules keep of a call (a cached mask): it would be a tensor without values."""
+def attributes_kept(model: nn.Module, besides: Collection[str] = ()) -> Iterator[None]:
+    """Put back afterwards what modules keep of a call (a cached mask): it would be a tensor without values.
+
+    Args:
+        besides: names of attributes whose contents are left as they are.
+    """
     kinds = (dict, OrderedDict, list, set)
     before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
-    contents = [(item, item.copy()) for _, own in before for item in own.values() if type(item) in kinds]
+    held = [item for _, own in before for name, item in own.items() if name not in besides]
+    contents = [(item, item.copy()) for item in held if type(item) in kinds]
     try:
         yield
     finally:
