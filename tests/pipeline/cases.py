@@ -688,6 +688,8 @@ REFUSED: dict[str, Case] = {
     "two-calls": lambda: failing(modules.TwoCalls),
     "parts-by-themselves": lambda: failing(modules.PartsByThemselves),
     "penalty": lambda: failing(modules.Penalty),
+    "kept-by-others": lambda: failing(modules.Penalised),
+    "kept-by-others-by-schedule": lambda: failing(modules.Penalised, **MICROBATCH),
     "masked-mean": lambda: failing(modules.Masked, data=MASKED, **MICROBATCH),
     "hf-masked-mean": lambda: failing(hf("llama"), data=TEXTS, **MICROBATCH),
     # Of twelve samples: the first six digits of the loss of eight, 0.7903865, differ between processors.

@@ -233,6 +233,19 @@ class CallsCounted(Mlp):
         return super().forward(x * (self.calls + self.added)) * (1 + 0.1 * self.replaced)
 
 
+class KeepsPenalty(Mlp):
+    """Keeps a penalty on what its blocks add, which the loss of `Penalised` reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        self.penalty = x.new_zeros(())
+        for block in self.blocks:
+            added = block(x)
+            self.penalty = self.penalty + (added - x).square().mean()
+            x = added
+        return self.head(x)
+
+
 class InputHalved(Mlp):
     """Changes its input in place."""
 
@@ -983,6 +996,15 @@ class Penalty(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         return F.cross_entropy(self(x), y) + 0.01 * sum(item.square().sum() for item in self.model.parameters())
+
+
+class Penalised(Classifier):
+    def __init__(self) -> None:
+        super().__init__(KeepsPenalty())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.cross_entropy(self(x), y) + self.model.penalty
 
 
 class ThroughItself(ManualOptimization):

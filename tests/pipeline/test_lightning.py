@@ -105,6 +105,8 @@ MESSAGES = {
     "two-calls": "pp: the step calls self.model more than once",
     "parts-by-themselves": "pp with Keyed: training_step with the first batch calls self.model.stem, self.model.blocks",
     "penalty": "pp: the loss uses model.blocks.2.norm.weight outside of the call of the model",
+    "kept-by-others": "pp: the loss of the first batch is NaN, and what self.model returns is not: it reads what",
+    "kept-by-others-by-schedule": "such as self.model.penalty, which other stages compute for themselves",
     "masked-mean": OTHER_LOSS.format("3.9895"),
     "hf-masked-mean": OTHER_LOSS.format("3.7572"),
     "in-batch-contrastive": OTHER_LOSS.format("1.14298"),

@@ -139,6 +139,7 @@ class StagedBatch:
             loss, output = step()
         if not self.pipeline.stays:  # there each backward pass looks at its own loss
             self.objective.refuse_parameters_outside(loss)
+            self.objective.refuse_what_others_keep(loss)
         return loss, output
 
     def by_schedule(
@@ -167,6 +168,7 @@ class StagedBatch:
         self.data_parallel.forget_gathered()
         with gradients_apart(parameters_in(self.pipeline.holders)) as computed:
             trained = self._train(batch, step, scale, count)
+        self.objective.refuse_what_others_keep(trained.loss)
         if trained.loss is not None and not self.objective.is_compared:
             try:
                 self.objective.compare(trained.loss, trained.microbatches, whole_loss)

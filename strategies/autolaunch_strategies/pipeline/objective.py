@@ -24,6 +24,7 @@ class Objective:
         self.pipeline = pipeline
         self.is_compared = False
         self._parameters_checked = False
+        self._numbers_checked = False
 
     def refuse_parameters_outside(self, loss: torch.Tensor | None) -> None:
         """Raise ConfigError for a loss that uses parameters of the model itself: it would see those of one stage."""
@@ -32,6 +33,22 @@ class Objective:
         self._parameters_checked = True
         if used := self.pipeline.used_outside(loss):
             raise self.pipeline.uses_outside(used[0])
+
+    def refuse_what_others_keep(self, loss: torch.Tensor | None) -> None:
+        """Raise ConfigError for a loss that reads what a forward keeps in the model: other stages have computed it."""
+        if self._numbers_checked or loss is None:
+            return
+        self._numbers_checked = True
+        if not self.pipeline.returned_numbers or not loss.isnan():
+            return
+        if kept := self.pipeline.kept_without_numbers():
+            name = self.pipeline.name
+            raise ConfigError(
+                "pp",
+                f"the loss of the first batch is NaN, and what {name} returns is not: it reads what a forward keeps, "
+                f"such as {kept}, which other stages compute for themselves",
+                f"a forward of {name} that returns what the loss needs; or a mesh with pp of size 1",
+            )
 
     def compare(
         self, mean: torch.Tensor, microbatches: Microbatches, whole_loss: Callable[[], torch.Tensor | None]

@@ -22,7 +22,7 @@ from autolaunch_strategies.config import ConfigError, PipelineParallel
 from autolaunch_strategies.context.arguments import is_simple
 from autolaunch_strategies.model.parts import modules_of, parameters_in
 from autolaunch_strategies.model.random_positions import drawing, drawing_now, drawing_of_part
-from autolaunch_strategies.pipeline.absent import INSTEAD, ReadOfAbsent
+from autolaunch_strategies.pipeline.absent import INSTEAD, Absent, ReadOfAbsent
 from autolaunch_strategies.pipeline.cut import Cutting, Held
 from autolaunch_strategies.pipeline.idle import IdleClock
 from autolaunch_strategies.pipeline.linear_layers import Casts, StageLinears, WeightGradients, add_weight_gradients
@@ -57,6 +57,7 @@ from autolaunch_strategies.torch_private.calls import intercept_calls, intercept
 from autolaunch_strategies.torch_private.collectives import host_device
 from autolaunch_strategies.torch_private.modes import without_autocast
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
+from autolaunch_strategies.tracing.tensors import tensors_in
 from autolaunch_strategies.tracing.unreadable import attributes_kept
 from autolaunch_strategies.training.batch_statistics import batch_norms
 from autolaunch_strategies.training.weights import weighed
@@ -132,6 +133,8 @@ class Pipeline:
         """How often the model has been called in the present step."""
         self.others_wait = False
         """Whether the other stages have done their part of the present step; they can be told of an error then."""
+        self.returned_numbers: bool | None = None
+        """Whether what the model first returned on this stage, the last one, has no NaN; None before."""
         self.number = 0
         """Of the present step: part of the seeds of what stages draw at random."""
         self.channel = channel
@@ -239,7 +242,10 @@ class Pipeline:
                 "one call of the model per step, e.g. with both inputs joined along the batch"
                 + ("; or manual optimization, whose steps run on every stage" if self._is_lightning else ""),
             )
-        return self._in_step(args, kwargs)
+        output = self._in_step(args, kwargs)
+        if self.returned_numbers is None and self.is_last:
+            self.returned_numbers = not any(map(_has_nan, tensors_in(output)))
+        return output
 
     @contextmanager
     def _step(self, call: Callable[[Any, Any], Any]) -> Iterator[None]:
@@ -836,6 +842,16 @@ class Pipeline:
             INSTEAD,
         )
 
+    def kept_without_numbers(self) -> str:
+        """The first attribute of the model with a NaN: what stands on this stage for what others have computed."""
+        of_every_module = vars(nn.Module())
+        for name, module in self.model.named_modules():
+            for key, value in vars(module).items():
+                kept = [] if key in of_every_module else tensors_in(value)
+                if any(_has_nan(tensor) for tensor in kept if not isinstance(tensor, nn.Parameter | Absent)):
+                    return f"{self.name}.{name}.{key}" if name else f"{self.name}.{key}"
+        return ""
+
     @contextmanager
     def _linears(self, puts_off: bool = False) -> Iterator[None]:
         """Within it linear layers keep less of each microbatch, and can put off the gradients of their weights."""
@@ -996,6 +1012,10 @@ def _unchanged(leaves: list[Any], structure: Structure) -> list[Any]:
     changed = structure.recording.changed_inputs
     numbers = itertools.count()
     return [leaf.clone() if isinstance(leaf, torch.Tensor) and next(numbers) in changed else leaf for leaf in leaves]
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(local_part(tensor.detach()).isnan().any())
 
 
 def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
