@@ -31,6 +31,7 @@ class Net(pl.LightningModule):
         super().__init__()
         middle = ByRank() if fault == "module" else nn.Tanh()
         self.fault, self.net = fault, nn.Sequential(nn.Linear(4, 8), middle, nn.Linear(8, 1))
+        self.register_buffer("seen", torch.zeros(4))
 
     def transfer_batch_to_device(self, batch, device, index):
         shift = self.fault == "data" and dist.is_initialized() and dist.get_rank()
@@ -38,6 +39,10 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         x = batch["input_ids"].float() / 100
+        if self.fault == "buffer":
+            seen = x.mean(0)
+            x = x - self.seen
+            self.seen.lerp_(seen, 0.5)
         if self.fault == "between":
             hidden = self.net[1](self.net[0](x))
             made = self.net[2](hidden - hidden.mean(0))
@@ -305,6 +310,7 @@ def test_equal_runs_are_equal_in_all_that_is_kept(tmp_path: Path) -> None:
     ("fault", "place", "cause"),
     [
         ("data", "input_ids in the batch", "other data, or another order"),
+        ("buffer", "buffer of seen", "what a forward keeps from step to step"),
         ("module", "output of net.1 (ByRank)", "ByRank computes something else"),
         ("sum", "gradient of net.2.bias", "all gradients are 0.5 times as large"),
         ("between", "output of net.2 (Linear)", "what is computed between modules before it"),
@@ -319,5 +325,5 @@ def test_a_planted_fault_is_found(tmp_path: Path, fault: str, place: str, cause:
         *("data.batch_size=8", "trainer.accelerator=cpu"),
     )
     screen = compare("compare", "mesh=1,2", "compare.steps=2", code=1).screen
-    assert "mesh=2  differs at step 1" in screen
+    assert f"mesh=2  differs at step {1 + (fault == 'buffer')}" in screen
     assert f"first in: {place}" in screen and f"likely: {cause}" in screen

@@ -18,7 +18,8 @@ from autolaunch_strategies.config import ConfigError
 MOMENTS = "compare.json"
 """What a run of `compare` went through: see `read_run`."""
 
-BATCH, WEIGHT, INPUT, OUTPUT, GRADIENT = "batch", "weight", "input", "output", "gradient"
+BATCH, WEIGHT, BUFFER = "batch", "weight", "buffer"
+INPUT, OUTPUT, GRADIENT = "input", "output", "gradient"
 
 Moments = tuple[float, float]
 """Mean and root mean square of a tensor."""
@@ -160,7 +161,7 @@ def parting(first: Run, second: Run, step: int, tolerance: float) -> Parting | N
     if max(step, 1) > min(len(first.steps), len(second.steps)):
         return None
     tables = first.steps[step - 1], second.steps[step - 1]
-    for kind in (BATCH, WEIGHT, OUTPUT, GRADIENT):
+    for kind in (BATCH, WEIGHT, BUFFER, OUTPUT, GRADIENT):
         both = [table.get(kind, {}) for table in tables]
         smallest = _NOISE * max((moments[1] for table in both for moments in table.values()), default=0.0)
         for name in both[0]:
@@ -187,6 +188,8 @@ def likely_cause(first: Run, second: Run, step: int, where: Parting | None, tole
         if step == 1:
             return "other weights from the start: what the model draws or loads depends on the ranks"
         return "the optimizer: the same gradients, and other weights after them"
+    if where.kind == BUFFER:
+        return "what a forward keeps from step to step: each rank keeps it of its part of the batch"
     if _same_loss(first, second, step, _IN_FP32) and parting(first, second, step, _IN_FP32) is None:
         return "rounding: numbers are added up in another order, which a larger compare.tolerance passes over"
     if where.kind == GRADIENT:
@@ -252,7 +255,7 @@ def print_comparison(runs: Sequence[Run], tolerance: float, console: Console) ->
 
 
 def _of_weights(first: Run, second: Run, tolerance: float) -> str:
-    """What is said of the weights after the last step, if they were kept.
+    """What is said of the weights and buffers after the last step, if they were kept.
 
     No verdict: where a gradient is nothing but rounding, Adam makes steps of its sign.
     """
@@ -260,7 +263,7 @@ def _of_weights(first: Run, second: Run, tolerance: float) -> str:
     if not steps or len(second.steps) != steps:
         return ""
     where = parting(first, second, steps, tolerance)
-    return ", and in weights" if where is None else f"; weights are not: {where.name} ({_digits(where.relative)})"
+    return ", and in weights" if where is None else f"; {where.kind}s are not: {where.name} ({_digits(where.relative)})"
 
 
 def _told(where: Parting, run: Run) -> list[str]:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.launch.place import Place
-from autolaunch.report.comparison import BATCH, GRADIENT, INPUT, MOMENTS, OUTPUT, WEIGHT, Moments
+from autolaunch.report.comparison import BATCH, BUFFER, GRADIENT, INPUT, MOMENTS, OUTPUT, WEIGHT, Moments
 from autolaunch.tasks import fit
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.torch_private.modes import outside_of_modes
@@ -53,7 +53,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
 
 
 class SeenByModules(pl.Callback):
-    """Keeps the moments of batches, weights, inputs and outputs of modules and gradients, step by step.
+    """Keeps the moments of batches, weights, buffers, inputs and outputs of modules and gradients, step by step.
 
     Args:
         inside: whether to look at inputs and outputs of modules: of compiled ones there are none to see.
@@ -85,7 +85,7 @@ class SeenByModules(pl.Callback):
         for name, tensor in _named_tensors(batch):
             self._add(BATCH, name, tensor)
         if WEIGHT not in self._sums:
-            self._weights(pl_module)
+            self._state(pl_module)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -103,12 +103,17 @@ class SeenByModules(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._undo.close()
         self._sums.clear()
-        self._weights(pl_module)  # after the last step
+        self._state(pl_module)  # after the last step
         self._end_step(trainer)
 
-    def _weights(self, pl_module: pl.LightningModule) -> None:
+    def _state(self, pl_module: pl.LightningModule) -> None:
         for name, parameter in pl_module.named_parameters():
             self._add(WEIGHT, name, parameter)
+        for name, module in pl_module.named_modules():
+            for key, buffer in module.named_buffers(name, recurse=False):
+                saved = key.rpartition(".")[2] not in module._non_persistent_buffers_set  # others are made when needed
+                if saved and buffer.is_floating_point():
+                    self._add(BUFFER, key, buffer)
 
     def _seen(self, module: nn.Module, name: str, kind: str, values: Any) -> None:
         # What is only tried (a trial of sequences, a check of samples) is run without gradients.
