@@ -34,7 +34,9 @@ pytestmark = pytest.mark.timeout(900)
                 Told("optimizer.groups[1]", "which parameters", write=None),
                 Told("optimizer.groups[2].lr=-1", allowed=None),
                 Told("callbacks.samples.prompts", "given", write="callbacks.samples.prompts=..."),
-                Told("generate.temperature=1", "fit", allowed=None, write="generate.temperature=0.0"),
+                Told(
+                    "generate.temperature=1", "fit", allowed=("the line without it", "autolaunch generate"), write=None
+                ),
             ],
         ),
         (["optimizer.groups=[lm_head]"], [Told("optimizer.groups=[lm_head]", "list of mappings")]),
