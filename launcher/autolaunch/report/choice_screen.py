@@ -191,14 +191,27 @@ def _show_ranking(page: Page, choice: Mapping[str, Any], full: bool) -> None:
     if full or not chosen:
         page.title("the choice and its alternatives" if chosen else "what comes closest")
         page.print(_ranking(page, rows, choice))
-    elif others := sorted(_worth_a_line(different_rows(rows)[1:]), key=lambda row: row.get("fits") == "over"):
+    elif others := sorted(_worth_a_line(different_rows(rows)), key=lambda row: row.get("fits") == "over"):
         page.title("alternatives")
         page.print(_ranking(page, others[:FEW_ALTERNATIVES], choice, short=True))
 
 
 def _worth_a_line(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Ways that take no more than twice as long: one that needs least memory may take twenty times."""
-    return [row for row in rows if not is_number(row.get("slower_by")) or row["slower_by"] <= 1]
+    """Of the ways behind the first one those that take no more than twice as long: some need least memory and take
+    twenty times. None that takes longer and fits less surely."""
+    chosen, *others = rows
+
+    def is_worth(row: Mapping[str, Any]) -> bool:
+        slower = row.get("slower_by")
+        if not is_number(slower):
+            return True
+        return slower <= 1 and (slower < 0 or _SURE.get(row.get("fits"), 0) <= _SURE.get(chosen.get("fits"), 0))
+
+    return [row for row in others if is_worth(row)]
+
+
+_SURE: dict[Any, int] = {"yes": 0, "tight": 1, "over": 2, "no": 3}
+"""What is said of whether a way fits, the surest first."""
 
 
 def _show_front(page: Page, choice: Mapping[str, Any]) -> None:
