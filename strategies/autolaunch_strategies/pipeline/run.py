@@ -53,7 +53,7 @@ from autolaunch_strategies.schedules.schedule import (
 )
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.backward import run_backward_of
-from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
+from autolaunch_strategies.torch_private.calls import INTERCEPTING, intercept_calls, intercepted, run_call
 from autolaunch_strategies.torch_private.collectives import host_device
 from autolaunch_strategies.torch_private.modes import without_autocast
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
@@ -533,7 +533,8 @@ class Pipeline:
         state = (*trained, *self.model.buffers())
         tensors = [local_part(item.detach()) for item in state if not item.is_meta]  # others are on other stages
         before = [tensor.clone() for tensor in tensors]
-        with attributes_kept(self.model, ("_parameters",)):  # sharding puts others there, and knows which
+        # Sharding of parameters and of sequences puts others there, and knows which.
+        with attributes_kept(self.model, ("_parameters", *INTERCEPTING)):
             yield
         for tensor, then in zip(tensors, before, strict=True):
             if not torch.equal(tensor, then):  # what is written no earlier graph can be differentiated through

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import nn
 
+INTERCEPTING = ("_compiled_call_impl", "forward")
+"""Attributes of a module that say what a call of it does."""
+
 
 def intercept_calls(module: nn.Module, handler: Callable[..., Any] | None) -> None:
     """Let `module(...)` call `handler(...)` instead, on this one object; None ends it.

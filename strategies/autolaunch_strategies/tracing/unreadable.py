@@ -84,7 +84,7 @@ def attributes_kept(model: nn.Module, besides: Collection[str] = ()) -> Iterator
     """Put back afterwards what modules keep of a call (a cached mask): it would be a tensor without values.
 
     Args:
-        besides: names of attributes whose contents are left as they are.
+        besides: names of attributes that are left as they are.
     """
     kinds = (dict, OrderedDict, list, set)
     before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
@@ -93,6 +93,8 @@ def attributes_kept(model: nn.Module, besides: Collection[str] = ()) -> Iterator
     try:
         yield
     finally:
+        for own, was in before:
+            was.update({name: own[name] for name in besides if name in own})
         for now, then in (*before, *contents):
             now.clear()
             if isinstance(now, list):
