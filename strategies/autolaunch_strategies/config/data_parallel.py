@@ -72,3 +72,13 @@ class DataParallel:
                 f"replicate x shard = {pairs}",
             )
         return replicate, shard
+
+
+DP_NAMES: dict[str, DataParallel] = {
+    "ddp": DataParallel(0),
+    "zero1": DataParallel(1),
+    "zero2": DataParallel(2),
+    "fsdp": DataParallel(3),
+    "hsdp": DataParallel(3, replicate=2),
+}
+"""What the names of the group dp mean."""

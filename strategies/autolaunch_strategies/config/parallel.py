@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autolaunch_strategies.config.context import ContextParallel, context_parallel
-from autolaunch_strategies.config.data_parallel import DataParallel
+from autolaunch_strategies.config.data_parallel import DP_NAMES, DataParallel
 from autolaunch_strategies.config.errors import ConfigError, nearest
 from autolaunch_strategies.config.mesh_shape import MeshShape, mesh_of_sizes, parse_mesh
 from autolaunch_strategies.config.model_parallel import MP_NAMES, ModelParallel
@@ -59,7 +59,7 @@ class ParallelConfig:
 
 def parallel_config(
     mesh: str | int | MeshShape | Mapping[str, Any] = 1,
-    dp: DataParallel | Mapping[str, Any] | int | None = None,
+    dp: DataParallel | Mapping[str, Any] | int | str | None = None,
     mp: ModelParallel | Mapping[str, Any] | str | None = None,
     pp: PipelineParallel | Mapping[str, Any] | str | None = None,
     cp: ContextParallel | Mapping[str, Any] | str | None = None,
@@ -75,7 +75,7 @@ def parallel_config(
 
     Args:
         mesh: a shape (``"4x2"``), a number of ranks, or ``{dp: 4, mp: 2, order: [...]}``.
-        dp: a `DataParallel`, its fields as a mapping, or a sharding level.
+        dp: a `DataParallel`, its fields as a mapping, a sharding level, or ddp, zero1, zero2, fsdp, hsdp.
         mp: a `ModelParallel`, its fields as a mapping, or none, auto, tensor_parallel, seq_parallel.
         pp: a `PipelineParallel`, its fields as a mapping, or none, exact, or the name of a schedule.
         cp: a `ContextParallel`, its fields as a mapping, or none, or the name of a backend.
@@ -92,6 +92,10 @@ def parallel_config(
         mesh = mesh_of_sizes(mesh)
     elif not isinstance(mesh, MeshShape):
         mesh = parse_mesh(mesh)
+    if isinstance(dp, str):
+        if dp not in DP_NAMES:
+            raise ConfigError(f"dp={dp}", "no such way", ", ".join(DP_NAMES))
+        dp = DP_NAMES[dp]
     if isinstance(dp, int):
         dp = {"sharding_level": dp}
     data_parallel = dp if isinstance(dp, DataParallel) else from_mapping(DataParallel, dp or {}, "dp")

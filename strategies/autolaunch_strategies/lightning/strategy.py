@@ -89,7 +89,7 @@ class MeshStrategy(ParallelStrategy):
 
     Args:
         mesh: a shape such as ``"8"``, ``"4x2"`` or ``"dp4xmp2"``, or ``"auto"``: every device along dp.
-        dp: a sharding level, or the fields of `DataParallel` as a mapping.
+        dp: ddp, zero1, zero2, fsdp, hsdp, a sharding level, or the fields of `DataParallel` as a mapping.
         mp: `auto`, `tensor_parallel`, `seq_parallel`, or the fields of `ModelParallel` as a mapping.
         pp: `exact`, the name of a schedule (`1f1b`, ...), or the fields of `PipelineParallel` as a mapping.
         cp: `gather`, `ring`, `ulysses`, `usp`, or the fields of `ContextParallel` as a mapping.
@@ -137,7 +137,7 @@ class MeshStrategy(ParallelStrategy):
     def __init__(
         self,
         mesh: str | int | MeshShape | Mapping[str, Any] = "auto",
-        dp: DataParallel | Mapping[str, Any] | int | None = None,
+        dp: DataParallel | Mapping[str, Any] | int | str | None = None,
         mp: ModelParallel | Mapping[str, Any] | str | None = "auto",
         pp: PipelineParallel | Mapping[str, Any] | str | None = "exact",
         cp: ContextParallel | Mapping[str, Any] | str | None = "gather",

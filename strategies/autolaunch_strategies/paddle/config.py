@@ -61,8 +61,8 @@ class ToDistributedConfig:
     attention is `F.scaled_dot_product_attention`."""
     mesh: str | int | MeshShape | Mapping[str, int] | None = None
     """The mesh itself: ``"2x2"``, ``"dp2xmp2"``; its axes need not be in `axes`."""
-    dp: DataParallel | Mapping[str, Any] | int | None = None
-    """What is sharded along dp: a sharding level, or the fields of `config.DataParallel`."""
+    dp: DataParallel | Mapping[str, Any] | int | str | None = None
+    """What is sharded along dp: ddp, zero1, zero2, fsdp, hsdp, a level, or the fields of `config.DataParallel`."""
     mp: ModelParallel | Mapping[str, Any] | str | None = None
     """How layers are sharded: auto, tensor_parallel, seq_parallel, or the fields of `config.ModelParallel`."""
     pp: PipelineParallel | Mapping[str, Any] | str | None = None
