@@ -36,7 +36,7 @@ class Objective:
 
     def refuse_what_others_keep(self, loss: torch.Tensor | None) -> None:
         """Raise ConfigError for a loss that reads what a forward keeps in the model: other stages have computed it."""
-        if self._numbers_checked or loss is None:
+        if self._numbers_checked or loss is None or loss.dim():  # a step of validation may return anything
             return
         self._numbers_checked = True
         if not self.pipeline.returned_numbers or not loss.isnan():
