@@ -196,9 +196,16 @@ def _show_ranking(page: Page, choice: Mapping[str, Any], full: bool) -> None:
         page.print(_ranking(page, others[:FEW_ALTERNATIVES], choice, short=True))
 
 
+_SURE: dict[Any, int] = {"yes": 0, "tight": 1, "over": 2, "no": 3}
+"""What is said of whether a way fits, the surest first."""
+
+
 def _worth_a_line(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of the ways behind the first one those that take no more than twice as long: some need least memory and take
-    twenty times. None that takes longer and fits less surely."""
+    """Of the ways behind the first one, which is chosen, those that somebody might want.
+
+    None that takes longer and fits less surely, and none that takes more than twice as long: one that needs least
+    memory may take twenty times.
+    """
     chosen, *others = rows
 
     def is_worth(row: Mapping[str, Any]) -> bool:
@@ -208,10 +215,6 @@ def _worth_a_line(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         return slower <= 1 and (slower < 0 or _SURE.get(row.get("fits"), 0) <= _SURE.get(chosen.get("fits"), 0))
 
     return [row for row in others if is_worth(row)]
-
-
-_SURE: dict[Any, int] = {"yes": 0, "tight": 1, "over": 2, "no": 3}
-"""What is said of whether a way fits, the surest first."""
 
 
 def _show_front(page: Page, choice: Mapping[str, Any]) -> None:

@@ -189,7 +189,7 @@ def likely_cause(first: Run, second: Run, step: int, where: Parting | None, tole
             return "other weights from the start: what the model draws or loads depends on the ranks"
         return "the optimizer: the same gradients, and other weights after them"
     if where.kind == BUFFER:
-        return "what a forward keeps from step to step: each rank keeps it of its part of the batch"
+        return "what a forward keeps from step to step: it sees a part of the batch, or one microbatch after the other"
     if _same_loss(first, second, step, _IN_FP32) and parting(first, second, step, _IN_FP32) is None:
         return "rounding: numbers are added up in another order, which a larger compare.tolerance passes over"
     if where.kind == GRADIENT:
@@ -292,8 +292,8 @@ def _common_factor(first: Mapping[str, Moments], second: Mapping[str, Moments], 
     if not factors:
         return None
     apart, factor = min(max(10 * tolerance, _IN_FP32), _ONE_FACTOR), sorted(factors)[len(factors) // 2]
-    is_one = max(factors) - min(factors) <= apart * max(factors)
-    return factor if is_one and abs(factor - 1) > apart else None
+    agree = max(factors) - min(factors) <= apart * max(factors)
+    return factor if agree and abs(factor - 1) > apart else None
 
 
 def _both(first: float, second: float) -> str:

@@ -416,7 +416,7 @@ class MeshStrategy(ParallelStrategy):
             )
             self._steps.relay.install()
         show_whole_models(trainer, self._applied)
-        if fitting and self.shape.dp > 1 and "log" not in vars(module):
+        if fitting and self.shape.dp > 1 and "log" not in vars(module):  # the relay of stages averages all logs itself
             self._monitored = MonitoredLogs(module)
             self._monitored.install()
         if fitting:

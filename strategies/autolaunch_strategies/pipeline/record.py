@@ -185,7 +185,8 @@ def _changes_noted(model: nn.Module, glue: Mapping[str, nn.Module], noted: set[t
         before.update(values())
 
     def ends(module: nn.Module, args: Any, output: Any) -> None:
-        noted.update(place for place, value in values().items() if before.get(place, noted) is not value)
+        changed = (place for place, value in values().items() if place not in before or before[place] is not value)
+        noted.update(changed)
 
     handles = [model.register_forward_pre_hook(begins), model.register_forward_hook(ends)]
     try:

@@ -473,12 +473,16 @@ class Pipeline:
         self.model.eval()
         try:
             with self._kept_numbers():
-                for filled, each in ((together, self._state_kept), (apart, self._state_kept), (in_turn, nullcontext)):
+                for filled, around, each in (
+                    (together, nullcontext, self._state_kept),
+                    (apart, nullcontext, self._state_kept),
+                    (in_turn, self._state_kept, nullcontext),
+                ):
                     two = [
                         (leaf[:2] if is_batched else leaf).clone() if isinstance(leaf, torch.Tensor) else leaf
                         for leaf, is_batched in zip(leaves, structure.batched, strict=True)
                     ]
-                    with self._state_kept():
+                    with around():
                         self._run_forward(filled, two, spec, "samples", each)
         finally:
             for module, mode in modes.items():
@@ -550,8 +554,6 @@ class Pipeline:
             before.append((own, key, own.get(key, _ABSENT)))
             if isinstance(own.get(key), torch.Tensor):
                 own[key] = own[key].clone()
-            elif type(own.get(key)) in (dict, list, set):
-                own[key] = own[key].copy()
         try:
             yield
         finally:

@@ -76,7 +76,7 @@ class FirstLook:
         """Block -> whether its input needs a gradient."""
         self.kind_of = self._kinds(model_call)
         """Block, in order of execution -> the first one that runs the same."""
-        for name, other in self._stands_for.items():  # the first of its kind it may be: behind what is trained
+        for name, other in self._stands_for.items():  # it may be the first of its kind: behind what is trained
             self.blocks[name] = self.blocks[other]
 
     @property

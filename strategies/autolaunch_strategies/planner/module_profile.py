@@ -73,11 +73,9 @@ def profile_module(
         return replace(profile, guessed=inputs.origin if inputs.is_guess else "")
 
     def refusal(problem: str) -> ConfigError:
-        return ConfigError(
-            "model",
-            f"{kind} can't be profiled: {problem}",
-            "`example_input_array` as an attribute of the module: inputs with which its forward runs",
-        )
+        example = "`example_input_array` as an attribute of the module: inputs with which its forward runs"
+        allowed = example if step is None else f"a step that runs without values; or a forward, and {example}"
+        return ConfigError("model", f"{kind} can't be profiled: {problem}", allowed)
 
     if step is None:
         return with_inputs_that_run(subject.model, subject.example, attempt, refusal)

@@ -192,7 +192,7 @@ def _combined(result: Any) -> Any:
     """A tensor whose parts on the ranks are combined by more than a sum (a norm, a maximum) as it is when combined.
 
     DTensor takes sums and stacks of such parts for parts of the sum or stack, which they are not. One number is always
-    combined: what reads it (`item`, a logged loss) reads the part of its rank.
+    combined: what reads it (a logged loss) may read the part of its rank.
     """
     if type(result) is not DTensor or not any(isinstance(placement, Partial) for placement in result.placements):
         return result

@@ -25,7 +25,7 @@ def complete_in_one_thread() -> None:
     if made_by_torch is None or hasattr(made_by_torch, "in_two_threads"):
         return
 
-    class Kind(type(made_by_torch)):  # type: ignore[misc]
+    class Kind(type(made_by_torch)):  # type: ignore[misc]  # of pybind11's metaclass only running code knows
         """A group that comes back from C++ is of torch's own class."""
 
         def __instancecheck__(cls, item: Any) -> bool:
