@@ -14,7 +14,7 @@ from torch import nn
 from autolaunch_strategies.apply.order import foresee
 from autolaunch_strategies.config import ConfigError, parallel_config
 from autolaunch_strategies.lightning.first_step import first_step
-from autolaunch_strategies.tracing.step import NotCalled, arguments_in, outermost_calls
+from autolaunch_strategies.tracing.step import NotCalled, arguments_in, calls_in
 from tests.lightning import any_signature
 from tests.support.messages import Told, assert_only_told
 
@@ -43,9 +43,9 @@ def test_what_is_not_called_is_told_with_what_is() -> None:
 
 
 def test_what_a_step_calls_itself() -> None:
-    assert outermost_calls(step_of(any_signature.Adversaries())) == ["generator", "discriminator"]
-    assert outermost_calls(step_of(any_signature.Conditioned())) == ["model"]
-    assert outermost_calls(step_of(any_signature.NBeats())) == [""]
+    assert calls_in(step_of(any_signature.Adversaries())).outermost == ["generator", "discriminator"]
+    assert calls_in(step_of(any_signature.Conditioned())).outermost == ["model"]
+    assert calls_in(step_of(any_signature.NBeats())).outermost == [""]
 
 
 class Talks(any_signature.Conditioned):
@@ -73,7 +73,6 @@ def test_nothing_is_left_of_it() -> None:
     attributes = dict(module.__dict__)
     with contextlib.redirect_stdout(printed):
         arguments_in(step, module.model)
-        outermost_calls(step)
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
     assert (module.steps, module.kept, printed.getvalue()) == (0, [], "")

@@ -99,15 +99,16 @@ def _called(module: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
     from autolaunch.tasks.first_batch import step_on_first_batch
     from autolaunch_strategies.model.example_inputs import ExampleInputs
     from autolaunch_strategies.planner.subject import Subject
-    from autolaunch_strategies.tracing.step import arguments_in, outermost_calls
+    from autolaunch_strategies.tracing.step import calls_in
 
     subject = Subject.of(module, None)
     if subject.example is not None or (step := step_on_first_batch(module, config)) is None:
         return {}
     try:
-        if not {*outermost_calls(step)} <= {"", subject.prefix.rstrip(".")}:
+        calls = calls_in(step)
+        if not {*calls.outermost} <= {"", subject.prefix.rstrip(".")}:
             return {"step": step}
-        return {"example": ExampleInputs(step.origin, *arguments_in(step, subject.model), is_guess=False)}
+        return {"example": ExampleInputs(step.origin, *calls.arguments(subject.model), is_guess=False)}
     except Exception as error:  # whatever reading data or a step raises
         log.debug("no step shows how %s is called: %s", type(module).__name__, error, exc_info=True)
         return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,52 +82,48 @@ class NotCalled(LookupError):
         return f"it does not call it, but parts of it by themselves ({', '.join(self.parts)})"
 
 
-def arguments_in(step: Step, module: nn.Module) -> tuple[Any, dict[str, Any]]:
-    """What `step` calls `module` with first: tensors on meta. Nothing is left changed.
+@dataclass
+class Calls:
+    """What a step calls, each with what it is called with first."""
 
-    Raises:
-        NotCalled: it calls other modules only.
-        Exception: what it raised before it called the module.
-    """
-    called: dict[nn.Module, list[tuple[Any, Mapping[str, Any]]]] = {}
+    first: dict[nn.Module, tuple[Any, Mapping[str, Any]]] = field(default_factory=dict)
+    outermost: list[str] = field(default_factory=list)
+    """Modules with parameters that no other one calls, by name ("" for the root), each once."""
+    error: Exception | None = None
+    """What the step raised."""
 
-    def note(part: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        called.setdefault(part, []).append((args, kwargs))
+    def arguments(self, module: nn.Module) -> tuple[Any, dict[str, Any]]:
+        """What it calls `module` with first: tensors on meta.
 
-    with step.on_shapes() as run, ExitStack() as hooks:
-        for part in module.modules():
-            hooks.callback(part.register_forward_pre_hook(note, with_kwargs=True, prepend=True).remove)
-        try:
-            run()
-        except Exception:  # what happens behind the call does not matter: a loss that looks at values, a logger
-            if not called.keys() - {step.root}:
-                raise
-    calls = called.get(module, [])
-    if module is step.root:
-        calls = calls[1:]  # the first one is the step itself
-    if not calls:
-        raise NotCalled(_outermost([name for name, part in module.named_modules() if name and part in called]))
-    args, kwargs = tree_map(_on_meta, (calls[0][0], dict(calls[0][1])))
-    return args, kwargs
+        Raises:
+            NotCalled: it calls other modules only.
+            Exception: what it raised before it called the module.
+        """
+        if module in self.first:
+            args, kwargs = tree_map(_on_meta, self.first[module])
+            return args, dict(kwargs)
+        parts = [name for name, part in module.named_modules() if name and part in self.first]
+        if self.error is not None and not parts:
+            raise self.error
+        raise NotCalled(_outermost(parts))
 
 
-def outermost_calls(step: Step) -> list[str]:
-    """Modules of the root with parameters that `step` calls, by name ("" for the root): none that another one calls.
+def calls_in(step: Step) -> Calls:
+    """What `step` calls; what it raises behind a call does not matter: a loss that looks at values, a logger.
 
     Nothing is left changed.
-
-    Raises:
-        Exception: what it raised before it called any.
     """
-    names: list[str] = []
+    calls = Calls()
     running = -1  # the root, which the step itself is
 
-    def begins(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+    def begins(name: str, has_parameters: bool) -> Callable[..., None]:
+        def hook(part: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
             nonlocal running
-            if running == 0:
-                names.append(name)
-            running += 1
+            if running >= 0:
+                calls.first.setdefault(part, (args, kwargs))
+            if running == 0 and has_parameters and name not in calls.outermost:
+                calls.outermost.append(name)
+            running += has_parameters
 
         return hook
 
@@ -137,15 +133,26 @@ def outermost_calls(step: Step) -> list[str]:
 
     with step.on_shapes() as run, ExitStack() as hooks:
         for name, part in step.root.named_modules():
-            if next(part.parameters(), None) is not None:
-                hooks.callback(part.register_forward_pre_hook(begins(name), prepend=True).remove)
+            has_parameters = part is step.root or next(part.parameters(), None) is not None
+            begin = begins(name, has_parameters)
+            hooks.callback(part.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
+            if has_parameters:
                 hooks.callback(part.register_forward_hook(ends, always_call=True).remove)
         try:
             run()
-        except Exception:  # as in `arguments_in`
-            if not names:
-                raise
-    return list(dict.fromkeys(names))
+        except Exception as error:
+            calls.error = error
+    return calls
+
+
+def arguments_in(step: Step, module: nn.Module) -> tuple[Any, dict[str, Any]]:
+    """What `step` calls `module` with first: tensors on meta. Nothing is left changed.
+
+    Raises:
+        NotCalled: it calls other modules only.
+        Exception: what it raised before it called the module.
+    """
+    return calls_in(step).arguments(module)
 
 
 def _outermost(names: Sequence[str]) -> list[str]:
