@@ -65,12 +65,6 @@ def test_the_plan_says_what_a_step_holds(kind: str) -> None:
         assert account[0]["total"] == pytest.approx(rank.total, rel=0.05)
 
 
-SHARDS_THE_BATCH = pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) >= (2, 15),
-    reason="from torch 2.15 on DTensor divides the batch where one matrix made queries, keys and values: it holds less",
-)
-
-
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("gpt2", marks=SHARDS_THE_BATCH)])
 def test_whether_ranks_of_mp_share_the_heads(kind: str) -> None:
     (block,) = profile_module(Module(kind), cases.POSITIONS, device_type="cuda", precision="bf16-mixed").kinds

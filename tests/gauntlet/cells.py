@@ -164,10 +164,10 @@ class Cases(Mapping[str, Callable[[], Any]]):
         return (lambda: plain(row)) if mesh == PLAIN else (lambda: on_mesh(row, mesh))
 
     def __iter__(self) -> Iterator[str]:
-        raise NotImplementedError
+        raise NotImplementedError  # cases are asked for by name
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        raise NotImplementedError  # as above
 
 
 if __name__ == "__main__":

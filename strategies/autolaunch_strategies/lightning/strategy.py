@@ -753,7 +753,7 @@ class MeshStrategy(ParallelStrategy):
         # Lightning has no hook between those that look at gradients and the optimizer's step.
         vars(self.precision_plugin).pop("_after_closure", None)  # that of an earlier `fit`
         self._after_closure = self.precision_plugin._after_closure
-        self.precision_plugin._after_closure = self._before_update  # type: ignore[method-assign,assignment]
+        self.precision_plugin._after_closure = self._before_update  # type: ignore[method-assign,assignment]  # of this object alone
 
     def _before_update(self, *args: Any) -> None:
         with self._applied.model_parallel.running():  # hooks may clip gradients that are sharded along mp

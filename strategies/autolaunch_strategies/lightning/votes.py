@@ -95,7 +95,7 @@ class Votes:
             (validation, "_evaluation_step"),
         ):
             vars(owner).pop(name, None)  # that of an earlier `fit`
-        connector._sigterm_notifier_fn = self._make_a_note  # type: ignore[method-assign,assignment]
+        connector._sigterm_notifier_fn = self._make_a_note  # type: ignore[method-assign,assignment]  # of this object alone
         loop = trainer.fit_loop.epoch_loop
         loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # of this object alone
         self._advance = loop.advance
@@ -103,7 +103,7 @@ class Votes:
         self._run_validation = validation.run
         validation.run = self._validate  # type: ignore[method-assign]  # of this object alone
         self._evaluation_step = validation._evaluation_step
-        validation._evaluation_step = self._ask_and_evaluate  # type: ignore[method-assign,assignment]
+        validation._evaluation_step = self._ask_and_evaluate  # type: ignore[method-assign,assignment]  # of this object alone
         self._asks_in_validation = False
         self._register = connector.register_signal_handlers
         connector.register_signal_handlers = self._register_handlers  # type: ignore[method-assign]  # of this object alone
