@@ -39,6 +39,7 @@ from autolaunch_strategies.pipeline.objects import open_dataclasses, open_datacl
 from autolaunch_strategies.pipeline.own_memory import cut_off, separate_gradients
 from autolaunch_strategies.pipeline.placement import group_rank, pipe_rank, stages_of
 from autolaunch_strategies.pipeline.record import Leaf
+from autolaunch_strategies.pipeline.sample_trial import try_samples
 from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
 from autolaunch_strategies.pipeline.structure import Structure, Structures, batch_size
 from autolaunch_strategies.pipeline.transfer import Arrivals, Axes, Channel, Header, LeafMeta, local_part
@@ -53,12 +54,11 @@ from autolaunch_strategies.schedules.schedule import (
 )
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.backward import run_backward_of
-from autolaunch_strategies.torch_private.calls import INTERCEPTING, intercept_calls, intercepted, run_call
+from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
 from autolaunch_strategies.torch_private.collectives import host_device
 from autolaunch_strategies.torch_private.modes import without_autocast
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 from autolaunch_strategies.tracing.tensors import tensors_in
-from autolaunch_strategies.tracing.unreadable import attributes_kept
 from autolaunch_strategies.training.batch_statistics import batch_norms
 from autolaunch_strategies.training.weights import weighed
 
@@ -468,27 +468,15 @@ class Pipeline:
                 "a model that runs alike in training and in evaluation, or one microbatch",
                 "pp.microbatches=1",
             ) from error
-        modes = {module: module.training for module in self.model.modules()}
-        together, apart, in_turn = Filled(structure, 1), Filled(structure, 2), Filled(structure, 2)
-        self.model.eval()
-        try:
-            with self._kept_numbers():
-                for filled, around, each in (
-                    (together, nullcontext, self._state_kept),
-                    (apart, nullcontext, self._state_kept),
-                    (in_turn, self._state_kept, nullcontext),
-                ):
-                    two = [
-                        (leaf[:2] if is_batched else leaf).clone() if isinstance(leaf, torch.Tensor) else leaf
-                        for leaf, is_batched in zip(leaves, structure.batched, strict=True)
-                    ]
-                    with around():
-                        self._run_forward(filled, two, spec, "samples", each)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        with self._kept_numbers():
+            tried = try_samples(
+                self.model,
+                structure,
+                leaves,
+                lambda filled, two, each: self._run_forward(filled, two, spec, "samples", each),
+            )
         self.channel.finish()
-        problem = [self._mixed_samples(structure, together, apart, in_turn, leaves) if self.is_last else None]
+        problem = [tried.problem(self.name, leaves, self.axes, self.device) if self.is_last else None]
         dist.broadcast_object_list(problem, dist.get_global_rank(self.group, self.last_rank), group=self.group)
         for group in self.axes.groups():  # one of those that hold parts of the same tensors may see what others don't
             problems: list[ConfigError | None] = [None] * group.size()
@@ -496,53 +484,6 @@ class Pipeline:
             problem = [next((item for item in problems if item is not None), None)]
         if problem[0] is not None:
             raise problem[0]
-
-    def _mixed_samples(
-        self, structure: Structure, together: Filled, apart: Filled, in_turn: Filled, leaves: list[Any]
-    ) -> ConfigError | None:
-        allowed = "a model that takes the batch as its first dim and each sample by itself, or one microbatch"
-        unit = self._differing(together, apart)
-        if unit is not None:
-            shapes = [tuple(item.shape) for item in leaves if isinstance(item, torch.Tensor)]
-            problem = (
-                f"{unit} returns something else for a sample when another one is in the batch (tensors of shapes "
-                f"{', '.join(map(str, shapes))} were cut along their first dim), so microbatches would change the "
-                "result"
-            )
-            return ConfigError("pp.microbatches", problem, allowed, "pp.microbatches=1")
-        if self._differing(apart, in_turn) is not None:
-            problem = (
-                f"{self.name} returns something else for a sample when it has been called before (a part of it keeps "
-                "something from call to call), so microbatches would change the result"
-            )
-            return ConfigError("pp.microbatches", problem, allowed, "pp.microbatches=1")
-        return None
-
-    def _differing(self, one: Filled, other: Filled) -> str | None:
-        """The first unit that returned something else in one of two runs of the same samples."""
-        other_values = other.joined(self.axes)[0]
-        # What is fp32 there may come of products in another type.
-        narrow = torch.is_autocast_enabled(self.device.type)
-        for leaf, value in one.joined(self.axes)[0].items():
-            here, there = local_part(value), local_part(other_values[leaf])
-            tolerance = 1e-3 if here.dtype.itemsize >= 4 and not narrow else 5e-2
-            if here.shape != there.shape or (here.is_floating_point() and _far(here, there, tolerance)):
-                return one.structure.recording.calls[leaf.call].unit
-        return None
-
-    @contextmanager
-    def _state_kept(self) -> Iterator[None]:
-        """Put back afterwards what a pass changes in the model: trained parameters, buffers, plain attributes."""
-        trained = [item for item in parameters_in(self.model.modules()) if item.requires_grad]
-        state = (*trained, *self.model.buffers())
-        tensors = [local_part(item.detach()) for item in state if not item.is_meta]  # others are on other stages
-        before = [tensor.clone() for tensor in tensors]
-        # Sharding of parameters and of sequences puts others there, and knows which.
-        with attributes_kept(self.model, ("_parameters", *INTERCEPTING)):
-            yield
-        for tensor, then in zip(tensors, before, strict=True):
-            if not torch.equal(tensor, then):  # what is written no earlier graph can be differentiated through
-                tensor.copy_(then)
 
     @contextmanager
     def _glue_kept(self, structure: Structure) -> Iterator[None]:
@@ -1019,14 +960,6 @@ def _unchanged(leaves: list[Any], structure: Structure) -> list[Any]:
 
 def _has_nan(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and bool(local_part(tensor.detach()).isnan().any())
-
-
-def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    """Whether two tensors differ by more than rounding, measured on the largest value."""
-    one, other = one.float(), other.float()
-    return bool((one.isnan() != other.isnan()).any()) or bool(
-        (one - other).abs().max() > tolerance * one.abs().max().clamp(min=1e-6)
-    )
 
 
 def leaves_of(*tensors: torch.Tensor) -> set[int]:

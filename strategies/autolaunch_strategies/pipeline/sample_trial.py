@@ -1,0 +1,121 @@
+"""Whether microbatches give what a batch gives: two samples are tried together, apart and in turn, before it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.model.parts import parameters_in
+from autolaunch_strategies.pipeline.microbatches import Filled
+from autolaunch_strategies.pipeline.structure import Structure
+from autolaunch_strategies.pipeline.transfer import Axes, local_part
+from autolaunch_strategies.torch_private.calls import INTERCEPTING
+from autolaunch_strategies.tracing.unreadable import attributes_kept
+
+Passes = Callable[[Filled, list[Any], Callable[[], AbstractContextManager[Any]]], None]
+"""Runs samples through this rank's stages, each pass of a stage within what the last argument gives."""
+
+
+@dataclass
+class TriedSamples:
+    """What two samples come to."""
+
+    together: Filled
+    apart: Filled
+    """One by one, each with the model as it is."""
+    in_turn: Filled
+    """One after the other."""
+
+    def problem(self, name: str, leaves: list[Any], axes: Axes, device: torch.device) -> ConfigError | None:
+        """Why microbatches would change the result, if they would.
+
+        Args:
+            name: of the model.
+            leaves: the flattened arguments of its call.
+        """
+        narrow = torch.is_autocast_enabled(device.type)  # what is fp32 there may come of products in another type
+        said = ""
+        if unit := _differing(self.together, self.apart, axes, narrow):
+            shapes = ", ".join(str(tuple(item.shape)) for item in leaves if isinstance(item, torch.Tensor))
+            said = (
+                f"{unit} returns something else for a sample when another one is in the batch (tensors of shapes "
+                f"{shapes} were cut along their first dim)"
+            )
+        elif _differing(self.apart, self.in_turn, axes, narrow):
+            said = (
+                f"{name} returns something else for a sample when it has been called before (a part of it keeps "
+                "something from call to call)"
+            )
+        if not said:
+            return None
+        return ConfigError(
+            "pp.microbatches",
+            f"{said}, so microbatches would change the result",
+            "a model that takes the batch as its first dim and each sample by itself, or one microbatch",
+            "pp.microbatches=1",
+        )
+
+
+def try_samples(model: nn.Module, structure: Structure, leaves: list[Any], run: Passes) -> TriedSamples:
+    """Two samples of flattened arguments through a model in evaluation, which is left as it was; collective."""
+    modes = {module: module.training for module in model.modules()}
+    tried = TriedSamples(Filled(structure, 1), Filled(structure, 2), Filled(structure, 2))
+    as_it_was = partial(_state_kept, model)
+    model.eval()
+    try:
+        for filled, around, each in (
+            (tried.together, nullcontext, as_it_was),
+            (tried.apart, nullcontext, as_it_was),
+            (tried.in_turn, as_it_was, nullcontext),
+        ):
+            two = [
+                (leaf[:2] if is_batched else leaf).clone() if isinstance(leaf, torch.Tensor) else leaf
+                for leaf, is_batched in zip(leaves, structure.batched, strict=True)
+            ]
+            with around():
+                run(filled, two, each)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return tried
+
+
+@contextmanager
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """Put back afterwards what a pass changes in the model: trained parameters, buffers, plain attributes."""
+    trained = [item for item in parameters_in(model.modules()) if item.requires_grad]
+    state = (*trained, *model.buffers())
+    tensors = [local_part(item.detach()) for item in state if not item.is_meta]  # others are on other stages
+    before = [tensor.clone() for tensor in tensors]
+    # Sharding of parameters and of sequences puts others there, and knows which.
+    with attributes_kept(model, ("_parameters", *INTERCEPTING)):
+        yield
+    for tensor, then in zip(tensors, before, strict=True):
+        if not torch.equal(tensor, then):  # what is written no earlier graph can be differentiated through
+            tensor.copy_(then)
+
+
+def _differing(one: Filled, other: Filled, axes: Axes, narrow: bool) -> str:
+    """The first unit that returned something else in one of two runs of the same samples; empty if none did."""
+    other_values = other.joined(axes)[0]
+    for leaf, value in one.joined(axes)[0].items():
+        here, there = local_part(value), local_part(other_values[leaf])
+        tolerance = 1e-3 if here.dtype.itemsize >= 4 and not narrow else 5e-2
+        if here.shape != there.shape or (here.is_floating_point() and _far(here, there, tolerance)):
+            return one.structure.recording.calls[leaf.call].unit
+    return ""
+
+
+def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    """Whether two tensors differ by more than rounding, measured on the largest value."""
+    one, other = one.float(), other.float()
+    return bool((one.isnan() != other.isnan()).any()) or bool(
+        (one - other).abs().max() > tolerance * one.abs().max().clamp(min=1e-6)
+    )
