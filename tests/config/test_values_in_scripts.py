@@ -19,7 +19,7 @@ from tests.support.messages import assert_told
     [
         ({"dp": {"sharding_level": True}}, "dp.sharding_level=true", ["whole number"]),
         ({"dp": {"sharding_level": 4}}, "dp.sharding_level=4", ["choices"]),
-        ({"dp": "fdsp"}, "dp=fdsp", ["no such way"]),
+        ({"dp": "fdsp"}, "dp=fdsp", ["no such way", "did you mean fsdp?"]),
         ({"dp": {"replicate": 0}}, "dp.replicate=0", ["out of range"]),
         ({"dp": {"cpu_offload": "yes"}}, "dp.cpu_offload=yes", ["true or false"]),
         ({"pp": {"microbatches": "4"}}, "pp.microbatches=4", ["whole number"]),

@@ -94,7 +94,9 @@ def parallel_config(
         mesh = parse_mesh(mesh)
     if isinstance(dp, str):
         if dp not in DP_NAMES:
-            raise ConfigError(f"dp={dp}", "no such way", ", ".join(DP_NAMES))
+            close = nearest(dp, DP_NAMES)
+            problem = "no such way" + (f"; did you mean {close}?" if close else "")
+            raise ConfigError(f"dp={dp}", problem, ", ".join(DP_NAMES), f"dp={close or 'fsdp'}")
         dp = DP_NAMES[dp]
     if isinstance(dp, int):
         dp = {"sharding_level": dp}
