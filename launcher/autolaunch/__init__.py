@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autolaunch.lazy_transformers import import_transformers_when_used
 from autolaunch.registration import register_strategy
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = ["MeshStrategy", "__version__"]
 
 register_strategy()
+import_transformers_when_used()
 
 
 def __getattr__(name: str) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+from types import ModuleType
 from typing import Any
+
+from autolaunch.when_imported import Execute, WhenImported
 
 NAME = "autolaunch"
 _REGISTRY_HOME = "lightning.pytorch.strategies"
@@ -15,7 +17,12 @@ def register_strategy() -> None:
     if _REGISTRY_HOME in sys.modules:
         _register(sys.modules[_REGISTRY_HOME])
     else:
-        sys.meta_path.insert(0, _WhenImported())
+        WhenImported(_REGISTRY_HOME, _execute_and_register)
+
+
+def _execute_and_register(execute: Execute, home: ModuleType) -> None:
+    execute(home)
+    _register(home)
 
 
 def _register(home: Any) -> None:
@@ -27,23 +34,3 @@ def _make_strategy(**options: Any) -> Any:
     from autolaunch_strategies import MeshStrategy
 
     return MeshStrategy(**options)
-
-
-class _WhenImported:
-    """A finder that finds nothing by itself: it only lets `_register` follow the import of lightning's registry."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _REGISTRY_HOME:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_register(module: Any) -> None:
-                execute(module)
-                _register(module)
-
-            # The loader of this one spec: nothing else is imported by it.
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this object alone
-        return spec

@@ -204,6 +204,19 @@ def test_importing_the_package_imports_neither_torch_nor_lightning() -> None:
     assert start([sys.executable, "-c", code], cold=True).stdout == "[]\n"
 
 
+def test_lightning_is_imported_without_transformers_and_the_metric_that_needs_them_has_them() -> None:
+    code = """
+        import sys, autolaunch, lightning.pytorch
+        from torchmetrics.functional.text import bert
+        print("transformers" in sys.modules)
+        print(bert.AutoModel.from_config.__qualname__, "transformers" in sys.modules)
+    """
+    assert start([sys.executable, "-c", textwrap.dedent(code)], cold=True).stdout.splitlines() == [
+        "False",
+        "_BaseAutoModelClass.from_config True",
+    ]
+
+
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 MANY = """
