@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections import Counter
 from contextlib import ExitStack
@@ -324,3 +325,24 @@ def test_a_step_that_fails_is_told_by_the_line_of_its_code() -> None:
     with pytest.raises(ConfigError) as caught:
         pretend_ranks(training_of(candidate("one"), lambda: module(lambda batch: None)), [0])
     assert_told(caught.value, "dryrun with mesh=1", "training_step returned no loss", allowed=("as `loss`",))
+
+
+@pytest.mark.parametrize("name", ["1f1b_4", "zbv"])
+def test_ranks_do_the_same_one_after_the_other_where_there_are_no_forks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side_by_side = pretended_ranks(training(name))
+    monkeypatch.setattr("autolaunch_strategies.dry_run.forks.can_fork", lambda: False)
+    for one, other in zip(pretended_ranks(training(name)), side_by_side, strict=True):
+        assert one.exchanges == other.exchanges and one.held == other.held
+        assert one.total == pytest.approx(other.total, abs=8)  # a number that torch makes once in a process
+
+
+def test_a_rank_that_ends_its_process_is_told() -> None:
+    def module() -> Any:
+        built = cases.module()
+        built.training_step = lambda batch: os._exit(3)
+        return built
+
+    with pytest.raises(ConfigError, match="the step of rank 0 ended with exit code 3"):
+        pretend_ranks(training_of(candidate("one"), module), [0])

@@ -1,4 +1,4 @@
-"""dryrun: the real code of some ranks of a mesh of any size, run for a step in this one process, without devices."""
+"""dryrun: the real code of some ranks of a mesh of any size, run for a step here and without devices."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from autolaunch_strategies.config import (
     parallel_config,
 )
 from autolaunch_strategies.dry_run.agreement import disagreements
+from autolaunch_strategies.dry_run.forks import last_word, start
 from autolaunch_strategies.dry_run.ranks import pretend_ranks, refuse_what_cannot_be_pretended, telling_ranks
 from autolaunch_strategies.dry_run.step import PretendedRank, Training
 from autolaunch_strategies.lightning.first_step import first_step
@@ -55,8 +56,13 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     gc.freeze()  # looking for garbage in what a step makes does not go through all of torch each time
     with quiet_lightning():
         training = training_of(config, parallel)
-        ranks = pretend_ranks(training, config["rank"] or telling_ranks(parallel.mesh))
-    predicted, why_not = predicted_memory(config, parallel, _rows(training.batch()))
+        rows = _rows(training.batch())
+        planner = start(lambda tell: tell(predicted_memory(config, parallel, rows)))  # meanwhile
+        try:
+            ranks = pretend_ranks(training, config["rank"] or telling_ranks(parallel.mesh))
+            predicted, why_not = last_word(planner) or (None, "the planner failed")
+        finally:
+            planner.end()
     accounts = [account_of(rank, parallel, predicted[rank.pipe_rank] if predicted else None) for rank in ranks]
     wrong = disagreements({rank.rank: rank.exchanges for rank in ranks})
     if why_not:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import traceback
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from autolaunch_strategies.config import AXES, ConfigError, MeshShape, ParallelConfig
 from autolaunch_strategies.config.errors import first_line
+from autolaunch_strategies.dry_run.forks import Fork, Here, Tell, processors, start, tidings
 from autolaunch_strategies.dry_run.step import PretendedRank, Training, pretend
 from autolaunch_strategies.dry_run.world import NotSaidYet, Said, Way, World
 from autolaunch_strategies.mesh.rank_mesh import coordinates, rank_at
@@ -23,26 +29,164 @@ def telling_ranks(shape: MeshShape) -> list[int]:
 
 
 def pretend_ranks(training: Training, ranks: Iterable[int]) -> list[PretendedRank]:
-    """Run a step of each of these ranks, one after the other; of other stages as much as one has to hear from them.
+    """Run a step of each of these ranks, side by side; of other stages as much as one has to hear from them.
 
     Raises:
         ConfigError: no such rank, something that can't be pretended, or as a run would.
     """
     refuse_what_cannot_be_pretended(training.parallel)
-    shape, world = training.parallel.mesh, World()
+    shape = training.parallel.mesh
     wanted = list(dict.fromkeys(ranks))
     for rank in wanted:
         if not 0 <= rank < shape.size:
             raise ConfigError(f"rank={rank}", f"mesh={shape.name} has {shape.size} ranks", f"0 to {shape.size - 1}")
-    line = _first_to_last(training.parallel)
-    done = {}
-    for rank in sorted(wanted, key=lambda rank: line.index(coordinates(shape, rank)["pp"])):
-        place = line.index(coordinates(shape, rank)["pp"])
-        for way in pairwise(line[: place + 1]):
-            if not world.has_heard(way):
-                _hear(training, rank, world, way, [])
-        done[rank] = _pretend(training, rank, world, None, [])
+    done = _SideBySide(training).pretended(wanted)
     return [done[rank] for rank in wanted]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A step of a rank."""
+
+    rank: int
+    place: int
+    """Along pp."""
+    until: Way | None = None
+    """Of a rank that is only listened to: as far as it says something new on this way."""
+
+
+class _SideBySide:
+    """Steps of ranks in workers of their own, as many at once as there are processors.
+
+    A rank that has to hear what was not said yet ends, and begins again once it was: a step is one of a training that
+    goes on, in which everything that was said in the first step is known from the start.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._shape = training, training.parallel.mesh
+        self._line = _first_to_last(training.parallel)
+        self._world = World()
+        self._ready: deque[_Job] = deque()
+        self._waiting: dict[Way, list[_Job]] = {}
+        self._running: dict[Fork | Here, _Job] = {}
+        self._done: dict[int, PretendedRank] = {}
+        self._ended: set[int] = set()
+        """Places along pp of which everything was said."""
+        self._spoke = False
+
+    def pretended(self, wanted: Sequence[int]) -> dict[int, PretendedRank]:
+        """The ranks, by number."""
+        jobs = [_Job(rank, coordinates(self._shape, rank)["pp"]) for rank in wanted]
+        for job in sorted(jobs, key=lambda job: self._line.index(job.place)):
+            self._begin(job)
+        try:
+            while not all(rank in self._done for rank in wanted):
+                while self._ready and len(self._running) < processors():
+                    self._start(self._ready.popleft())
+                if not self._running:
+                    raise self._waits_for_ever(*next(iter(self._waiting.items())))
+                for worker, news in tidings(self._running):
+                    self._hear(worker, news)
+                self._ask_who_says_more()
+        finally:
+            for worker in self._running:
+                worker.end()
+        return self._done
+
+    def _begin(self, job: _Job) -> None:
+        """Have it run, once it can: what comes through the pipeline has to have come as far."""
+        line = self._line[: self._line.index(job.place) + 1]
+        unheard = next((way for way in pairwise(line) if not self._world.has_heard(way)), None)
+        if unheard is None:
+            self._ready.append(job)
+        else:
+            self._wait(job, unheard)
+
+    def _wait(self, job: _Job, way: Way) -> None:
+        self._waiting.setdefault(way, []).append(job)
+        self._ask_who_says_more()
+
+    def _ask_who_says_more(self) -> None:
+        """Begin ranks that somebody waits for, of places of which none runs or is about to."""
+        for way, jobs in list(self._waiting.items()):
+            live = [*self._ready, *self._running.values(), *(job for jobs in self._waiting.values() for job in jobs)]
+            if way[0] in self._ended:
+                raise self._waits_for_ever(way, jobs)
+            if not any(job.place == way[0] for job in live):
+                self._begin(_Job(self._at(jobs[0], way[0]), way[0], way))
+
+    def _at(self, job: _Job, place: int) -> int:
+        """The rank at another place of the pipeline of a job."""
+        return rank_at(self._shape, {**coordinates(self._shape, job.rank), "pp": place})
+
+    def _waits_for_ever(self, way: Way, jobs: Sequence[_Job]) -> ConfigError:
+        return ConfigError(
+            f"mesh={self._shape.name}",
+            f"rank {jobs[0].rank} waits for what rank {self._at(jobs[0], way[0])} never sends",
+            "stages that agree on what",
+        )
+
+    def _start(self, job: _Job) -> None:
+        # What a module prints, each rank would.
+        self._running[start(lambda tell: self._work(job, tell), speaks=not self._spoke)] = job
+        self._spoke = True
+
+    def _work(self, job: _Job, tell: Tell) -> None:
+        """In the worker: the step, and what is known of it then."""
+
+        def recorded(*seen: Any) -> None:
+            with suppress(
+                Exception
+            ):  # it may hold objects of a model that can't be told; others find out by themselves
+                tell(("recorded", seen))
+
+        world = self._world.heard_from(lambda *said: tell(("said", said)), recorded)
+        try:
+            tell(("done", pretend(self._training, job.rank, world, job.until)))
+        except Said:
+            tell(("stopped", None))
+        except NotSaidYet as silence:
+            tell(("waits", (silence.way, world.count(silence.way))))
+        except ConfigError as error:
+            tell(("failed", error))
+        except Exception as error:  # whatever a model raises when it is run
+            refusal = _refusal(job.rank, self._shape, error)
+            refusal.add_note("".join(traceback.format_exception(error)))
+            tell(("failed", refusal))
+
+    def _hear(self, worker: Fork | Here, news: Any) -> None:
+        job = self._running[worker]
+        kind: str
+        said: Any
+        kind, said = news or ("vanished", None)
+        if kind == "said":
+            way, place, header = said
+            if self._world.add(way, place, header):
+                for waiting in self._waiting.pop(way, []):
+                    self._begin(waiting)
+            return
+        if kind == "recorded":
+            self._world.know(*said)
+            return
+        if kind == "failed":
+            raise said
+        del self._running[worker]
+        if kind == "vanished":
+            assert isinstance(worker, Fork)
+            raise ConfigError(
+                f"mesh={self._shape.name}", f"the step of rank {job.rank} ended with exit code {worker.exit_code}"
+            )
+        worker.end()
+        if kind == "done":
+            self._ended.add(job.place)
+            if job.until is None:
+                self._done[job.rank] = said
+        elif kind == "waits":
+            way, heard = said
+            if self._world.count(way) > heard:
+                self._begin(job)
+            else:
+                self._wait(job, way)
 
 
 def _first_to_last(parallel: ParallelConfig) -> list[int]:
@@ -51,37 +195,6 @@ def _first_to_last(parallel: ParallelConfig) -> list[int]:
         return list(range(parallel.mesh.pp))
     rank_of_stage = placement(parallel.pp, parallel.mesh.pp)
     return list(dict.fromkeys(group_rank(rank_of_stage, parallel.mesh.pp, n) for n in range(len(rank_of_stage))))
-
-
-def _hear(training: Training, rank: int, world: World, way: Way, waiting: list[Way]) -> None:
-    """Run the rank at the beginning of a way, in the pipeline of `rank`, until it says something new on it.
-
-    Raises:
-        ConfigError: it never does, or waits itself for who waits for it.
-    """
-    shape = training.parallel.mesh
-    speaker = rank_at(shape, {**coordinates(shape, rank), "pp": way[0]})
-    if way not in waiting:
-        try:
-            _pretend(training, speaker, world, way, [*waiting, way])
-        except Said:
-            return
-    listener = rank_at(shape, {**coordinates(shape, rank), "pp": way[1]})
-    raise ConfigError(
-        f"mesh={shape.name}", f"rank {listener} waits for what rank {speaker} never sends", "stages that agree on what"
-    )
-
-
-def _pretend(training: Training, rank: int, world: World, until: Way | None, waiting: list[Way]) -> PretendedRank:
-    while True:
-        try:
-            return pretend(training, rank, world, until)
-        except NotSaidYet as silence:
-            _hear(training, rank, world, silence.way, waiting)
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever a model raises when it is run
-            raise _refusal(rank, training.parallel.mesh, error) from error
 
 
 def _refusal(rank: int, shape: MeshShape, error: Exception) -> ConfigError:

@@ -45,10 +45,42 @@ class World:
         """What was sent, in order."""
         self._recordings: dict[Any, Recording] = {}
         """What calls of the model look like, which is the same on every rank: each kind is recorded once."""
+        self._tell_said: Callable[[Way, int, Header], None] = lambda *_: None
+        self._tell_recorded: Callable[[Any, Recording], None] = lambda *_: None
+
+    def heard_from(self, said: Callable[[Way, int, Header], None], recorded: Callable[[Any, Recording], None]) -> World:
+        """The same world for a rank of which another process is told.
+
+        Args:
+            said: is called with what `add` takes.
+            recorded: is called with what `know` takes.
+        """
+        world = World()
+        world._headers = {way: list(headers) for way, headers in self._headers.items()}
+        world._recordings = dict(self._recordings)
+        world._tell_said, world._tell_recorded = said, recorded
+        return world
+
+    def add(self, way: Way, place: int, header: Header) -> bool:
+        """Keep what was said as number `place` on a way. False if that was known."""
+        said = self._headers.setdefault(way, [])
+        assert place <= len(said), "a rank knows what was said before"
+        if place == len(said):
+            said.append(header)
+            return True
+        return False
+
+    def know(self, key: Any, recording: Recording) -> None:
+        """Keep what a call of the model looks like."""
+        self._recordings.setdefault(key, recording)
 
     def has_heard(self, way: Way) -> bool:
         """Whether anything was said on it."""
-        return way in self._headers
+        return self.count(way) > 0
+
+    def count(self, way: Way) -> int:
+        """How much was said on it."""
+        return len(self._headers.get(way, []))
 
     @contextmanager
     def heard_by_a_rank(self, until: Way | None = None) -> Iterator[None]:
@@ -68,10 +100,10 @@ class World:
                 return
             known[key] = header
             way = (channel.group.rank(), to)
-            place, said = sent.get(way, 0), self._headers.setdefault(way, [])
+            place = sent.get(way, 0)
             sent[way] = place + 1
-            if place == len(said):
-                said.append(header)
+            if self.add(way, place, header):
+                self._tell_said(way, place, header)
                 if way == until:
                     raise Said
 
@@ -120,6 +152,7 @@ class World:
         key = tuple(units), model.training, torch.is_grad_enabled(), origin, spec, tuple(kinds)
         if key not in self._recordings:
             self._recordings[key] = record(model, units, args, kwargs, origin)
+            self._tell_recorded(key, self._recordings[key])
         return self._recordings[key]
 
 
