@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from autolaunch.planning.dryrun import NOT_COMPILED
 from autolaunch_strategies.dry_run.step import EVEN
 from tests.support.commands import Commands
 
@@ -58,9 +59,13 @@ def test_what_can_not_be_run_is_said(tmp_path: Path) -> None:
     assert "data=custom: its first batch can't be read: no images here" in fails
     manual = dryrun("dryrun", "mesh=2", "+module.manual=true", code=2).screen
     assert "dryrun with Classifier: it calls its optimizers itself" in manual
-    assert "dryrun with compile: what is compiled allocates by itself" in (
-        dryrun("dryrun", "mesh=2", "compile=true", code=2).screen
-    )
+
+
+def test_what_a_plan_compiles_is_run_as_it_is_which_is_said(tmp_path: Path) -> None:
+    dryrun = Commands(tmp_path, "model=llama", "model.size=debug", "data=synthetic", "data.batch_size=16", "mesh=1x2")
+    (compiled, other), as_it_is = ranks(dryrun, "compile=true"), ranks(dryrun)
+    assert (compiled.pop("notes"), other.pop("notes")) == ([NOT_COMPILED], [])
+    assert [compiled, other] == [{key: value for key, value in rank.items() if key != "notes"} for rank in as_it_is]
 
 
 def test_experts_are_taken_to_be_even(tmp_path: Path) -> None:

@@ -281,7 +281,11 @@ def test_ranks_that_do_not_agree_are_told() -> None:
 
 
 def test_what_cannot_be_pretended_is_refused() -> None:
-    for keys, write in (({"compile": True}, "compile=false"), ({"recompute": "offload"}, "recompute=none")):
+    for keys, write in (
+        ({"compile": True}, "compile=false"),
+        ({"recompute": "offload"}, "recompute=none"),
+        ({"recompute": "budget"}, "recompute=none"),
+    ):
         with pytest.raises(ConfigError) as caught:
             pretend_ranks(replace(training("ddp"), parallel=parallel_config("2", **keys)), [0])
         assert caught.value.write == write

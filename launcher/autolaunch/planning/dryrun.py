@@ -40,6 +40,10 @@ from autolaunch_strategies.pipeline.placement import pipe_rank
 from autolaunch_strategies.schedules.schedule import fitting_microbatches, placement
 
 FILE = "dryrun.json"
+NOT_COMPILED = (
+    "compile=true was left out: what is compiled allocates by itself; memory, and the plan beside it, are those "
+    "of the same without it"
+)
 
 
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
@@ -48,7 +52,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     Raises:
         ConfigError: what can't be run without devices, or what a run would refuse; ranks whose collectives differ.
     """
-    started, config = time.time(), job.config
+    started, config = time.time(), job.config | {"compile": False}
     parallel = parallel_config(
         **{key: config[key] for key in PARALLEL_KEYS}, float8=FLOAT8_RECIPES.get(config["precision"])
     )
@@ -67,6 +71,8 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     wrong = disagreements({rank.rank: rank.exchanges for rank in ranks})
     if why_not:
         accounts[0]["notes"].append(f"without a plan beside it: {why_not}")
+    if job.config["compile"]:
+        accounts[0]["notes"].append(NOT_COMPILED)
     write_beside(
         job.output_dir / FILE, json.dumps({"mesh": parallel.mesh.name, "ranks": accounts, "wrong": wrong}, indent=2)
     )

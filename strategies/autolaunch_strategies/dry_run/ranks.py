@@ -214,6 +214,11 @@ def refuse_what_cannot_be_pretended(config: ParallelConfig) -> None:
     """Raise ConfigError for what needs values, or was not tried."""
     reasons = {
         "compile": (bool(config.compile), "what is compiled allocates by itself", "compile=false"),
+        "recompute=budget": (
+            config.recompute.mode == "budget",
+            "what is computed again is chosen when blocks are compiled, which a dry run leaves out",
+            "recompute=none, selective, full",
+        ),
         "recompute=offload": (
             config.recompute.mode == "offload",
             "memory of the host is told apart on GPUs alone",
