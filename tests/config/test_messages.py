@@ -314,6 +314,21 @@ WRONG = [
         id="unknown-key-top-level-near",
     ),
     pytest.param(
+        ["plan", "clutser=h100x8"],
+        Told("clutser=h100x8", "did you mean cluster", write="cluster=h100x8"),
+        id="unknown-key-near-a-group-of-which-nothing-is-chosen",
+    ),
+    pytest.param(
+        ["mesh=1x1x2", "pp.schedule=zbv"],
+        Told("pp.schedule=zbv", "no such schedule", write="pp.schedule=zbv_zero_bubble"),
+        id="schedule-by-its-beginning",
+    ),
+    pytest.param(
+        ["recompute=ful"],
+        Told("recompute=ful", "did you mean full", write="recompute=full"),
+        id="recompute-near",
+    ),
+    pytest.param(
         ["seed.value=1"],
         Told("seed.value=1", "no keys", write="seed=..."),
         id="key-below-a-value",
@@ -634,6 +649,11 @@ WRONG = [
         ["precision=bf16"],
         Told("precision=bf16", "choices", allowed=("32-true", "bf16-true, float8"), write="precision=bf16-mixed"),
         id="choice-by-prefix",
+    ),
+    pytest.param(
+        ["precision=fp8"],
+        Told("precision=fp8", "choices", write="precision=float8"),
+        id="choice-by-foreign-name",
     ),
     pytest.param(
         ["model.size=7b"],

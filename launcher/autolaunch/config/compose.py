@@ -459,7 +459,8 @@ def _no_such_key(override: str, key: str, value: str, config: Mapping[str, Any],
             f"{start}{option} {override}",
         )
     parent, node = _deepest(config, key)
-    known = sorted(_dotted(config), key=lambda item: item.partition(".")[0] in TASKS)  # keys of one task come last
+    names = [*_dotted(config), *(name for name in field_types(Job) if name not in config)]  # cluster, if none is chosen
+    known = sorted(names, key=lambda item: item.partition(".")[0] in TASKS)  # keys of one task come last
     rest = key[len(parent) + 1 :] if parent else key
     if parent and not isinstance(node, Mapping) and node is not None:
         return ConfigError(override, f"{parent} is a value, it has no keys of its own", write=f"{parent}=...")

@@ -686,6 +686,7 @@ class Job:
         "multiply in float8, all else is bf16-mixed (null: bf16-mixed on GPUs, 32-true on a CPU).",
         None,
         choices=("32-true", "bf16-mixed", "bf16-true", *FLOAT8_RECIPES, None),
+        foreign_names={"32": "32-true", "fp32": "32-true", "fp8": "float8"},
     )
     matmul_precision: str | None = option(
         "How GPUs multiply what is in fp32, by torch.set_float32_matmul_precision: highest (fp32), high (TF32), medium "

@@ -13,10 +13,24 @@ from autolaunch_strategies.config.values import checked_value
 
 
 def option(
-    help: str, default: Any = dataclasses.MISSING, *, choices: Iterable[Any] | None = None, **limits: Any
+    help: str,
+    default: Any = dataclasses.MISSING,
+    *,
+    choices: Iterable[Any] | None = None,
+    foreign_names: Mapping[str, str] | None = None,
+    **limits: Any,
 ) -> Any:
-    """A dataclass field with a sentence of help, its choices and its limits (`ge=`, `gt=`, `le=`) as metadata."""
-    metadata = {"help": help, "choices": None if choices is None else tuple(choices), **limits}
+    """A dataclass field with a sentence of help, its choices and its limits (`ge=`, `gt=`, `le=`) as metadata.
+
+    Args:
+        foreign_names: what other tools call a choice -> the choice.
+    """
+    metadata = {
+        "help": help,
+        "choices": None if choices is None else tuple(choices),
+        "foreign_names": foreign_names or {},
+        **limits,
+    }
     if isinstance(default, dict | list):
         value = default
         return field(default_factory=lambda: type(value)(value), metadata=metadata)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from autolaunch_strategies.config.errors import ConfigError
+from autolaunch_strategies.config.errors import ConfigError, nearest
 
 RECOMPUTE_MODES = ("none", "full", "selective", "budget", "offload")
 DEFAULT_BUDGET = 0.5
@@ -41,10 +41,12 @@ def parse_recompute(value: Any, save: Iterable[str] = ("mm", "attention"), budge
     if isinstance(mode, str) and mode.isdecimal():
         mode = int(mode)
     if not (mode in RECOMPUTE_MODES or (isinstance(mode, int) and mode >= 1)):
+        close = nearest(str(value), RECOMPUTE_MODES)
         raise ConfigError(
             f"recompute={value}",
-            "no such way of activation checkpointing",
+            "no such way of activation checkpointing" + (f"; did you mean {close}?" if close else ""),
             f"{', '.join(RECOMPUTE_MODES)}, or a number n for every n-th block",
+            f"recompute={close}" if close else "",
         )
     if mode == "budget":
         budget = DEFAULT_BUDGET if budget is None else budget

@@ -62,7 +62,9 @@ def checked_value(
     ):
         names = [written(choice) for choice in choices]
         close = next((name for name in names if name.startswith(f"{written(value)}-")), "")
-        close = close or nearest(written(value), names, 0.85)
+        close = (
+            close or item.metadata.get("foreign_names", {}).get(written(value)) or nearest(written(value), names, 0.85)
+        )
         return fitted, ConfigError(
             where(path, value), "not one of the choices", ", ".join(names), f"{path}={close}" if close else ""
         )
