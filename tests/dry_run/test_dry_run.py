@@ -326,9 +326,10 @@ def test_a_step_that_fails_is_told_by_the_line_of_its_code() -> None:
         ConfigError, match=r"RuntimeError at `return tokens.view\(-1, 5\)` \(test_dry_run.py:\d+\): shape"
     ):
         pretend_ranks(training_of(candidate("one"), lambda: module(lambda batch: Fails()(batch))), [0])
-    with pytest.raises(ConfigError) as caught:
-        pretend_ranks(training_of(candidate("one"), lambda: module(lambda batch: None)), [0])
-    assert_told(caught.value, "dryrun with mesh=1", "training_step returned no loss", allowed=("as `loss`",))
+    for name, mesh in (("one", "1"), ("1f1b", "1x1x2")):
+        with pytest.raises(ConfigError) as caught:
+            pretend_ranks(training_of(candidate(name), lambda: module(lambda batch: None)), [0])
+        assert_told(caught.value, f"dryrun with mesh={mesh}", "training_step returned no loss", allowed=("as `loss`",))
 
 
 @pytest.mark.parametrize("name", ["1f1b_4", "zbv"])

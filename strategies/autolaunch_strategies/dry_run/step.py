@@ -250,6 +250,8 @@ class _OneStep:
 
         def run(part: Any, items: Any) -> LossAndOutput:
             loss = _loss_of(tree_map(plain, self.step.run(part)))
+            if loss is None:
+                raise self._no_loss()
             return loss, None
 
         trained = staged.by_schedule(
@@ -267,13 +269,16 @@ class _OneStep:
                 self._staged.backward(lambda: loss.backward() if loss is not None else None)
             else:
                 if loss is None:
-                    raise ConfigError(
-                        f"dryrun with mesh={self.training.parallel.mesh.name}",
-                        "training_step returned no loss, and a step without one has no backward pass",
-                        "the loss as a tensor, or a dict with it as `loss`",
-                    )
+                    raise self._no_loss()
                 loss.backward()
                 self.data_parallel.finish_backward()
+
+    def _no_loss(self) -> ConfigError:
+        return ConfigError(
+            f"dryrun with mesh={self.training.parallel.mesh.name}",
+            "training_step returned no loss, and a step without one has no backward pass",
+            "the loss as a tensor, or a dict with it as `loss`",
+        )
 
     def _clip(self) -> None:
         parameters = list(self.module.parameters())
