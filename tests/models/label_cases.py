@@ -131,6 +131,36 @@ def transformers(kind: str, strategy: dict[str, Any]) -> dict[str, Any]:
     return rows_of(LanguageModel(model, SGD, CONSTANT, -1), documents(kind), strategy)
 
 
+def mixtral() -> torch.nn.Module:
+    from autolaunch.models.hf import build_hf
+
+    pl.seed_everything(1, verbose=False)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return build_hf({"config": {"model_type": "mixtral", **sizes, **heads, **routers}})
+
+
+def routers(strategy: dict[str, Any]) -> dict[str, Any]:
+    return rows_of(LanguageModel(mixtral(), SGD, CONSTANT, -1), documents("padded"), strategy)
+
+
+def routers_by_hand() -> dict[str, Any]:
+    """One process, with the loss that transformers computes of tokens and routers."""
+    model: Any = mixtral()
+    optimizer = torch.optim.SGD(model.parameters(), lr=SGD["lr"], momentum=SGD["momentum"])
+    losses, norms = [], []
+    for batch in DataLoader(documents("padded"), batch_size=SAMPLES):  # type: ignore[arg-type]  # a list is a dataset
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        losses.append(float(loss))
+        optimizer.step()
+    weights = {f"model.{name}": value.flatten().tolist() for name, value in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
 def schedule(name: str, microbatches: int) -> dict[str, Any]:
     return {"schedule": name, "loss": "microbatch", "microbatches": microbatches}
 
@@ -183,6 +213,11 @@ for group, meshes in MESHES.items():
         for kind in ("packed", "padded"):
             if mesh in meshes:
                 GROUPS[group][f"hf-{kind}-{mesh}"] = partial(transformers, kind, meshes[mesh])
+
+    for mesh in ("1", "dp2-level3", "pp2-exact", "cp2"):
+        if mesh in meshes:
+            GROUPS[group][f"routers-{mesh}"] = partial(routers, meshes[mesh])
+GROUPS["hand"]["routers"] = routers_by_hand
 
 if __name__ == "__main__":
     serve(GROUPS)

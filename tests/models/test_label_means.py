@@ -58,5 +58,17 @@ def test_positions_and_masks_of_transformers(one: Group, two: Group, kind: str, 
     compare(one.read(f"hf-{kind}-1"), two, f"hf-{kind}-{mesh}")
 
 
+@pytest.mark.parametrize("mesh", ["1", "dp2-level3", "pp2-exact", "cp2"])
+def test_routers_learn_what_transformers_teaches_them(hand: Group, one: Group, two: Group, mesh: str) -> None:
+    pytest.importorskip("transformers")
+    found = one if mesh == "1" else two
+    weights: dict[str, list[float]] = {}
+    for result in found.read_all(f"routers-{mesh}"):
+        weights |= result.pop("weights")
+        del result["val_loss"]
+        assert differences({key: hand.read("routers")[key] for key in result}, result, 1e-5) == []
+    assert differences(hand.read("routers")["weights"], weights, 1e-5) == []
+
+
 def test_classes_that_do_not_count_and_ranks_without_a_sample(one: Group, two: Group) -> None:
     assert differences(one.read("classes"), two.read("classes", 1), 1e-5) == []

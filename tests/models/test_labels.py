@@ -149,6 +149,15 @@ def test_positions_of_documents_are_not_ignored() -> None:
     assert_only_told(caught.value, Told("data: position_ids", "packed documents", write="model=hf"))
 
 
+def test_packed_documents_that_would_see_each_other_are_refused() -> None:
+    batch = {"input_ids": IDS, "labels": IDS}
+    one, packed = torch.arange(IDS.shape[1]).expand(IDS.shape), torch.zeros_like(IDS)
+    check_batch({**batch, "position_ids": one}, "same", BOTH, documents_meet="it carries a state")
+    with pytest.raises(ConfigError, match="restart within a row, but it carries a state"):
+        check_batch({**batch, "position_ids": packed}, "same", BOTH, documents_meet="it carries a state")
+    check_batch({**batch, "position_ids": packed}, "same", BOTH)
+
+
 @pytest.mark.parametrize("task", ["fit", "validate"])
 def test_the_first_batch_is_looked_at(tmp_path: Path, task: str) -> None:
     rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(IDS, FOLLOWING, strict=True)]

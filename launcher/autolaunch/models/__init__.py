@@ -132,8 +132,9 @@ def _around(model: nn.Module, job_config: Mapping[str, Any]) -> MeanLossModule |
         from autolaunch.models.task_module import TaskModule
 
         return TaskModule(model, str(task), *rest)
-    if job_config["data"].get("packing") == "documents":
-        from autolaunch.models.documents import check_keeps_documents_apart
+    from autolaunch.models.documents import check_keeps_documents_apart, why_documents_meet
 
+    if job_config["data"].get("packing") == "documents":
         check_keeps_documents_apart(model)
-    return LanguageModel(model, *rest, labels=labels_of(job_config["data"]))
+    documents_meet = why_documents_meet(model) if "_target_" in job_config["data"] else ""  # they may be packed
+    return LanguageModel(model, *rest, labels=labels_of(job_config["data"]), documents_meet=documents_meet)

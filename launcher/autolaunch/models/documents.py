@@ -25,22 +25,29 @@ def check_keeps_documents_apart(model: nn.Module) -> None:
     """Refuse a model for `data.packing=documents` whose documents would see each other.
 
     Raises:
-        ConfigError: it carries a state from token to token, or makes its mask without looking at `position_ids`.
+        ConfigError: as `why_documents_meet` has it.
+    """
+    if why := why_documents_meet(model):
+        raise ConfigError("data.packing=documents", why, "none: a row for each", "data.packing=none")
+
+
+def why_documents_meet(model: nn.Module) -> str:
+    """Why the documents of a packed row would see each other in a model; empty if they would not.
+
+    It carries a state from token to token, or makes its mask without looking at `position_ids`.
     """
     transformers = sys.modules.get("transformers")
     kind = () if transformers is None else transformers.PreTrainedModel
     transformers_model = next((module for module in model.modules() if isinstance(module, kind)), None)
     if transformers_model is None:
-        return
+        return ""
     name = type(transformers_model).__name__
     layers = getattr(transformers_model.config.get_text_config(), "layer_types", None) or ()
     if getattr(transformers_model, "_is_stateful", False) or any(_carries_state(layer) for layer in layers):
-        why = f"{name} carries a state from token to token, and so from document to document"
-    elif _asks_for_documents(transformers_model) is False:
-        why = f"{name} makes its attention mask without position_ids, so that documents would see each other"
-    else:
-        return
-    raise ConfigError("data.packing=documents", why, "none: a row for each", "data.packing=none")
+        return f"{name} carries a state from token to token, and so from document to document"
+    if _asks_for_documents(transformers_model) is False:
+        return f"{name} makes its attention mask without position_ids, so that documents would see each other"
+    return ""
 
 
 def _carries_state(layer_type: str) -> bool:

@@ -71,12 +71,18 @@ class ChecksFirstBatch(pl.Callback):
         self._check(batch)
 
 
-def check_batch(batch: Any, labels: str, inputs: Collection[str]) -> None:
+def check_batch(batch: Any, labels: str, inputs: Collection[str], documents_meet: str = "") -> None:
     """Look at the values of one batch.
+
+    Args:
+        labels: where they stand, one of `LABELS`.
+        inputs: what the model takes beside `input_ids`.
+        documents_meet: see `LanguageModel`.
 
     Raises:
         ConfigError: tensors are missing or of other shapes than `input_ids`; labels stand at other positions than
-            `labels` says; padding is on the left or has labels; `position_ids` that the model takes no notice of.
+            `labels` says; padding is on the left or has labels; `position_ids` that the model takes no notice of, or of
+            packed documents that would see each other.
     """
     assert labels in LABELS
     ids, targets = _tensors(batch)
@@ -87,6 +93,12 @@ def check_batch(batch: Any, labels: str, inputs: Collection[str]) -> None:
             "the model takes no position_ids: packed documents would see each other",
             "batches without them, of one document a row; or a model of transformers that takes them",
             "model=hf",
+        )
+    if documents_meet and "position_ids" in batch and bool((batch["position_ids"][:, 1:] == 0).any()):
+        raise ConfigError(
+            f"{_WHERE}: position_ids",
+            f"they restart within a row, but {documents_meet}",
+            "batches of one document a row",
         )
     mask = batch.get("attention_mask")
     if mask is not None:

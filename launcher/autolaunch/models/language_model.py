@@ -103,6 +103,8 @@ class LanguageModel(MeanLossModule):
         total_steps: at which optimizer step training ends (-1: with the epochs of the Trainer).
         labels: `next` if label t is the token after input t, `same` if it is the token at t, as `transformers` has it.
             A first batch that contradicts it is refused.
+        documents_meet: why packed documents would see each other in the model, so that a first batch of such is
+            refused; empty if they would not.
     """
 
     def __init__(
@@ -112,32 +114,42 @@ class LanguageModel(MeanLossModule):
         scheduler_cfg: Mapping[str, Any],
         total_steps: int,
         labels: str = "same",
+        documents_meet: str = "",
     ) -> None:
         super().__init__(model, optimizer_cfg, scheduler_cfg, total_steps)
-        self.labels = labels
+        self.labels, self._documents_meet = labels, documents_meet
         parameters = inspect.signature(model.forward).parameters
         self.model_inputs = tuple(name for name in ("position_ids", "attention_mask") if name in parameters)
         """What of a batch the model takes beside `input_ids`; of these the first that the batch has."""
+        config = getattr(model, "config", None)
+        self._routers_learn = bool(getattr(config, "output_router_logits", False))
+        """Whether the model has a loss of its routers beside that of the next token."""
 
     def configure_callbacks(self) -> list[Callback]:
-        return [ChecksFirstBatch(partial(check_batch, labels=self.labels, inputs=self.model_inputs))]
+        check = partial(check_batch, labels=self.labels, inputs=self.model_inputs, documents_meet=self._documents_meet)
+        return [ChecksFirstBatch(check)]
 
     def forward(self, input_ids: Tensor, **inputs: Tensor) -> Tensor:
         """Logits [b, s, vocab] of the tokens after each of `input_ids` [b, s]."""
-        output = self.model(input_ids, **inputs)
-        return output if isinstance(output, Tensor) else output.logits
+        return _logits_of(self.model(input_ids, **inputs))
 
     def num_items_in_batch(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Over how many labels the loss of `batch` is the mean: a 0-dim tensor."""
         return (next_tokens(batch, self.labels) != NOT_TRAINED).sum()
 
-    def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def _on(self, batch: Mapping[str, Tensor], call: Callable[..., Any]) -> Any:
         name = next((name for name in self.model_inputs if name in batch), None)
-        return self(batch["input_ids"], **({} if name is None else {name: batch[name]}))
+        return call(batch["input_ids"], **({} if name is None else {name: batch[name]}))
+
+    def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self._on(batch, self)
 
     def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        logits, targets = self._logits(batch), next_tokens(batch, self.labels)
-        return mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
+        # What `forward` returns has no place for what routers say.
+        output = self._on(batch, self.model) if self._routers_learn else self._logits(batch)
+        targets = next_tokens(batch, self.labels)
+        loss = mean_cross_entropy(_logits_of(output).flatten(0, 1), targets.flatten())
+        return loss + router_loss(self.model, output) if self._routers_learn else loss
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """The likeliest next token at every position, [b, s] int64."""
@@ -146,6 +158,33 @@ class LanguageModel(MeanLossModule):
     def next_logits(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [b, vocab] of the token behind one of `positions` [b] in each row of `input_ids` [b, s]."""
         return self(input_ids)[torch.arange(len(positions)), positions]
+
+
+def _logits_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def router_loss(model: nn.Module, output: Any) -> Tensor:
+    """What models of `transformers` with `output_router_logits` add to a loss if they compute it themselves.
+
+    Raises:
+        ConfigError: this one does not show it.
+    """
+    loss, config = getattr(output, "aux_loss", None), model.config
+    weight = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", None))
+    if not isinstance(loss, Tensor) or weight is None:
+        raise no_router_loss(model)
+    return weight * loss
+
+
+def no_router_loss(model: nn.Module) -> ConfigError:
+    """What is said of a model whose routers can't be trained by their own loss here."""
+    return ConfigError(
+        "model.config.output_router_logits=true",
+        f"{type(model).__name__} does not show the loss of its routers, so it would not be trained on",
+        "false, or a LightningModule of your own that computes it",
+        "model.config.output_router_logits=false",
+    )
 
 
 def trained_names(module: LightningModule) -> list[tuple[str, nn.Parameter]]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autolaunch.models.hf_tasks import MODEL_TASKS
 from autolaunch.models.labels import NOT_TRAINED, ChecksFirstBatch
-from autolaunch.models.language_model import MeanLossModule, mean_cross_entropy
+from autolaunch.models.language_model import MeanLossModule, mean_cross_entropy, no_router_loss
 from autolaunch_strategies.config import ConfigError
 
 _SAMPLES = ("sequence_classification", "image_classification")
@@ -44,7 +44,7 @@ class TaskModule(MeanLossModule):
         optimizer_cfg, scheduler_cfg, total_steps: see `LanguageModel`.
 
     Raises:
-        ConfigError: a decoder of which it is not known what it begins with.
+        ConfigError: a decoder of which it is not known what it begins with, or routers that have a loss of their own.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class TaskModule(MeanLossModule):
                 "the id of a token",
                 "model.config.decoder_start_token_id=0",
             )
+        if task == "seq2seq_lm" and getattr(model.config, "output_router_logits", False):
+            raise no_router_loss(model)
 
     def configure_callbacks(self) -> list[Callback]:
         return [ChecksFirstBatch(self.check)]
