@@ -94,6 +94,16 @@ WRONG = [
         id="layers-of-virtual-stages",
     ),
     pytest.param(
+        ["mesh=1x1x4", "pp=interleaved_1f1b"],
+        Told(
+            "mesh=1x1x4 with model=llama and pp=interleaved_1f1b",
+            "4 layers",
+            allowed=("one stage per rank",),
+            write="pp=1f1b",
+        ),
+        id="layers-of-a-schedule-with-virtual-stages",
+    ),
+    pytest.param(
         ["mesh=1x1x2", "pp=looped_bfs", "pp.virtual_stages=5"],
         Told("mesh=1x1x2 with model=llama and pp=looped_bfs", "4 layers", "2 x 5 pipeline stages"),
         id="layers-of-many-virtual-stages",

@@ -96,6 +96,12 @@ def test_families_from_a_config(model_type: str) -> None:
     assert (facts.num_layers, facts.num_heads, facts.hidden_size, facts.vocab_size) == (2, 4, 32, 96)
 
 
+def test_whole_numbers_where_transformers_wants_others() -> None:
+    changed = hf("llama")
+    changed["config"] |= {"rms_norm_eps": 1, "attention_dropout": 0}
+    assert build_model(changed).config.rms_norm_eps == 1.0
+
+
 def test_a_recorded_constructor_draws_the_weights_of_the_family() -> None:
     class Recorder(TorchDispatchMode):
         def __init__(self) -> None:

@@ -275,10 +275,15 @@ def _layers(pp: Mapping[str, Any] | None, mesh: MeshShape, facts: ModelFacts) ->
         return
     stages = f"{mesh.pp} pipeline stages" if per_rank == 1 else f"{mesh.pp} x {per_rank} pipeline stages"
     fitting = facts.num_layers // per_rank
+    fills = facts.num_layers >= mesh.pp
+    single = "a schedule with one stage per rank" if fills else f"pp of size {facts.num_layers} with one stage per rank"
+    allowed = [single] if per_rank > 1 else []
+    allowed += [f"pp of size {fitting} or less"] if fitting > 1 else []
     yield ConfigError(
         f"mesh={mesh.name} with model={facts.name}" + (f" and pp={pp['name']}" if per_rank > 1 else ""),
         f"{facts.num_layers} layers cannot fill {stages}",
-        f"pp of size {fitting} or less, or more layers" if fitting else "a schedule with one stage per rank",
+        ", or ".join([*allowed, "more layers"]),
+        "pp=1f1b" if fills and pp["virtual_stages"] is None else "",
     )
 
 

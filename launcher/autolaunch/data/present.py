@@ -54,9 +54,14 @@ def check_data(data_cfg: dict[str, Any], dp: int, facts: Any) -> list[ConfigErro
     errors = _batch_errors(data_cfg, dp) + _length_errors(data_cfg, getattr(facts, "max_seq_len", None))
     vocab_size = getattr(facts, "vocab_size", None)
     if data_cfg["name"] in ("documents", "chat", "classification"):
-        return errors + _row_errors(data_cfg) + _rows_tokenizer_errors(data_cfg, vocab_size, facts is not None)
-    check = {"text": _text_errors, "tokens": _token_errors, "synthetic": _synthetic_errors}[data_cfg["name"]]
-    return errors + check(data_cfg, vocab_size)
+        errors += _row_errors(data_cfg) + _rows_tokenizer_errors(data_cfg, vocab_size, facts is not None)
+    else:
+        check = {"text": _text_errors, "tokens": _token_errors, "synthetic": _synthetic_errors}[data_cfg["name"]]
+        errors += check(data_cfg, vocab_size)
+    if getattr(facts, "name", None) == "hf":  # whose sizes are those of the config of transformers
+        for error in errors:
+            error.write = error.write.replace("model.vocab_size=", "model.config.vocab_size=")
+    return errors
 
 
 def _batch_errors(config: dict[str, Any], dp: int) -> list[ConfigError]:

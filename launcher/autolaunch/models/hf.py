@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
         )
     _check_fields(config_class, model_cfg.get("config") or {})
     try:
-        config = config_class.from_dict(fields)
+        config = config_class.from_dict(_with_floats(config_class, fields))
         config.use_cache = config.get_text_config().use_cache = False
     except Exception as error:  # every family validates in its own way
         raise ConfigError(where, f"transformers refuses this config: {_one_line(error)}") from error
@@ -109,6 +109,13 @@ def _check_fields(config_class: Any, overrides: Mapping[str, Any]) -> None:
                 f"{config_class.__name__} has no such field" + (f"; did you mean {close}?" if close else ""),
                 f"the fields of transformers.{config_class.__name__}",
             )
+
+
+def _with_floats(config_class: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, whole numbers as floats where transformers takes no others: `0` is one in YAML, and in files."""
+    hints = getattr(config_class, "__annotations__", {})
+    wanted = {name for name, hint in hints.items() if float in (hint, *get_args(hint)) and int not in get_args(hint)}
+    return {key: float(value) if key in wanted and type(value) is int else value for key, value in fields.items()}
 
 
 def _one_line(error: Exception) -> str:
