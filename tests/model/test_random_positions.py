@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.model.random_positions import PositionedNumbers, drawing_of_part, holding
+from autolaunch_strategies.model.random_positions import PositionedNumbers, by_position, drawing_of_part, holding
 
 KEEP = 0.8
 
@@ -72,6 +73,35 @@ def test_a_part_of_a_dim_draws_what_the_whole_draws(dim: int) -> None:
         whole = model(x)
     with numbers.step(0, 6, 0), holding({dim: (held, x.shape[dim])}):
         assert torch.equal(model(x.index_select(dim, held)), whole.index_select(dim, held))
+
+
+def test_who_answers_attention_can_let_it_draw_by_position() -> None:
+    """Torch's function is left alone then, so that it can be seen who calls it."""
+    x, inwards, outwards = torch.randn(6, 4, 8), (torch.randn(24, 8), None), (torch.randn(8, 8), None)
+    torch_function = F.scaled_dot_product_attention
+
+    def of_function(attend: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return attend(x[:, None], x[:, None], x[:, None], dropout_p=0.5)[:, 0]
+
+    def of_layer(attend: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        rows = x.transpose(0, 1)
+        out, _ = attend(rows, rows, rows, 8, 2, *inwards, None, None, False, 0.5, *outwards, need_weights=False)
+        return out.transpose(0, 1)
+
+    layer = F.multi_head_attention_forward
+    for usual, asking in (
+        (
+            lambda x: of_function(F.scaled_dot_product_attention, x),
+            lambda x: of_function(by_position(torch_function), x),
+        ),
+        (lambda x: of_layer(layer, x), lambda x: of_layer(by_position(layer), x)),
+    ):
+        with PositionedNumbers(model := Draws(usual), seed=1).step(0, 6, 0):
+            expected = model(x)
+        with PositionedNumbers(model := Draws(asking), seed=1, attention=False).step(0, 6, 0):
+            assert F.scaled_dot_product_attention is torch_function
+            assert torch.equal(model(x), expected)
+        assert F.scaled_dot_product_attention is torch_function is by_position(torch_function)
 
 
 def test_they_are_random() -> None:

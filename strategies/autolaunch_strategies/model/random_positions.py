@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.torch_private.attention import attention_dropping
+from autolaunch_strategies.torch_private.attention import attention_dropping, attention_replaced
 from autolaunch_strategies.torch_private.random_functions import ORIGINALS, in_place_of, is_in_backward, is_recording
 
 Held = Mapping[int, tuple[torch.Tensor, int]]
@@ -265,6 +266,24 @@ def attention(
     return attention_dropping(query, key, value, attn_mask, dropout_p, is_causal, kept, scale, enable_gqa)
 
 
+def by_position(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes as a function of torch, and drops weights of attention by position on plain tensors.
+
+    For code that is handed `func` because it is what answers attention, as with cp: there torch's own function is not
+    replaced, or that code would not be asked anymore.
+    """
+    if _NOW[0] is None:
+        return func
+    if func is ORIGINALS["scaled_dot_product_attention"]:
+        return attention
+    return _with_attention_by_position if func is F.multi_head_attention_forward else func
+
+
+def _with_attention_by_position(*args: Any, **kwargs: Any) -> Any:
+    with attention_replaced(attention):
+        return F.multi_head_attention_forward(*args, **kwargs)
+
+
 _REPLACED: dict[str, Callable[..., Any]] = {
     "dropout": _dropout_with(ORIGINALS["dropout"], lambda tensor: tensor.shape),
     "dropout_": _dropout_with(ORIGINALS["dropout_"], lambda tensor: tensor.shape),
@@ -288,7 +307,8 @@ class PositionedNumbers:
     Args:
         module: what is trained; names of modules are those in it.
         seed: of the run.
-        attention: whether dropout within attention is by position, too.
+        attention: whether torch's attention is replaced by one that drops by position, too; else what answers calls
+            of it has to see to that (see `by_position`).
     """
 
     def __init__(self, module: nn.Module, seed: int, attention: bool = True) -> None:
