@@ -199,6 +199,9 @@ for _model in MODELS:
 add("two", "drawing@mp2", "drawing", mesh="1x2", mp=OWN_PLAN)
 add("two", "gpt2@dp2-own-checkpoints", "gpt2", mesh="2", make=checkpointed)
 add("two", "gpt2@pp2-1f1b-own-checkpoints", "gpt2", mesh="1x1x2", make=checkpointed, pp=BY_SCHEDULE)
+add("one", "square", "gpt2", mesh="1", size=6)  # as many samples as each of two ranks holds positions
+add("two", "square@cp2", "gpt2", mesh="1x1x1x2", size=6, cp=GATHER)
+add("two", "square@cp2-ulysses", "gpt2", mesh="1x1x1x2", size=6, cp=ULYSSES)
 add("one", "uneven", "drawing", mesh="1", size=7)
 add("two", "uneven@dp2", "drawing", mesh="2", size=7)
 add("one", "accumulated", "drawing", mesh="1", size=4, accumulate_grad_batches=2)

@@ -165,18 +165,19 @@ class AttentionCalls(TorchFunctionMode):
             mask = mask if mask is None or mask.dim() <= 4 else mask.flatten(0, mask.dim() - 4)
             if mask is not None and mask.dim() == 3:
                 mask = mask.unsqueeze(0)
-        out = context_attention(
-            q,
-            k,
-            v,
-            backend=self._chosen or within.backend,
-            peers=self.peers,
-            layout=layout,
-            mask=mask,
-            is_causal=is_causal,
-            dropout_p=arguments.get("dropout_p", 0.0),
-            scale=arguments.get("scale"),
-        )
+        with self.whole():  # what it draws is told by its backend, of which only that knows the shape
+            out = context_attention(
+                q,
+                k,
+                v,
+                backend=self._chosen or within.backend,
+                peers=self.peers,
+                layout=layout,
+                mask=mask,
+                is_causal=is_causal,
+                dropout_p=arguments.get("dropout_p", 0.0),
+                scale=arguments.get("scale"),
+            )
         return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
 
     def _on_whole_keys(
@@ -200,7 +201,7 @@ class AttentionCalls(TorchFunctionMode):
         if mask is not None and mask.dim() > 1 and mask.shape[-2] == within.layout.size:
             mask = mask.index_select(-2, within.layout.repeated_positions(self.peers.rank, mask.device))
         own_rows = {q.dim() - 2: (within.layout.padded_positions(self.peers.rank), within.layout.size)}
-        with holding(own_rows):
+        with self.whole(), holding(own_rows):
             return attention_by_torch(q, k, v, attn_mask=mask, **arguments)
 
     def _multi_head_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
