@@ -155,6 +155,13 @@ def test_a_checkpoint_of_the_models_own_draws_again_or_is_refused() -> None:
     with numbers.backward():
         out.sum().backward()
     torch.testing.assert_close(x.grad, 2 * x * (out / (x * x)))
+    x.grad = None
+    with numbers.step(0, 6, 0), holding({1: (torch.tensor([0, 1, 6, 7]), 8)}):
+        of_a_part = model(x)
+    with numbers.backward():
+        of_a_part.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x * (of_a_part / (x * x)))
+    assert not torch.equal(of_a_part, out), "other positions drop others"
     numbers = PositionedNumbers(model := Repeats(2), seed=1)
     with numbers.step(0, 6, 0), pytest.raises(ConfigError, match=r"(?s)block draws 2 times.*recompute=full"):
         model(x).sum().backward()

@@ -55,13 +55,16 @@ class Draws:
     calls: dict[str, int] = field(default_factory=dict)
     again: bool = False
     """Whether a forward pass is repeated from `calls` on."""
+    held: dict[str, Held] = field(default_factory=dict)
+    """By module what was held in its last call, for a checkpoint of the model's own: who says it stands around that."""
 
-    def key_of_call(self) -> tuple[int, int]:
-        """Two numbers of 63 bits for a call that is made now, other ones for every call."""
+    def call(self, shape: Sequence[int]) -> tuple[int, int, Held]:
+        """For a call that is made now two numbers of 63 bits, other ones for every call, and what is held in it."""
         place = _innermost(self.names)
         assert place is not None, "asked for in `_draws_here`"
-        number = self.calls.get(place, 0)
+        number, held = self.calls.get(place, 0), _held(shape)
         if is_in_backward() and not self.again:
+            held = self.held.get(place, held)
             if number > 1:
                 raise ConfigError(
                     "random_numbers=by_position",
@@ -72,17 +75,17 @@ class Draws:
                 )
             number = 0
         else:
-            self.calls[place] = number + 1
+            self.calls[place], self.held[place] = number + 1, held
         digest = hashlib.blake2b(f"{self.seed}:{place}:{number}".encode(), digest_size=16).digest()
-        return int.from_bytes(digest[:8], "little") >> 1, int.from_bytes(digest[8:], "little") >> 1
+        return int.from_bytes(digest[:8], "little") >> 1, int.from_bytes(digest[8:], "little") >> 1, held
 
     def hashes(self, shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
         """32 random bits for each element of a tensor, as (rows, int32 [rows, last dim]), a part at a time.
 
         The highest bits are the most random ones.
         """
-        rows_key, columns_key = self.key_of_call()
-        *outer, _ = indices = self._indices(shape, device)
+        rows_key, columns_key, held = self.call(shape)
+        *outer, _ = indices = self._indices(shape, held, device)
         row = torch.zeros((), dtype=torch.int64, device=device)
         for index, size in outer:
             row = (row.unsqueeze(-1) * size + index).flatten()
@@ -93,11 +96,11 @@ class Draws:
             part = slice(start, min(start + count, len(rows)))
             yield part, _mixed_32(rows[part, None] + columns)
 
-    def _indices(self, shape: Sequence[int], device: torch.device) -> list[tuple[torch.Tensor, int]]:
+    def _indices(self, shape: Sequence[int], held: Held, device: torch.device) -> list[tuple[torch.Tensor, int]]:
         """Of each dim the indices in the whole tensor of all ranks, and its size there (that of dim 0 is not used)."""
         if not shape:
             return [(torch.zeros(1, dtype=torch.int64, device=device), 1)]
-        indices, held = [], _held(shape)
+        indices = []
         for dim, count in enumerate(shape):
             index, size = held.get(dim, (None, count))
             index = torch.arange(count, device=device) if index is None else index.to(device)
@@ -366,7 +369,7 @@ def drawing_of_part(start: int, samples: int, whole: int) -> AbstractContextMana
     if draws is None:
         return nullcontext()
     first = draws.first * whole // max(draws.samples, 1) + start  # a step may give the model its batch twice
-    return _drawing(replace(draws, samples=samples, first=first, calls=dict(draws.calls)))
+    return _drawing(replace(draws, samples=samples, first=first, calls=dict(draws.calls), held={}))
 
 
 def drawing_again() -> AbstractContextManager[Any]:
