@@ -202,6 +202,8 @@ add("two", "gpt2@pp2-1f1b-own-checkpoints", "gpt2", mesh="1x1x2", make=checkpoin
 add("one", "square", "gpt2", mesh="1", size=6)  # as many samples as each of two ranks holds positions
 add("two", "square@cp2", "gpt2", mesh="1x1x1x2", size=6, cp=GATHER)
 add("two", "square@cp2-ulysses", "gpt2", mesh="1x1x1x2", size=6, cp=ULYSSES)
+add("one", "asking-square", "asking", mesh="1", size=6)
+add("two", "asking-square@cp2", "asking", mesh="1x1x1x2", size=6, cp=GATHER)
 add("two", "gpt2@cp2-own-checkpoints", "gpt2", mesh="1x1x1x2", make=checkpointed, cp=GATHER)
 add("one", "uneven", "drawing", mesh="1", size=7)
 add("two", "uneven@dp2", "drawing", mesh="2", size=7)
