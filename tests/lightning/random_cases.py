@@ -65,8 +65,73 @@ def checkpointed() -> pl.LightningModule:
     return module
 
 
+def bart() -> pl.LightningModule:
+    """Decoders see sequences of another length than their own."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    config = BartConfig(
+        vocab_size=modules.VOCABULARY, d_model=modules.WIDTH, encoder_ffn_dim=24, decoder_ffn_dim=24, encoder_layers=1,
+        decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=32,
+        dropout=0.1, attention_dropout=0.2, activation_dropout=0.1, init_std=0.2, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=2,
+    )  # fmt: skip
+    return modules.Transformers(BartForConditionalGeneration(config))
+
+
+class Dropping(modules.Block):
+    """Numbers for each sample, and for positions with the samples flattened into them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.dropout((super().forward(x) - x).flatten(0, 1), 0.2, self.training).view_as(x)
+        return x + hidden * x.new_empty(len(x), 1, 1).bernoulli_(0.7) if self.training else x + hidden
+
+
+class Asking(nn.Module):
+    """Attention outside of blocks: to keys that are no sequence, by torch's function and by its layer."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embedding = nn.Embedding(modules.VOCABULARY, modules.WIDTH)
+        self.blocks = nn.ModuleList(Dropping() for _ in range(2))
+        self.known = nn.Parameter(torch.randn(5, modules.WIDTH))
+        self.ask, self.head = nn.Linear(modules.WIDTH, modules.WIDTH), nn.Linear(modules.WIDTH, modules.VOCABULARY)
+        self.attention = nn.MultiheadAttention(modules.WIDTH, heads, 0.3, batch_first=True)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        known = self.known.expand(len(x), -1, -1)
+        q, k = (item.unflatten(-1, (self.heads, -1)).transpose(1, 2) for item in (self.ask(x), known))
+        drops = 0.3 if self.training else 0.0
+        x = x + F.scaled_dot_product_attention(q, k, k, dropout_p=drops).transpose(1, 2).flatten(2)
+        return self.head(x + self.attention(x, known, known, need_weights=False)[0])
+
+
+class AskingModule(pl.LightningModule):
+    """`Asking` as a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Asking()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def sequences() -> Items:
     return only(texts(24, even=True), *HF_KEYS)
+
+
+def pairs() -> Items:
+    """Sequences, and shorter ones to be made of them."""
+    return Items([{**item, "labels": item["labels"][:6]} for item in sequences().items])
 
 
 MODELS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], Items]]] = {
@@ -74,6 +139,8 @@ MODELS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], Items]]] 
     "gpt2": (gpt2, sequences),
     "llama": (llama, sequences),
     "gpt2-eager": (lambda: gpt2("eager"), sequences),
+    "bart": (bart, pairs),
+    "asking": (AskingModule, sequences),
 }
 
 
@@ -110,7 +177,12 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LESS = {"llama": {"dp2mp2", "mp2cp2"}, "gpt2-eager": {"dp2pp2-1f1b", "mp2cp2-ulysses"}}
 """Meshes of four ranks that a model leaves to the others, which differ from it in their attention only."""
-OF_VECTORS = ("dp2", "pp2-recompute", "pp2-1f1b", "dp2pp2-1f1b")
+ONLY = {
+    "drawing": ("dp2", "pp2-recompute", "pp2-1f1b", "dp2pp2-1f1b"),
+    "bart": ("cp2", "cp2-ulysses", "mp2cp2"),
+    "asking": ("cp2", "mp2cp2"),
+}
+"""The meshes on which a model runs that is not like the others; of those with other attention, the ones with cp."""
 
 GROUPS: dict[str, dict[str, Any]] = {"one": {}, "two": {}, "four": {}}
 
@@ -122,11 +194,17 @@ def add(group: str, name: str, model: str, **changes: Any) -> None:
 for _model in MODELS:
     add("one", _model, _model, mesh="1")
     for _mesh, (_group, _changes) in MESHES.items():
-        if _mesh in OF_VECTORS if _model == "drawing" else _mesh not in LESS.get(_model, ()):
+        if _mesh in ONLY.get(_model, MESHES) and _mesh not in LESS.get(_model, ()):
             add(_group, f"{_model}@{_mesh}", _model, **_changes)
 add("two", "drawing@mp2", "drawing", mesh="1x2", mp=OWN_PLAN)
 add("two", "gpt2@dp2-own-checkpoints", "gpt2", mesh="2", make=checkpointed)
 add("two", "gpt2@pp2-1f1b-own-checkpoints", "gpt2", mesh="1x1x2", make=checkpointed, pp=BY_SCHEDULE)
+add("one", "square", "gpt2", mesh="1", size=6)  # as many samples as each of two ranks holds positions
+add("two", "square@cp2", "gpt2", mesh="1x1x1x2", size=6, cp=GATHER)
+add("two", "square@cp2-ulysses", "gpt2", mesh="1x1x1x2", size=6, cp=ULYSSES)
+add("one", "asking-square", "asking", mesh="1", size=6)
+add("two", "asking-square@cp2", "asking", mesh="1x1x1x2", size=6, cp=GATHER)
+add("two", "gpt2@cp2-own-checkpoints", "gpt2", mesh="1x1x1x2", make=checkpointed, cp=GATHER)
 add("one", "uneven", "drawing", mesh="1", size=7)
 add("two", "uneven@dp2", "drawing", mesh="2", size=7)
 add("one", "accumulated", "drawing", mesh="1", size=4, accumulate_grad_batches=2)

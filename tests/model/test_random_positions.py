@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.model.random_positions import PositionedNumbers, drawing_of_part, holding
+from autolaunch_strategies.model.random_positions import PositionedNumbers, by_position, drawing_of_part, holding
 
 KEEP = 0.8
 
@@ -74,6 +75,35 @@ def test_a_part_of_a_dim_draws_what_the_whole_draws(dim: int) -> None:
         assert torch.equal(model(x.index_select(dim, held)), whole.index_select(dim, held))
 
 
+def test_who_answers_attention_can_let_it_draw_by_position() -> None:
+    """Torch's function is left alone then, so that it can be seen who calls it."""
+    x, inwards, outwards = torch.randn(6, 4, 8), (torch.randn(24, 8), None), (torch.randn(8, 8), None)
+    torch_function = F.scaled_dot_product_attention
+
+    def of_function(attend: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return attend(x[:, None], x[:, None], x[:, None], dropout_p=0.5)[:, 0]
+
+    def of_layer(attend: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        rows = x.transpose(0, 1)
+        out, _ = attend(rows, rows, rows, 8, 2, *inwards, None, None, False, 0.5, *outwards, need_weights=False)
+        return out.transpose(0, 1)
+
+    layer = F.multi_head_attention_forward
+    for usual, asking in (
+        (
+            lambda x: of_function(F.scaled_dot_product_attention, x),
+            lambda x: of_function(by_position(torch_function), x),
+        ),
+        (lambda x: of_layer(layer, x), lambda x: of_layer(by_position(layer), x)),
+    ):
+        with PositionedNumbers(model := Draws(usual), seed=1).step(0, 6, 0):
+            expected = model(x)
+        with PositionedNumbers(model := Draws(asking), seed=1, attention=False).step(0, 6, 0):
+            assert F.scaled_dot_product_attention is torch_function
+            assert torch.equal(model(x), expected)
+        assert F.scaled_dot_product_attention is torch_function is by_position(torch_function)
+
+
 def test_they_are_random() -> None:
     """Each statistic is one of many independent numbers, in units of its standard deviation."""
     model, noisy, x = Draws(dropped), Draws(lambda x: torch.randn_like(x)), torch.ones(4, 256, 128)
@@ -125,6 +155,13 @@ def test_a_checkpoint_of_the_models_own_draws_again_or_is_refused() -> None:
     with numbers.backward():
         out.sum().backward()
     torch.testing.assert_close(x.grad, 2 * x * (out / (x * x)))
+    x.grad = None
+    with numbers.step(0, 6, 0), holding({1: (torch.tensor([0, 1, 6, 7]), 8)}):
+        of_a_part = model(x)
+    with numbers.backward():
+        of_a_part.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x * (of_a_part / (x * x)))
+    assert not torch.equal(of_a_part, out), "other positions drop others"
     numbers = PositionedNumbers(model := Repeats(2), seed=1)
     with numbers.step(0, 6, 0), pytest.raises(ConfigError, match=r"(?s)block draws 2 times.*recompute=full"):
         model(x).sum().backward()

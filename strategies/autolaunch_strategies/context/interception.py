@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from autolaunch_strategies.config import ConfigError, to_write
 from autolaunch_strategies.context.attention.backends import context_attention
 from autolaunch_strategies.mesh.layout import Layout, Peers
+from autolaunch_strategies.model.random_positions import attention as attention_by_torch
+from autolaunch_strategies.model.random_positions import by_position, holding
 from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
 from autolaunch_strategies.sharded_sequence.parts import whole
 from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut, repeated_to
@@ -107,7 +109,7 @@ class AttentionCalls(TorchFunctionMode):
         if self.within is None and SequenceShard in types:
             return self._attention_outside(func, arguments)
         within = self._now(arguments["query"].shape[-2])
-        return func(*args, **kwargs) if within is None else self._attention(within, arguments)
+        return by_position(func)(*args, **kwargs) if within is None else self._attention(within, arguments)
 
     def _now(self, length: int) -> Within | None:
         """The sharded module that calls attention now with `length` queries; None outside of all of them.
@@ -152,7 +154,7 @@ class AttentionCalls(TorchFunctionMode):
         q, k, v = (arguments.pop(name) for name in HEADS)
         mask, is_causal = arguments.pop("attn_mask", None), arguments.pop("is_causal", False)
         if q.dim() < 3 or q.shape[-2] != layout.local:  # along something else than the sequence
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, **arguments)
+            return attention_by_torch(q, k, v, attn_mask=mask, is_causal=is_causal, **arguments)
         if k.shape[-2] != layout.local:
             return self._on_whole_keys(within, q, k, v, mask, is_causal, arguments)
         self.seen += 1
@@ -163,18 +165,19 @@ class AttentionCalls(TorchFunctionMode):
             mask = mask if mask is None or mask.dim() <= 4 else mask.flatten(0, mask.dim() - 4)
             if mask is not None and mask.dim() == 3:
                 mask = mask.unsqueeze(0)
-        out = context_attention(
-            q,
-            k,
-            v,
-            backend=self._chosen or within.backend,
-            peers=self.peers,
-            layout=layout,
-            mask=mask,
-            is_causal=is_causal,
-            dropout_p=arguments.get("dropout_p", 0.0),
-            scale=arguments.get("scale"),
-        )
+        with self.whole():  # what it draws is told by its backend, of which only that knows the shape
+            out = context_attention(
+                q,
+                k,
+                v,
+                backend=self._chosen or within.backend,
+                peers=self.peers,
+                layout=layout,
+                mask=mask,
+                is_causal=is_causal,
+                dropout_p=arguments.get("dropout_p", 0.0),
+                scale=arguments.get("scale"),
+            )
         return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
 
     def _on_whole_keys(
@@ -197,7 +200,9 @@ class AttentionCalls(TorchFunctionMode):
             )
         if mask is not None and mask.dim() > 1 and mask.shape[-2] == within.layout.size:
             mask = mask.index_select(-2, within.layout.repeated_positions(self.peers.rank, mask.device))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **arguments)
+        own_rows = {q.dim() - 2: (within.layout.padded_positions(self.peers.rank), within.layout.size)}
+        with self.whole(), holding(own_rows):
+            return attention_by_torch(q, k, v, attn_mask=mask, **arguments)
 
     def _multi_head_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As `F.multi_head_attention_forward`: attention within it is answered here, too.
@@ -209,7 +214,7 @@ class AttentionCalls(TorchFunctionMode):
             return self._multi_head_attention_outside(func, arguments)
         within = self._now(arguments["query"].shape[0])
         if within is None or arguments["query"].shape[0] != within.layout.local:
-            return func(**arguments)
+            return by_position(func)(**arguments)
         if arguments.get("need_weights", True):
             raise ConfigError(
                 f"cp={self.peers.size} with {within.module or 'the model'}",

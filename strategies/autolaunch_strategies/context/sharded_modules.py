@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from autolaunch_strategies.config import ConfigError, ContextParallel
 from autolaunch_strategies.context.arguments import Form, flattened
 from autolaunch_strategies.context.experts_on_parts import experts_on_parts
+from autolaunch_strategies.context.held_positions import Rows, held_of_part
 from autolaunch_strategies.context.interception import AttentionCalls
 from autolaunch_strategies.context.opened import OpenedForward
 from autolaunch_strategies.context.shown import show_whole
@@ -101,8 +102,8 @@ class Sequences:
     """Whether a module runs that is sharded, or found not to be shardable: those within it run as they are called."""
     trying: bool = False
     """Whether a module runs for a trial only."""
-    rows: int = 1
-    """Samples in the batch of the module that runs on a part."""
+    rows: Rows = field(default_factory=Rows)
+    """Of the batch of the module that runs on a part."""
     has_sharded: bool = False
     """Whether any module has run on a part."""
     inner: dict[nn.Module, ShardedModule] = field(default_factory=dict)
@@ -278,7 +279,7 @@ class ShardedModule:
         args, kwargs = form.arguments(parts)
         with without_torch_functions():
             pairs = zip(parts, sharding.argument_dims, strict=True)
-            self.sequences.rows = next((_batch_of(part, dim) for part, dim in pairs if dim is not None), 1)
+            self.sequences.rows = next((Rows.of(part, dim) for part, dim in pairs if dim is not None), Rows())
         with self._within(layout):
             return self._own(*args, **kwargs)
 
@@ -290,7 +291,7 @@ class ShardedModule:
         if within is None:
             return next((shard for shard in self.sequences.opened if shard._local is part), None)
         dim = _dim_of_part(part, within.layout)
-        if dim is None and part.dim() > 0 and part.shape[0] == self.sequences.rows * within.layout.local:
+        if dim is None and part.dim() > 0 and part.shape[0] == self.sequences.rows.samples * within.layout.local:
             dim = 0  # the batch is flattened into it
         return None if dim is None else self._shard(part, dim, within.layout)
 
@@ -585,15 +586,9 @@ class ShardedModule:
 
     def _held(self, layout: Layout, shape: Sequence[int]) -> dict[int, tuple[torch.Tensor, int]]:
         """What this rank holds of a tensor of the shape within the module, for numbers by position."""
-        positions = layout.padded_positions(self.sequences.peers.rank)
-        usual = 2 if len(shape) == 4 else 1  # in attention heads stand in front of it
-        dims = [dim for dim, count in enumerate(shape) if count == layout.local]
-        if dims:
-            return {min(dims, key=lambda dim: abs(dim - usual)): (positions, layout.size)}
-        if shape and shape[0] == self.sequences.rows * layout.local:  # the batch is flattened into it
-            rows = torch.arange(self.sequences.rows)[:, None] * layout.size
-            return {0: ((rows + positions).flatten(), self.sequences.rows * layout.size)}
-        return {}
+        if self.sequences.calls.within is None:  # attention is being answered, which says itself what it holds
+            return {}
+        return held_of_part(shape, layout, self.sequences.peers.rank, self.sequences.rows)
 
     # --- random numbers ---------------------------------------------------------------------------------------------
 
@@ -712,11 +707,6 @@ def _dim_of_part(leaf: Any, layout: Layout) -> int | None:
         return None
     dims = [dim for dim in range(leaf.dim()) if leaf.shape[dim] == layout.local]
     return dims[0] if len(dims) == 1 else next((dim for dim in dims if dim == 1), None)
-
-
-def _batch_of(part: torch.Tensor, dim: int) -> int:
-    """How many samples stand beside the sequence in dim `dim`: the other one of the first two dims."""
-    return part.shape[1 - dim] if dim < 2 <= part.dim() else 1
 
 
 def _whole(leaf: Any) -> Any:

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.torch_private.attention import attention_dropping
+from autolaunch_strategies.torch_private.attention import attention_dropping, attention_replaced
 from autolaunch_strategies.torch_private.random_functions import ORIGINALS, in_place_of, is_in_backward, is_recording
 
 Held = Mapping[int, tuple[torch.Tensor, int]]
@@ -54,13 +55,16 @@ class Draws:
     calls: dict[str, int] = field(default_factory=dict)
     again: bool = False
     """Whether a forward pass is repeated from `calls` on."""
+    held: dict[str, Held] = field(default_factory=dict)
+    """By module what was held in its last call, for a checkpoint of the model's own: who says it stands around that."""
 
-    def key_of_call(self) -> tuple[int, int]:
-        """Two numbers of 63 bits for a call that is made now, other ones for every call."""
+    def call(self, shape: Sequence[int]) -> tuple[int, int, Held]:
+        """For a call that is made now two numbers of 63 bits, other ones for every call, and what is held in it."""
         place = _innermost(self.names)
         assert place is not None, "asked for in `_draws_here`"
-        number = self.calls.get(place, 0)
+        number, held = self.calls.get(place, 0), _held(shape)
         if is_in_backward() and not self.again:
+            held = self.held.get(place, held)
             if number > 1:
                 raise ConfigError(
                     "random_numbers=by_position",
@@ -71,17 +75,17 @@ class Draws:
                 )
             number = 0
         else:
-            self.calls[place] = number + 1
+            self.calls[place], self.held[place] = number + 1, held
         digest = hashlib.blake2b(f"{self.seed}:{place}:{number}".encode(), digest_size=16).digest()
-        return int.from_bytes(digest[:8], "little") >> 1, int.from_bytes(digest[8:], "little") >> 1
+        return int.from_bytes(digest[:8], "little") >> 1, int.from_bytes(digest[8:], "little") >> 1, held
 
     def hashes(self, shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
         """32 random bits for each element of a tensor, as (rows, int32 [rows, last dim]), a part at a time.
 
         The highest bits are the most random ones.
         """
-        rows_key, columns_key = self.key_of_call()
-        *outer, _ = indices = self._indices(shape, device)
+        rows_key, columns_key, held = self.call(shape)
+        *outer, _ = indices = self._indices(shape, held, device)
         row = torch.zeros((), dtype=torch.int64, device=device)
         for index, size in outer:
             row = (row.unsqueeze(-1) * size + index).flatten()
@@ -92,11 +96,11 @@ class Draws:
             part = slice(start, min(start + count, len(rows)))
             yield part, _mixed_32(rows[part, None] + columns)
 
-    def _indices(self, shape: Sequence[int], device: torch.device) -> list[tuple[torch.Tensor, int]]:
+    def _indices(self, shape: Sequence[int], held: Held, device: torch.device) -> list[tuple[torch.Tensor, int]]:
         """Of each dim the indices in the whole tensor of all ranks, and its size there (that of dim 0 is not used)."""
         if not shape:
             return [(torch.zeros(1, dtype=torch.int64, device=device), 1)]
-        indices, held = [], _held(shape)
+        indices = []
         for dim, count in enumerate(shape):
             index, size = held.get(dim, (None, count))
             index = torch.arange(count, device=device) if index is None else index.to(device)
@@ -265,6 +269,24 @@ def attention(
     return attention_dropping(query, key, value, attn_mask, dropout_p, is_causal, kept, scale, enable_gqa)
 
 
+def by_position(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes as a function of torch, and drops weights of attention by position on plain tensors.
+
+    For code that is handed `func` because it is what answers attention, as with cp: there torch's own function is not
+    replaced, or that code would not be asked anymore.
+    """
+    if _NOW[0] is None:
+        return func
+    if func is ORIGINALS["scaled_dot_product_attention"]:
+        return attention
+    return _with_attention_by_position if func is F.multi_head_attention_forward else func
+
+
+def _with_attention_by_position(*args: Any, **kwargs: Any) -> Any:
+    with attention_replaced(attention):
+        return F.multi_head_attention_forward(*args, **kwargs)
+
+
 _REPLACED: dict[str, Callable[..., Any]] = {
     "dropout": _dropout_with(ORIGINALS["dropout"], lambda tensor: tensor.shape),
     "dropout_": _dropout_with(ORIGINALS["dropout_"], lambda tensor: tensor.shape),
@@ -288,7 +310,8 @@ class PositionedNumbers:
     Args:
         module: what is trained; names of modules are those in it.
         seed: of the run.
-        attention: whether dropout within attention is by position, too.
+        attention: whether torch's attention is replaced by one that drops by position, too; else what answers calls
+            of it has to see to that (see `by_position`).
     """
 
     def __init__(self, module: nn.Module, seed: int, attention: bool = True) -> None:
@@ -346,7 +369,7 @@ def drawing_of_part(start: int, samples: int, whole: int) -> AbstractContextMana
     if draws is None:
         return nullcontext()
     first = draws.first * whole // max(draws.samples, 1) + start  # a step may give the model its batch twice
-    return _drawing(replace(draws, samples=samples, first=first, calls=dict(draws.calls)))
+    return _drawing(replace(draws, samples=samples, first=first, calls=dict(draws.calls), held={}))
 
 
 def drawing_again() -> AbstractContextManager[Any]:

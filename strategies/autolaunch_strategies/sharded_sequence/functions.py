@@ -11,6 +11,7 @@ import logging
 from functools import lru_cache
 from typing import Any
 
+from autolaunch_strategies.model.random_positions import by_position
 from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
 from autolaunch_strategies.sharded_sequence.parts import NeedsWhole, map_leaves, whole
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard, cut
@@ -47,7 +48,7 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     whole_args, whole_kwargs = map_leaves(whole, (args, kwargs))
     first = args[0] if args else None
     if not isinstance(first, SequenceShard) or not changes_first(func):
-        return func(*whole_args, **whole_kwargs)
+        return by_position(func)(*whole_args, **whole_kwargs)
     changed = whole_args[0].clone()
     func(changed, *whole_args[1:], **whole_kwargs)
     if changed.shape != first.sizes:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autolaunch_strategies.model.random_positions import by_position, holding
 from autolaunch_strategies.model.random_streams import stream_of
 from autolaunch_strategies.sharded_sequence.parts import (
     NeedsWhole,
@@ -153,6 +154,7 @@ def attention(func: Any, args: Any, kwargs: Any) -> Any:
         arguments["attn_mask"] = torch.arange(keys.shape[-2], device=held.device) <= held[:, None]
     elif isinstance(arguments.get("attn_mask"), torch.Tensor):
         arguments["attn_mask"] = parts_of(arguments["attn_mask"], query, 2)
-    drops = stream_of(f"cp{query.group.rank()}", query.local.device) if arguments.get("dropout_p") else nullcontext()
-    with drops:
-        return as_shards(func(query.local, whole(keys), whole(values), **arguments), query, 2)
+    rank, positions = query.group.rank(), query.positions
+    drops = stream_of(f"cp{rank}", query.local.device) if arguments.get("dropout_p") else nullcontext()
+    with drops, holding({query.sequence_dim: (positions.of_rank(rank), positions.size)}):
+        return as_shards(by_position(func)(query.local, whole(keys), whole(values), **arguments), query, 2)
