@@ -88,6 +88,7 @@ def dry_runs(mesh: str, case: str, monkeypatch: pytest.MonkeyPatch) -> Runs:
             return super().held()
 
     monkeypatch.setattr(dry_step, "_OneStep", Seen)
+    monkeypatch.setattr("autolaunch_strategies.dry_run.forks.can_fork", lambda: False)  # what a fork finds is its own
     without_process_group()
     training = dry_step.Training(
         parallel_config(mesh, {"sharding_level": 0}, None, None, backend),
