@@ -99,8 +99,9 @@ class MeshStrategy(ParallelStrategy):
         recompute_budget: with budget, the share (0 to 1) that compiled blocks may keep of what they would; 0.5 if None.
         compile: compile every block: True or a mode of `torch.compile`.
         random_numbers: what dropout drops while training: what a generator on each rank says (by_rank; on one rank the
-            numbers of plain Lightning; on several `torch.rand(())` is the same), or what belongs to the place of an
-            element in the run (by_position; the same on every mesh, and other ones than by_rank).
+            numbers of plain Lightning; on several `torch.rand(())` in modules of the model is the same), or what
+            belongs to the place of an element in the run (by_position; the same on every mesh, and other ones than
+            by_rank).
         ep: over how many ranks of dp x cp x mp the experts of a mixture are shared out.
         float8: the recipe (rowwise, tensorwise) by which linear layers of blocks multiply in float8, by torchao; the
             Trainer's precision is that of everything else.

@@ -151,7 +151,9 @@ def _draws_here(single: bool = False) -> Draws | None:
     draws = _NOW[0]
     if draws is None or (draws.only_single and not single) or is_recording():
         return None
-    return draws if _innermost(draws.names) is not None else None
+    place = _innermost(draws.names)
+    is_of_step = draws.only_single and not place  # what the step itself draws is for the samples of its rank
+    return None if place is None or is_of_step else draws
 
 
 def _innermost(names: Mapping[nn.Module, str]) -> str | None:
@@ -301,8 +303,9 @@ class PositionedNumbers:
         module: what is trained; names of modules are those in it.
         seed: of the run.
         attention: whether dropout within attention is by position, too.
-        only_single: draw by position only what `torch.rand(())` gives. A number by itself, for no element of any
-            tensor, decides what is run: a layer is skipped or not, and ranks that gather it have to agree.
+        only_single: draw by position only what `torch.rand(())` gives in modules of `module`. A number by itself, for
+            no element of any tensor, decides what is run: a layer is skipped or not, and ranks that gather it have to
+            agree. What `module` draws itself, in its step, is for the samples of a rank.
     """
 
     def __init__(self, module: nn.Module, seed: int, attention: bool = True, only_single: bool = False) -> None:
