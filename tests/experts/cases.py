@@ -277,6 +277,7 @@ def parsed(text: str) -> Any:
 GROUPS: dict[str, list[str]] = {
     "2": [
         "own:2:ep=2,dp=0,recompute=full", "own:2:ep=2,compile=1", "resume-own:2ep2:2ep1",
+        "deepseek_v3:2:ep=2,dp=3,recompute=selective", "deepseek_v3:2:ep=2,dp=1,recompute=selective",
         "olmoe:dp1xcp2:ep=2,cp=ring", "jamba:2:ep=2,aux=1", "nemotron_h:2:ep=2,recompute=full",
         "gpt_oss:1x2:ep=1,mp=seq_parallel",
     ],

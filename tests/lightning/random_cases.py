@@ -58,6 +58,11 @@ def llama() -> pl.LightningModule:
     return modules.Transformers(modules.hf_causal("llama", attention_dropout=0.3))
 
 
+def layerdrop() -> pl.LightningModule:
+    """Half of the layers are skipped in a step, as the host decides; nothing else draws."""
+    return modules.Transformers(modules.hf_causal("opt", layerdrop=0.5))
+
+
 def checkpointed() -> pl.LightningModule:
     """The model's own checkpointing, of which the engine knows nothing."""
     module = gpt2()
@@ -138,6 +143,7 @@ MODELS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], Items]]] 
     "drawing": (Drawing, lambda: vectors(24)),
     "gpt2": (gpt2, sequences),
     "llama": (llama, sequences),
+    "layerdrop": (layerdrop, sequences),
     "gpt2-eager": (lambda: gpt2("eager"), sequences),
     "bart": (bart, pairs),
     "asking": (AskingModule, sequences),
@@ -181,6 +187,7 @@ ONLY = {
     "drawing": ("dp2", "pp2-recompute", "pp2-1f1b", "dp2pp2-1f1b"),
     "bart": ("cp2", "cp2-ulysses", "mp2cp2"),
     "asking": ("cp2", "mp2cp2"),
+    "layerdrop": ("dp2",),
 }
 """The meshes on which a model runs that is not like the others; of those with other attention, the ones with cp."""
 
@@ -209,6 +216,12 @@ add("one", "uneven", "drawing", mesh="1", size=7)
 add("two", "uneven@dp2", "drawing", mesh="2", size=7)
 add("one", "accumulated", "drawing", mesh="1", size=4, accumulate_grad_batches=2)
 add("two", "accumulated@dp2", "drawing", mesh="2", size=4, accumulate_grad_batches=2)
+for _level in (0, 1, 3):
+    add("two", f"layerdrop@dp2-level{_level}-by-rank", "layerdrop", mesh="2", dp=_level, random_numbers="by_rank")
+add(
+    "two", "layerdrop@dp2-level3-recompute-by-rank", "layerdrop", mesh="2", dp=3, recompute="full",
+    random_numbers="by_rank",
+)  # fmt: skip
 add("one", "drawing-by-rank", "drawing", mesh="1", random_numbers="by_rank")
 
 

@@ -15,7 +15,10 @@ SCRIPT = Path(__file__).with_name("random_cases.py")
 pytestmark = pytest.mark.timeout(300)
 
 
-EVERYDAY = {"drawing@mp2", "gpt2@dp2-level3-recompute", "gpt2@pp2-1f1b-own-checkpoints", "gpt2@cp2"}
+EVERYDAY = {
+    "drawing@mp2", "gpt2@dp2-level3-recompute", "gpt2@pp2-1f1b-own-checkpoints", "gpt2@cp2",
+    "layerdrop@dp2-level3-by-rank",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", tiered(GROUPS["two"], EVERYDAY))

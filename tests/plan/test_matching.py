@@ -48,6 +48,18 @@ def test_names_with_and_without_what_stands_in_front() -> None:
     assert found("model", prefix="model.") == [""]
 
 
+def test_a_name_that_a_module_has_of_its_own_means_that_module_alone() -> None:
+    parameters = {"": ["scale"], "decoder": ["weight"], "model": ["scale"], "model.decoder": ["weight"]}
+    patterns = ["model", "model.scale", "model.decoder", "model.decoder.weight"]
+    matches, _ = match_rules(read_plan(dict.fromkeys(patterns, "GatherWhenUsed")), parameters, "model.")
+    assert {(match.rule.pattern, match.module, match.only) for match in matches} == {
+        ("model", "model", None),
+        ("model.scale", "model", "scale"),
+        ("model.decoder", "model.decoder", None),
+        ("model.decoder.weight", "model.decoder", "weight"),
+    }
+
+
 def test_all_rules_of_a_module_apply_in_the_order_of_the_plan() -> None:
     plan = {".*fc1": "ColWiseParallel", "layers.0.fc1": ["RowWiseParallel", "SequenceParallelEnd"]}
     matches, warnings = match_rules(read_plan(plan), PARAMETERS)

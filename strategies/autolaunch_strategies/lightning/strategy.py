@@ -99,8 +99,9 @@ class MeshStrategy(ParallelStrategy):
         recompute_budget: with budget, the share (0 to 1) that compiled blocks may keep of what they would; 0.5 if None.
         compile: compile every block: True or a mode of `torch.compile`.
         random_numbers: what dropout drops while training: what a generator on each rank says (by_rank; on one rank the
-            numbers of plain Lightning), or what belongs to the place of an element in the run (by_position; the same on
-            every mesh, and other ones than by_rank).
+            numbers of plain Lightning; on several `torch.rand(())` in modules of the model is the same), or what
+            belongs to the place of an element in the run (by_position; the same on every mesh, and other ones than
+            by_rank).
         ep: over how many ranks of dp x cp x mp the experts of a mixture are shared out.
         float8: the recipe (rowwise, tensorwise) by which linear layers of blocks multiply in float8, by torchao; the
             Trainer's precision is that of everything else.
@@ -425,6 +426,8 @@ class MeshStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if fitting and self.parallel.random_numbers == "by_position":
             self._numbers = PositionedNumbers(module, self.place.seed, attention=self.shape.cp == 1)
+        elif fitting and self.shape.dp > 1:
+            self._numbers = PositionedNumbers(module, self.place.seed, only_single=True)
         self.place.begin_random_streams()
         self.place.apply_timeout()
 
@@ -560,6 +563,8 @@ class MeshStrategy(ParallelStrategy):
     def _numbers_of_step(self, args: Any) -> AbstractContextManager[None]:
         if self._numbers is None:
             return nullcontext()
+        if self._numbers.only_single:
+            return self._numbers.step(self._module.trainer.fit_loop.epoch_loop.total_batch_idx, 0, 0)
         samples = batch_size(tree_leaves(args[:1]))
         first, together = self.batches.place(samples, self.dp_rank, self.dp_size)
         number, before = self._optimizer_step(together)

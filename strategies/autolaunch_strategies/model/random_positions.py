@@ -57,6 +57,8 @@ class Draws:
     """Whether a forward pass is repeated from `calls` on."""
     held: dict[str, Held] = field(default_factory=dict)
     """By module what was held in its last call, for a checkpoint of the model's own: who says it stands around that."""
+    only_single: bool = False
+    """Whether single numbers alone are drawn here, all others from the generators of the ranks."""
 
     def call(self, shape: Sequence[int]) -> tuple[int, int, Held]:
         """For a call that is made now two numbers of 63 bits, other ones for every call, and what is held in it."""
@@ -66,12 +68,13 @@ class Draws:
         if is_in_backward() and not self.again:
             held = self.held.get(place, held)
             if number > 1:
+                instead = "recompute=full instead of the model's own gradient checkpointing"
                 raise ConfigError(
-                    "random_numbers=by_position",
+                    f"random_numbers={'by_rank' if self.only_single else 'by_position'}",
                     f"{place or 'the module'} draws {number} times in a step, and is computed again by a "
                     "checkpoint of the model's own, of which it can't be known which of these it repeats",
-                    "recompute=full instead of the model's own gradient checkpointing, or random_numbers=by_rank",
-                    "random_numbers=by_rank",
+                    instead if self.only_single else f"{instead}, or random_numbers=by_rank",
+                    "recompute=full" if self.only_single else "random_numbers=by_rank",
                 )
             number = 0
         else:
@@ -143,10 +146,18 @@ def _mixed_32(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _draws_here() -> Draws | None:
-    """Where numbers are drawn now; None outside of steps, and for what no module of the trained one has asked for."""
+def _draws_here(single: bool = False) -> Draws | None:
+    """Where numbers are drawn now; None outside of steps, and for what no module of the trained one has asked for.
+
+    Args:
+        single: a tensor without dims is drawn.
+    """
     draws = _NOW[0]
-    return draws if draws is not None and not is_recording() and _innermost(draws.names) is not None else None
+    if draws is None or (draws.only_single and not single) or is_recording():
+        return None
+    place = _innermost(draws.names)
+    is_of_step = draws.only_single and not place  # what the step itself draws is for the samples of its rank
+    return None if place is None or is_of_step else draws
 
 
 def _innermost(names: Mapping[nn.Module, str]) -> str | None:
@@ -225,7 +236,10 @@ def _made(name: str, of_bits: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
     original, empty = ORIGINALS[name], torch.empty_like if name.endswith("_like") else torch.empty
 
     def make(*size: Any, **options: Any) -> torch.Tensor:
-        draws = _addressed(size[0]) if empty is torch.empty_like else _draws_here()
+        if torch.compiler.is_compiling():  # what is compiled can't ask where it is
+            return original(*size, **options)
+        single = len(size) == 1 and isinstance(size[0], Sequence) and not size[0]
+        draws = _addressed(size[0]) if empty is torch.empty_like else _draws_here(single)
         if draws is None or options.keys() - {"dtype", "device", "requires_grad"}:
             return original(*size, **options)
         out = empty(*size, **options)
@@ -275,7 +289,7 @@ def by_position(func: Callable[..., Any]) -> Callable[..., Any]:
     For code that is handed `func` because it is what answers attention, as with cp: there torch's own function is not
     replaced, or that code would not be asked anymore.
     """
-    if _NOW[0] is None:
+    if _NOW[0] is None or _NOW[0].only_single:
         return func
     if func is ORIGINALS["scaled_dot_product_attention"]:
         return attention
@@ -312,15 +326,18 @@ class PositionedNumbers:
         seed: of the run.
         attention: whether torch's attention is replaced by one that drops by position, too; else what answers calls
             of it has to see to that (see `by_position`).
+        only_single: draw by position only what `torch.rand(())` gives in modules of `module`. A number by itself, for
+            no element of any tensor, decides what is run: a layer is skipped or not, and ranks that gather it have to
+            agree. What `module` draws itself, in its step, is for the samples of a rank.
     """
 
-    def __init__(self, module: nn.Module, seed: int, attention: bool = True) -> None:
-        self.seed = seed
+    def __init__(self, module: nn.Module, seed: int, attention: bool = True, only_single: bool = False) -> None:
+        self.seed, self.only_single = seed, only_single
         self._names = weakref.WeakKeyDictionary({part: name for name, part in module.named_modules()})
         self._functions = {
             name: function
             for name, function in _REPLACED.items()
-            if attention or name != "scaled_dot_product_attention"
+            if (name == "rand" if only_single else attention or name != "scaled_dot_product_attention")
         }
         self._draws: Draws | None = None
 
@@ -332,7 +349,7 @@ class PositionedNumbers:
             number: of the optimizer step.
             samples, first: see `Draws`.
         """
-        self._draws = Draws(f"{self.seed}:{number}", self._names, samples, first)
+        self._draws = Draws(f"{self.seed}:{number}", self._names, samples, first, only_single=self.only_single)
         with self.backward():
             yield
 
@@ -399,7 +416,7 @@ def holding(held: Held | HeldByShape) -> Iterator[None]:
 
 def holding_part_of(sharded: DTensor) -> AbstractContextManager[Any]:
     """`holding` what this rank has of a DTensor, sharded evenly or with the last parts smaller."""
-    if _NOW[0] is None:
+    if _NOW[0] is None or _NOW[0].only_single:
         return nullcontext()
     held: dict[int, tuple[torch.Tensor, int]] = {}
     for axis, placement in enumerate(sharded.placements):

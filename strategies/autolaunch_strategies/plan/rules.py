@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,25 +159,32 @@ def match_rules(
 
     Args:
         parameters: module name -> names of the parameters that it holds itself, in the order of the model.
-        prefix: what a pattern may have in front of the names, too (``model.``).
+        prefix: what a pattern may have in front of the names, too (``model.``). Where that is the name of another
+            module or parameter, it means that one: the root is not ``model`` if it has a child ``model``.
 
     Returns:
         the matches, and a warning for every rule that matches nothing, with the nearest names.
     """
     rules = list(rules)
+    names_of_parameters = {f"{name}.{own}" if name else own for name, names in parameters.items() for own in names}
     used: set[int] = set()
     matches = []
+
+    def means(pattern: re.Pattern[str], name: str, known: Collection[str]) -> bool:
+        with_prefix = (prefix + name).rstrip(".")
+        spellings = [name] if with_prefix in known else [name, with_prefix]
+        return any(spelling and pattern.fullmatch(spelling) for spelling in spellings)
+
     for name, own in parameters.items():
         for index, rule in enumerate(rules):
             pattern = compile_pattern(rule.pattern)
-            whole = (prefix + name).rstrip(".")
-            if (name and pattern.fullmatch(name)) or (whole and pattern.fullmatch(whole)):
+            if means(pattern, name, parameters):
                 matches.append(Match(rule, name, None))
                 used.add(index)
                 continue
             for parameter in own:
                 full = f"{name}.{parameter}" if name else parameter
-                if pattern.fullmatch(full) or pattern.fullmatch(prefix + full):
+                if means(pattern, full, names_of_parameters):
                     matches.append(Match(rule, name, parameter))
                     used.add(index)
     warnings = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from autolaunch_strategies.config import ConfigError, Recompute
 from autolaunch_strategies.context.attention.operator import CONTEXT_ATTENTION
@@ -19,6 +19,7 @@ from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.model.document_attention import DOCUMENT_ATTENTION
 from autolaunch_strategies.model.random_positions import drawing_again
 from autolaunch_strategies.training.save_groups import SAVE_GROUPS
+from autolaunch_strategies.training.selective import contexts_that_keep, policy_that_keeps
 
 
 def apply_recompute(
@@ -38,12 +39,13 @@ def apply_recompute(
     Raises:
         ConfigError: selective with a name that is neither a group nor an aten operator.
     """
-    selective = _selective(recompute.save) if recompute.mode == "selective" else None
-    context_fn = functools.partial(_contexts, selective, running)
+    is_selective = recompute.mode == "selective"
+    context_fn = functools.partial(_contexts, _selective(recompute.save) if is_selective else None, running)
     if exchanges:
-        context_fn = functools.partial(_contexts_with_kept, context_fn, selective is not None)
+        context_fn = functools.partial(_contexts_with_kept, context_fn, is_selective)
+    traced = _selective_when_traced(recompute.save) if is_selective else None
     for block in blocks:
-        _replace_forward(block.module, functools.partial(_checkpointed, context_fn, selective))
+        _replace_forward(block.module, functools.partial(_checkpointed, context_fn, traced))
 
 
 def recomputed_blocks(blocks: Iterable[Block], recompute: Recompute) -> dict[str, str]:
@@ -112,10 +114,8 @@ def saved_operators(save: Iterable[str]) -> set[Any]:
 
 
 def _selective(save: Iterable[str]) -> Callable:
-    kept = saved_operators(save)
+    return functools.partial(contexts_that_keep, saved_operators(save))
 
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        packet = getattr(operator, "overloadpacket", None)
-        return CheckpointPolicy.MUST_SAVE if packet in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return functools.partial(create_selective_checkpoint_contexts, policy)
+def _selective_when_traced(save: Iterable[str]) -> Callable:
+    return functools.partial(create_selective_checkpoint_contexts, policy_that_keeps(saved_operators(save)))
