@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from autolaunch.cli import run
 from autolaunch.jobs.compare import compare_jobs
 from autolaunch.jobs.ends import JobEnd
 from autolaunch.report.comparison import GRADIENT, OUTPUT, Run, likely_cause, parting, read_run
+from autolaunch.tasks.compare import SeenByModules, _moments
 from tests.support.commands import Commands
 from tests.support.messages import Told, assert_only_told
 
@@ -270,6 +272,22 @@ def test_gradients_have_a_common_factor_only_if_they_agree_on_one(other: Run, to
     alone = gradients(1.0, 1.0, 2.0)
     where = parting(alone, other, 1, 0.0)
     assert likely_cause(alone, other, 1, where, tolerance).startswith(cause)
+
+
+def test_an_output_that_is_there_on_one_mesh_alone_is_no_difference() -> None:
+    """Weights of attention are not, along cp: a module is told by what it returns on both."""
+
+    def seen(*outputs: torch.Tensor | None) -> Run:
+        kept = SeenByModules()
+        kept._seen(torch.nn.Identity().train(), "attention", OUTPUT, outputs)
+        moments = _moments([{OUTPUT: {name: sums.tolist() for name, sums in kept._sums[OUTPUT].items()}}])
+        return Run("", {1: {"loss": 1.0}}, [moments], {"attention": "Attention"})
+
+    attended, weights = torch.ones(4), torch.full((8,), 0.5)
+    assert parting(seen(attended, weights), seen(attended, None), 1, 0.0) is None
+    where = parting(seen(attended, weights), seen(attended, weights + 1), 1, 0.0)
+    assert where is not None and where.name == "attention, output 1"
+    assert likely_cause(seen(attended, weights), seen(attended, weights + 1), 1, where, 0.0).startswith("Attention")
 
 
 @pytest.mark.full

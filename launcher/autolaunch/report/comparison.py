@@ -20,6 +20,8 @@ MOMENTS = "compare.json"
 
 BATCH, WEIGHT, BUFFER = "batch", "weight", "buffer"
 INPUT, OUTPUT, GRADIENT = "input", "output", "gradient"
+FURTHER_OUTPUT = ", output "
+"""Between the name of a module and which of several things that it returns it is, if not the first."""
 
 Moments = tuple[float, float]
 """Mean and root mean square of a tensor."""
@@ -202,10 +204,11 @@ def likely_cause(first: Run, second: Run, step: int, where: Parting | None, tole
         if outputs_kept and not _same_loss(first, second, step, tolerance):
             return "what makes a loss of them: outputs of modules are the same. Does training_step look at its rank?"
         return "its backward pass, or that of what comes behind it"
-    kind = first.classes.get(where.name, "")
+    module = where.name.partition(FURTHER_OUTPUT)[0]
+    kind = first.classes.get(module, "")
     if "drop" in kind.lower():
         return "dropout: other elements are dropped (random_numbers=by_position draws alike on every mesh)"
-    inputs = [run.steps[step - 1].get(INPUT, {}).get(where.name) for run in (first, second)]
+    inputs = [run.steps[step - 1].get(INPUT, {}).get(module) for run in (first, second)]
     if inputs[0] and inputs[1] and not _alike(inputs[0], inputs[1], tolerance):
         return "what is computed between modules before it, from the same outputs: its input differs already"
     rest = "it sees a part of the batch, or its rules in mp.plan, its random numbers, its kernel differ"
@@ -268,7 +271,8 @@ def _of_weights(first: Run, second: Run, tolerance: float) -> str:
 
 def _told(where: Parting, run: Run) -> list[str]:
     """Where two runs part, in lines."""
-    of = {BATCH: f"{where.name} in the batch", OUTPUT: f"output of {where.name} ({run.classes.get(where.name)})"}
+    kind = run.classes.get(where.name.partition(FURTHER_OUTPUT)[0])
+    of = {BATCH: f"{where.name} in the batch", OUTPUT: f"output of {where.name} ({kind})"}
     (mean, rms), (other_mean, other_rms) = where.moments
     lines = [
         f"first in: {of.get(where.kind, f'{where.kind} of {where.name}')}",

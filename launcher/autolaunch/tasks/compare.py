@@ -25,7 +25,17 @@ from torch.utils._pytree import tree_leaves
 
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.launch.place import Place
-from autolaunch.report.comparison import BATCH, BUFFER, GRADIENT, INPUT, MOMENTS, OUTPUT, WEIGHT, Moments
+from autolaunch.report.comparison import (
+    BATCH,
+    BUFFER,
+    FURTHER_OUTPUT,
+    GRADIENT,
+    INPUT,
+    MOMENTS,
+    OUTPUT,
+    WEIGHT,
+    Moments,
+)
 from autolaunch.tasks import fit
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.torch_private.modes import outside_of_modes
@@ -118,10 +128,12 @@ class SeenByModules(pl.Callback):
     def _seen(self, module: nn.Module, name: str, kind: str, values: Any) -> None:
         # What is only tried (a trial of sequences, a check of samples) is run without gradients.
         if module.training and torch.is_grad_enabled():
-            floating = [it for it in tree_leaves(values) if isinstance(it, torch.Tensor) and it.is_floating_point()]
+            leaves = enumerate(tree_leaves(values))
+            floating = [(at, it) for at, it in leaves if isinstance(it, torch.Tensor) and it.is_floating_point()]
             # Of what a module is given the first one: others (a mask, rotations) may be the same for every microbatch.
-            for tensor in floating[:1] if kind == INPUT else floating:
-                self._add(kind, name, tensor)
+            for at, tensor in floating[:1] if kind == INPUT else floating:
+                # Each by itself: some are there on one mesh alone (weights of attention are not along cp).
+                self._add(kind, name if at == floating[0][0] else f"{name}{FURTHER_OUTPUT}{at}", tensor)
 
     def _add(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         with outside_of_modes(), torch.no_grad():
