@@ -121,8 +121,7 @@ class LanguageModel(MeanLossModule):
         parameters = inspect.signature(model.forward).parameters
         self.model_inputs = tuple(name for name in ("position_ids", "attention_mask") if name in parameters)
         """What of a batch the model takes beside `input_ids`; of these the first that the batch has."""
-        config = getattr(model, "config", None)
-        self._routers_learn = bool(getattr(config, "output_router_logits", False))
+        self._routers_learn = any(getattr(config, "output_router_logits", False) for config in _configs(model))
         """Whether the model has a loss of its routers beside that of the next token."""
 
     def configure_callbacks(self) -> list[Callback]:
@@ -164,14 +163,23 @@ def _logits_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
+def _configs(model: nn.Module) -> list[Any]:
+    """The config of a model of `transformers`, and that of its text where images have one of their own."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return [config, text]
+
+
 def router_loss(model: nn.Module, output: Any) -> Tensor:
     """What models of `transformers` with `output_router_logits` add to a loss if they compute it themselves.
 
     Raises:
         ConfigError: this one does not show it.
     """
-    loss, config = getattr(output, "aux_loss", None), model.config
-    weight = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", None))
+    loss = getattr(output, "aux_loss", None)
+    spellings = ("router_aux_loss_coef", "aux_loss_coef")  # the second is JetMoe's
+    weights = [getattr(config, name, None) for config in _configs(model) for name in spellings]
+    weight = next((weight for weight in weights if weight is not None), None)
     if not isinstance(loss, Tensor) or weight is None:
         raise no_router_loss(model)
     return weight * loss
