@@ -1,4 +1,4 @@
-"""Spares every start the import of transformers that torchmetrics makes, and so lightning: a quarter of what it takes.
+"""Spares every start the import of transformers that torchmetrics makes, and so lightning: a fifth of what it takes.
 
 torchmetrics imports it, where it is installed, for one metric (`bert_score`), which then asks it for models by name.
 """
@@ -45,11 +45,11 @@ def _execute(execute: Execute, module: ModuleType) -> None:
     """Execute it with an `import` of its own, which gives names of transformers that are looked up later."""
     executing = True
 
-    def find(name: str, *args: Any, **kwargs: Any) -> Any:
+    def import_(name: str, *args: Any, **kwargs: Any) -> Any:
         later = executing and name == "transformers"
         return _Transformers(name) if later else builtins.__import__(name, *args, **kwargs)
 
-    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": find}
+    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_}
     try:
         execute(module)
     finally:

@@ -28,5 +28,5 @@ class WhenImported:
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
             # The loader of this one spec: nothing else is imported by it.
-            spec.loader.exec_module = partial(self._instead, execute)  # type: ignore[method-assign]  # as above
+            spec.loader.exec_module = partial(self._instead, execute)  # type: ignore[method-assign]  # of this object
         return spec

@@ -285,8 +285,9 @@ def test_an_output_that_is_there_on_one_mesh_alone_is_no_difference() -> None:
 
     attended, weights = torch.ones(4), torch.full((8,), 0.5)
     assert parting(seen(attended, weights), seen(attended, None), 1, 0.0) is None
+    assert parting(seen(weights, attended), seen(None, attended), 1, 0.0) is None
     where = parting(seen(attended, weights), seen(attended, weights + 1), 1, 0.0)
-    assert where is not None and where.name == "attention, output 1"
+    assert where is not None and where.name == "attention, output [1]"
     assert likely_cause(seen(attended, weights), seen(attended, weights + 1), 1, where, 0.0).startswith("Attention")
 
 

@@ -156,6 +156,8 @@ def test_packed_documents_that_would_see_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="restart within a row, but it carries a state"):
         check_batch({**batch, "position_ids": packed}, "same", BOTH, documents_meet="it carries a state")
     check_batch({**batch, "position_ids": packed}, "same", BOTH)
+    padding = {"labels": torch.full_like(IDS, -100), "position_ids": packed, "attention_mask": one == 0}
+    check_batch({**batch, **padding}, "same", BOTH, documents_meet="it carries a state")
 
 
 @pytest.mark.parametrize("task", ["fit", "validate"])

@@ -94,15 +94,21 @@ def check_batch(batch: Any, labels: str, inputs: Collection[str], documents_meet
             "batches without them, of one document a row; or a model of transformers that takes them",
             "model=hf",
         )
-    if documents_meet and "position_ids" in batch and bool((batch["position_ids"][:, 1:] == 0).any()):
+    mask = batch.get("attention_mask")
+    if documents_meet and "position_ids" in batch and _restart(batch["position_ids"], mask):
         raise ConfigError(
             f"{_WHERE}: position_ids",
             f"they restart within a row, but {documents_meet}",
             "batches of one document a row",
         )
-    mask = batch.get("attention_mask")
     if mask is not None:
         _check_padding(mask.bool(), targets, labels)
+
+
+def _restart(positions: Tensor, mask: Tensor | None) -> bool:
+    """Whether documents begin within a row; in padding positions are often 0."""
+    begins = positions[:, 1:] == 0
+    return bool((begins if mask is None else begins & mask[:, 1:].bool()).any())
 
 
 def _tensors(batch: Any) -> tuple[Tensor, Tensor]:

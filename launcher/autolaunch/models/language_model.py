@@ -178,7 +178,7 @@ def router_loss(model: nn.Module, output: Any) -> Tensor:
     """
     loss = getattr(output, "aux_loss", None)
     spellings = ("router_aux_loss_coef", "aux_loss_coef")  # the second is JetMoe's
-    weights = [getattr(config, name, None) for config in _configs(model) for name in spellings]
+    weights = [getattr(owner, name, None) for owner in (model, *_configs(model)) for name in spellings]
     weight = next((weight for weight in weights if weight is not None), None)
     if not isinstance(loss, Tensor) or weight is None:
         raise no_router_loss(model)
@@ -189,7 +189,7 @@ def no_router_loss(model: nn.Module) -> ConfigError:
     """What is said of a model whose routers can't be trained by their own loss here."""
     return ConfigError(
         "model.config.output_router_logits=true",
-        f"{type(model).__name__} does not show the loss of its routers, so it would not be trained on",
+        f"the loss of the routers of {type(model).__name__} is not known here, so it would not be trained on",
         "false, or a LightningModule of your own that computes it",
         "model.config.output_router_logits=false",
     )

@@ -1,4 +1,4 @@
-"""dryrun: the real code of some ranks of a mesh of any size, run for a step here and without devices."""
+"""dryrun: the real code of some ranks of a mesh of any size, run for a step on this machine, without devices."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from autolaunch_strategies.config import (
     lightning_precision,
     parallel_config,
 )
+from autolaunch_strategies.config.errors import first_line
 from autolaunch_strategies.dry_run.agreement import disagreements
-from autolaunch_strategies.dry_run.forks import last_word, start
+from autolaunch_strategies.dry_run.forks import Send, result_of, start
 from autolaunch_strategies.dry_run.ranks import pretend_ranks, refuse_what_cannot_be_pretended, telling_ranks
 from autolaunch_strategies.dry_run.step import PretendedRank, Training
 from autolaunch_strategies.lightning.first_step import first_step
@@ -41,7 +42,7 @@ from autolaunch_strategies.schedules.schedule import fitting_microbatches, place
 
 FILE = "dryrun.json"
 NOT_COMPILED = (
-    "compile=true was left out: what is compiled allocates by itself; memory, and the plan beside it, are those "
+    "compile was left out: what is compiled allocates by itself; memory, and the plan beside it, are those "
     "of the same without it"
 )
 
@@ -61,10 +62,10 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     with quiet_lightning():
         training = training_of(config, parallel)
         rows = _rows(training.batch())
-        planner = start(lambda tell: tell(predicted_memory(config, parallel, rows)))  # meanwhile
+        planner = start(lambda send: _predict(config, parallel, rows, send))  # meanwhile
         try:
             ranks = pretend_ranks(training, config["rank"] or telling_ranks(parallel.mesh))
-            predicted, why_not = last_word(planner) or (None, "the planner failed")
+            predicted, why_not = result_of(planner) or (None, "the planner's process has ended")
         finally:
             planner.end()
     accounts = [account_of(rank, parallel, predicted[rank.pipe_rank] if predicted else None) for rank in ranks]
@@ -141,6 +142,14 @@ def _precision(name: str) -> Any:
 def _rows(batch: Any) -> int:
     """Samples of a batch, counted by its first tensor."""
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+
+
+def _predict(config: Mapping[str, Any], parallel: ParallelConfig, rows: int, send: Send) -> None:
+    """In a process of its own: `predicted_memory`, whatever happens to it."""
+    try:
+        send(predicted_memory(config, parallel, rows))
+    except Exception as error:  # the ranks have their figures without it
+        send((None, f"the planner fails: {type(error).__name__}: {first_line(error)}"))
 
 
 def predicted_memory(

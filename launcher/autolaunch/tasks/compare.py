@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils._pytree import tree_leaves
 
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.launch.place import Place
@@ -128,12 +127,12 @@ class SeenByModules(pl.Callback):
     def _seen(self, module: nn.Module, name: str, kind: str, values: Any) -> None:
         # What is only tried (a trial of sequences, a check of samples) is run without gradients.
         if module.training and torch.is_grad_enabled():
-            leaves = enumerate(tree_leaves(values))
-            floating = [(at, it) for at, it in leaves if isinstance(it, torch.Tensor) and it.is_floating_point()]
+            floating = [(place, it) for place, it in _named_tensors(values) if it.is_floating_point()]
             # Of what a module is given the first one: others (a mask, rotations) may be the same for every microbatch.
-            for at, tensor in floating[:1] if kind == INPUT else floating:
+            for place, tensor in floating[:1] if kind == INPUT else floating:
                 # Each by itself: some are there on one mesh alone (weights of attention are not along cp).
-                self._add(kind, name if at == floating[0][0] else f"{name}{FURTHER_OUTPUT}{at}", tensor)
+                is_first = kind == INPUT or tensor is values or place == "[0]"
+                self._add(kind, name if is_first else f"{name}{FURTHER_OUTPUT}{place}", tensor)
 
     def _add(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         with outside_of_modes(), torch.no_grad():
@@ -190,7 +189,7 @@ def _held(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a batch, by where they stand in it."""
+    """The tensors of a batch, or of what a module returns, by where they stand in it."""
     if isinstance(batch, torch.Tensor):
         yield name or "the batch", batch
     elif isinstance(batch, dict):

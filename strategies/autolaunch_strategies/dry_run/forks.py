@@ -1,7 +1,8 @@
-"""Work in forks of this process: what it has imported is theirs, and they tell it what they find out."""
+"""Work in forks of this process: what it has imported is theirs, and they send it what they find out."""
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -14,82 +15,90 @@ from typing import Any
 
 import torch
 
-Tell = Callable[[Any], None]
-Work = Callable[[Tell], None]
+Send = Callable[[Any], None]
+Work = Callable[[Send], None]
+
+_MOST = 16
+"""Forks at once: each may take half a GiB."""
+_SET_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
 
 
 class Fork:
-    """A fork that does `work`. What it tells has to survive pickling.
+    """A fork that does `work`. What it sends has to survive pickling.
 
     Args:
-        speaks: whether it may write to the terminal.
+        silent: whether what it writes to the terminal is dropped.
     """
 
-    def __init__(self, work: Work, speaks: bool = True) -> None:
-        self.told, tells = multiprocessing.Pipe(duplex=False)
+    def __init__(self, work: Work, silent: bool = False) -> None:
+        self.connection, ours = multiprocessing.Pipe(duplex=False)
         # Not a daemon: those may have no processes of their own, and a batch may come from some.
-        self._process = multiprocessing.get_context("fork").Process(target=_be_the_fork, args=(work, tells, speaks))
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_run_in_fork, args=(work, ours, self.connection, silent, os.getpid())
+        )
         self._process.start()
-        tells.close()
+        ours.close()
 
     def end(self) -> None:
         """Stop it if it still works."""
         self._process.kill()
         self._process.join()
-        self.told.close()
+        self.connection.close()
 
     @property
     def exit_code(self) -> int | None:
-        """Of one that has ended."""
+        """How it ended, of one that has closed its connection."""
         self._process.join()
         return self._process.exitcode
 
 
-class Here:
-    """Does `work` at once and in this process, where there are no forks."""
+class InProcess:
+    """Does `work` at once and in this process, where it can't be forked."""
 
     def __init__(self, work: Work) -> None:
-        self.told: deque[Any] = deque()
-        work(self.told.append)
+        self.sent: deque[Any] = deque()
+        work(self.sent.append)
 
     def end(self) -> None:
-        """It has."""
+        """Nothing is left to stop."""
 
 
 def can_fork() -> bool:
-    """Whether a process that has imported torch can be forked: elsewhere system libraries don't outlive it."""
-    return sys.platform == "linux"
+    """Whether a fork of this process could work on: no GPU is in use, whose driver does not outlive it."""
+    in_use = torch.cuda.is_initialized() or multiprocessing.current_process().daemon
+    return sys.platform == "linux" and not in_use
 
 
-def processors() -> int:
-    """How many forks work at once."""
-    return len(os.sched_getaffinity(0)) if can_fork() else 1
+def most_at_once() -> int:
+    """How many workers may work at once."""
+    return min(len(os.sched_getaffinity(0)), _MOST) if can_fork() else 1
 
 
-def start(work: Work, speaks: bool = True) -> Fork | Here:
+def start(work: Work, silent: bool = False) -> Fork | InProcess:
     """Have `work` done."""
-    return Fork(work, speaks) if can_fork() else Here(work)
+    return Fork(work, silent) if can_fork() else InProcess(work)
 
 
-def tidings(workers: Iterable[Fork | Here]) -> Iterator[tuple[Fork | Here, Any]]:
-    """What was told since, at least one thing: (by whom, what); of one that has ended without a last word, None."""
+def messages(workers: Iterable[Fork | InProcess]) -> Iterator[tuple[Fork | InProcess, Any]]:
+    """What was sent since, at least one thing: (by whom, what); None of one that has ended."""
     forks: dict[Any, Fork] = {}
-    for worker in list(workers):  # who is told of one may end it
-        if isinstance(worker, Here):
-            while worker.told:
-                yield worker, worker.told.popleft()
+    for worker in list(workers):  # whoever gets one may end its sender
+        if isinstance(worker, InProcess):
+            while worker.sent:
+                yield worker, worker.sent.popleft()
         else:
-            forks[worker.told] = worker
+            forks[worker.connection] = worker
     for connection in wait(list(forks)) if forks else ():
         assert isinstance(connection, Connection)
         yield forks[connection], _received(connection)
 
 
-def last_word(worker: Fork | Here) -> Any:
-    """What a worker that says one thing has said, however long it takes; None if it has ended without."""
-    said = next(news for _, news in tidings([worker]))
+def result_of(worker: Fork | InProcess) -> Any:
+    """What a worker sends that sends one thing, however long it takes; None if it ends without."""
+    result = next(message for _, message in messages([worker]))
     worker.end()
-    return said
+    return result
 
 
 def _received(connection: Connection) -> Any:
@@ -97,15 +106,19 @@ def _received(connection: Connection) -> Any:
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch's own, as it unpickles a tree
         try:
             return connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # it has ended, between two messages or within one
             return None
 
 
-def _be_the_fork(work: Work, tells: Connection, speaks: bool) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who began it ends it
+def _run_in_fork(work: Work, ours: Connection, theirs: Connection, silent: bool, parent: int) -> None:
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        return
+    theirs.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends its forks
     torch.set_num_threads(1)  # those that were started before do not outlive a fork
-    if not speaks:
+    if silent:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-    work(tells.send)
+    work(ours.send)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -12,7 +14,7 @@ from typing import Any
 
 from autolaunch_strategies.config import AXES, ConfigError, MeshShape, ParallelConfig
 from autolaunch_strategies.config.errors import first_line
-from autolaunch_strategies.dry_run.forks import Fork, Here, Tell, processors, start, tidings
+from autolaunch_strategies.dry_run.forks import Fork, InProcess, Send, messages, most_at_once, start
 from autolaunch_strategies.dry_run.step import PretendedRank, Training, pretend
 from autolaunch_strategies.dry_run.world import NotSaidYet, Said, Way, World
 from autolaunch_strategies.mesh.rank_mesh import coordinates, rank_at
@@ -68,11 +70,11 @@ class _SideBySide:
         self._world = World()
         self._ready: deque[_Job] = deque()
         self._waiting: dict[Way, list[_Job]] = {}
-        self._running: dict[Fork | Here, _Job] = {}
+        self._running: dict[Fork | InProcess, _Job] = {}
         self._done: dict[int, PretendedRank] = {}
         self._ended: set[int] = set()
         """Places along pp of which everything was said."""
-        self._spoke = False
+        self._is_heard = False
 
     def pretended(self, wanted: Sequence[int]) -> dict[int, PretendedRank]:
         """The ranks, by number."""
@@ -81,12 +83,12 @@ class _SideBySide:
             self._begin(job)
         try:
             while not all(rank in self._done for rank in wanted):
-                while self._ready and len(self._running) < processors():
+                while self._ready and len(self._running) < most_at_once():
                     self._start(self._ready.popleft())
                 if not self._running:
                     raise self._waits_for_ever(*next(iter(self._waiting.items())))
-                for worker, news in tidings(self._running):
-                    self._hear(worker, news)
+                for worker, message in messages(self._running):
+                    self._hear(worker, message)
                 self._ask_who_says_more()
         finally:
             for worker in self._running:
@@ -128,37 +130,36 @@ class _SideBySide:
 
     def _start(self, job: _Job) -> None:
         # What a module prints, each rank would.
-        self._running[start(lambda tell: self._work(job, tell), speaks=not self._spoke)] = job
-        self._spoke = True
+        self._running[start(lambda tell: self._work(job, tell), silent=self._is_heard)] = job
+        self._is_heard = True
 
-    def _work(self, job: _Job, tell: Tell) -> None:
+    def _work(self, job: _Job, send: Send) -> None:
         """In the worker: the step, and what is known of it then."""
 
         def recorded(*seen: Any) -> None:
-            with suppress(
-                Exception
-            ):  # it may hold objects of a model that can't be told; others find out by themselves
-                tell(("recorded", seen))
+            # It may hold objects of a model that can't be sent: then others find out by themselves.
+            with suppress(Exception):
+                send(("recorded", pickle.dumps(seen)))
 
-        world = self._world.heard_from(lambda *said: tell(("said", said)), recorded)
+        world = self._world.heard_from(lambda *said: send(("said", said)), recorded)
         try:
-            tell(("done", pretend(self._training, job.rank, world, job.until)))
+            send(("done", pretend(self._training, job.rank, world, job.until)))
         except Said:
-            tell(("stopped", None))
+            send(("stopped", None))
         except NotSaidYet as silence:
-            tell(("waits", (silence.way, world.count(silence.way))))
+            send(("waits", (silence.way, world.count(silence.way))))
         except ConfigError as error:
-            tell(("failed", error))
+            send(("failed", error))
         except Exception as error:  # whatever a model raises when it is run
             refusal = _refusal(job.rank, self._shape, error)
             refusal.add_note("".join(traceback.format_exception(error)))
-            tell(("failed", refusal))
+            send(("failed", refusal))
 
-    def _hear(self, worker: Fork | Here, news: Any) -> None:
+    def _hear(self, worker: Fork | InProcess, message: Any) -> None:
         job = self._running[worker]
         kind: str
         said: Any
-        kind, said = news or ("vanished", None)
+        kind, said = message or ("vanished", None)
         if kind == "said":
             way, place, header = said
             if self._world.add(way, place, header):
@@ -166,7 +167,9 @@ class _SideBySide:
                     self._begin(waiting)
             return
         if kind == "recorded":
-            self._world.know(*said)
+            with suppress(Exception), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch's own, as it unpickles a tree
+                self._world.know(*pickle.loads(said))  # of a fork of this process
             return
         if kind == "failed":
             raise said
