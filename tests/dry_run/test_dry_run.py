@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
+import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,6 +35,7 @@ from tests.planner import memory_cases as cases
 from tests.planner.test_memory import CPU
 from tests.support.messages import assert_told
 from tests.support.one_rank import without_process_group
+from tests.support.ranks import start
 from tests.support.tiers import tiered
 
 AGREES = (
@@ -332,22 +333,7 @@ def test_a_step_that_fails_is_told_by_the_line_of_its_code() -> None:
         assert_told(caught.value, f"dryrun with mesh={mesh}", "training_step returned no loss", allowed=("as `loss`",))
 
 
-@pytest.mark.parametrize("name", ["1f1b_4", "zbv"])
-def test_ranks_do_the_same_one_after_the_other_where_there_are_no_forks(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    side_by_side = pretended_ranks(training(name))
-    monkeypatch.setattr("autolaunch_strategies.dry_run.forks.can_fork", lambda: False)
-    for one, other in zip(pretended_ranks(training(name)), side_by_side, strict=True):
-        assert one.exchanges == other.exchanges and one.held == other.held
-        assert one.total == pytest.approx(other.total, abs=8)  # a number that torch makes once in a process
-
-
-def test_a_rank_that_ends_its_process_is_told() -> None:
-    def module() -> Any:
-        built = cases.module()
-        built.training_step = lambda batch: os._exit(3)
-        return built
-
-    with pytest.raises(ConfigError, match="the step of rank 0 ended with exit code 3"):
-        pretend_ranks(training_of(candidate("one"), module), [0])
+@pytest.mark.full
+def test_ranks_side_by_side_do_what_they_do_one_after_the_other() -> None:
+    done = start([sys.executable, "-m", "tests.dry_run.side_by_side", "1f1b_4", "zbv"], cold=True)
+    assert done.stdout.splitlines() == ["1f1b_4 [0, 3]", "zbv [0, 1]", "the step of rank 0 ended with exit code 3"]

@@ -41,7 +41,7 @@ def parse_recompute(value: Any, save: Iterable[str] = ("mm", "attention"), budge
     if isinstance(mode, str) and mode.isdecimal():
         mode = int(mode)
     if not (mode in RECOMPUTE_MODES or (isinstance(mode, int) and mode >= 1)):
-        close = nearest(str(value), RECOMPUTE_MODES)
+        close = nearest(str(value), RECOMPUTE_MODES, 0.7)
         raise ConfigError(
             f"recompute={value}",
             "no such way of activation checkpointing" + (f"; did you mean {close}?" if close else ""),

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -65,9 +66,12 @@ class InProcess:
 
 
 def can_fork() -> bool:
-    """Whether a fork of this process could work on: no GPU is in use, whose driver does not outlive it."""
-    in_use = torch.cuda.is_initialized() or multiprocessing.current_process().daemon
-    return sys.platform == "linux" and not in_use
+    """Whether a fork of this process could work on.
+
+    Neither what a driver holds of a GPU outlives it, nor other threads of Python, and locks that these hold stay held.
+    """
+    alone = threading.active_count() == 1 and not multiprocessing.current_process().daemon
+    return sys.platform == "linux" and alone and not torch.cuda.is_initialized()
 
 
 def most_at_once() -> int:
