@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -106,12 +105,10 @@ def result_of(worker: Fork | InProcess) -> Any:
 
 
 def _received(connection: Connection) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch's own, as it unpickles a tree
-        try:
-            return connection.recv()
-        except (EOFError, OSError):  # it has ended, between two messages or within one
-            return None
+    try:
+        return connection.recv()
+    except (EOFError, OSError):  # it has ended, between two messages or within one
+        return None
 
 
 def _run_in_fork(work: Work, ours: Connection, theirs: Connection, silent: bool, parent: int) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from autolaunch_strategies.config import AXES, ConfigError, MeshShape, ParallelConfig
@@ -111,7 +111,7 @@ class _SideBySide:
     def _ask_who_says_more(self) -> None:
         """Begin ranks that somebody waits for, of places of which none runs or is about to."""
         for way, jobs in list(self._waiting.items()):
-            live = [*self._ready, *self._running.values(), *(job for jobs in self._waiting.values() for job in jobs)]
+            live = chain(self._ready, self._running.values(), *self._waiting.values())
             if way[0] in self._ended:
                 raise self._waits_for_ever(way, jobs)
             if not any(job.place == way[0] for job in live):
@@ -130,7 +130,7 @@ class _SideBySide:
 
     def _start(self, job: _Job) -> None:
         # What a module prints, each rank would.
-        self._running[start(lambda tell: self._work(job, tell), silent=self._is_heard)] = job
+        self._running[start(lambda send: self._work(job, send), silent=self._is_heard)] = job
         self._is_heard = True
 
     def _work(self, job: _Job, send: Send) -> None:
