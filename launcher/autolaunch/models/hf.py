@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,11 +113,12 @@ def _check_fields(config_class: Any, overrides: Mapping[str, Any]) -> None:
 
 def _with_floats(config_class: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields, whole numbers as floats where transformers takes no others: `0` is one in YAML, and in files."""
-    try:
-        hints = get_type_hints(config_class)
-    except Exception:  # of names that are imported for type checkers alone
-        hints = {}
-    wanted = {name for name, hint in hints.items() if float in (hint, *get_args(hint)) and int not in get_args(hint)}
+    # Types are looked at as text: some name what is imported for type checkers alone (`torch.dtype`).
+    declared = {
+        name: re.findall(r"\w+", str(field.type))
+        for name, field in getattr(config_class, "__dataclass_fields__", {}).items()
+    }
+    wanted = {name for name, words in declared.items() if "float" in words and "int" not in words}
     return {key: float(value) if key in wanted and type(value) is int else value for key, value in fields.items()}
 
 
