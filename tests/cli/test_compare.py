@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from autolaunch.cli import run
 from autolaunch.jobs.compare import compare_jobs
 from autolaunch.jobs.ends import JobEnd
-from autolaunch.report.comparison import GRADIENT, OUTPUT, Run, likely_cause, parting, read_run
-from autolaunch.tasks.compare import SeenByModules, _moments
+from autolaunch.report.comparison import GRADIENT, INPUT, OUTPUT, Run, likely_cause, parting, read_run
+from autolaunch.tasks.compare import SeenByModules, _listen, _moments
 from tests.support.commands import Commands
 from tests.support.messages import Told, assert_only_told
 
@@ -289,6 +295,50 @@ def test_an_output_that_is_there_on_one_mesh_alone_is_no_difference() -> None:
     where = parting(seen(attended, weights), seen(attended, weights + 1), 1, 0.0)
     assert where is not None and where.name == "attention, output [1]"
     assert likely_cause(seen(attended, weights), seen(attended, weights + 1), 1, where, 0.0).startswith("Attention")
+
+
+class Draws(torch.nn.Module):
+    def __init__(self, draw: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.draw, self.quiet = draw, torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.draw(x)
+        return self.quiet(x)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [torch.rand_like, F.dropout, lambda x: random.random(), lambda x: np.random.random(), lambda x: None],
+    ids=["torch", "dropout", "python", "numpy", "nothing"],
+)
+def test_modules_that_draw_random_numbers_are_told(draw: Callable[[torch.Tensor], Any], request: Any) -> None:
+    drawing: set[str] = set()
+    model = torch.nn.ModuleDict({"outer": Draws(draw), "other": torch.nn.Linear(2, 2)})
+    for name, module in model.named_modules():
+        _listen(module, lambda kind, values: None, partial(drawing.add, name))
+    model["other"](model["outer"](torch.ones(1, 2)))
+    assert drawing == (set() if request.node.callspec.id == "nothing" else {"outer"})
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_random_numbers_of_the_module_and_around_it(by_position: bool) -> None:
+    def seen(output: float, input: float = 1.0, drawing: str = "net") -> Run:
+        table = {OUTPUT: {"net.up": (0.0, output)}, INPUT: {"net.up": (0.0, input)}}
+        classes = {"net": "Net", "net.up": "Router"}
+        return Run("", {1: {"loss": output}}, [table], classes, frozenset({"net", drawing}), by_position)
+
+    advice = "leaves to the ranks" if by_position else "random_numbers=by_position draws alike"
+
+    def cause(first: Run, second: Run) -> str:
+        return likely_cause(first, second, 1, parting(first, second, 1, 0.0), 0.0)
+
+    own = cause(seen(1.0, drawing="net.up"), seen(2.0, drawing="net.up"))
+    assert own.startswith("random numbers: Router draws") and advice in own
+    before = cause(seen(1.0), seen(2.0, input=2.0))
+    assert before.startswith("what is computed between") and "random numbers: Net draws" in before and advice in before
+    assert cause(seen(1.0), seen(2.0)).startswith("Router computes something else")
+    assert cause(seen(1.0), seen(2.0, drawing="net.up")).startswith("Router computes"), "on one mesh alone: no cause"
 
 
 @pytest.mark.full

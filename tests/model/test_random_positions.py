@@ -43,6 +43,10 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rand-labels": lambda x: torch.rand(len(x))[:, None, None] * x,
     "randn_like": lambda x: torch.randn_like(x),
     "randint": lambda x: torch.randint(2, 1000, (len(x), 1, 1)) * x,
+    "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
+    "normal_": lambda x: x * x.new_empty(len(x), 1, 1).normal_(1.0, std=0.1),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(0.9, 1.1),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x),
     "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.5)[:, 0],
 }
 
@@ -107,7 +111,8 @@ def test_who_answers_attention_can_let_it_draw_by_position() -> None:
 def test_they_are_random() -> None:
     """Each statistic is one of many independent numbers, in units of its standard deviation."""
     model, noisy, x = Draws(dropped), Draws(lambda x: torch.randn_like(x)), torch.ones(4, 256, 128)
-    numbers = PositionedNumbers(nn.ModuleList([model, noisy]), seed=1)
+    waits = Draws(lambda x: torch.empty_like(x).exponential_(2.0))
+    numbers = PositionedNumbers(nn.ModuleList([model, noisy, waits]), seed=1)
     with numbers.step(0, 4, 0):
         one, other, of_module = (((item != 0).float() - KEEP) for item in (model(x), model(x), model.drop(x)))
     with numbers.step(1, 4, 0):
@@ -121,8 +126,10 @@ def test_they_are_random() -> None:
     far = {name: float(item.sum() / item.square().sum().sqrt()) for name, item in products.items()}
     assert max(map(abs, far.values())) < 4, far
     with numbers.step(0, 4, 0):
-        noise = noisy(x)
+        noise, waited = noisy(x), 2 * waits(x)
     assert abs(float(noise.mean())) < 4 / math.sqrt(noise.numel()) and abs(float(noise.var()) - 1) < 0.02
+    assert 0 < float(waited.min()) < 1e-4 and abs(float((waited > 1).float().mean()) - math.exp(-1)) < 0.006
+    assert abs(float(waited.mean()) - 1) < 4 / math.sqrt(waited.numel()) and abs(float(waited.var()) - 1) < 0.04
 
 
 def test_outside_of_a_step_and_of_its_modules_torch_draws() -> None:

@@ -15,6 +15,7 @@ from autolaunch.models import build_model
 from autolaunch.models.conversion import as_in_files
 from autolaunch.models.documents import check_keeps_documents_apart
 from autolaunch.models.facts import ModelFacts, model_facts
+from autolaunch.models.language_model import LanguageModel
 from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
 from autolaunch.models.pretrained import SafetensorsWeights
@@ -94,6 +95,34 @@ def test_families_from_a_config(model_type: str) -> None:
     assert all(0.005 < matrix.std().item() < 0.03 for matrix in matrices)  # the family's own 0.02, not torch's defaults
     facts = model_facts(hf(model_type))
     assert (facts.num_layers, facts.num_heads, facts.hidden_size, facts.vocab_size) == (2, 4, 32, 96)
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "told"),
+    [
+        ("masked_lm", {"model_type": "bart"}, r"(?s)bart has a decoder.*write: +model.task=seq2seq_lm"),
+        (
+            "causal_lm",
+            {"model_type": "prophetnet"},
+            r"(?s)several tokens.*write: +model.config.disable_ngram_loss=true$",
+        ),
+        ("seq2seq_lm", {"model_type": "prophetnet", "ngram": 1, "eps": 0.1}, r"ngram_loss=true model.config.eps=0.0"),
+    ],
+)
+def test_losses_that_are_others_than_the_familys_own_are_refused(task: str, fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        build_model({"name": "hf", "path": None, "task": task, "config": fields})
+
+
+def test_prophetnet_of_the_next_token_alone_has_the_loss_of_the_family() -> None:
+    small = {"vocab_size": 96, "hidden_size": 32, "num_encoder_layers": 1, "num_decoder_layers": 1, "dropout": 0.0}
+    heads = {"num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "encoder_ffn_dim": 32}
+    others = {"decoder_ffn_dim": 32, "attention_dropout": 0.0, "activation_dropout": 0.0, "disable_ngram_loss": True}
+    fields = {"model_type": "prophetnet", "max_position_embeddings": 64, **small, **heads, **others}
+    model = build_model({"name": "hf", "path": None, "attn_implementation": "eager", "config": fields})
+    tokens = torch.randint(1, 96, (2, 16))
+    own = model(input_ids=tokens[:, :-1], labels=tokens[:, 1:]).loss
+    torch.testing.assert_close(LanguageModel(model, {}, {}, -1)._loss({"input_ids": tokens, "labels": tokens}), own)
 
 
 def test_whole_numbers_where_transformers_wants_others() -> None:

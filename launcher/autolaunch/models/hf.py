@@ -32,7 +32,7 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
 
     Raises:
         ConfigError: no such model_type, no class for the task, an unknown field, or values that the class or
-            the attention implementation refuses.
+            the attention implementation refuses; a family with another loss for the task than the one here.
     """
     fields = read_hf_config(model_cfg)
     import transformers
@@ -68,6 +68,7 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
         config.use_cache = config.get_text_config().use_cache = False
     except Exception as error:  # every family validates in its own way
         raise ConfigError(where, f"transformers refuses this config: {_one_line(error)}") from error
+    _check_loss(config, task)
     attention = model_cfg.get("attn_implementation") or "sdpa"
     model_class: Any = auto_class._model_mapping[config_class]
     if not getattr(model_class, _SUPPORTS.get(attention, ""), True):
@@ -87,6 +88,29 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
         model.initialize_weights()
         model.tie_weights()
     return model
+
+
+def _check_loss(config: Any, task: str) -> None:
+    """Losses are computed here (`LanguageModel`, `TaskModule`).
+
+    Raises:
+        ConfigError: that of this family is another one.
+    """
+    if task == "masked_lm" and config.is_encoder_decoder:
+        raise ConfigError(
+            f"model.task={task}",
+            f"{config.model_type} has a decoder, which is given the answer as far as it goes",
+            "seq2seq_lm, with the whole sequence as labels",
+            "model.task=seq2seq_lm",
+        )
+    # ProphetNet's: of the next `ngram` tokens, each smoothed by `eps`.
+    if hasattr(config, "disable_ngram_loss") and (config.eps or (config.ngram > 1 and not config.disable_ngram_loss)):
+        raise ConfigError(
+            f"model.config.ngram={config.ngram}",
+            f"the loss of {config.model_type} is one of several tokens for each position, which is not computed here",
+            "the next token alone, or a LightningModule of your own that returns the loss of the model",
+            "model.config.disable_ngram_loss=true" + (" model.config.eps=0.0" if config.eps else ""),
+        )
 
 
 def _classes_of(transformers: Any, task: ModelTask) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,10 @@ class Run:
     """Of each step kind -> name -> moments; empty for a run of another task than `compare`."""
     classes: dict[str, str]
     """Of its modules."""
+    drawing: frozenset[str] = frozenset()
+    """Those of its modules that ask a generator for numbers in their forward, or call others that do."""
+    by_position: bool = False
+    """Whether `random_numbers=by_position`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,8 @@ def read_run(directory: Path, label: str) -> Run:
             "the directory of a run that trained for a step or more",
         )
     moments: Mapping[str, Any] = _read(kept, json.loads) if kept.is_file() else {}
-    return Run(label, rows, moments.get("steps", []), moments.get("classes", {}))
+    drawing, by_position = frozenset(moments.get("drawing", [])), moments.get("random_numbers") == "by_position"
+    return Run(label, rows, moments.get("steps", []), moments.get("classes", {}), drawing, by_position)
 
 
 def _read(path: Path, understood: Callable[[str], Any]) -> Any:
@@ -206,13 +211,31 @@ def likely_cause(first: Run, second: Run, step: int, where: Parting | None, tole
         return "its backward pass, or that of what comes behind it"
     module = where.name.partition(FURTHER_OUTPUT)[0]
     kind = first.classes.get(module, "")
-    if "drop" in kind.lower():
-        return "dropout: other elements are dropped (random_numbers=by_position draws alike on every mesh)"
     inputs = [run.steps[step - 1].get(INPUT, {}).get(module) for run in (first, second)]
     if inputs[0] and inputs[1] and not _alike(inputs[0], inputs[1], tolerance):
-        return "what is computed between modules before it, from the same outputs: its input differs already"
-    rest = "it sees a part of the batch, or its rules in mp.plan, its random numbers, its kernel differ"
-    return f"{kind or 'this module'} computes something else with the same weights: {rest}"
+        around = next((name for name in _around(module) if name in first.classes), "")
+        drawn = _of_random_numbers(first, second, around)
+        between = "what is computed between modules before it, from the same outputs: its input differs already"
+        return f"{between}; {drawn}" if drawn else between
+    drawn = _of_random_numbers(first, second, module)
+    rest = "it sees a part of the batch, or its rules in mp.plan, its kernel differ"
+    return drawn or f"{kind or 'this module'} computes something else with the same weights: {rest}"
+
+
+def _around(module: str) -> Iterator[str]:
+    """The names of the modules that `module` is in, the innermost first."""
+    while module := module.rpartition(".")[0]:
+        yield module
+
+
+def _of_random_numbers(first: Run, second: Run, module: str) -> str:
+    """What is said of a module that draws random numbers in both runs; empty of others."""
+    if module not in first.drawing & second.drawing:
+        return ""
+    drawn = f"random numbers: {first.classes.get(module) or module} draws some in its forward"
+    if first.by_position and second.by_position:
+        return f"{drawn}, by a function that random_numbers=by_position leaves to the ranks"
+    return f"{drawn}, others on every mesh (random_numbers=by_position draws alike)"
 
 
 def _same_loss(first: Run, second: Run, step: int, tolerance: float) -> bool:

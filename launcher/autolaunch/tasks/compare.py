@@ -9,6 +9,8 @@ again, for recomputation, counts alike.
 from __future__ import annotations
 
 import json
+import pickle
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,6 +19,7 @@ from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -57,7 +60,9 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     seen = SeenByModules(inside=not config["compile"])
     summary = fit.run(replace(job, config=training), place, further=[seen])
     if place.rank == 0:
-        write_beside(job.output_dir / MOMENTS, json.dumps({"steps": seen.steps, "classes": seen.classes}))
+        kept = {"steps": seen.steps, "classes": seen.classes, "drawing": sorted(seen.drawing)}
+        kept["random_numbers"] = config["random_numbers"]
+        write_beside(job.output_dir / MOMENTS, json.dumps(kept))
     return {**summary, "task": "compare"}
 
 
@@ -79,14 +84,16 @@ class SeenByModules(pl.Callback):
         One more comes last: the weights after the last step.
         """
         self.classes: dict[str, str] = {}
-        """Of the modules whose outputs are kept."""
+        """Of the modules whose outputs are kept, those of all stages when training has ended."""
+        self.drawing: set[str] = set()
+        """Those of them that have asked a generator of their rank for numbers, or what they call has."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy: Any = trainer.strategy
         for name, module in pl_module.named_modules() if self._inside else ():
             if module is not pl_module and not strategy.lacks(module):
                 self.classes[name] = type(module).__name__
-                self._undo.callback(_listen(module, partial(self._seen, module, name)))
+                self._undo.callback(_listen(module, partial(self._seen, module, name), partial(self.drawing.add, name)))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -114,6 +121,9 @@ class SeenByModules(pl.Callback):
         self._sums.clear()
         self._state(pl_module)  # after the last step
         self._end_step(trainer)
+        for classes, drawing in _of_all_ranks((self._stage(trainer), (dict(self.classes), set(self.drawing)))):
+            self.classes = classes | self.classes
+            self.drawing |= drawing
 
     def _state(self, pl_module: pl.LightningModule) -> None:
         for name, parameter in pl_module.named_parameters():
@@ -147,12 +157,16 @@ class SeenByModules(pl.Callback):
     def _end_step(self, trainer: pl.Trainer) -> None:
         mine = {kind: {name: sums.tolist() for name, sums in table.items()} for kind, table in self._sums.items()}
         self._sums.clear()
+        self.steps.append(_moments(_of_all_ranks((self._stage(trainer), mine))))
+
+    @staticmethod
+    def _stage(trainer: pl.Trainer) -> int:
         strategy: Any = trainer.strategy
-        self.steps.append(_moments(_of_all_ranks((strategy.rank_mesh.coordinate["pp"], mine))))
+        return strategy.rank_mesh.coordinate["pp"]
 
 
-def _listen(module: nn.Module, tell: Callable[[str, Any], None]) -> Callable[[], None]:
-    """Tell what `module.forward` is given and what it returns, until what is returned here is called.
+def _listen(module: nn.Module, tell: Callable[[str, Any], None], draws: Callable[[], None]) -> Callable[[], None]:
+    """Tell what `module.forward` is given and returns, and whether it draws, until what is returned here is called.
 
     No hook: what hooks are shown, pipelines carry from stage to stage.
     """
@@ -161,8 +175,11 @@ def _listen(module: nn.Module, tell: Callable[[str, Any], None]) -> Callable[[],
     @wraps(forward)
     def told(*args: Any, **kwargs: Any) -> Any:
         tell(INPUT, (args, kwargs))  # now: it may change them
+        before = _generators()
         output = forward(*args, **kwargs)
         tell(OUTPUT, output)
+        if _generators() != before:
+            draws()
         return output
 
     def undo() -> None:
@@ -173,6 +190,19 @@ def _listen(module: nn.Module, tell: Callable[[str, Any], None]) -> Callable[[],
 
     module.forward = told
     return undo
+
+
+def _generators() -> list[Any]:
+    """The states of the generators that torch, numpy and Python draw from where they are not given one."""
+    with outside_of_modes():
+        states: list[Any] = [
+            torch.get_rng_state().numpy().tobytes(),
+            random.getstate(),
+            pickle.dumps(np.random.get_state()),
+        ]
+        if torch.cuda.is_initialized():
+            states.append(torch.cuda.get_rng_state().numpy().tobytes())
+    return states
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor | None:

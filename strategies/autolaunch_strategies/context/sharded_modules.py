@@ -608,7 +608,7 @@ class ShardedModule:
         if self._draws is None:
             self._draws = drew
         if drew:
-            torch.empty((), device=device).uniform_()  # the next module draws others; `rand(())` may be by position
+            torch.empty((), device=device).random_()  # the next module draws others; `rand(())` may be by position
 
 
 @contextmanager

@@ -199,6 +199,11 @@ def _normal(bits: torch.Tensor) -> torch.Tensor:
     return torch.erfinv(((bits >> 8) + 0.5) * 2.0**-23) * math.sqrt(2)
 
 
+def _exponential(bits: torch.Tensor, rate: float) -> torch.Tensor:
+    """Of the exponential distribution, at 2 ** 23 places: never 0, of which Gumbel's noise takes the logarithm."""
+    return torch.log(((bits >> 9) + (2**22 + 0.5)) * 2.0**-23) / -rate
+
+
 def _addressed(tensor: Any) -> Draws | None:
     """`_draws_here` for a plain tensor; others are taken apart first, by those who know how."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel() > 0
@@ -229,6 +234,24 @@ def _bernoulli_(self: torch.Tensor, p: Any = 0.5, *, generator: Any = None) -> t
         return ORIGINALS["bernoulli_"](self, p, generator=generator)
     with torch.no_grad():
         return self.copy_(_kept(draws, self.shape, p, self.dtype, self.device))
+
+
+def _filled(name: str, of_bits: Callable[..., torch.Tensor], **defaults: float) -> Callable[..., torch.Tensor]:
+    """`Tensor.normal_` or one of its kind: `of_bits` of random bits and of its arguments, which are in this order."""
+    original = ORIGINALS[name]
+
+    def fill(self: torch.Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> torch.Tensor:
+        # Weights that a forward makes are none of samples, and the same on all ranks.
+        plain = self.is_floating_point() and generator is None and not isinstance(self, nn.Parameter)
+        draws = _addressed(self) if plain else None
+        if draws is None:
+            return original(self, *args, generator=generator, **kwargs)
+        values = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}.values()
+        with torch.no_grad():
+            out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            return self.copy_(_drawn(draws, out, lambda bits: of_bits(bits, *values)))
+
+    return fill
 
 
 def _made(name: str, of_bits: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -307,6 +330,11 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "feature_dropout": _dropout_with(ORIGINALS["feature_dropout"], _by_channel),
     "feature_dropout_": _dropout_with(ORIGINALS["feature_dropout_"], _by_channel),
     "bernoulli_": _bernoulli_,
+    "exponential_": _filled("exponential_", _exponential, lambd=1),
+    "normal_": _filled("normal_", lambda bits, mean, std: _normal(bits).mul_(std).add_(mean), mean=0, std=1),
+    "uniform_": _filled(
+        "uniform_", lambda bits, low, high: low + _uniform(bits) * (high - low), **{"from": 0, "to": 1}
+    ),
     "rand": _made("rand", _uniform),
     "rand_like": _made("rand_like", _uniform),
     "randn": _made("randn", _normal),

@@ -13,7 +13,7 @@ _OWNERS: dict[str, Any] = {
     # What `F.dropout` and its kin call once they are on a plain tensor; modes and tables know them by `F.dropout`.
     **dict.fromkeys(("dropout", "dropout_", "feature_dropout", "feature_dropout_"), torch._VF),
     "scaled_dot_product_attention": F,
-    "bernoulli_": torch.Tensor,
+    **dict.fromkeys(("bernoulli_", "exponential_", "normal_", "uniform_"), torch.Tensor),
     **dict.fromkeys(("rand", "rand_like", "randn", "randn_like", "randint"), torch),
 }
 
