@@ -321,6 +321,41 @@ def finetuning(run: Run) -> Any:
     ).table()
 
 
+class Thaws(its.BaseFinetuning):
+    """Trains the blocks from the second epoch on, with a group of their own."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.model.model.layers)
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        blocks = pl_module.model.model.layers
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(blocks, optimizer, lr=0.03)
+        elif epoch > 1:  # after a checkpoint they are frozen again
+            self.make_trainable(blocks)
+
+
+@feature("callback", "BaseFinetuning, gone on with", daily="dp2 level 3")
+def thawed(run: Run) -> Any:
+    def tuned() -> pl.LightningModule:
+        module = Language()
+        trained = module.parameters
+        module.configure_optimizers = lambda: torch.optim.AdamW(
+            [item for item in trained() if item.requires_grad], lr=0.01
+        )
+        return module
+
+    fitted = run.fit(Thaws(), module=tuned())
+    path = run.directory / "kept.ckpt"
+    fitted.trainer.save_checkpoint(path)
+    module = tuned()
+    rows = Rows(canonical_names(module))
+    trainer = run.trainer(rows, Thaws(), max_epochs=3)
+    trainer.fit(module, loader(), loader(8), ckpt_path=path, weights_only=False)
+    assert len(trainer.optimizers[0].param_groups) == 2
+    return fitted.table(resumed=Fitted(trainer, module, rows).table())
+
+
 @feature("callback", "LearningRateFinder", daily="dp2 level 0")
 def rate_finder(run: Run) -> Any:
     find = its.LearningRateFinder(num_training_steps=6, early_stop_threshold=None)
@@ -538,12 +573,21 @@ def metric_objects_by_step(run: Run) -> Any:
     return run.fit(module=Measures(True)).table()
 
 
-class Measures(Language):
-    """Metrics in training, also a collection of them."""
+@feature("metrics", "torchmetrics by self.log(on_step) in some steps", daily="dp2 level 0")
+def metric_objects_by_some_steps(run: Run) -> Any:
+    return run.fit(module=Measures(True, every=2)).table()
 
-    def __init__(self, on_step: bool) -> None:
+
+class Measures(Language):
+    """Metrics in training, also a collection of them.
+
+    Args:
+        every: of as many steps the last is logged.
+    """
+
+    def __init__(self, on_step: bool, every: int = 1) -> None:
         super().__init__()
-        self.on_step = on_step
+        self.on_step, self.every = on_step, every
         self.mean = torchmetrics.MeanMetric()
         self.several = torchmetrics.MetricCollection(
             {
@@ -556,6 +600,8 @@ class Measures(Language):
         loss, logits = self.loss(batch)
         self.mean(loss.detach())
         self.several(logits.detach().flatten(0, 1), batch[0][:, 1:].flatten())
+        if (batch_idx + 1) % self.every:
+            return loss
         self.log("mean", self.mean, on_step=self.on_step, on_epoch=True)
         self.log_dict(self.several, on_step=self.on_step, on_epoch=True)
         return loss

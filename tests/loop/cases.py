@@ -499,6 +499,27 @@ def values_and_random_state_are_shared() -> None:
         assert torch.equal(gathered[0], gathered[1])
 
 
+@cases("two")
+def trained_only_later() -> None:
+    """What was frozen at first is averaged once it is trained, be it alone."""
+    for level in (0, 3):
+        torch.manual_seed(0)
+        reference = Small()
+        reference.up.requires_grad_(False)
+        model = copy.deepcopy(reference)
+        parallelize(model, None, mesh_of(2, 1), {"dp_config": {"sharding_level": level}})
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+        for item, rows in ((reference, x), (model, x[2 * RANK : 2 * RANK + 2])):
+            for name, parameter in item.named_parameters():
+                parameter.requires_grad_(name.startswith("up."))
+            item(rows).square().mean().backward()
+        for name, parameter in model.named_parameters():
+            expected = reference.get_parameter(name).grad
+            assert (parameter.grad is None) == (expected is None), (level, name)
+            if expected is not None:
+                torch.testing.assert_close(full(parameter.grad), expected)
+
+
 @cases("four")
 def a_mesh_like_one_whose_groups_have_ended() -> None:
     losses = []

@@ -61,6 +61,7 @@ def optimizers(group_of: GroupOf) -> Group:
             "titan_mixed_with_ours",
             "same_as_torch_parallelize_module",
             "values_and_random_state_are_shared",
+            "trained_only_later",
             "torch_mesh_is_taken",
             "experts_dp2_ep2_level3",
             "experts_mp2_ep2",

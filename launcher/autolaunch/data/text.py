@@ -79,7 +79,8 @@ class FileEncoder:
                 f"data.tokenizer={path}", f"not a tokenizer of the library `tokenizers` ({error})"
             ) from None
         self.identity = hashlib.sha256(path.read_bytes()).hexdigest()
-        self.dtype = np.dtype("<u2" if self.tokenizer.get_vocab_size() <= 2**16 else "<u4")
+        highest = max(self.tokenizer.get_vocab().values(), default=0)  # ids of added tokens may leave some out
+        self.dtype = np.dtype("<u2" if highest < 2**16 else "<u4")
         ids = (self.tokenizer.token_to_id(name) for name in END_OF_TEXT_NAMES)
         self.end_of_document: int | None = next((number for number in ids if number is not None), None)
 

@@ -198,8 +198,10 @@ class Checkpoints(ModelCheckpoint):
         self.last_model_path = path
         strategy: Any = trainer.strategy
         strategy.checkpoints.as_of = None if finished else strategy.votes.unfinished()
-        self._save_checkpoint(trainer, path)
-        strategy.checkpoints.as_of = None
+        try:
+            self._save_checkpoint(trainer, path)
+        finally:
+            strategy.checkpoints.as_of = None
         for left_out in [known for known in self._scores if known not in self._kept()]:
             del self._scores[left_out]
             trainer.strategy.remove_checkpoint(str(self.directory / left_out))

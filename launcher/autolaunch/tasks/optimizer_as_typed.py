@@ -31,7 +31,8 @@ class OptimizerAsTyped(pl.Callback):
         if "lr" in options:
             options.add("initial_lr")
         for optimizer, groups in zip(trainer.optimizers, self._typed, strict=True):
-            for group, typed in zip(optimizer.param_groups, groups, strict=True):
+            # Groups that a callback has added while it trained stand behind those of the config.
+            for group, typed in zip(optimizer.param_groups, groups, strict=False):
                 group.update(typed if "groups" in options else {key: typed[key] for key in options if key in typed})
         if changed:  # the schedule may have another length, or begin from another rate
             for schedule in trainer.lr_scheduler_configs:

@@ -77,6 +77,27 @@ def _numbers(groups: GroupNames, order: GroupNames | None) -> list[int]:
     return [next((number_of[name] for name in group if name in number_of), place) for place, group in enumerate(groups)]
 
 
+def add_saved_groups(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    saved: Iterable[Mapping[str, Any]],
+    whole: GroupNames,
+) -> None:
+    """Add the groups that were added while the saved run trained (`BaseFinetuning`): none of theirs is in `optimizer`.
+
+    Args:
+        names: of the parameters that this rank holds; a group is added on every stage.
+        saved: `names` and `options` of the groups in the checkpoint.
+        whole: names in the groups of the whole optimizer, as it is now.
+    """
+    parameters = {name: parameter for parameter, name in names.items()}
+    known = {name for group in whole for name in group}
+    for group in saved:
+        if group["names"] and known.isdisjoint(group["names"]):
+            mine = [parameters[name] for name in group["names"] if name in parameters]
+            optimizer.add_param_group({"params": mine, **group["options"]})
+
+
 def room_for_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], prefix: str, stored: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from autolaunch_strategies.checkpoint.files import (
 )
 from autolaunch_strategies.checkpoint.optimizers import (
     GroupNames,
+    add_saved_groups,
     fill_optimizer,
     optimizer_tensors,
     options,
@@ -242,6 +243,9 @@ def load_checkpoint(
     tensors: dict[str, Any] = {"model": model}
     names = {parameter: name for name, parameter in module.named_parameters()}
     for index, optimizer in enumerate(optimizers):
+        order = None if optimizer_names is None else optimizer_names[index]
+        whole = [group["names"] for group in whole_groups(optimizer, names, order, mesh.group("pp"))]
+        add_saved_groups(optimizer, names, ours["optimizer_groups"][index], whole)
         tensors[f"optimizer_{index}"] = room_for_optimizer(optimizer, names, f"optimizer_{index}.", stored)
     with readable(path):
         dcp.load(tensors, storage_reader=reader, planner=Planner(trust))
@@ -570,6 +574,13 @@ def _load_single_file(
         assert group_order is not None or mesh.group("pp") is None, "the order of all stages' parameters is not known"
         whole = [group["names"] for group in whole_groups(optimizer, names, group_order, mesh.group("pp"))]
         order = [name for group in whole for name in group]
+        if len(order) < sum(len(group["params"]) for group in state["param_groups"]):
+            raise ConfigError(
+                f"ckpt_path={path}",
+                f"holds more parameters of optimizer {number} than the {len(order)} here, and a file of plain "
+                "Lightning does not say which: a callback added groups while it trained, or others are frozen",
+                "a checkpoint that MeshStrategy wrote; an optimizer that has all of its groups from the start",
+            )
         values: dict[str, Any] = {}
         for index, entries in state["state"].items():
             parameter = parameters.get(order[index])

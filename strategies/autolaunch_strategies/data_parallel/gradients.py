@@ -50,11 +50,10 @@ class GradientAverage:
             for place, parameter in enumerate(self._groups)
         ]
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Whose gradients are averaged."""
-        self._fill_buckets()
-        return [parameter for bucket in self._buckets for parameter in bucket.parameters]
+    def when_accumulated(self, hook: Callable[[nn.Parameter], None]) -> None:
+        """Call a hook with each parameter whose gradient has been added up, also of those that are trained later."""
+        for parameter in self._groups:
+            _when_accumulated(parameter, hook)
 
     def _fill_buckets(self) -> None:
         """Share out what is trained now, before anything of a pass is on its way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,8 +27,8 @@ class EMA(pl.Callback):
 
     Args:
         decay: from 0 to 1.
-        every_n_steps: optimizer steps from one update to the next.
-        start_step: the first step, from 0, that counts.
+        every_n_steps: steps of an optimizer from one update of its weights to the next.
+        start_step: the first step of an optimizer, from 0, that counts.
 
     Raises:
         ConfigError: one of them is out of range.
@@ -45,6 +46,16 @@ class EMA(pl.Callback):
         self._weights: dict[nn.Parameter, torch.Tensor] = {}
         """The weights themselves, while their averages are in their place."""
         self._handles: list[RemovableHandle] = []
+        self._steps: list[int] = []
+        """How many each optimizer has made; those that a checkpoint says, until it is gone on with."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes on with a checkpoint."""
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting where a checkpoint stopped."""
+        self._steps = list(state_dict["steps"])
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that the strategy is one that keeps what is needed."""
@@ -59,14 +70,21 @@ class EMA(pl.Callback):
         """Watch the optimizers, which exist now."""
         self._forget()
 
-        def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            self._update(optimizer, trainer.global_step)
+        def after_step(number: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self._update(optimizer, self._steps[number])
+            self._steps[number] += 1
 
-        self._handles = [optimizer.register_step_post_hook(after_step) for optimizer in trainer.optimizers]
+        # Each by itself: a trainer counts those of all.
+        self._handles = [
+            optimizer.register_step_post_hook(partial(after_step, number))
+            for number, optimizer in enumerate(trainer.optimizers)
+        ]
 
     @torch.no_grad()
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Where a checkpoint was loaded, put its weights in the place of their averages."""
+        if len(self._steps) != len(trainer.optimizers):  # none was loaded that has averages
+            self._steps = [trainer.global_step // max(len(trainer.optimizers), 1)] * len(trainer.optimizers)
         for parameter, state in _states(trainer):
             weight = state.pop(TRAINED, None)
             if weight is not None:
@@ -125,7 +143,7 @@ class EMA(pl.Callback):
     def _forget(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._averages, self._weights = [], {}, {}
+        self._handles, self._averages, self._weights, self._steps = [], {}, {}, []
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -63,27 +63,43 @@ class StepValues:
     """Lets metrics that a training step logs by step say of its batch what they would say on one device.
 
     A metric joins what it collects over ranks when an epoch ends; of a single batch it knows this rank's part, unless
-    ``dist_sync_on_step`` is set. Which metrics are logged by step is known after the first step, in which all join.
+    ``dist_sync_on_step`` is set. Which metrics are logged by step shows when they are logged; until then all join, and
+    those that are not logged within `_STEPS` steps (whose values somebody computes at the end) do no longer.
     """
 
+    _STEPS = 100
+
     def __init__(self) -> None:
-        self._is_known = False
+        self._undecided: list[tuple[Metric, bool]] | None = None
+        """Metrics that were not logged yet, each with whether it joins anyway."""
+        self._left = self._STEPS
 
     @contextmanager
     def joined(self, module: pl.LightningModule) -> Iterator[None]:
         """A training step runs within it."""
-        if self._is_known:
+        if self._undecided is None:
+            metrics = [item for item in module.modules() if isinstance(item, Metric)]
+            self._undecided = [(metric, bool(metric.dist_sync_on_step)) for metric in metrics]
+        undecided = self._undecided
+        if not undecided or not self._left:
             yield
             return
-        before = {item: item.dist_sync_on_step for item in module.modules() if isinstance(item, Metric)}
-        for metric in before:
+        for metric, _ in undecided:
             metric.dist_sync_on_step = True
-        yield
-        self._is_known = True
+        try:
+            yield
+        finally:
+            for metric, joins in undecided:
+                metric.dist_sync_on_step = joins
+        self._left -= 1
         results: Any = module.trainer._results or {}
-        logged = {id(item.value) for item in results.values() if not item.is_tensor and item.meta.on_step}
-        for metric, joins in before.items():
-            metric.dist_sync_on_step = joins or id(metric) in logged
+        by_step: dict[int, bool] = {}
+        for item in results.values():
+            if not item.is_tensor:
+                by_step[id(item.value)] = item.meta.on_step or by_step.get(id(item.value), False)
+        for metric, joins in undecided:
+            metric.dist_sync_on_step = joins or by_step.get(id(metric), False)
+        self._undecided = [(metric, joins) for metric, joins in undecided if id(metric) not in by_step]
 
 
 _NO_STATE = {

@@ -318,9 +318,7 @@ def _exchange_gradients(applied: Parallelized) -> None:
     """
     average = applied.data_parallel.average
     if average is not None and applied.pipeline is None:
-        after = AfterBackward(average.finish)
-        for parameter in average.parameters:
-            parameter.register_post_accumulate_grad_hook(after.arm)
+        average.when_accumulated(AfterBackward(average.finish).arm)
     if isinstance(applied.module, FSDPModule) and applied.pipeline is None:
         applied.module.register_forward_hook(_free_unless_training)
     if not _STEP_HOOKS:  # of every optimizer, those made later, too

@@ -1,0 +1,79 @@
+"""The moving average of weights beside what it is by its formula; `feature_cases.py` has it on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from autolaunch_strategies import EMA, MeshStrategy
+from autolaunch_strategies.mesh.process_group import leave_process_group
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """Trainers of this file leave no process group to those of other files."""
+    yield
+    leave_process_group()
+
+
+class Two(pl.LightningModule):
+    """Two models, whose optimizers make their steps in turn; the weights after each step are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.one, self.other = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.course: dict[str, list[torch.Tensor]] = {"one": [], "other": []}
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for name, optimizer in zip(self.course, optimizers, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(getattr(self, name)(batch).square().mean())
+            optimizer.step()
+            self.course[name].append(getattr(self, name).weight.detach().clone())
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.one, self.other)]
+
+
+def trained(directory: Path, epochs: int, path: Path | None = None) -> tuple[pl.Trainer, Two]:
+    torch.manual_seed(1)
+    module = Two()
+    trainer = pl.Trainer(
+        strategy=MeshStrategy("1"), accelerator="cpu", max_epochs=epochs, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=directory,
+        callbacks=[EMA(decay=0.5, every_n_steps=2, start_step=3), Saves(directory)],
+    )  # fmt: skip
+    batches = torch.randn(7, 4, generator=torch.Generator().manual_seed(2))
+    trainer.fit(module, DataLoader(list(batches)), ckpt_path=path)
+    return trainer, module
+
+
+class Saves(pl.Callback):
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.directory / f"{trainer.current_epoch}.ckpt")
+
+
+def test_each_of_several_optimizers_counts_its_own_steps(tmp_path: Path) -> None:
+    """And goes on counting: the second epoch begins with a step of another parity."""
+    _, module = trained(tmp_path, 2)
+    for name, course in module.course.items():
+        assert len(course) == 14
+        average = course[4]
+        for weight in course[6::2]:
+            average = 0.5 * average + 0.5 * weight
+        torch.testing.assert_close(getattr(module, name).weight, average)
+    _, again = trained(tmp_path, 2, tmp_path / "0.ckpt")
+    for name in module.course:
+        torch.testing.assert_close(getattr(again, name).weight, getattr(module, name).weight)
