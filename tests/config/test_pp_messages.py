@@ -90,6 +90,7 @@ WRONG = [
             "4 layers",
             "4 x 2 pipeline stages",
             allowed=("pp of size 2 or less",),
+            write="pp=1f1b",
         ),
         id="layers-of-virtual-stages",
     ),
