@@ -24,6 +24,7 @@ SELDOM = {
     "2x2x1x2:dp=3,mp=tensor_parallel,cp=ulysses", "2x2:dp=3,mp=tensor_parallel,accumulate=2",
     "1x2x1x2:mp=tensor_parallel,cp=ring,recompute=full", "1x1x2x2:pp=exact,cp=ulysses",
     "2x2:dp=3,mp=seq_parallel,precision=bf16-mixed", "1x2x1x2:mp=seq_parallel,cp=ring,precision=bf16-mixed",
+    "1x2x1x2:mp=tensor_parallel,cp=ring,backend=inductor", "1x2x1x2:mp=seq_parallel,cp=ulysses,accumulate=2",
 }  # fmt: skip
 """Pairs and threes of axes of which others are in `full`, with another way of one of them."""
 
