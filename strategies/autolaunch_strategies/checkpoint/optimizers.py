@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -81,19 +81,18 @@ def add_saved_groups(
     optimizer: torch.optim.Optimizer,
     names: Mapping[nn.Parameter, str],
     saved: Iterable[Mapping[str, Any]],
-    whole: GroupNames,
+    trained: Collection[str],
 ) -> None:
-    """Add the groups that were added while the saved run trained (`BaseFinetuning`): none of theirs is in `optimizer`.
+    """Add the groups that were added while the saved run trained (`BaseFinetuning`): nothing of theirs is trained yet.
 
     Args:
         names: of the parameters that this rank holds; a group is added on every stage.
         saved: `names` and `options` of the groups in the checkpoint.
-        whole: names in the groups of the whole optimizer, as it is now.
+        trained: names in the groups of all optimizers, on every stage.
     """
     parameters = {name: parameter for parameter, name in names.items()}
-    known = {name for group in whole for name in group}
     for group in saved:
-        if group["names"] and known.isdisjoint(group["names"]):
+        if group["names"] and not any(name in trained for name in group["names"]):
             mine = [parameters[name] for name in group["names"] if name in parameters]
             optimizer.add_param_group({"params": mine, **group["options"]})
 

@@ -242,10 +242,14 @@ def load_checkpoint(
     model = {name: _opaque(name, value) for name, value in model.items() if f"model.{name}" in stored}
     tensors: dict[str, Any] = {"model": model}
     names = {parameter: name for name, parameter in module.named_parameters()}
+    trained = {
+        name
+        for optimizer in optimizers
+        for group in whole_groups(optimizer, names, None, mesh.group("pp"))
+        for name in group["names"]
+    }
     for index, optimizer in enumerate(optimizers):
-        order = None if optimizer_names is None else optimizer_names[index]
-        whole = [group["names"] for group in whole_groups(optimizer, names, order, mesh.group("pp"))]
-        add_saved_groups(optimizer, names, ours["optimizer_groups"][index], whole)
+        add_saved_groups(optimizer, names, ours["optimizer_groups"][index], trained)
         tensors[f"optimizer_{index}"] = room_for_optimizer(optimizer, names, f"optimizer_{index}.", stored)
     with readable(path):
         dcp.load(tensors, storage_reader=reader, planner=Planner(trust))
