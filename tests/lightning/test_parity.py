@@ -276,9 +276,12 @@ def test_ranks_draw_different_random_numbers(ranks: Group) -> None:
 
 
 def test_statistics_are_the_first_ranks_wherever_they_count(ranks: Group) -> None:
-    (training_0, validation_0), (training_1, validation_1) = (ranks.read("statistics_agree", rank) for rank in (0, 1))
+    ((training_0, validation_0), told), ((training_1, validation_1), also_told) = (
+        ranks.read("statistics_agree", rank) for rank in (0, 1)
+    )
     assert training_0 != training_1
     assert validation_0 == validation_1 == training_0
+    assert len(told) == 1 and told[0].startswith("lately: ") and also_told == []
 
 
 def test_a_plan_that_was_asked_for_has_to_shard_something(ranks: Group) -> None:

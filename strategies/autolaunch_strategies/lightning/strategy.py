@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -202,7 +203,7 @@ class MeshStrategy(ParallelStrategy):
         self._failed = False
         self._after_closure: Any = None
         self._monitored: MonitoredLogs | None = None
-        self._warned_of_assigned = False
+        self._warned_of_assigned = self._told_of_statistics = False
         self._steps: StagedSteps | None = None
         self._numbers: PositionedNumbers | None = None
         self._items: ItemCounts | None = None
@@ -683,7 +684,16 @@ class MeshStrategy(ParallelStrategy):
             yield
 
     def _share_statistics(self) -> None:
-        share_statistics(self._module, self.rank_mesh.group(*SHARDING_AXES))
+        group = self.rank_mesh.group(*SHARDING_AXES)
+        others = share_statistics(self._module, group)
+        if others and not self._told_of_statistics and dist.get_rank(group) == 0:
+            warnings.warn(
+                f"{', '.join(others[:3])}{', ...' if others[3:] else ''}: a forward has computed other values on other "
+                "ranks, from their parts of the batch. The first rank's are kept, which are not those of one device: "
+                "average them over the ranks where they are computed (batch norm's are)",
+                stacklevel=2,
+            )
+        self._told_of_statistics |= bool(others)
 
     def on_train_start(self) -> None:
         self.checkpoints.compare_batch_size()

@@ -119,14 +119,37 @@ def place_on(module: nn.Module, device: torch.device) -> None:
             part._buffers[name] = None if buffer is None else moved(buffer)
 
 
-def share_statistics(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+@torch.no_grad()
+def share_statistics(module: nn.Module, group: dist.ProcessGroup | None) -> list[str]:
     """Give every rank of `group` the first one's buffers, of those that are saved.
 
-    What a layer collects while it trains (batch norm's running mean) comes from each rank's own samples.
+    What a layer collects while it trains may come from each rank's own samples.
+
+    Returns:
+        the names of those that were others than the first rank's on any rank, by more than rounding; on all alike.
     """
-    if group is not None:
-        saved = module.state_dict(keep_vars=True)
-        _share([buffer for name, buffer in module.named_buffers() if name in saved], group)
+    if group is None:
+        return []
+    saved = module.state_dict(keep_vars=True)
+    buffers = {
+        name: buffer
+        for name, buffer in module.named_buffers()
+        if name in saved and not buffer.is_meta and not isinstance(buffer, DTensor)
+    }
+    if not buffers:
+        return []
+    before = [buffer.detach().clone() for buffer in buffers.values()]
+    _share(buffers.values(), group)
+    others = [not _alike(*pair) for pair in zip(before, buffers.values(), strict=True)]
+    on_any = torch.tensor(others, dtype=torch.int32, device=next(iter(buffers.values())).device)
+    dist.all_reduce(on_any, dist.ReduceOp.MAX, group=group)
+    return [name for name, other in zip(buffers, on_any.tolist(), strict=True) if other]
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one.float(), other.float(), 1e-3, 1e-6, equal_nan=True)
 
 
 @torch.no_grad()
