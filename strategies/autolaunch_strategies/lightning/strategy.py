@@ -553,7 +553,8 @@ class MeshStrategy(ParallelStrategy):
         if self._first_step_began is None:
             self._first_step_began = time.monotonic()
         joined = self._step_values.joined(self._module) if self._steps is None and self.shape.dp > 1 else nullcontext()
-        with self.batches.step(), self._numbers_of_step(args), self.precision_plugin.train_step_context(), joined:
+        counted = self.batches.step(self._module)
+        with counted, self._numbers_of_step(args), self.precision_plugin.train_step_context(), joined:
             if self._items is not None:
                 self._items.begin(args[0], *self._place_in_step(), is_counted=self.batches.weight > 0)
             output = self._as_forward("training_step", *args, **kwargs)
@@ -692,6 +693,7 @@ class MeshStrategy(ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.positions.trains()
+        self.batches.begin()
 
     def on_validation_start(self) -> None:
         self._share_statistics()
