@@ -454,7 +454,7 @@ class MeshStrategy(ParallelStrategy):
         with _constants_kept(module, self.precision_plugin):
             self.precision_plugin.convert_module(module)
         if fitting and (not self.parallel.compile or self.parallel.ep > 1):  # else what counts breaks graphs of blocks
-            self._load = ExpertLoad(module)
+            self._load = ExpertLoad(module, lambda: self.batches.weight > 0)
         self._applied = apply_parallelism(
             module,
             self.parallel,
