@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torchmetrics
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -178,6 +179,41 @@ class FineTuned(AutoEncoder):
 class WithAdafactor(LanguageModel):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor((item for item in self.parameters() if item.requires_grad), lr=1e-3)
+
+
+class SeveralClosures(AutoEncoder):
+    """Its optimizer runs the step several times on a batch."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Measured(Classifier):
+    """Metrics and sums of training, and the statistics of the batch norm, beside what it has in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits = torchmetrics.classification.MulticlassAccuracy(4, average="micro")
+        self.seen = torchmetrics.CatMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        output = super().training_step(batch, batch_idx)
+        self.hits.update(output["logits"], batch[1])
+        self.seen.update(batch[1].float())
+        self.log("hits", self.hits, on_step=False, on_epoch=True)
+        self.log("mean", output["loss"], on_step=False, on_epoch=True, sync_dist=True)
+        self.log("largest", output["logits"].max(), on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+        self.log("count", float(len(batch[1])), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        return output
+
+    def on_train_epoch_end(self) -> None:
+        self.log("seen", self.seen.compute().sum())
+        self.seen.reset()
+        norm = self.model[1]
+        self.log_dict({"running mean": norm.running_mean.sum(), "running variance": norm.running_var.sum()})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 class Spectral(AutoEncoder):
@@ -401,9 +437,9 @@ for _level in LEVELS:
     case("parity", name=f"parts-elsewhere-{_level}")(lambda level=_level: parts_elsewhere(level))
 
 
-def own_loader(batch_size: int | None = 8, **options: Any) -> DataLoader:
+def own_loader(batch_size: int | None = 8, count: int = 51, **options: Any) -> DataLoader:
     """As people write it for one process; the last batch has three samples, which two ranks can't share evenly."""
-    return DataLoader(samples(51), batch_size=batch_size, **options)
+    return DataLoader(samples(count), batch_size=batch_size, **options)
 
 
 for level in LEVELS:
@@ -423,6 +459,15 @@ parity(
     "own-batches", LanguageModel, data=lambda: own_loader(None, sampler=BatchSampler(range(51), 8, False)),
     use_distributed_sampler=True,
 )  # fmt: skip
+parity(
+    "closures", SeveralClosures, {"level": 0}, data=partial(own_loader, count=11), val=own_loader, max_epochs=2,
+    use_distributed_sampler=True,
+)  # fmt: skip
+for _level in (0, 3):  # the last batch has one sample: some ranks only keep step
+    parity(
+        f"left-over-{_level}", Measured, {"level": _level}, data=partial(own_loader, count=9),
+        val=partial(own_loader, count=9), max_epochs=2, use_distributed_sampler=True,
+    )  # fmt: skip
 for _index, (_kind, _make) in enumerate(any_signature.KINDS.items()):
     for level in (_index % 4, (_index + 2) % 4):
         parity(f"{_kind}-{level}", _make, {"level": level}, data=any_signature.series, use_distributed_sampler=True)
@@ -935,17 +980,26 @@ def streams() -> Any:
 @case("ranks")
 def predicted() -> Any:
     class Predicts(AutoEncoder):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
             return batch[0][:, 0]
 
     class Looks(pl.callbacks.BasePredictionWriter):
+        def __init__(self) -> None:
+            super().__init__("batch_and_epoch")
+            self.written: list[Any] = []
+
+        def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *_: Any) -> None:
+            self.written.append([prediction.tolist(), indices])
+
         def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
             self.indices = batch_indices
 
-    looks = Looks("epoch")
-    data = [(torch.full((16,), float(number)), 0) for number in range(10)]
-    make_trainer(mesh_strategy(3), looks, use_distributed_sampler=True).predict(Predicts(), DataLoader(data, 4))
-    return looks.indices[0]
+    looks = Looks()
+    data = [(torch.full((16,), float(number)), 0) for number in range(9)]
+    trainer = make_trainer(mesh_strategy(3), looks, use_distributed_sampler=True)
+    found = trainer.predict(Predicts(), [DataLoader(data, 4), DataLoader(Numbers(start=5), 4)])
+    values = [[part.tolist() for part in parts] for parts in found]
+    return {"values": values, "indices": looks.indices[0], "written": looks.written[:3]}
 
 
 # --- checkpoints: saved on two ranks, resumed on any mesh --------------------------------------------------------
@@ -1173,6 +1227,10 @@ four(
     accumulate_grad_batches=5, gradient_clip_val=0.5,
 )  # fmt: skip
 four("four-3", Gan, {"level": 3})
+four(
+    "three-left-over", Measured, {"level": 2}, data=partial(own_loader, count=11), val=partial(own_loader, count=11),
+    max_epochs=2, use_distributed_sampler=True,
+)  # fmt: skip
 
 
 def initial(make: Callable[[], pl.LightningModule], level: int, seed: int = 3) -> dict[str, list[float]]:

@@ -85,7 +85,7 @@ SAME = [
         "clips-in-hook-mp",
     ),
     *(f"{order}-{level}" for order in ("in-order", "shuffled") for level in LEVELS),
-    *("per-rank", "own-batches", "whole-along-mp"),
+    *("per-rank", "own-batches", "whole-along-mp", "closures", "left-over-0", "left-over-3"),
     *(f"{kind}-{level}" for index, kind in enumerate(any_signature.KINDS) for level in (index % 4, (index + 2) % 4)),
     *(f"{kind}-mp" for kind in any_signature.KINDS),
     *("conditioned-of-stream-mp", "evaluated_with_any_signature"),
@@ -99,7 +99,7 @@ LONG = {
     "parts-elsewhere-1", "by-value-0", "own-clipping-0", "double-3", "hooks-0", "recompute-full",
     "recompute-selective", "compile", "in-order-0", "in-order-1", "in-order-2", "shuffled-1", "shuffled-3",
     "synchronised-0", "thawed-1", "thawed-2", "offload-1", "compile-captured", "adafactor-3", "own-clipping-3",
-    "parts-elsewhere-3",
+    "parts-elsewhere-3", "left-over-0",
     *(f"{kind}-{level}" for kind in any_signature.KINDS for level in LEVELS if f"{kind}-{level}" != "fusion-3"),
 }  # fmt: skip
 """Of model x level and option x level: what is left when every two have met."""
@@ -152,7 +152,8 @@ def test_types_of_parameters_are_refused_at_level_0(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", tiered(["hybrid-3", "hybrid-accumulate-1", "hybrid-accumulate-2", "four-3"], ["hybrid-3"])
+    "case",
+    tiered(["hybrid-3", "hybrid-accumulate-1", "hybrid-accumulate-2", "four-3", "three-left-over"], ["hybrid-3"]),
 )
 def test_four_ranks_equal_one_process(one: Group, four: Group, case: str) -> None:
     check(one, four, case, 4)
@@ -298,7 +299,16 @@ def test_a_stream_is_shared_out_unless_it_does_so_itself(ranks: Group) -> None:
 
 
 def test_predictions_tell_which_samples_they_are_of(ranks: Group) -> None:
-    assert [ranks.read("predicted", rank) for rank in (0, 1)] == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
+    assert [ranks.read("predicted", rank)["indices"] for rank in (0, 1)] == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]
+
+
+def test_a_rank_for_which_nothing_is_left_predicts_nothing(ranks: Group) -> None:
+    first, second = (ranks.read("predicted", rank) for rank in (0, 1))
+    assert first["values"] == [[[0, 1], [4, 5], [8]], [[5, 6], [9]]]
+    assert second["values"] == [[[2, 3], [6, 7]], [[7, 8]]]
+    assert first["written"] == [[[0, 1], [0, 1]], [[4, 5], [4, 5]], [[8], [8]]]
+    assert second["written"][:2] == [[[2, 3], [2, 3]], [[6, 7], [6, 7]]]
+    assert second["written"][2][0] == [7, 8], "of the other loader"
 
 
 def test_ranks_do_not_look_for_a_batch_size_each() -> None:

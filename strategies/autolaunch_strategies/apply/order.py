@@ -13,6 +13,7 @@ from torch import nn
 from autolaunch_strategies.apply.steps import BEGIN, STEPS, Look, Site, Step, if_any, without_cache
 from autolaunch_strategies.config import AXES, ParallelConfig
 from autolaunch_strategies.context.parallel import ContextParallelModule, both
+from autolaunch_strategies.data_parallel.loader import Counted
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks, find_blocks
@@ -46,6 +47,8 @@ class Parallelized:
     """The stages of this rank if the module is cut: `group`, the ranks that hold the other stages, `device`, where this
     rank computes, and `counts(parameter)`, False for a parameter whose first holder is another stage (True for one
     that is not of this module)."""
+    counted: Counted = field(default_factory=Counted)
+    """Asked in training whether this rank's batch counts; by default every one does."""
 
     def now(self) -> dict[str, Any]:
         """The account, with what steps have shown since."""
@@ -102,7 +105,9 @@ def apply_parallelism(
     dp, mp, cp = site.data_parallel, site.model_parallel, site.context_parallel
     assert dp is not None and mp is not None and cp is not None
     account = _account(config, blocks, steps)
-    return Parallelized(module, config, mesh, dp, mp, cp, counts, site.blocks, account, site.traced, site.pipeline)
+    return Parallelized(
+        module, config, mesh, dp, mp, cp, counts, site.blocks, account, site.traced, site.pipeline, site.counted
+    )
 
 
 def foresee(

@@ -25,6 +25,7 @@ from autolaunch_strategies.context.parallel import (
     prepare_context,
     shard_sequences,
 )
+from autolaunch_strategies.data_parallel.loader import Counted
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule, apply_data_parallel, sharding_reasons
 from autolaunch_strategies.experts.auxiliary import balance_whole_batch, balanced_models
 from autolaunch_strategies.experts.divided import divide_experts, without_experts
@@ -115,6 +116,7 @@ class Site:
     traced: list[TracedForward] = field(default_factory=list)
     """What stands in the place of the forwards of blocks with tensors sharded along mp or cp, if they are compiled."""
     data_parallel: DataParallelModule | None = None
+    counted: Counted = field(default_factory=Counted)
 
     def is_elsewhere(self, module: nn.Module) -> bool:
         """Whether a module belongs to a stage of another rank."""
@@ -215,7 +217,7 @@ class SharesStatistics(Step):
         return if_any("batch_statistics", self.names)
 
     def apply(self, site: Site) -> None:
-        share_batch_statistics(site.module, site.mesh.group("dp"))
+        share_batch_statistics(site.module, site.mesh.group("dp"), site.counted)
 
 
 class Styles(Step):
@@ -312,7 +314,7 @@ class BalancesRouters(Step):
         for warning in self.warnings:
             log.warning(warning)
         if (group := site.mesh.group("dp")) is not None:
-            balance_whole_batch(self.models.values(), group)
+            balance_whole_batch(self.models.values(), group, site.counted)
 
 
 class Recomputes(Step):

@@ -48,6 +48,19 @@ class Share:
         return (stop - start) * self.count / size if size else 1.0
 
 
+class Counted:
+    """Says whether the present batch of this rank counts, or is there only to keep step with the others.
+
+    Asked by what adds up over the batches of all ranks; whoever trains sets `ask`.
+    """
+
+    def __init__(self) -> None:
+        self.ask: Callable[[], bool] = lambda: True
+
+    def __call__(self) -> bool:
+        return self.ask()
+
+
 class DistributedLoader:
     """The batches of `loader`, of each the part that belongs to this rank's place along dp.
 

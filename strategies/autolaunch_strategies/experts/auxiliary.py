@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autolaunch_strategies.data_parallel.loader import Counted
 from autolaunch_strategies.sharded_sequence.collectives import sum_over
 from autolaunch_strategies.tensor.views import plain
 
@@ -27,8 +28,9 @@ FUNCTION = "load_balancing_loss_func"
 
 _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
-_GROUPS: list[dist.ProcessGroup] = []
-"""The ranks with other tokens of the batch, of the models that run now; the innermost last."""
+_GROUPS: list[tuple[dist.ProcessGroup, Counted]] = []
+"""The ranks with other tokens of the batch, and whether this one's count, of the models that run now; the innermost
+last."""
 
 
 def balanced_models(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
@@ -55,13 +57,13 @@ def router_losses(model: nn.Module) -> list[str]:
     return [name for name, config in configs.items() if getattr(config, "output_router_logits", False)]
 
 
-def balance_whole_batch(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-    """Let models compute the loss of their routers of the tokens of all ranks of `group` together."""
+def balance_whole_batch(modules: Iterable[nn.Module], group: dist.ProcessGroup, counted: Counted) -> None:
+    """Let models compute the loss of their routers of the tokens of all ranks of `group` whose batch counts."""
     for module in modules:
         file: Any = _file_of(module)
         if not hasattr(getattr(file, FUNCTION), "of_one_rank"):
             setattr(file, FUNCTION, _of_all_ranks(getattr(file, FUNCTION)))
-        module.forward = functools.wraps(module.forward)(functools.partial(_among, group, module.forward))
+        module.forward = functools.wraps(module.forward)(functools.partial(_among, (group, counted), module.forward))
 
 
 def _file_of(module: nn.Module) -> ModuleType | None:
@@ -69,7 +71,7 @@ def _file_of(module: nn.Module) -> ModuleType | None:
     return sys.modules.get(type(module).__module__)
 
 
-def _among(group: dist.ProcessGroup, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _among(group: tuple[dist.ProcessGroup, Counted], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _GROUPS.append(group)
     try:
         return forward(*args, **kwargs)
@@ -82,11 +84,15 @@ def _of_all_ranks(of_one_rank: Callable[..., Any]) -> Callable[..., Any]:
     def loss(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None) -> Any:
         if not _GROUPS or not isinstance(gate_logits, tuple) or isinstance(gate_logits[0], FakeTensor):
             return of_one_rank(gate_logits, num_experts, top_k, attention_mask)
-        counts, probabilities, rows = _sums([plain(logits) for logits in gate_logits], top_k, plain(attention_mask))
+        group, counted = _GROUPS[-1]
+        layers, mask = [plain(logits) for logits in gate_logits], plain(attention_mask)
+        if not counted():
+            layers, mask = [logits[:0] for logits in layers], None
+        counts, probabilities, rows = _sums(layers, top_k, mask)
         sums = torch.cat([counts, rows.reshape(1)])
-        dist.all_reduce(sums, group=_GROUPS[-1])
+        dist.all_reduce(sums, group=group)
         shares, total = sums[:-1] / sums[-1], sums[-1]
-        balance = shares * (sum_over(probabilities, _GROUPS[-1]) / total)
+        balance = shares * (sum_over(probabilities, group) / total)
         return balance.sum() * num_experts
 
     loss.of_one_rank = of_one_rank  # type: ignore[attr-defined]  # tells that it stands there already

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,16 +23,19 @@ class ExpertLoad:
 
     Args:
         model: before anything is applied to it: its mixtures are the same on all ranks.
+        is_counted: whether the present batch of this rank is not there only to keep step with the others.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, is_counted: Callable[[], bool]) -> None:
         self.mixtures = countable_mixtures(model)
         self._totals: dict[str, torch.Tensor] = {}
         """Layers of this stage -> how many tokens each expert has got on this rank, from the beginning."""
         self._reported: dict[str, torch.Tensor] = {}
         for mixture in self.mixtures:
             index = list(inspect.signature(type(mixture.module).forward).parameters)[2]
-            mixture.module.register_forward_pre_hook(_counting(self._totals, mixture, index), with_kwargs=True)
+            mixture.module.register_forward_pre_hook(
+                _counting(self._totals, mixture, index, is_counted), with_kwargs=True
+            )
 
     @torch.no_grad()
     def tokens(self, before: dict[str, torch.Tensor], mesh: RankMesh) -> dict[str, torch.Tensor]:
@@ -71,7 +75,7 @@ class ExpertLoad:
         return (self.mixtures[place].name, values[place]) if values[place] else None
 
 
-def _counting(counts: dict[str, torch.Tensor], mixture: Mixture, argument: str) -> Any:
+def _counting(counts: dict[str, torch.Tensor], mixture: Mixture, argument: str, is_counted: Callable[[], bool]) -> Any:
     @torch.no_grad()
     def count(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not module.training or is_differentiating():
@@ -82,6 +86,6 @@ def _counting(counts: dict[str, torch.Tensor], mixture: Mixture, argument: str) 
         chosen = index.flatten()
         if mixture.name not in counts:
             counts[mixture.name] = torch.zeros(mixture.experts, dtype=torch.int64, device=chosen.device)
-        counts[mixture.name].scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts[mixture.name].scatter_add_(0, chosen, torch.full_like(chosen, is_counted()))
 
     return count

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torchmetrics import Metric
 
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.data_parallel.loader import (
@@ -28,8 +30,8 @@ from autolaunch_strategies.data_parallel.loader import (
     global_batch_size,
 )
 from autolaunch_strategies.data_parallel.order import Order
-from autolaunch_strategies.lightning.logs import LOG_ARGUMENTS
-from autolaunch_strategies.lightning.replacement import Replacement
+from autolaunch_strategies.lightning.metrics import uncounted
+from autolaunch_strategies.lightning.replacement import replaced
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +71,24 @@ class Batches:
         if self._are_shared is None:
             self._are_shared = connector.use_distributed_sampler
         connector.use_distributed_sampler = False
+        loop = trainer.predict_loop
+        vars(loop)["_predict_step"] = partial(self._predict, partial(type(loop)._predict_step, loop))
         self._trainer = trainer
 
+    def begin(self) -> None:
+        """A training batch begins; its step may run several times, or not at all.
+
+        A step that draws its batches itself has none yet: what they count is known only after that.
+        """
+        self._weight = self._next_weight() if any(loader.weights for loader in self._training_loaders()) else None
+
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """A training step runs within it."""
-        self._weight, self.is_in_step = None, True
+    def step(self, module: pl.LightningModule) -> Iterator[None]:
+        """A training step of `module` runs within it."""
+        self.is_in_step = True
         try:
-            yield
+            with self._uncounted(module) if self._weight == 0 else nullcontext():
+                yield
         finally:
             self.is_in_step = False
             _ = self.weight  # a step that nobody asked about has used its batch up, too
@@ -96,34 +108,49 @@ class Batches:
     def evaluation_step(self, module: pl.LightningModule, loader: int = 0) -> Iterator[None]:
         """A validation or test step of `module` runs within it, on the next batch of a loader of that number.
 
-        Means that it logs of a batch which this rank has only to keep step with the others count for nothing.
+        What it logs and collects of a batch which this rank has only to keep step with the others counts for nothing.
         """
-        if self._evaluation_weight(loader) > 0:
+        with self._uncounted(module) if self._evaluation_weight(loader) == 0 else nullcontext():
             yield
-            return
-        attributes = vars(module)
-        own, log = attributes.get("log"), module.log
 
-        def uncounted(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            log(name, value, **{**dict(zip(LOG_ARGUMENTS, args, strict=False)), **kwargs, "batch_size": 0})
-
-        attributes["log"] = Replacement(uncounted, log)
-        try:
+    @contextmanager
+    def _uncounted(self, module: pl.LightningModule) -> Iterator[None]:
+        """Within it names are logged, as all ranks exchange the values of each, but values and metrics stay."""
+        assert self._trainer is not None
+        before = {key: _accumulated(item) for key, item in (self._trainer._results or {}).items()}
+        with uncounted(item for item in module.modules() if isinstance(item, Metric)):
             yield
-        finally:
-            if own is None:
-                del attributes["log"]
-            else:
-                attributes["log"] = own
+        for key, item in (self._trainer._results or {}).items():
+            vars(item).update(before.get(key, item._defaults))
 
     def _evaluation_weight(self, number: int) -> float:
         assert self._trainer is not None
         combined = self._trainer._evaluation_loop._combined_loader
         if combined is None or combined._mode != "sequential":
             return 1.0
-        loader = combined.flattened[number]
-        counts = isinstance(loader, DistributedLoader) and loader.weights
-        return loader.weights.popleft() if counts else 1.0
+        return _drawn_weight(combined.flattened[number])
+
+    def _predict(self, step: Callable[..., None], batch: Any, index: int, number: int, *args: Any) -> None:
+        """`step` of the loop that predicts, for a batch of its loader of that number.
+
+        Hooks run on every rank, as they may be collective. But what a rank predicts only to keep step with the others
+        is neither written nor returned.
+        """
+        assert self._trainer is not None
+        loop, trainer = self._trainer.predict_loop, cast(Any, self._trainer)
+        assert loop._combined_loader is not None
+        if _drawn_weight(loop._combined_loader.flattened[number]) > 0:
+            step(batch, index, number, *args)
+            return
+        lists = [found[number] for found in (loop._predictions, loop.epoch_batch_indices)]
+        lengths = [len(found) for found in lists]
+        with ExitStack() as silenced:
+            for writer in trainer.callbacks:
+                if isinstance(writer, BasePredictionWriter):
+                    silenced.enter_context(replaced(writer, "write_on_batch_end", _nothing))
+            step(batch, index, number, *args)
+        for found, length in zip(lists, lengths, strict=True):
+            del found[length:]
 
     def samples_per_step(self, ranks: int) -> int | list[int] | None:
         """Samples of all ranks in an optimizer step; a list if there are several loaders, None if one does not say.
@@ -151,12 +178,14 @@ class Batches:
         together = round(samples * ranks / self.weight)
         return Share(rank, ranks).bounds(together)[0], together
 
-    def _next_weight(self) -> float:
+    def _training_loaders(self) -> list[DistributedLoader]:
         assert self._trainer is not None
         combined = self._trainer.fit_loop._combined_loader
         read = [] if combined is None else [getattr(loader, "shared", loader) for loader in combined.flattened]
-        loaders = [loader for loader in read if isinstance(loader, DistributedLoader)]
-        weights = {loader.weights.popleft() for loader in loaders if loader.weights}
+        return [loader for loader in read if isinstance(loader, DistributedLoader)]
+
+    def _next_weight(self) -> float:
+        weights = {loader.weights.popleft() for loader in self._training_loaders() if loader.weights}
         if len(weights) > 1:
             raise ConfigError(
                 "train_dataloader",
@@ -204,6 +233,23 @@ class Batches:
             f"batch_size={size} of the loader is that of all {ranks} ranks along dp, as on one device; "
             "MeshStrategy(batch_size='per_rank') if it is that of each"
         )
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of what writes predictions."""
+
+
+def _drawn_weight(loader: Any) -> float:
+    """The weight of the next batch that `loader` has handed out; with that it is used up."""
+    if isinstance(loader, DistributedLoader):
+        return loader.weights.popleft() if loader.weights else 1.0
+    shared = getattr(getattr(loader, "batch_sampler", None), "_batch_sampler", None)
+    return shared.share.weight(shared.sizes.popleft()) if isinstance(shared, IndexShare) and shared.sizes else 1.0
+
+
+def _accumulated(result: Any) -> dict[str, Any]:
+    """What a value that is logged has added up, by attribute."""
+    return {name: getattr(result, name) for name in result._defaults}
 
 
 def _samples_in_batch(loader: Any, ranks: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -139,6 +140,41 @@ def _depart(value: Any) -> Any:
 
 def arrived(value: Any, device: torch.device) -> Any:
     return value.tensor.to(device) if isinstance(value, _OnDevice) else value
+
+
+@contextmanager
+def kept(metrics: Iterable[Metric]) -> Iterator[None]:
+    """What metrics collect within it counts for nothing: afterwards they are as before."""
+    states = [(metric, copy.deepcopy(state_of(metric))) for metric in metrics]
+    try:
+        yield
+    finally:
+        for metric, state in states:
+            vars(metric).update(tree_map(functools.partial(arrived, device=metric.device), state))
+
+
+@contextmanager
+def uncounted(metrics: Iterable[Metric]) -> Iterator[None]:
+    """As `kept`, where other ranks collect: lists get as many entries as theirs, without rows.
+
+    Metrics exchange some lists entry by entry, so that ranks with fewer of them would wait for ever.
+    """
+    metrics = list(metrics)
+    lengths = [{name: len(entries) for name, entries in _lists(metric).items()} for metric in metrics]
+    with kept(metrics):
+        yield
+        added = [
+            {name: entries[length.get(name, 0) :] for name, entries in _lists(metric).items()}
+            for metric, length in zip(metrics, lengths, strict=True)
+        ]
+    for metric, more in zip(metrics, added, strict=True):
+        for name, entries in more.items():
+            getattr(metric, name).extend(entry[:0] for entry in entries if isinstance(entry, Tensor) and entry.dim())
+
+
+def _lists(metric: Metric) -> dict[str, list[Any]]:
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return {name: state for name, state in states.items() if isinstance(state, list)}
 
 
 class BatchValues:

@@ -9,7 +9,6 @@ log is taken from the last stage.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +27,8 @@ from torchmetrics import Metric, MetricCollection
 
 from autolaunch_strategies.lightning.hooks import COLLECTING_HOOKS, OTHER_HOOKS, Hook
 from autolaunch_strategies.lightning.logs import LOG_ARGUMENTS, Entry, LogCall, Part, Structure, merged, type_of
-from autolaunch_strategies.lightning.metrics import BatchValues, arrived, exchange_metrics_over, state_of
-from autolaunch_strategies.lightning.replacement import Replacement
+from autolaunch_strategies.lightning.metrics import BatchValues, arrived, exchange_metrics_over, kept, state_of
+from autolaunch_strategies.lightning.replacement import Replacement, replaced
 from autolaunch_strategies.model.parts import modules_of
 from autolaunch_strategies.pipeline.broadcast import StageBroadcast
 from autolaunch_strategies.pipeline.failure import StageFailedError
@@ -137,19 +136,13 @@ class StageRelay:
     def recording(self) -> Iterator[None]:
         """Within it `module.log` only takes down what is logged (on the last stage); `share` then logs it."""
         assert not self.is_recording, "a step within a step"
-        attributes = vars(self.module)
-        own = attributes.get("log")
         self._log, self._parts, self._metrics_changed = self.module.log, [Part(1.0)], True
-        attributes["log"] = Replacement(self._record, self._log)
         try:
-            yield
+            with replaced(self.module, "log", self._record):
+                yield
         finally:
             self._log = None
             self._batch_values.end()
-            if own is None:
-                del attributes["log"]
-            else:
-                attributes["log"] = own
 
     def microbatch(self, samples: float | Tensor) -> None:
         """The step is about to run for `samples` of the batch's samples.
@@ -171,15 +164,13 @@ class StageRelay:
         """
         parts, self._parts = self._parts, [Part(1.0)]
         self._batch_values.counts = False
-        states = {metric: copy.deepcopy(state_of(metric)) for _, metric in self._metrics()}
         try:
-            yield
+            with kept(metric for _, metric in self._metrics()):
+                yield
             self._whole = merged(self._parts)
         finally:
             self._parts = parts
             self._batch_values.counts = True
-            for metric, state in states.items():
-                vars(metric).update(tree_map(lambda value, on=metric.device: arrived(value, on), state))
 
     def share(self, extra: Mapping[str, Tensor | int] | None = None) -> dict[str, Any]:
         """Log what the last stage recorded, on every rank. Takes more broadcasts when its structure is a new one.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -21,3 +22,18 @@ class Replacement:
 
 def itself(item: Any) -> Any:
     return item
+
+
+@contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Within it a method of `owner` is another function."""
+    attributes = vars(owner)
+    own = attributes.get(name)
+    attributes[name] = Replacement(function, getattr(owner, name))
+    try:
+        yield
+    finally:
+        if own is None:
+            del attributes[name]
+        else:
+            attributes[name] = own

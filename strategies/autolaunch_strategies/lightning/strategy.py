@@ -405,6 +405,7 @@ class MeshStrategy(ParallelStrategy):
             refuse_scaler(self.precision_plugin, self.parallel)
         self.model = module
         self._parallelize(module, fitting)
+        self._applied.counted.ask = lambda: self.batches.weight > 0
         self._model_name = type(planned_part(module)[0]).__name__
         self._step_values = StepValues()
         if self.shape.mp * self.shape.pp * self.shape.cp > 1:
@@ -454,7 +455,7 @@ class MeshStrategy(ParallelStrategy):
         with _constants_kept(module, self.precision_plugin):
             self.precision_plugin.convert_module(module)
         if fitting and (not self.parallel.compile or self.parallel.ep > 1):  # else what counts breaks graphs of blocks
-            self._load = ExpertLoad(module)
+            self._load = ExpertLoad(module, lambda: self.batches.weight > 0)
         self._applied = apply_parallelism(
             module,
             self.parallel,
@@ -553,7 +554,8 @@ class MeshStrategy(ParallelStrategy):
         if self._first_step_began is None:
             self._first_step_began = time.monotonic()
         joined = self._step_values.joined(self._module) if self._steps is None and self.shape.dp > 1 else nullcontext()
-        with self.batches.step(), self._numbers_of_step(args), self.precision_plugin.train_step_context(), joined:
+        counted = self.batches.step(self._module)
+        with counted, self._numbers_of_step(args), self.precision_plugin.train_step_context(), joined:
             if self._items is not None:
                 self._items.begin(args[0], *self._place_in_step(), is_counted=self.batches.weight > 0)
             output = self._as_forward("training_step", *args, **kwargs)
@@ -701,6 +703,7 @@ class MeshStrategy(ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.positions.trains()
+        self.batches.begin()
 
     def on_validation_start(self) -> None:
         self._share_statistics()

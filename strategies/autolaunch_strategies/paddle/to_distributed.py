@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
+from autolaunch_strategies.apply.registry import applied_to
 from autolaunch_strategies.config import AXES, DEFAULT_ORDER, ConfigError, ConfigErrors, MeshShape
 from autolaunch_strategies.data_parallel.loader import DistributedLoader, Share, check_loader
 from autolaunch_strategies.loop.parallelize import parallelize_with, refuse_second_time
@@ -94,6 +95,9 @@ def to_distributed(
         parallelize_with(model, optimizer, place, choice.settings)
     if mesh.dp > 1:
         model.register_forward_hook(_weighing(loader))
+        applied = applied_to(model)
+        assert applied is not None
+        applied.counted.ask = lambda: loader.weight > 0
     _CHOICES[model] = choice
     if dist.get_rank() == 0:
         log.info("%s", choice)
