@@ -316,6 +316,24 @@ def any_loss_is_exact() -> None:
 
 
 @cases("two")
+def microbatches_of_one_sample_beside_a_table() -> None:
+    """Batches that don't divide, with class weights: one sample is one, and as many samples as classes are samples."""
+    rows = torch.linspace(0.5, 1.5, 16)
+    reference, model = built(loss="microbatch", schedule="1f1b", microbatches=4)
+
+    def weighted(of: nn.Module) -> Callable[..., torch.Tensor]:
+        return lambda x, w: (F.cross_entropy(of(x).transpose(1, 2), x, reduction="none") * w[x]).mean()
+
+    for count in (8, 7, 1, 16):
+        tokens = tokens_of(count)
+        expected = weighted(reference)(tokens, rows)
+        expected.backward()
+        loss = model.forward_backward(weighted(model), tokens, rows)
+        torch.testing.assert_close(loss, expected.detach())
+        assert_same_gradients(model, reference)
+
+
+@cases("two")
 def global_spec() -> None:
     """Modules that run on every stage: their parameters are held, and trained alike, by both."""
     tokens = tokens_of()

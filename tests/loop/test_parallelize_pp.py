@@ -39,6 +39,7 @@ def eight(group_of: GroupOf) -> Group:
             "split_spec_points",
             "global_spec",
             "any_loss_is_exact",
+            "microbatches_of_one_sample_beside_a_table",
             "random_numbers_stay_in_step",
             "autocast",
             "optimizer_keeps_groups_state_and_scheduler",

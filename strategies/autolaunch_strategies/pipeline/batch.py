@@ -21,7 +21,7 @@ from autolaunch_strategies.pipeline.objective import Objective
 from autolaunch_strategies.pipeline.objects import open_dataclasses
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.shared import SharedGradients
-from autolaunch_strategies.pipeline.structure import batch_size
+from autolaunch_strategies.pipeline.structure import BatchDims, samples_in
 from autolaunch_strategies.torch_private.collectives import host_device
 from autolaunch_strategies.torch_private.trees import flattened, unflattened
 from autolaunch_strategies.training.weights import shares_of, weighed
@@ -76,6 +76,7 @@ class StagedBatch:
         self._computed: Gradients = {}
         self._trained: tuple[bool, ...] = ()
         self._thaws: bool | None = None
+        self._batch_dims = BatchDims()
 
     @property
     def is_exact(self) -> bool:
@@ -155,7 +156,7 @@ class StagedBatch:
         Until then, and if anything is raised, ``.grad`` is what it was before.
 
         Args:
-            batch: tensors of as many samples as the first one has are cut along dim 0; all else goes into each step.
+            batch: tensors whose first dim are the samples (`BatchDims`) are cut along it; all else goes into each step.
             step: of a microbatch and its number of items.
             whole_loss: the loss of the step on the whole batch, with which the mean is compared once.
             scale: what the gradients of the mean loss are multiplied by.
@@ -186,11 +187,11 @@ class StagedBatch:
     ) -> TrainedBatch:
         open_dataclasses(batch)
         leaves, spec = flattened(batch)
-        size = batch_size(leaves)
+        batched = self._batch_dims.of(leaves, spec)
+        size = samples_in(leaves, batched)
         schedule = self.pipeline.schedule_of(size)
-        batched = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves)
         parts = cut_leaves(leaves, batched, schedule.microbatches)
-        samples = [batch_size(part) for part in parts] if schedule.microbatches > 1 else [size]
+        samples = [samples_in(part, batched) for part in parts]
         items: list[float | torch.Tensor] = [*samples]
         if count is not None and schedule.microbatches > 1:
             items = [torch.as_tensor(count(unflattened(part, spec)), device=self.pipeline.device) for part in parts]
