@@ -334,6 +334,37 @@ def microbatches_of_one_sample_beside_a_table() -> None:
 
 
 @cases("two")
+def freezing_while_it_trains() -> None:
+    """Parts of the first stage, and all of it, from one batch to the next, where everything was trained at first."""
+    tokens = tokens_of()
+    for pp_config in ({}, {"loss": "microbatch", "schedule": "1f1b", "microbatches": 4}):
+        reference, model = built(**pp_config)
+        for frozen in ((), ("embed", "blocks.0"), ("embed", "positions", "blocks.0", "blocks.1"), ("blocks.3",), ()):
+            for each in (reference, model):
+                each.zero_grad()
+                for name, parameter in each.named_parameters():
+                    parameter.requires_grad_(not name.startswith(frozen))
+            F.cross_entropy(reference(tokens).flatten(0, 1), tokens.flatten()).backward()
+            model.forward_backward(lambda x, m=model: F.cross_entropy(m(x).flatten(0, 1), x.flatten()), tokens)
+            assert_same_gradients(model, reference)
+
+
+@cases("two")
+def inference_mode() -> None:
+    tokens = tokens_of()
+    reference, model = built()
+    step = lambda x: F.cross_entropy(model(x).flatten(0, 1), x.flatten())  # noqa: E731
+    for _ in range(2):
+        expected = reference(tokens)
+        F.cross_entropy(expected.flatten(0, 1), tokens.flatten()).backward()
+        model.forward_backward(step, tokens)
+        for given in (tokens, tokens_of()):
+            with torch.inference_mode():
+                torch.testing.assert_close(model(given), expected.detach())
+    assert_same_gradients(model, reference)
+
+
+@cases("two")
 def global_spec() -> None:
     """Modules that run on every stage: their parameters are held, and trained alike, by both."""
     tokens = tokens_of()

@@ -40,6 +40,8 @@ def eight(group_of: GroupOf) -> Group:
             "global_spec",
             "any_loss_is_exact",
             "microbatches_of_one_sample_beside_a_table",
+            "freezing_while_it_trains",
+            "inference_mode",
             "random_numbers_stay_in_step",
             "autocast",
             "optimizer_keeps_groups_state_and_scheduler",
