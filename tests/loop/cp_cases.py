@@ -351,6 +351,21 @@ def gradients_of_inputs() -> None:
     torch.testing.assert_close(mine / dist.get_world_size(), found[0], rtol=1e-4, atol=1e-6)
 
 
+@cases("two")
+def inference_mode() -> None:
+    """What is cut in it has no version, and is not what training gets afterwards."""
+    torch.manual_seed(3)
+    reference = nn.Sequential(*(GPT.Block(0.0, 0.0) for _ in range(2)))
+    model = copy.deepcopy(reference)
+    parallelize(model, None, mesh_of(cp=2), {"cp_config": {}})
+    x = torch.randn(2, LENGTH, 16)
+    for _ in range(2):
+        with torch.inference_mode():
+            for given in (x, x * 2):
+                torch.testing.assert_close(whole(model(given)), reference(given), rtol=1e-5, atol=1e-5)
+        model(x).square().mean().backward()
+
+
 def message(function: Callable[[], Any]) -> str:
     try:
         function()
