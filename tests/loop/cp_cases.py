@@ -316,14 +316,18 @@ def outputs_are_whole() -> None:
     model = copy.deepcopy(reference)
     parallelize(model, None, mesh_of(cp=2), {"cp_config": {}})
     tokens = batches(1)[0][:, :-1]
-    for gradients in (True, False):
-        with torch.set_grad_enabled(gradients):
+    for mode in (torch.inference_mode, torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
             expected, found = reference(tokens), model(tokens)
             assert found.shape == expected.shape and found.dtype == expected.dtype and len(found) == len(expected)
             for look in LOOKS:
-                one, other = (torch.as_tensor(look(item)).detach() for item in (expected, found))
+                one, other = (as_tensor(look(item)).detach() for item in (expected, found))
                 assert one.shape == other.shape
                 torch.testing.assert_close(whole(other), one, rtol=1e-5, atol=1e-5)
+
+
+def as_tensor(seen: Any) -> torch.Tensor:
+    return seen if isinstance(seen, torch.Tensor) else torch.as_tensor(seen)
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -345,6 +349,21 @@ def gradients_of_inputs() -> None:
     mine = found[1].clone()
     dist.all_reduce(mine)
     torch.testing.assert_close(mine / dist.get_world_size(), found[0], rtol=1e-4, atol=1e-6)
+
+
+@cases("two")
+def inference_mode() -> None:
+    """What is cut in it has no version, and is not what training gets afterwards."""
+    torch.manual_seed(3)
+    reference = nn.Sequential(*(GPT.Block(0.0, 0.0) for _ in range(2)))
+    model = copy.deepcopy(reference)
+    parallelize(model, None, mesh_of(cp=2), {"cp_config": {}})
+    x = torch.randn(2, LENGTH, 16)
+    for _ in range(2):
+        with torch.inference_mode():
+            for given in (x, x * 2):
+                torch.testing.assert_close(whole(model(given)), reference(given), rtol=1e-5, atol=1e-5)
+        model(x).square().mean().backward()
 
 
 def message(function: Callable[[], Any]) -> str:

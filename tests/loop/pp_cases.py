@@ -316,6 +316,55 @@ def any_loss_is_exact() -> None:
 
 
 @cases("two")
+def microbatches_of_one_sample_beside_a_table() -> None:
+    """Batches that don't divide, with class weights: one sample is one, and as many samples as classes are samples."""
+    rows = torch.linspace(0.5, 1.5, 16)
+    reference, model = built(loss="microbatch", schedule="1f1b", microbatches=4)
+
+    def weighted(of: nn.Module) -> Callable[..., torch.Tensor]:
+        return lambda x, w: (F.cross_entropy(of(x).transpose(1, 2), x, reduction="none") * w[x]).mean()
+
+    for count in (8, 7, 1, 16):
+        tokens = tokens_of(count)
+        expected = weighted(reference)(tokens, rows)
+        expected.backward()
+        loss = model.forward_backward(weighted(model), tokens, rows)
+        torch.testing.assert_close(loss, expected.detach())
+        assert_same_gradients(model, reference)
+
+
+@cases("two")
+def freezing_while_it_trains() -> None:
+    """Parts of the first stage, and all of it, from one batch to the next, where everything was trained at first."""
+    tokens = tokens_of()
+    for pp_config in ({}, {"loss": "microbatch", "schedule": "1f1b", "microbatches": 4}):
+        reference, model = built(**pp_config)
+        for frozen in ((), ("embed", "blocks.0"), ("embed", "positions", "blocks.0", "blocks.1"), ("blocks.3",), ()):
+            for each in (reference, model):
+                each.zero_grad()
+                for name, parameter in each.named_parameters():
+                    parameter.requires_grad_(not name.startswith(frozen))
+            F.cross_entropy(reference(tokens).flatten(0, 1), tokens.flatten()).backward()
+            model.forward_backward(lambda x, m=model: F.cross_entropy(m(x).flatten(0, 1), x.flatten()), tokens)
+            assert_same_gradients(model, reference)
+
+
+@cases("two")
+def inference_mode() -> None:
+    tokens = tokens_of()
+    reference, model = built()
+    step = lambda x: F.cross_entropy(model(x).flatten(0, 1), x.flatten())  # noqa: E731
+    for _ in range(2):
+        expected = reference(tokens)
+        F.cross_entropy(expected.flatten(0, 1), tokens.flatten()).backward()
+        model.forward_backward(step, tokens)
+        for given in (tokens, tokens_of()):
+            with torch.inference_mode():
+                torch.testing.assert_close(model(given), expected.detach())
+    assert_same_gradients(model, reference)
+
+
+@cases("two")
 def global_spec() -> None:
     """Modules that run on every stage: their parameters are held, and trained alike, by both."""
     tokens = tokens_of()

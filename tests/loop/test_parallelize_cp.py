@@ -43,6 +43,7 @@ EXAMPLE = ROOT / "examples" / "context_parallel.py"
             "level3",
             "outputs_are_whole",
             "gradients_of_inputs",
+            "inference_mode",
         ],
         lambda case: case not in ("N16_ring_full", "gather", "in_mp_config", "level3"),
     ),

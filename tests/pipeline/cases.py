@@ -351,6 +351,7 @@ training("unfreezes-first", modules.UnfreezesFirst, VECTORS, max_epochs=2)
 again(
     "unfreezes-first", "1f1b", "two", "1x1x2", pp={"loss": "microbatch", "schedule": "1f1b", "microbatches": 4},
 )  # fmt: skip
+training("freezes-between-batches", modules.FreezesBetweenBatches, VECTORS)
 training("holds-blocks", modules.HoldsBlocks, VECTORS)
 training("distilled", modules.Distilled, VECTORS)
 training("contrastive", modules.Contrastive, VECTORS)

@@ -698,6 +698,14 @@ class UnfreezesFirst(Classifier):
             part.requires_grad_(self.current_epoch > 0)
 
 
+class FreezesBetweenBatches(Classifier):
+    """The first stage is trained in the first batch, and then in every third one."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for part in (self.model.stem, *self.model.blocks[:2]):
+            part.requires_grad_(batch_idx % 3 == 0)
+
+
 class HoldsBlocks(pl.LightningModule):
     """The blocks belong to the LightningModule itself; its own forward is the model."""
 

@@ -19,7 +19,7 @@ from autolaunch_strategies.model.blocks import find_blocks
 from autolaunch_strategies.pipeline.build import plan_cut
 from autolaunch_strategies.pipeline.cut import whole_model
 from autolaunch_strategies.pipeline.record import record
-from autolaunch_strategies.pipeline.structure import Structure
+from autolaunch_strategies.pipeline.structure import BatchDims, Structure, samples_in
 from autolaunch_strategies.tracing.inputs import Steps
 from autolaunch_strategies.tracing.step import Step
 from tests.pipeline.chain import Chain, flat, weighted_sum
@@ -1133,3 +1133,29 @@ def test_attention_draws_where_it_drops_out_alone(dropped: float) -> None:
     model = nn.Sequential(Attention(), Attention())
     recording = record(model, ["0", "1"], (torch.zeros(1, 2, 4, 8),), {})
     assert recording.may_draw is (dropped > 0)  # a pipeline seeds the microbatches of what may draw, one by one
+
+
+# --- which tensors of a batch are cut -------------------------------------------------------------------------------
+
+SAMPLES, TABLE, ONE = True, False, False
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        pytest.param([(8, 8, 5), (1, 1, 5), (5, 5, 5)], (SAMPLES, SAMPLES, TABLE), id="table behind"),
+        pytest.param([(1, 1, 1), (8, 8, 5)], (SAMPLES, SAMPLES, TABLE), id="one sample first"),
+        pytest.param([(1, 1, 5), (8, 8, 5), (1, 1, 5)], (SAMPLES, SAMPLES, TABLE), id="learnt later"),
+        pytest.param([(1, 8, 8), (1, 1, 1), (1, 3, 3)], (ONE, SAMPLES, SAMPLES), id="one for all samples in front"),
+        pytest.param([(8, 8, 8), (8, 8, 1), (8, 8, 8)], (SAMPLES, SAMPLES, SAMPLES), id="at times one for all"),
+    ],
+)
+def test_which_tensors_hold_samples_is_told_by_all_batches(
+    batches: list[tuple[int, ...]], expected: tuple[bool, ...]
+) -> None:
+    dims = BatchDims()
+    for sizes in batches:
+        leaves = [*(torch.empty(size, 2) for size in sizes), "a word", torch.tensor(1.0)]
+        found = dims.of(leaves, "form")
+    assert found == (*expected, False, False)
+    assert samples_in(leaves, found) == batches[-1][expected.index(True)]

@@ -33,6 +33,7 @@ LONG = {
     "n-beats", "conditioned@1f1b", "example-of-forward",
     "by-hand-tied", "adversarial-critic", "hf-albert", "hf-albert@1f1b", "own-loader", "grad-norms@2x1x1-1",
     "grad-norms@1x2x1-0", "two-models", "compile-zero-bubble", "unfreezes-first",
+    "freezes-between-batches",
     "state-first",
 }  # fmt: skip
 """Cases of which each part is in another case, too."""

@@ -111,3 +111,13 @@ def test_gradients_of_weights_may_come_later(autocast: bool) -> None:
     expected.backward(torch.ones_like(expected))
     for one, other in zip(layers.parameters(), whole.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    """A penalty on gradients would be computed without the graph of the first backward pass, so wrong."""
+    item = torch.randn(3, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), StageLinears(WeightGradients(), Casts(), puts_off=False):
+        output = model(frozen=False)(item)
+        (gradient,) = torch.autograd.grad(output.float().sum(), item, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()

@@ -115,9 +115,11 @@ class Sequences:
     def cut(self, leaf: torch.Tensor, dim: int, layout: Layout, padded: bool) -> torch.Tensor:
         """This rank's part of a whole plain tensor. Tables that every block gets are cut once."""
         with without_torch_functions():
-            needs_gradient, version = leaf.requires_grad and torch.is_grad_enabled(), leaf._version
-        if needs_gradient:
-            return self._cut_now(leaf, dim, layout, padded)
+            needs_gradient = leaf.requires_grad and torch.is_grad_enabled()
+            # What inference mode makes has no version, and training can't go on with it.
+            if needs_gradient or leaf.is_inference() or torch.is_inference_mode_enabled():
+                return self._cut_now(leaf, dim, layout, padded)
+            version = leaf._version
         key = (id(leaf), dim, (layout, padded))
         known = self._cut.get(key)
         if known is None or known[0]() is not leaf or known[1] != version:

@@ -204,8 +204,6 @@ class _OneStep:
             for parameter in self._trained():
                 parameter.grad = torch.zeros_like(parameter)
             self._update()
-            if self._staged is not None:
-                self._staged.notice_thawed()
         self.name_all()
 
     def _trained(self) -> list[torch.nn.Parameter]:
@@ -239,8 +237,6 @@ class _OneStep:
         return _loss_of(tree_map(plain, output))
 
     def _in_stages(self, staged: Any, first: bool) -> LossAndOutput:
-        assert self.pipeline is not None
-        self.pipeline.agree_on_trained()
         if staged.is_exact:
             loss, _ = staged.whole(lambda: (_loss_of(tree_map(plain, self.step.run(self.batch))),) * 2)
             return loss, loss

@@ -64,6 +64,7 @@ class _UsedInParts(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(context: Any, *gradients: torch.Tensor) -> Any:
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=context.group)

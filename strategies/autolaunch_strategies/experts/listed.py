@@ -28,6 +28,7 @@ from autolaunch_strategies.experts.find import Mixture, refusal
 from autolaunch_strategies.experts.whole import whole_experts
 from autolaunch_strategies.model.random_positions import drawing_again
 from autolaunch_strategies.tensor.views import plain
+from autolaunch_strategies.torch_private.backward import version_of
 
 
 class _Computes(nn.Module):
@@ -141,7 +142,7 @@ class ListedExperts:
         buffers = [
             (part, key, item) for part in self._around for key, item in part._buffers.items() if item is not None
         ]
-        versions = [item._version for _, _, item in buffers]
+        versions = [version_of(item) for _, _, item in buffers]
         attributes = [(part, dict(part.__dict__)) for part in self._around]
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
         devices = {item.device for item in tensors if item.device.type == "cuda"}
@@ -149,7 +150,7 @@ class ListedExperts:
         with torch.random.fork_rng(devices), drawing_again():
             self._running(note, self._forward, *copies[0], **copies[1])
         for (part, key, item), version in zip(buffers, versions, strict=True):
-            if part._buffers[key] is not item or item._version != version:
+            if part._buffers[key] is not item or version_of(item) != version:
                 raise self._refusal(f"it changes its buffer `{key}` while it runs, and it has to run twice")
         for part, before in attributes:
             part.__dict__.clear()

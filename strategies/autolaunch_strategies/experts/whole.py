@@ -73,6 +73,7 @@ class _Whole(torch.autograd.Function):
         return tuple(whole)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(context: Any, *gradients: torch.Tensor) -> Any:
         group, used, dims, shapes = context.how
         ranks, count = group.size(), len(dims)

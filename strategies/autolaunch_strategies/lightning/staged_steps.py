@@ -57,8 +57,6 @@ class StagedSteps:
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the user's `step` returns on the last stage; elsewhere its loss as a plain value."""
         self.pipeline.number = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
-        if self.module.trainer.fit_loop.epoch_loop.batch_idx == 0:  # callbacks unfreeze where an epoch starts
-            self.pipeline.agree_on_trained()
         train = self._whole if self.batch.is_exact else self._by_schedule
         loss, output = self.batch.run("training_step", lambda: train(step, *args, **kwargs))
         return output if self.pipeline.is_last or self.pipeline.stays else loss

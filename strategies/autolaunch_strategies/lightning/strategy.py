@@ -21,7 +21,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from autolaunch_strategies.apply.order import apply_parallelism
 from autolaunch_strategies.apply.registry import applied_to, register
@@ -73,7 +73,7 @@ from autolaunch_strategies.model.materialise import WeightFiles, share_statistic
 from autolaunch_strategies.model.random_positions import PositionedNumbers
 from autolaunch_strategies.pipeline.cut import drop_placeholders, whole_model
 from autolaunch_strategies.pipeline.idle import idle_share
-from autolaunch_strategies.pipeline.structure import batch_size
+from autolaunch_strategies.pipeline.structure import BatchDims, samples_in
 from autolaunch_strategies.plan.choose import planned_part
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.training.optimizers import adapt_optimizer, prefer_fused
@@ -206,6 +206,7 @@ class MeshStrategy(ParallelStrategy):
         self._warned_of_assigned = self._told_of_statistics = False
         self._steps: StagedSteps | None = None
         self._numbers: PositionedNumbers | None = None
+        self._batch_dims = BatchDims()
         self._items: ItemCounts | None = None
         self._load: ExpertLoad | None = None
         self._samples_before = 0
@@ -568,7 +569,8 @@ class MeshStrategy(ParallelStrategy):
             return nullcontext()
         if self._numbers.only_single:
             return self._numbers.step(self._module.trainer.fit_loop.epoch_loop.total_batch_idx, 0, 0)
-        samples = batch_size(tree_leaves(args[:1]))
+        leaves, form = tree_flatten(args[:1])
+        samples = samples_in(leaves, self._batch_dims.of(leaves, form))
         first, together = self.batches.place(samples, self.dp_rank, self.dp_size)
         number, before = self._optimizer_step(together)
         return self._numbers.step(number, samples, before + first)

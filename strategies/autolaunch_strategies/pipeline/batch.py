@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autolaunch_strategies.checkpoint.sharded import share_random_state
@@ -21,8 +20,7 @@ from autolaunch_strategies.pipeline.objective import Objective
 from autolaunch_strategies.pipeline.objects import open_dataclasses
 from autolaunch_strategies.pipeline.run import Pipeline
 from autolaunch_strategies.pipeline.shared import SharedGradients
-from autolaunch_strategies.pipeline.structure import batch_size
-from autolaunch_strategies.torch_private.collectives import host_device
+from autolaunch_strategies.pipeline.structure import BatchDims, samples_in
 from autolaunch_strategies.torch_private.trees import flattened, unflattened
 from autolaunch_strategies.training.weights import shares_of, weighed
 
@@ -74,8 +72,7 @@ class StagedBatch:
         self._shared = SharedGradients(root, pipeline.cutting, pipeline)
         self._units = _units_of_stages(data_parallel, pipeline)
         self._computed: Gradients = {}
-        self._trained: tuple[bool, ...] = ()
-        self._thaws: bool | None = None
+        self._batch_dims = BatchDims()
 
     @property
     def is_exact(self) -> bool:
@@ -94,8 +91,8 @@ class StagedBatch:
             The loss of the last stage, without a gradient, on every rank, and what `work` gave besides on this one.
         """
         self.pipeline.forget()
-        if torch.is_grad_enabled():
-            self.notice_thawed()
+        if torch.is_grad_enabled() and not self.pipeline.stays:  # there every call does
+            self.pipeline.agree_on_trained()
         try:
             loss, output = work()
         except Exception as error:
@@ -111,25 +108,6 @@ class StagedBatch:
         if values["drew"]:
             share_random_state(self.pipeline.group, self.pipeline.last_rank)
         return values.get("loss"), output
-
-    def notice_thawed(self) -> None:
-        """Where parameters are frozen, find out on all stages whether on any of them others are trained than before.
-
-        Whether a stage's activations need gradients depends on that, and the stage behind remembers whether they do.
-        """
-        if self._thaws is False:
-            return
-        trained = tuple(parameter.requires_grad for parameter in parameters_in(self.pipeline.holders))
-        if self._thaws is None:
-            self._thaws = self._anywhere(not all(trained))
-        elif self._thaws and self._anywhere(trained != self._trained):
-            self.pipeline.channel.forget_headers()
-        self._trained = trained
-
-    def _anywhere(self, condition: bool) -> bool:
-        flag = torch.tensor(int(condition), device=host_device(self.pipeline.device, self.pipeline.group))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, self.pipeline.group)
-        return bool(flag)
 
     def whole(self, step: Callable[[], LossAndOutput]) -> LossAndOutput:
         """Run a step once for the whole batch; what it gave, on the last stage only."""
@@ -155,7 +133,7 @@ class StagedBatch:
         Until then, and if anything is raised, ``.grad`` is what it was before.
 
         Args:
-            batch: tensors of as many samples as the first one has are cut along dim 0; all else goes into each step.
+            batch: tensors whose first dim are the samples (`BatchDims`) are cut along it; all else goes into each step.
             step: of a microbatch and its number of items.
             whole_loss: the loss of the step on the whole batch, with which the mean is compared once.
             scale: what the gradients of the mean loss are multiplied by.
@@ -186,11 +164,11 @@ class StagedBatch:
     ) -> TrainedBatch:
         open_dataclasses(batch)
         leaves, spec = flattened(batch)
-        size = batch_size(leaves)
+        batched = self._batch_dims.of(leaves, spec)
+        size = samples_in(leaves, batched)
         schedule = self.pipeline.schedule_of(size)
-        batched = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves)
         parts = cut_leaves(leaves, batched, schedule.microbatches)
-        samples = [batch_size(part) for part in parts] if schedule.microbatches > 1 else [size]
+        samples = [samples_in(part, batched) for part in parts]
         items: list[float | torch.Tensor] = [*samples]
         if count is not None and schedule.microbatches > 1:
             items = [torch.as_tensor(count(unflattened(part, spec)), device=self.pipeline.device) for part in parts]

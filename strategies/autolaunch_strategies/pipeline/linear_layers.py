@@ -126,6 +126,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(activation, casts.of(weight, activation.dtype), added)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(context: Any, *output_gradients: torch.Tensor) -> Any:
         (gradient,) = output_gradients
         activation, weight = context.saved_tensors

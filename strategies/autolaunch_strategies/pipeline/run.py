@@ -280,9 +280,10 @@ class Pipeline:
     def agree_on_trained(self) -> None:
         """Tell the other stages which parameters are trained: what needs gradients across a cut depends on it.
 
-        Collective over the stages; to be called before a batch where that may have changed.
+        Collective over the stages; to be called before every batch: a loop may freeze and unfreeze at any time, and a
+        rank sees those of its own stages only.
         """
-        trained = repr([parameter.requires_grad for parameter in self.model.parameters()]).encode()
+        trained = bytes(parameter.requires_grad for parameter in parameters_in(self.holders))
         own = int.from_bytes(hashlib.blake2b(trained, digest_size=7).digest(), "little")
         of_stages = torch.zeros(self.group.size(), dtype=torch.int64, device=self.host)
         of_stages[self.group.rank()] = own

@@ -24,6 +24,7 @@ from autolaunch_strategies.pipeline.cut import Cutting
 from autolaunch_strategies.pipeline.record import Leaf, Shown
 from autolaunch_strategies.pipeline.structure import Structure
 from autolaunch_strategies.pipeline.transfer import Axes, LeafMeta, Metas, closed
+from autolaunch_strategies.torch_private.backward import version_of
 from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call, show_output
 from autolaunch_strategies.torch_private.trees import flattened, unflattened
 
@@ -107,7 +108,8 @@ class StagedModel:
                 f"pp: the forward of the model ended without calling {expected}, as it did when recorded"
             )
         for leaf in todo.carry:
-            if todo.known[leaf]._version != todo.versions.get(leaf, todo.known[leaf]._version):
+            version = version_of(todo.known[leaf])
+            if version != todo.versions.get(leaf, version):
                 unit = todo.structure.recording.calls[leaf.call].unit
                 raise RuntimeError(f"pp: the output of {unit} was changed in place before it could be sent on")
         return output
@@ -181,7 +183,7 @@ class StagedModel:
             if leaf.call == number:
                 todo.known[leaf] = value = leaves[leaf.place]
                 if leaf.place not in copied:
-                    todo.versions[leaf] = value._version
+                    todo.versions[leaf] = version_of(value)
         return unflattened(handed_on, spec)
 
     @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class Structure:
 
     def samples(self, leaves: list[Any]) -> int:
         """How many samples flattened arguments hold."""
-        return next((len(leaf) for leaf, batched in zip(leaves, self.batched, strict=True) if batched), 1)
+        return samples_in(leaves, self.batched)
 
     def join_dim(self, leaf: Leaf) -> int | None:
         """Along which dim the leaves of microbatches are joined; None: each is the leaf of the batch."""
@@ -66,6 +66,44 @@ def batch_size(leaves: list[Any]) -> int:
     """
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     return next((size for size in sizes if size != 1), 1)
+
+
+def samples_in(leaves: Sequence[Any], batched: Sequence[bool]) -> int:
+    """How many samples flattened arguments, or a part of them, hold, of which `batched` has the batch as first dim."""
+    return next((leaf.shape[0] for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched), 1)
+
+
+class BatchDims:
+    """Which tensors of a loop's batches have the samples as their first dim, by the form of the batch.
+
+    One batch may not say: a sample alone beside a table of five rows looks as five samples do beside something that is
+    the same for all, and five samples as many as the table. What batches of the same form were before says more.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[int]] = {}
+
+    def of(self, leaves: Sequence[Any], form: Hashable) -> tuple[bool, ...]:
+        """For every leaf of the next batch: whether its first dim are the samples.
+
+        The first tensor that has been of another size than 1 in any batch tells how many they are; the others are those
+        that have been as many in all of them, but for 1, which stands for all.
+        """
+        sizes = {
+            place: leaf.shape[0]
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+        }
+        first, key = next((place for place, size in sizes.items() if size != 1), None), (form, tuple(sizes))
+        known = self._known.get(key, [])
+        if first is not None and (not known or first < known[0]):
+            known = [place for place in sizes if place >= first]
+        size = sizes[known[0]] if known else 1
+        known = [place for place in known if sizes[place] in (1, size)]
+        if key not in self._known and len(self._known) >= _MOST_STRUCTURES:
+            self._known.clear()
+        self._known[key] = known
+        return tuple(sizes.get(place) == size and (not known or place in known) for place in range(len(leaves)))
 
 
 def skeleton_of(model: nn.Module, keep: tuple[Any, ...] = ()) -> nn.Module | None:

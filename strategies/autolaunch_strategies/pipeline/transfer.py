@@ -240,11 +240,6 @@ class Channel:
             _remember(known, key, pickle.loads(bytes(data.cpu().numpy())))
         return known[key]
 
-    def forget_headers(self) -> None:
-        """Send headers anew. Both ends have to do so between the same two batches."""
-        self._sent_headers.clear()
-        self._received_headers.clear()
-
     def finish(self) -> None:
         """Wait until everything has been sent."""
         for work, _ in self._running:

@@ -47,6 +47,7 @@ class _Parts(torch.autograd.Function):
         return parts
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(context: Any, *gradients: Any) -> Any:
         return tuple(map(_gradient, gradients, context.layouts, context.strides))
 
