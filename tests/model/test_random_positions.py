@@ -172,3 +172,21 @@ def test_a_checkpoint_of_the_models_own_draws_again_or_is_refused() -> None:
     numbers = PositionedNumbers(model := Repeats(2), seed=1)
     with numbers.step(0, 6, 0), pytest.raises(ConfigError, match=r"(?s)block draws 2 times.*recompute=full"):
         model(x).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["normal_", "uniform_", "exponential_", "bernoulli_"])
+def test_no_gradient_passes_what_is_filled_in_place(name: str) -> None:
+    model, x = Draws(lambda x: getattr(x * 1, name)()), torch.ones(4, 3, requires_grad=True)
+    with PositionedNumbers(model, seed=1).step(0, 4, 0):
+        model(x).sum().backward()
+    assert x.grad is not None and not x.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_uniform_numbers_are_below_one(dtype: torch.dtype) -> None:
+    """One would be rounded up, and its logarithm make noise without an end."""
+    for draw in (lambda x: torch.rand_like(x), lambda x: torch.empty_like(x).uniform_()):
+        model, x = Draws(draw), torch.empty(300, 1000, dtype=dtype)
+        with PositionedNumbers(model, seed=1).step(0, 300, 0):
+            drawn = model(x)
+        assert 0 <= drawn.min() < 0.01 and 0.99 < drawn.max() < 1 and abs(float(drawn.float().mean()) - 0.5) < 0.004

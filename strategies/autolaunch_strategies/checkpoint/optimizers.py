@@ -93,8 +93,11 @@ def add_saved_groups(
     parameters = {name: parameter for parameter, name in names.items()}
     for group in saved:
         if group["names"] and not any(name in trained for name in group["names"]):
-            mine = [parameters[name] for name in group["names"] if name in parameters]
-            optimizer.add_param_group({"params": mine, **group["options"]})
+            mine = [name for name in group["names"] if name in parameters]
+            added = {"params": [parameters[name] for name in mine], **group["options"]}
+            if any("param_names" in known for known in optimizer.param_groups):  # then torch wants them of all
+                added["param_names"] = mine
+            optimizer.add_param_group(added)
 
 
 def room_for_optimizer(

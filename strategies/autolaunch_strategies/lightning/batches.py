@@ -17,6 +17,8 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import Metric
 
@@ -110,8 +112,18 @@ class Batches:
 
         What it logs and collects of a batch which this rank has only to keep step with the others counts for nothing.
         """
-        with self._uncounted(module) if self._evaluation_weight(loader) == 0 else nullcontext():
+        weight = self._evaluation_weight(loader)
+        with self._weighing(weight), self._uncounted(module) if weight == 0 else nullcontext():
             yield
+
+    @contextmanager
+    def _weighing(self, weight: float) -> Iterator[None]:
+        """Within it the present batch is one of another loop than that which trains."""
+        before, self._weight = self._weight, weight
+        try:
+            yield
+        finally:
+            self._weight = before
 
     @contextmanager
     def _uncounted(self, module: pl.LightningModule) -> Iterator[None]:
@@ -133,21 +145,24 @@ class Batches:
     def _predict(self, step: Callable[..., None], batch: Any, index: int, number: int, *args: Any) -> None:
         """`step` of the loop that predicts, for a batch of its loader of that number.
 
-        Hooks run on every rank, as they may be collective. But what a rank predicts only to keep step with the others
-        is neither written nor returned.
+        What a rank predicts only to keep step with the others is not returned. Hooks run on every rank, as they may be
+        collective; those that write get no rows of it.
         """
         assert self._trainer is not None
         loop, trainer = self._trainer.predict_loop, cast(Any, self._trainer)
         assert loop._combined_loader is not None
-        if _drawn_weight(loop._combined_loader.flattened[number]) > 0:
-            step(batch, index, number, *args)
+        weight = _drawn_weight(loop._combined_loader.flattened[number])
+        if weight > 0:
+            with self._weighing(weight):
+                step(batch, index, number, *args)
             return
         lists = [found[number] for found in (loop._predictions, loop.epoch_batch_indices)]
         lengths = [len(found) for found in lists]
-        with ExitStack() as silenced:
+        with self._weighing(weight), ExitStack() as emptied:
             for writer in trainer.callbacks:
                 if isinstance(writer, BasePredictionWriter):
-                    silenced.enter_context(replaced(writer, "write_on_batch_end", _nothing))
+                    of_no_rows = partial(_of_no_rows, writer.write_on_batch_end)
+                    emptied.enter_context(replaced(writer, "write_on_batch_end", of_no_rows))
             step(batch, index, number, *args)
         for found, length in zip(lists, lengths, strict=True):
             del found[length:]
@@ -235,8 +250,12 @@ class Batches:
         )
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of what writes predictions."""
+def _of_no_rows(
+    write: Callable[..., None], trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any, **kwargs: Any
+) -> None:
+    """`write`, which is a `write_on_batch_end`, of a prediction whose tensors have no rows."""
+    empty = tree_map(lambda it: it[:0] if isinstance(it, Tensor) and it.dim() else it, prediction)
+    write(trainer, module, empty, None if indices is None else [], *args, **kwargs)
 
 
 def _drawn_weight(loader: Any) -> float:

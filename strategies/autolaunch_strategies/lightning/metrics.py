@@ -105,7 +105,7 @@ class StepValues:
 
 _NO_STATE = {
     *vars(nn.Module()), "update", "compute", "_update_signature", "process_group", "dist_sync_fn",
-    "distributed_available_fn", "_device", "_defaults", "_persistent", "_reductions", "_cache",
+    "distributed_available_fn", "dist_sync_on_step", "_device", "_defaults", "_persistent", "_reductions", "_cache",
 }  # fmt: skip
 
 

@@ -189,17 +189,26 @@ def _drawn(draws: Draws, out: torch.Tensor, of_bits: Callable[[torch.Tensor], to
     return out
 
 
-def _uniform(bits: torch.Tensor) -> torch.Tensor:
-    """Multiples of 2 ** -24 in [0, 1)."""
-    return ((bits >> 8) + 2**23) * 2.0**-24
+def _uniform(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Multiples of 2 ** -24 in [0, 1); of fewer digits in types in which these would be rounded to 1."""
+    digits = {torch.bfloat16: 8, torch.float16: 11}.get(dtype, 24)
+    return ((bits >> 32 - digits) + 2 ** (digits - 1)) * 2.0**-digits
 
 
-def _normal(bits: torch.Tensor) -> torch.Tensor:
+def _normal(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Of the normal distribution, by its inverse at 2 ** 24 places."""
     return torch.erfinv(((bits >> 8) + 0.5) * 2.0**-23) * math.sqrt(2)
 
 
-def _exponential(bits: torch.Tensor, rate: float) -> torch.Tensor:
+def _normal_of(bits: torch.Tensor, dtype: torch.dtype, mean: float, std: float) -> torch.Tensor:
+    return _normal(bits, dtype).mul_(std).add_(mean)
+
+
+def _uniform_between(bits: torch.Tensor, dtype: torch.dtype, low: float, high: float) -> torch.Tensor:
+    return low + _uniform(bits, dtype) * (high - low)
+
+
+def _exponential(bits: torch.Tensor, dtype: torch.dtype, rate: float) -> torch.Tensor:
     """Of the exponential distribution, at 2 ** 23 places: never 0, of which Gumbel's noise takes the logarithm."""
     return torch.log(((bits >> 9) + (2**22 + 0.5)) * 2.0**-23) / -rate
 
@@ -233,7 +242,8 @@ def _bernoulli_(self: torch.Tensor, p: Any = 0.5, *, generator: Any = None) -> t
     if draws is None:
         return ORIGINALS["bernoulli_"](self, p, generator=generator)
     with torch.no_grad():
-        return self.copy_(_kept(draws, self.shape, p, self.dtype, self.device))
+        kept = _kept(draws, self.shape, p, self.dtype, self.device)
+    return self.copy_(kept)  # no gradient passes through, as through torch's own
 
 
 def _filled(name: str, of_bits: Callable[..., torch.Tensor], **defaults: float) -> Callable[..., torch.Tensor]:
@@ -247,14 +257,13 @@ def _filled(name: str, of_bits: Callable[..., torch.Tensor], **defaults: float) 
         if draws is None:
             return original(self, *args, generator=generator, **kwargs)
         values = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}.values()
-        with torch.no_grad():
-            out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            return self.copy_(_drawn(draws, out, lambda bits: of_bits(bits, *values)))
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return self.copy_(_drawn(draws, out, lambda bits: of_bits(bits, self.dtype, *values)))
 
     return fill
 
 
-def _made(name: str, of_bits: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _made(name: str, of_bits: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`torch.rand` or one of its kind: of a shape, or (`rand_like`) of the shape of a tensor."""
     original, empty = ORIGINALS[name], torch.empty_like if name.endswith("_like") else torch.empty
 
@@ -268,7 +277,7 @@ def _made(name: str, of_bits: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
         out = empty(*size, **options)
         if out.is_meta or not out.numel() or not out.is_floating_point() or not out.is_contiguous():
             return original(*size, **options)
-        _drawn(draws, out.detach(), of_bits)
+        _drawn(draws, out.detach(), lambda bits: of_bits(bits, out.dtype))
         return out
 
     return make
@@ -331,10 +340,8 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "feature_dropout_": _dropout_with(ORIGINALS["feature_dropout_"], _by_channel),
     "bernoulli_": _bernoulli_,
     "exponential_": _filled("exponential_", _exponential, lambd=1),
-    "normal_": _filled("normal_", lambda bits, mean, std: _normal(bits).mul_(std).add_(mean), mean=0, std=1),
-    "uniform_": _filled(
-        "uniform_", lambda bits, low, high: low + _uniform(bits) * (high - low), **{"from": 0, "to": 1}
-    ),
+    "normal_": _filled("normal_", _normal_of, mean=0, std=1),
+    "uniform_": _filled("uniform_", _uniform_between, **{"from": 0, "to": 1}),
     "rand": _made("rand", _uniform),
     "rand_like": _made("rand_like", _uniform),
     "randn": _made("randn", _normal),
