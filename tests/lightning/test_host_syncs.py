@@ -22,6 +22,7 @@ ALLOWED = {
     "pipeline/run.py:_random_state": "of generators, whose state is the host's",
     "data/loader.py:__getitems__": "batches that are still the host's",
     "data_parallel/gradients.py:_widest": "hosts agree on the type of a norm over stages",
+    "pipeline/run.py:agree_on_trained": "hosts agree on what is trained, in their own memory, once a batch",
     "pipeline/broadcast.py:_exchange": "what hosts tell each other, apart from the values on devices",
     "torch_private/unused_parameters.py:_agree": "copied to the device from pinned memory",
     "tensor/vocabulary_loss.py:vocabulary_cross_entropy": "on a CPU a target that is no class is an error",
