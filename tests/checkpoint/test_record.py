@@ -189,3 +189,30 @@ def test_a_clock_that_is_behind_does_not_put_new_checkpoints_behind_old_ones(sav
     run.fit(AutoEncoder(), batches(), ckpt_path=str(first))
     run.save_checkpoint(second := tmp_path / "a-second.ckpt")
     assert complete_checkpoints(tmp_path) == [first, second]
+
+
+class Thaws(pl.callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.encoder)
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.encoder, optimizer)
+
+
+class Thawed(AutoEncoder):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(item for item in self.parameters() if item.requires_grad)
+
+
+def test_groups_that_a_file_of_plain_lightning_does_not_name_are_told(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "max_epochs": 2,
+    }  # fmt: skip
+    plain = pl.Trainer(devices=1, callbacks=Thaws(), **options)
+    plain.fit(Thawed(), batches())
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    again = pl.Trainer(strategy=MeshStrategy("1"), callbacks=Thaws(), **{**options, "max_epochs": 3})
+    with pytest.raises(ConfigError, match=r"more parameters of optimizer 0.*a callback added groups"):
+        again.fit(Thawed(), batches(), ckpt_path=str(tmp_path / "plain.ckpt"), weights_only=False)

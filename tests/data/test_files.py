@@ -265,3 +265,11 @@ def test_synthetic_sequences_have_a_pattern_to_learn() -> None:
     assert abs(hits - (1 - synthetic.JUMP_PROBABILITY)) < 0.02
     counts = np.bincount(rows.flat, minlength=64) / rows.size
     assert counts.min() > 0.5 / 64 and counts.max() < 2 / 64
+
+
+def test_tokens_have_room_for_the_highest_id(tmp_path: Path) -> None:
+    """Ids of added tokens may leave some out, so that there are fewer tokens than ids."""
+    tokenizers = pytest.importorskip("tokenizers")
+    known = tokenizers.models.WordLevel({"a": 0, "b": 70_000}, unk_token="a")
+    tokenizers.Tokenizer(known).save(str(tmp_path / "tokenizer.json"))
+    assert text.FileEncoder(tmp_path / "tokenizer.json").encode(b"b").tolist() == [70_000]

@@ -8,13 +8,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torchmetrics
 from lightning.pytorch.plugins import Precision
 
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import ConfigError, parallel_config, parse_mesh
 from autolaunch_strategies.lightning.batches import Batches
-from autolaunch_strategies.lightning.metrics import uncounted
 from autolaunch_strategies.lightning.refusals import refuse_callbacks, refuse_scaler
 from tests.lightning import any_signature
 from tests.support.messages import assert_told
@@ -311,14 +309,6 @@ def test_a_rank_for_which_nothing_is_left_predicts_nothing(ranks: Group) -> None
     assert second["values"] == [[[2, 3], [6, 7]], [[7, 8]]]
     assert first["written"] == [[[0, 1], [0, 1]], [[4, 5], [4, 5]], [[8], [8]]]
     assert second["written"] == [[[2, 3], [2, 3]], [[6, 7], [6, 7]], [[], []]], "called alike, for what is collective"
-
-
-def test_whether_a_metric_joins_by_step_is_none_of_its_states() -> None:
-    metric = torchmetrics.MeanMetric()
-    with uncounted([metric]):
-        metric.dist_sync_on_step = True
-        metric.update(1.0)
-    assert metric.dist_sync_on_step and metric.update_count == 0
 
 
 def test_an_evaluated_batch_has_a_weight_of_its_own() -> None:

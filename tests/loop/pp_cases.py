@@ -353,11 +353,10 @@ def freezing_while_it_trains() -> None:
 def inference_mode() -> None:
     tokens = tokens_of()
     reference, model = built()
-    step = lambda x: F.cross_entropy(model(x).flatten(0, 1), x.flatten())  # noqa: E731
     for _ in range(2):
         expected = reference(tokens)
         F.cross_entropy(expected.flatten(0, 1), tokens.flatten()).backward()
-        model.forward_backward(step, tokens)
+        model.forward_backward(lambda x: F.cross_entropy(model(x).flatten(0, 1), x.flatten()), tokens)
         for given in (tokens, tokens_of()):
             with torch.inference_mode():
                 torch.testing.assert_close(model(given), expected.detach())

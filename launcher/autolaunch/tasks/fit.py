@@ -248,7 +248,7 @@ class _PredictionFiles(BasePredictionWriter):
         place = strategy.rank_mesh.coordinate
         if place["mp"] > 0 or place["cp"] > 0 or place["pp"] > 0:
             return  # along mp and cp all have the same predictions, along pp only the first, which holds the last stage
-        if strategy.batches.weight == 0:
+        if not strategy.batches.is_counted():
             return  # predicted only to keep step with the others
         self.directory.mkdir(parents=True, exist_ok=True)
         loader = f"loader_{dataloader_idx}_" if dataloader_idx else ""

@@ -84,6 +84,10 @@ class Batches:
         """
         self._weight = self._next_weight() if any(loader.weights for loader in self._training_loaders()) else None
 
+    def is_counted(self) -> bool:
+        """Whether the present batch of this rank counts, or is there only to keep step with the others."""
+        return self.weight > 0
+
     @contextmanager
     def step(self, module: pl.LightningModule) -> Iterator[None]:
         """A training step of `module` runs within it."""

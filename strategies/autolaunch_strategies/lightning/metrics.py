@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
@@ -64,8 +65,9 @@ class StepValues:
     """Lets metrics that a training step logs by step say of its batch what they would say on one device.
 
     A metric joins what it collects over ranks when an epoch ends; of a single batch it knows this rank's part, unless
-    ``dist_sync_on_step`` is set. Which metrics are logged by step shows when they are logged; until then all join, and
-    those that are not logged within `_STEPS` steps (whose values somebody computes at the end) do no longer.
+    ``dist_sync_on_step`` is set. Which metrics are logged by step shows when they are logged; until then all join, for
+    `_STEPS` steps. One that is logged for the first time after these joins from then on; that its first value is of
+    this rank's part is told.
     """
 
     _STEPS = 100
@@ -81,18 +83,18 @@ class StepValues:
         if self._undecided is None:
             metrics = [item for item in module.modules() if isinstance(item, Metric)]
             self._undecided = [(metric, bool(metric.dist_sync_on_step)) for metric in metrics]
-        undecided = self._undecided
-        if not undecided or not self._left:
+        undecided, all_join = self._undecided, self._left > 0
+        if not undecided:
             yield
             return
-        for metric, _ in undecided:
-            metric.dist_sync_on_step = True
+        for metric, joins in undecided:
+            metric.dist_sync_on_step = joins or all_join
         try:
             yield
         finally:
             for metric, joins in undecided:
                 metric.dist_sync_on_step = joins
-        self._left -= 1
+        self._left = max(self._left - 1, 0)
         results: Any = module.trainer._results or {}
         by_step: dict[int, bool] = {}
         for item in results.values():
@@ -100,6 +102,11 @@ class StepValues:
                 by_step[id(item.value)] = item.meta.on_step or by_step.get(id(item.value), False)
         for metric, joins in undecided:
             metric.dist_sync_on_step = joins or by_step.get(id(metric), False)
+            if metric.dist_sync_on_step and not joins and not all_join:
+                rank_zero_warn(
+                    f"a {type(metric).__name__} is logged by step for the first time after {self._STEPS} steps: this "
+                    "value is that of the first rank's part of the batch, the next ones are of the whole batch"
+                )
         self._undecided = [(metric, joins) for metric, joins in undecided if id(metric) not in by_step]
 
 

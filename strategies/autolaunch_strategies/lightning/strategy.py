@@ -406,7 +406,7 @@ class MeshStrategy(ParallelStrategy):
             refuse_scaler(self.precision_plugin, self.parallel)
         self.model = module
         self._parallelize(module, fitting)
-        self._applied.counted.ask = lambda: self.batches.weight > 0
+        self._applied.counted.ask = self.batches.is_counted
         self._model_name = type(planned_part(module)[0]).__name__
         self._step_values = StepValues()
         if self.shape.mp * self.shape.pp * self.shape.cp > 1:
@@ -456,7 +456,7 @@ class MeshStrategy(ParallelStrategy):
         with _constants_kept(module, self.precision_plugin):
             self.precision_plugin.convert_module(module)
         if fitting and (not self.parallel.compile or self.parallel.ep > 1):  # else what counts breaks graphs of blocks
-            self._load = ExpertLoad(module, lambda: self.batches.weight > 0)
+            self._load = ExpertLoad(module, self.batches.is_counted)
         self._applied = apply_parallelism(
             module,
             self.parallel,
@@ -475,11 +475,11 @@ class MeshStrategy(ParallelStrategy):
         """Nothing: `setup` puts every parameter where it belongs."""
 
     # Lightning's own two are generators under `contextmanager`, of which a type checker asks for the same class.
-    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # lightning's stubs: a Generator
         """Where lightning builds modules itself (`configure_model`): as `model_sharded_context`."""
         return self.precision_plugin.tensor_init_context()
 
-    def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+    def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]  # a Generator, too
         """The context of `configure_model`: what is built there takes no memory until it is sharded."""
         if self.construction is None:
             self.construction = Construction(seed=self.broadcast(torch.initial_seed()) % 2**31)
@@ -558,7 +558,7 @@ class MeshStrategy(ParallelStrategy):
         counted = self.batches.step(self._module)
         with counted, self._numbers_of_step(args), self.precision_plugin.train_step_context(), joined:
             if self._items is not None:
-                self._items.begin(args[0], *self._place_in_step(), is_counted=self.batches.weight > 0)
+                self._items.begin(args[0], *self._place_in_step(), is_counted=self.batches.is_counted())
             output = self._as_forward("training_step", *args, **kwargs)
         if self._steps is None and self._module.automatic_optimization and gradients_are_read(self._module):
             self._applied.data_parallel.forget_gathered()  # gradients belong to sharded parameters
