@@ -16,13 +16,15 @@ from tests.support.ranks import GroupOf
 
 CASES = Path(__file__).parent / "host_sync_cases.py"
 AGREES = "lightning/votes.py:_greatest"
+AGREE_ON_TRAINED = "pipeline/run.py:agree_on_trained"
+IN_STAGES = ("exact", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 ALLOWED = {
     AGREES: "hosts agree whether a signal came, in their own memory",
     "checkpoint/sharded.py:random_state": "of generators, whose state is the host's",
     "pipeline/run.py:_random_state": "of generators, whose state is the host's",
     "data/loader.py:__getitems__": "batches that are still the host's",
     "data_parallel/gradients.py:_widest": "hosts agree on the type of a norm over stages",
-    "pipeline/run.py:agree_on_trained": "hosts agree on what is trained, in their own memory, once a batch",
+    AGREE_ON_TRAINED: "hosts agree on what is trained, in their own memory, once a batch",
     "pipeline/broadcast.py:_exchange": "what hosts tell each other, apart from the values on devices",
     "torch_private/unused_parameters.py:_agree": "copied to the device from pinned memory",
     "tensor/vocabulary_loss.py:vocabulary_cross_entropy": "on a CPU a target that is no class is an error",
@@ -60,3 +62,5 @@ def test_neither_does_one_on_a_mesh(group_of: GroupOf, case: str) -> None:
     ranks: Any = group_of(CASES, "two", 2)
     for found in ranks.read_all(case):
         assert_no_wait(Counter(found))
+        # Filled and read, once for each batch, and nowhere else.
+        assert found.get(AGREE_ON_TRAINED, 0) == (2 * STEPS if case in IN_STAGES else 0)
