@@ -91,3 +91,30 @@ def test_memory_that_is_laid_out_otherwise_is_updated_as_on_one_device(closure: 
     with mesh_of_one_rank() as mesh:
         for found, wanted in zip(after_three_steps(mesh), after_three_steps(None), strict=True):
             torch.testing.assert_close(found, wanted)
+
+
+def test_a_step_that_fails_leaves_the_parameters_in_their_place() -> None:
+    """Who catches what it raised (no memory for the state) and goes on clears gradients and trains on."""
+    with mesh_of_one_rank() as mesh:
+        parameter = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+        optimizer = torch.optim.AdamW([parameter], lr=0.1)
+        adapt_optimizer(optimizer)
+        torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        fails = [True]
+
+        def limited(*_: Any) -> None:
+            if fails.pop():
+                raise torch.OutOfMemoryError("no memory")
+
+        limited_by = optimizer.register_step_pre_hook(limited)  # behind the one that puts placeholders
+        parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        limited_by.remove()
+        assert optimizer.param_groups[0]["params"] == [parameter]
+        optimizer.zero_grad()
+        assert parameter.grad is None
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        torch.testing.assert_close(parameter.full_tensor(), torch.full((4, 3), 1 - 0.001 - 0.1))
+        assert optimizer.state.keys() == {parameter}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -71,6 +73,7 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer) -> None:
     placeholders = _Placeholders(on_whole)
     _before_updates(optimizer, placeholders.put)
     optimizer.register_step_post_hook(placeholders.leave)
+    _where_updates_fail(optimizer, placeholders.leave)
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
@@ -115,6 +118,25 @@ def _before_updates(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim
         return (own, *rest[1:]), {**arguments, "closure": run}
 
     optimizer.register_step_pre_hook(enter)
+
+
+def _where_updates_fail(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Have `act` called where a step raises, which calls none of its hooks: whoever catches that may go on."""
+    step: Any = getattr(optimizer.step, "__func__", optimizer.step)  # a function where a scheduler has wrapped it
+    takes_self, known = step is not optimizer.step, weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def guarded(_: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = known()
+        assert optimizer is not None
+        try:
+            return step(*([optimizer] if takes_self else []), *args, **kwargs)
+        except BaseException:
+            act(optimizer)
+            raise
+
+    # A method, since schedulers wrap only such; bound to a proxy, or the optimizer would hold itself and its memory.
+    optimizer.step = types.MethodType(guarded, weakref.proxy(optimizer))  # type: ignore[method-assign]
 
 
 @torch.no_grad()
