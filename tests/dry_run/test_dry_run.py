@@ -112,7 +112,10 @@ def pretended(name: str, precision: str = "32-true") -> list[PretendedRank]:
     return pretended_ranks(training(name), precision)
 
 
-@pytest.mark.parametrize("name", tiered(AGREES, ("one", "zero3", "1f1b", "cp_ring")))
+DAILY = ("one", "zero3", "1f1b", "cp_ring")
+
+
+@pytest.mark.parametrize("name", tiered(AGREES, DAILY, [*AGREES][::2].__contains__))
 def test_the_plan_says_what_a_step_holds(name: str, profile: ModelProfile) -> None:
     account = memory_account(profile, Recipe(batch_size=cases.BATCH), CPU, candidate(name))
     for rank in pretended(name):

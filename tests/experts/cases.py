@@ -323,12 +323,6 @@ def _product() -> dict[tuple[int, int], tuple[str, str]]:
 PRODUCT = _product()
 DAILY = [case for (row, column), (_, case) in PRODUCT.items() if row == column]
 """Each model once, each on another mesh."""
-SELDOM = [
-    case
-    for (row, column), (_, case) in PRODUCT.items()
-    if [mesh for _, mesh, _ in _MESHES].count(_MESHES[column][1]) > 1 and (row + column) % 2
-]
-"""Of meshes with two degrees the one that another model of two meets."""
 for number, case_of in PRODUCT.values():
     GROUPS[number].append(case_of)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +15,12 @@ from autolaunch_strategies import ExpertBias, MeshStrategy
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.apply.order import foresee
 from autolaunch_strategies.config import ConfigError, parallel_config
-from tests.experts.cases import DAILY, EXPERTS, GROUPS, SELDOM, STEPS, Module, made
+from tests.experts.cases import DAILY, EXPERTS, GROUPS, PRODUCT, STEPS, Module, made
 from tests.support.ranks import Group
+from tests.support.tiers import spread, tiered
 
-MESHES = [
-    pytest.param(
-        ranks, case, id=case, marks=() if case in DAILY else pytest.mark.every if case in SELDOM else pytest.mark.full
-    )
-    for ranks, cases in GROUPS.items()
-    for case in cases
-]
+_SELDOM = spread((case for _, case in PRODUCT.values()), lambda case: re.split("[:,]", case), DAILY, times=3)
+"""What is left when each model, each mesh and each setting are there three times."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +34,9 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Group
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("ranks", "case"), MESHES)
-def test_a_mixture_trains_as_on_one_process(groups: dict[str, Group], ranks: str, case: str) -> None:
+@pytest.mark.parametrize("case", tiered((case for cases in GROUPS.values() for case in cases), DAILY, _SELDOM))
+def test_a_mixture_trains_as_on_one_process(groups: dict[str, Group], case: str) -> None:
+    (ranks,) = (ranks for ranks, cases in GROUPS.items() if case in cases)
     results = groups[ranks].read_all(case)
     expected = results[0]["expected"]
     for key in ("gradients", "weights"):

@@ -9,18 +9,17 @@ import pytest
 from tests import ROOT
 from tests.lightning.feature_cases import FEATURES, MESHES, cell
 from tests.support.ranks import Group, differences
-from tests.support.tiers import tiered
+from tests.support.tiers import spread, tiered
 
 SCRIPT = Path(__file__).with_name("feature_cases.py")
 CELLS = [(name, mesh) for name in FEATURES for mesh in MESHES]
 
 
-def seldom(cell: tuple[str, str]) -> bool:
-    """Two meshes of each feature, in turn: each mesh meets three fifths of the features."""
-    return (list(FEATURES).index(cell[0]) + list(MESHES).index(cell[1])) % len(MESHES) in (1, 3)
+def everyday(cell: tuple[str, str]) -> bool:
+    return FEATURES[cell[0]].daily == cell[1]
 
 
-@pytest.mark.parametrize(("name", "mesh"), tiered(CELLS, lambda cell: FEATURES[cell[0]].daily == cell[1], seldom))
+@pytest.mark.parametrize(("name", "mesh"), tiered(CELLS, everyday, spread(CELLS, tuple, everyday)))
 def test_a_feature_on_a_mesh(one: Group, two: Group, name: str, mesh: str) -> None:
     row = FEATURES[name]
     results = two.read_all(cell(name, mesh))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import Group, differences
-from tests.support.tiers import tiered
+from tests.support.tiers import spread, tiered
 
 SCRIPT = Path(__file__).with_name("outside_cases.py")
 PENALTIES = ("squares", "sizes", "norms", "orthogonal", "embedding", "by_hand")
@@ -38,7 +38,7 @@ def check(one: Group, ranks: Group, name: str, case: str, own: bool = False) -> 
         assert differences(here, result, 2e-5) == []
 
 
-@pytest.mark.parametrize(("module", "mesh"), tiered(PAIRS, DAILY))
+@pytest.mark.parametrize(("module", "mesh"), tiered(PAIRS, DAILY, spread(PAIRS, tuple, DAILY, times=2)))
 def test_losses_and_weights_are_those_of_one_process(one: Group, two: Group, module: str, mesh: str) -> None:
     check(one, two, module, f"{module}@{mesh}")
 

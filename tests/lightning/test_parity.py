@@ -17,7 +17,7 @@ from autolaunch_strategies.lightning.refusals import refuse_callbacks, refuse_sc
 from tests.lightning import any_signature
 from tests.support.messages import assert_told
 from tests.support.ranks import Group, GroupOf, differences
-from tests.support.tiers import tiered
+from tests.support.tiers import spread, tiered
 
 SCRIPT = Path(__file__).with_name("cases.py")
 LEVELS = (0, 1, 2, 3)
@@ -106,7 +106,17 @@ LONG = {
 """Of model x level and option x level: what is left when every two have met."""
 
 
-@pytest.mark.parametrize("case", tiered(SAME, lambda case: case not in LONG))
+def everyday(case: str) -> bool:
+    return case not in LONG
+
+
+def parts(case: str) -> tuple[str, str]:
+    """The model, and the level or the option."""
+    model, _, level = case.rpartition("-")
+    return model, level
+
+
+@pytest.mark.parametrize("case", tiered(SAME, everyday, spread(SAME, parts, everyday, times=2)))
 def test_two_ranks_equal_one_process(one: Group, two: Group, case: str) -> None:
     check(one, two, case, 2)
 

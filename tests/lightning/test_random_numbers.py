@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 from tests.lightning.random_cases import GROUPS
 from tests.support.ranks import Group, differences, problems
-from tests.support.tiers import tiered
+from tests.support.tiers import spread, tiered
 
 SCRIPT = Path(__file__).with_name("random_cases.py")
 pytestmark = pytest.mark.timeout(300)
@@ -21,7 +21,13 @@ EVERYDAY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", tiered(GROUPS["two"], EVERYDAY))
+def parts(case: str) -> tuple[str, str]:
+    """The model, and the mesh and all that is with it."""
+    model, _, run = case.partition("@")
+    return model, run
+
+
+@pytest.mark.parametrize("case", tiered(GROUPS["two"], EVERYDAY, spread(GROUPS["two"], parts, EVERYDAY)))
 def test_two_ranks_draw_what_one_does(one: Group, two: Group, case: str) -> None:
     expected, found = one.read(case.split("@")[0]), two.read_all(case)
     for result in found:

@@ -55,6 +55,7 @@ def test_four_ranks(hand: Group, four: Group, case: str) -> None:
     compare(hand.read(case.split("@")[0]), four, case)
 
 
+@pytest.mark.every  # a minute
 @pytest.mark.parametrize("case", cases("eight")[1:])
 def test_eight_ranks(hand: Group, eight: Group, case: str) -> None:
     compare(hand.read(case.split("@")[0]), eight, case)

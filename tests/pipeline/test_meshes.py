@@ -61,7 +61,7 @@ def test_four_ranks_equal_one_process(one: Group, four: Group, case: str) -> Non
     assert problems(one, four, case.split("@")[0], case, TOLERANCE) == []
 
 
-@pytest.mark.parametrize("case", tiered(same("eight"), []))
+@pytest.mark.parametrize("case", tiered(same("eight"), [], ["short-own@2x2x2-1f1b"]))
 def test_eight_ranks_equal_one_process(one: Group, eight: Group, case: str) -> None:
     assert problems(one, eight, case.split("@")[0], case, TOLERANCE) == []
 
@@ -85,7 +85,7 @@ def saved(one: Group, four: Group, eight: Group) -> Callable[[str, str], None]:
     return lambda model, source: {"1": one, "4": four, "8": eight}[source].read_all(f"save-{model}") and None
 
 
-@pytest.mark.parametrize(("model", "source"), tiered([("tied", "8"), ("untied", "1")], []))
+@pytest.mark.parametrize(("model", "source"), tiered([("tied", "8"), ("untied", "1")], [], [("tied", "8")]))
 def test_a_run_goes_on_on_2x2x2(one: Group, eight: Group, saved: Any, model: str, source: str) -> None:
     saved(model, source)
     case = f"resume-{model}-from-{source}"
@@ -100,7 +100,7 @@ def test_a_run_goes_on_with_other_stages(one: Group, four: Group, saved: Any, ca
     assert went_on(one.read("uninterrupted-tied"), four, case, TOLERANCE) == []
 
 
-@pytest.mark.parametrize("case", tiered(GROUPS["one-resumes"], ["resume-tied-from-4"]))
+@pytest.mark.parametrize("case", tiered(GROUPS["one-resumes"], ["resume-tied-from-4"], ["resume-untied-from-8"]))
 def test_a_run_goes_on_in_one_process(one: Group, back: Group, saved: Any, case: str) -> None:
     _, model, _, source = case.split("-")
     saved(model, source)

@@ -313,7 +313,7 @@ def test_lack_of_memory_is_a_verdict(command: Callable[..., Outcome], trials: Tr
 
 def test_nothing_works(command: Callable[..., Outcome], trials: Trials) -> None:
     trials.ends = lambda config, number: RunEnd("failed", 1, message="rank 0 of 4 failed: FileNotFoundError: data.bin")
-    code, out, _ = command("cluster=localx4")
+    code, out, _ = command("cluster=localx4", "search.trials=4")
     assert code == 1
     assert "given up: the first 3 configurations all failed" in out and "no configuration was measured" in out
     assert "FileNotFoundError: data.bin" in out
@@ -322,14 +322,14 @@ def test_nothing_works(command: Callable[..., Outcome], trials: Trials) -> None:
 
 def test_ctrl_c_keeps_what_there_is(command: Callable[..., Outcome], trials: Trials) -> None:
     trials.ends = lambda config, number: KeyboardInterrupt() if number == 2 else seconds_of(config)
-    code, out, err = command("cluster=localx4")
+    code, out, err = command("cluster=localx4", "search.trials=4")
     assert (code, err) == (130, "autolaunch: ended by Ctrl-C\n")
     assert len(results()) == 2 and "run the best:" in out
     assert Path("out/best.yaml").is_file()
     # Going on repeats nothing but what was interrupted.
     trials.ends = lambda config, number: seconds_of(config)
     before = [candidate_of(job.config) for job in trials.jobs]
-    code, out, _ = command("cluster=localx4")
+    code, out, _ = command("cluster=localx4", "search.trials=4")
     assert code == 0 and "2 trials are known from before" in out
     after = [candidate_of(job.config) for job in trials.jobs[len(before) :]]
     first_round = [

@@ -1,12 +1,13 @@
 """Which of many cases a plain `pytest` runs, which `pytest -m full` adds, and which only `pytest -m every` does.
 
-A full product (model x mesh x level x schedule x backend) finds hardly more than a choice in which every two values
-meet once. Such a choice runs every day. A wider one, marked `full`, is for every change that lands. Of products with
-more than a minute of cases, the rest is marked `every`: for who changes what it is about.
+A full product (model x mesh x level x schedule x backend) finds hardly more than a choice of it. One that has every
+model and every mesh runs every day. A wider one (`spread`), marked `full`, is for every change that lands: it has a
+budget of minutes. The rest is marked `every`: for who changes what it is about.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -49,6 +50,30 @@ def one_in(count: int, values: Iterable[Any]) -> list[Any]:
         marks = [*parameter.marks, *([pytest.mark.full] if index % count else [])]
         chosen.append(pytest.param(*parameter.values, marks=marks, id=parameter.id))
     return chosen
+
+
+def spread(
+    values: Iterable[Any], parts: Callable[[Any], Iterable[Any]], everyday: Some = (), times: int = 1
+) -> Callable[[Any], bool]:
+    """Says of a value of a long product whether it is `seldom`: not in a choice that has every part `times` times.
+
+    Args:
+        parts: of a value, such as its model and its mesh.
+        everyday: what has parts, too, and is in no need of a choice.
+        times: how often a part is to be in what runs every day and in the choice, together.
+    """
+    values = list(values)
+    daily = _choice(values, everyday)
+    seen = Counter(part for value in values if daily(value) for part in parts(value))
+    left = [value for value in values if not daily(value)]
+    while left:
+        wanted = [sum(seen[part] < times for part in parts(value)) for value in left]
+        if not max(wanted):
+            break
+        # Of those that have most of what is wanted, one whose parts are the rarest yet.
+        best = min(range(len(left)), key=lambda index: (-wanted[index], sum(seen[part] for part in parts(left[index]))))
+        seen.update(parts(left.pop(best)))
+    return left.__contains__
 
 
 def in_turn(names: Sequence[str], ways: Sequence[Any]) -> set[tuple[str, Any]]:

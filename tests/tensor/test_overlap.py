@@ -13,7 +13,7 @@ from tests.support.ranks import GroupOf
 SCRIPT = Path(__file__).with_name("overlap_cases.py")
 
 
-@pytest.mark.full
+@pytest.mark.every  # minutes of inductor
 @pytest.mark.timeout(600)
 def test_collectives_are_joined_to_their_multiplications(group_of: GroupOf) -> None:
     expected, found = group_of(SCRIPT, "none", 1).read("llama"), group_of(SCRIPT, "1x2", 2).read_all("llama")[0]

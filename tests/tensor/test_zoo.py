@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 from tests.support.ranks import Group, GroupOf
-from tests.support.tiers import in_turn, of_the_day
+from tests.support.tiers import in_turn, of_the_day, tiered
 from tests.support.zoo import NAMES
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
@@ -65,7 +65,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", tiered(COMPILED, ("llama", "gpt2"), lambda name: name not in ("mistral", "qwen2")))
 def test_compiled_equals_one_process(one_process: Group, on: Callable[[str], Group], name: str) -> None:
     test_equals_one_process(one_process, on, "1x2", name, COMPILED[name])
     said = on("1x2").read(f"{name}-{COMPILED[name]}")["warnings"]
