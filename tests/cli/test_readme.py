@@ -15,6 +15,7 @@ import pytest
 
 from tests import ROOT
 from tests.support.ranks import environment, start, torchrun
+from tests.support.tiers import tiered
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 """In this order: checkpoints.md exports what models_and_data.md trains."""
@@ -47,12 +48,17 @@ The others are given as the same words to warm processes."""
 DAILY = ("autolaunch --", "autolaunch plan mesh=", "autolaunch plan model=llama model.size=8b mesh=", "cd ")
 """Beginnings of commands of every day. What the others show with models of their size, and together, other tests show
 with small ones, and one by one."""
+SELDOM = (
+    "autolaunch calibrate ", "autolaunch -m search=auto ", "autolaunch -m dp=fsdp,zero1 mesh=1,2 ",
+    "autolaunch dryrun mesh=dp2xmp2xpp2 ",
+)  # fmt: skip
+"""A minute each, of which test_calibrate.py, test_runs.py, test_jobs.py and test_command.py have smaller ones."""
 
 
 def commands() -> list[Any]:
     """The parameters of `test_command`, in the order of the pages: some need what those before them have left."""
     mine = [command for command in COMMANDS if not command.startswith("pytest")]
-    return [pytest.param(item, marks=() if item.startswith(DAILY) else pytest.mark.full) for item in mine]
+    return tiered(mine, lambda command: command.startswith(DAILY), lambda command: command.startswith(SELDOM))
 
 
 Clone = tuple[Path, dict[str, str]]

@@ -13,7 +13,7 @@ from tests.context.cases import GROUPS, RANKS, RECIPES
 from tests.context.modules import LENGTH
 from tests.pipeline.modules import WIDTH
 from tests.support.ranks import Group, GroupOf, differences, problems, went_on
-from tests.support.tiers import in_turn, tiered
+from tests.support.tiers import in_turn, spread, tiered
 
 SCRIPT = Path(__file__).with_name("cases.py")
 TOLERANCE = 1e-5
@@ -49,7 +49,6 @@ LONG = {
 }
 _MODELS = list(dict.fromkeys(name.split("@")[0] for name in SAME))
 _TURNS = in_turn(_MODELS, BACKENDS)
-_SELDOM = in_turn(_MODELS, (*BACKENDS[1:], BACKENDS[0]))
 
 
 def everyday(case: str) -> bool:
@@ -60,10 +59,11 @@ def everyday(case: str) -> bool:
 
 
 def seldom(case: str) -> bool:
-    """Of two backends that a model does not meet every day, one; what is compiled, is in test_meshes.py."""
-    model, _, run = case.partition("@")
-    meets_all = all(f"{model}@cp2-{backend}" in SAME for backend in BACKENDS)
-    return case.startswith(("compiled@", "captured@")) or (meets_all and (model, run.removeprefix("cp2-")) in _SELDOM)
+    """Of models that meet a backend every day, the others; what is compiled, is in test_meshes.py."""
+    return case.startswith(("compiled@", "captured@")) or _SELDOM(case)
+
+
+_SELDOM = spread(SAME, lambda case: case.split("@"), everyday)
 
 
 @pytest.fixture(scope="module")

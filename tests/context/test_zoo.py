@@ -21,7 +21,7 @@ from tests.context.runs import Runs, how_modules_run
 from tests.context.zoo_cases import MESHES, Once, unpadded
 from tests.support.one_rank import without_process_group
 from tests.support.ranks import Group, GroupOf
-from tests.support.tiers import of_the_day, tiered
+from tests.support.tiers import of_the_day, spread, tiered
 from tests.support.zoo import MORE, NAMES, batch_of
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
@@ -30,10 +30,14 @@ EVERYDAY = {
     "vision_transformer:ring",
 }  # fmt: skip
 
-CASES = tiered(
-    [(name, case) for name, (_, cases) in MESHES.items() for case in cases],
-    lambda item: item[1] in EVERYDAY,
-)
+PAIRS = [(name, case) for name, (_, cases) in MESHES.items() for case in cases]
+
+
+def everyday(pair: tuple[str, str]) -> bool:
+    return pair[1] in EVERYDAY
+
+
+CASES = tiered(PAIRS, everyday, spread(PAIRS, lambda pair: (pair[0], *pair[1].split(":")), everyday))
 
 pytestmark = pytest.mark.timeout(400)
 

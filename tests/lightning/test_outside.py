@@ -38,7 +38,7 @@ def check(one: Group, ranks: Group, name: str, case: str, own: bool = False) -> 
         assert differences(here, result, 2e-5) == []
 
 
-@pytest.mark.parametrize(("module", "mesh"), tiered(PAIRS, DAILY, spread(PAIRS, tuple, DAILY, times=2)))
+@pytest.mark.parametrize(("module", "mesh"), tiered(PAIRS, DAILY, spread(PAIRS, tuple, DAILY)))
 def test_losses_and_weights_are_those_of_one_process(one: Group, two: Group, module: str, mesh: str) -> None:
     check(one, two, module, f"{module}@{mesh}")
 

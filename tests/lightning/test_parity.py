@@ -116,7 +116,7 @@ def parts(case: str) -> tuple[str, str]:
     return model, level
 
 
-@pytest.mark.parametrize("case", tiered(SAME, everyday, spread(SAME, parts, everyday, times=2)))
+@pytest.mark.parametrize("case", tiered(SAME, everyday, spread(SAME, parts, everyday)))
 def test_two_ranks_equal_one_process(one: Group, two: Group, case: str) -> None:
     check(one, two, case, 2)
 

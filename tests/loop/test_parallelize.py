@@ -108,6 +108,7 @@ def test_on_two_processes(two: Group, case: str) -> None:
             "ranks_laid_out_otherwise",
             "a_mesh_like_one_whose_groups_have_ended",
         ],
+        ["N3_N8_dp2_mp2_level2", "N6_dp2_mp2_sequence_level0", "titan_dp2_mp2_level0", "N14_fused_dp2_mp2_level2"],
     ),
 )
 def test_on_four_processes(four: Group, case: str) -> None:
@@ -115,7 +116,9 @@ def test_on_four_processes(four: Group, case: str) -> None:
         four.read(case, rank)
 
 
-@pytest.mark.parametrize("case", tiered(["N4_dp4_mp2_sequence_level3", "N2_dp2_mp4"], []))
+@pytest.mark.parametrize(
+    "case", tiered(["N4_dp4_mp2_sequence_level3", "N2_dp2_mp4"], [], ["N4_dp4_mp2_sequence_level3"])
+)
 def test_on_eight_processes(eight: Group, case: str) -> None:
     for rank in range(8):
         eight.read(case, rank)

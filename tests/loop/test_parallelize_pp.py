@@ -84,6 +84,7 @@ def test_on_two_processes(two: Group, case: str) -> None:
             "label_means_everywhere",
         ],
         ["dp2_pp2_level2_1f1b"],
+        ["dp2_pp2_level0", "dp2_pp2_level1_1f1b", "mp2_pp2", "mp2_pp2_1f1b"],
     ),
 )
 def test_on_four_processes(four: Group, case: str) -> None:

@@ -17,11 +17,13 @@ from tests.gpu.parity_cases import MESHES
 from tests.support import staged
 from tests.support.one_rank import without_process_group
 from tests.support.ranks import Group, GroupOf, problems
-from tests.support.tiers import tiered
+from tests.support.tiers import but_one_in, tiered
 
 pytestmark = pytest.mark.timeout(600)
 CASES = ROOT / "tests/gpu/parity_cases.py"
 TOLERANCE = 1e-5
+CASES_ON = [(count, case) for count, cases in MESHES.items() for case in cases]
+EVERYDAY = [(8, "dense:fsdp-sp-1f1b")]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def ranks(group_of: GroupOf) -> Callable[[str, int], Group]:
 
 @pytest.mark.parametrize(
     ("count", "case"),
-    tiered([(count, case) for count, cases in MESHES.items() for case in cases], [(8, "dense:fsdp-sp-1f1b")]),
+    tiered(CASES_ON, EVERYDAY, but_one_in(3, CASES_ON, EVERYDAY)),
 )
 def test_a_fit_through_host_memory_equals_one_process(
     ranks: Callable[[str, int], Group], count: int, case: str

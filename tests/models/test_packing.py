@@ -45,7 +45,9 @@ def test_two_ranks(hand: Group, two: Group, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES[:2])
-@pytest.mark.parametrize("mesh", KERNEL)
+@pytest.mark.parametrize(
+    "mesh", ["sp2", *(pytest.param(mesh, marks=pytest.mark.every) for mesh in KERNEL if mesh != "sp2")]
+)
 def test_by_the_kernel_for_documents(hand: Group, two: Group, mesh: str, name: str) -> None:
     compare(hand.read(name), two, f"{name}-kernel@{mesh}")
 

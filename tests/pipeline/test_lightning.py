@@ -12,7 +12,7 @@ from tests.pipeline.cases import ENDS, GROUPS, RECIPES, REFUSED
 from tests.support.commands import Commands
 from tests.support.messages import rounded
 from tests.support.ranks import Group, GroupOf, differences, problems
-from tests.support.tiers import tiered
+from tests.support.tiers import but_one_in, tiered
 
 pytestmark = pytest.mark.timeout(600)
 SCRIPT = Path(__file__).with_name("cases.py")
@@ -44,7 +44,7 @@ def refused(group_of: GroupOf) -> Group:
     return group_of(SCRIPT, "refused", 2)
 
 
-@pytest.mark.parametrize("case", tiered(SAME, lambda case: case not in LONG, ["compile"]))  # captured every day
+@pytest.mark.parametrize("case", tiered(SAME, lambda case: case not in LONG, but_one_in(2, LONG)))  # captured every day
 def test_two_stages_equal_one_process(one: Group, two: Group, case: str) -> None:
     assert problems(one, two, case.split("@")[0], case, TOLERANCE) == []
 

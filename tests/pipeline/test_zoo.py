@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 from tests.pipeline.zoo_cases import MESHES
 from tests.support.ranks import Group, GroupOf
-from tests.support.tiers import of_the_day, tiered
+from tests.support.tiers import of_the_day, spread, tiered
 from tests.support.zoo import MORE, NAMES
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
@@ -21,10 +21,14 @@ EVERYDAY = {
     "qwen3_moe_router_logits:exact", "albert:exact",
 }  # fmt: skip
 
-CASES = tiered(
-    [(name, case) for name, (*_, cases) in MESHES.items() for case in cases],
-    lambda item: item[0] == "pp2" and item[1] in EVERYDAY,
-)
+PAIRS = [(name, case) for name, (*_, cases) in MESHES.items() for case in cases]
+
+
+def everyday(pair: tuple[str, str]) -> bool:
+    return pair[0] == "pp2" and pair[1] in EVERYDAY
+
+
+CASES = tiered(PAIRS, everyday, spread(PAIRS, lambda pair: (pair[0], *pair[1].split(":")), everyday))
 
 pytestmark = pytest.mark.timeout(300)
 

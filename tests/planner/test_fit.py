@@ -160,7 +160,7 @@ def test_schedules_are_ordered_as_published(rows: list[published.Published]) -> 
     assert np.mean([item.correlation for item in found]) > 0.8
 
 
-@pytest.mark.full
+@pytest.mark.every  # a minute of fits
 def test_constants_of_other_models_choose_well(rows: list[published.Published]) -> None:
     own = [item for item in of(rows, "vtrain") if item.row["layers"] in ("12", "24")]
     found = published.held_out_choices(own)

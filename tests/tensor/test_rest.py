@@ -11,27 +11,25 @@ import torch
 
 pytest.importorskip("transformers")
 from tests.support.ranks import Group, GroupOf
-from tests.support.tiers import tiered
+from tests.support.tiers import spread, tiered
 from tests.tensor.rest_cases import NAMES, OWN
 
 SCRIPT = Path(__file__).with_name("rest_cases.py")
 pytestmark = pytest.mark.timeout(300)
 
 EVERYDAY = [*((name, "1x2", "tp") for name in (*OWN, "albert")), ("odd", "1x2", "selective")]
-CASES = tiered(
-    [
-        *(
-            (name, mesh, way)
-            for name in NAMES
-            for mesh, way in (("1x2", "tp"), ("1x2", "sp"), ("2x2", "tp"))
-            if (name, mesh) != ("clip", "2x2")
-        ),  # its loss compares the samples of a batch with each other
-        ("odd", "1x2", "selective"),
-        ("convnext", "1x2", "selective"),
-    ],
-    EVERYDAY,
-)
+CELLS = [
+    *(
+        (name, mesh, way)
+        for name in NAMES
+        for mesh, way in (("1x2", "tp"), ("1x2", "sp"), ("2x2", "tp"))
+        if (name, mesh) != ("clip", "2x2")
+    ),  # its loss compares the samples of a batch with each other
+    ("odd", "1x2", "selective"),
+    ("convnext", "1x2", "selective"),
+]
 """(model, mesh, tensor or sequence parallel, or with selective recomputation)."""
+CASES = tiered(CELLS, EVERYDAY, spread(CELLS, tuple, EVERYDAY))
 
 
 @pytest.fixture(scope="module")

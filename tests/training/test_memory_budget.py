@@ -144,13 +144,16 @@ def test_two_ranks_equal_one_process(one: Group, two: Group, mesh: str, share: f
     assert problems(one, two, "plain", f"{mesh}-{share}", TOLERANCE) == []
 
 
-@pytest.mark.full
+@pytest.mark.every  # a minute
 def test_four_ranks_equal_one_process(one: Group, four: Group) -> None:
     assert problems(one, four, "plain", "ring-in-graphs-0.0", TOLERANCE) == []
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("group", "mesh"), (("two", "seq_parallel"), ("four", "ring-in-graphs")))
+@pytest.mark.parametrize(
+    ("group", "mesh"),
+    [("two", "seq_parallel"), pytest.param("four", "ring-in-graphs", marks=pytest.mark.every)],
+)
 def test_products_are_computed_again_and_nothing_travels_again(
     group: str, mesh: str, request: pytest.FixtureRequest
 ) -> None:
