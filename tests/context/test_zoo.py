@@ -21,7 +21,7 @@ from tests.context.runs import Runs, how_modules_run
 from tests.context.zoo_cases import MESHES, Once, unpadded
 from tests.support.one_rank import without_process_group
 from tests.support.ranks import Group, GroupOf
-from tests.support.tiers import of_the_day, spread, tiered
+from tests.support.tiers import but_one_in, of_the_day, spread, tiered
 from tests.support.zoo import MORE, NAMES, batch_of
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
@@ -65,7 +65,7 @@ def test_loss_and_gradients_are_those_of_one_process(on: Callable[[str], Group],
 LOOKS_AT_VALUES = ("deberta_v2:gather",)
 
 
-@pytest.mark.parametrize(("name", "case"), CASES)
+@pytest.mark.parametrize(("name", "case"), tiered(PAIRS, everyday, but_one_in(4, PAIRS, everyday)))
 def test_a_dry_run_finds_what_runs_on_parts_without_values(
     on: Callable[[str], Group], name: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ def test_on_four_processes(four: Group, case: str) -> None:
         four.read(case, rank)
 
 
-@pytest.mark.full
+@pytest.mark.every  # half a minute
 def test_on_eight_processes(eight: Group) -> None:
     for rank in range(8):
         eight.read("N10_dp2_mp2_pp2_level3", rank)

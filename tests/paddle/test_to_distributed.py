@@ -116,7 +116,9 @@ def test_on_three_processes(groups: Any, case: str) -> None:
         groups("three").read(case, rank)
 
 
-@pytest.mark.parametrize("case", tiered(OF_FOUR, ["sequences_2x2_level3", "staged"]))
+@pytest.mark.parametrize(
+    "case", tiered(OF_FOUR, ["sequences_2x2_level3", "staged"], [f"sequences_2x2_level{level}" for level in range(3)])
+)
 def test_on_four_processes(groups: Any, case: str) -> None:
     for rank in range(4):
         found = groups("four").read(case, rank)
@@ -146,6 +148,7 @@ def test_example(groups: Any, group: str) -> None:
             ("eight", "example_1x8", True),
         ],
         [("two", "example_1x2", True)],
+        lambda case: case[1] not in ("example_1x2_without_sequences", "example_2x2"),
     ),
 )
 def test_example_on_a_mesh(groups: Any, group: str, case: str, sequence: bool) -> None:

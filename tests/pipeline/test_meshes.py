@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 from tests.pipeline.cases import GROUPS, RECIPES
 from tests.support.ranks import Group, GroupOf, problems, went_on
-from tests.support.tiers import tiered
+from tests.support.tiers import but_one_in, tiered
 
 pytestmark = pytest.mark.timeout(600)
 SCRIPT = Path(__file__).with_name("cases.py")
@@ -56,7 +56,7 @@ def back(group_of: GroupOf, shelf: Path) -> Group:
     return group_of(SCRIPT, "one-resumes", 1, SHELF=str(shelf))
 
 
-@pytest.mark.parametrize("case", tiered(same("four"), FOUR))
+@pytest.mark.parametrize("case", tiered(same("four"), FOUR, but_one_in(2, same("four"), FOUR)))
 def test_four_ranks_equal_one_process(one: Group, four: Group, case: str) -> None:
     assert problems(one, four, case.split("@")[0], case, TOLERANCE) == []
 
