@@ -981,7 +981,8 @@ def streams() -> Any:
 def predicted() -> Any:
     class Predicts(AutoEncoder):
         def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return batch[0][:, 0]
+            numbers = batch[0][:, 0]
+            return {"numbers": numbers, "texts": [f"it is {number:g}" for number in numbers], "pair": [numbers]}
 
     class Looks(pl.callbacks.BasePredictionWriter):
         def __init__(self) -> None:
@@ -989,7 +990,9 @@ def predicted() -> Any:
             self.written: list[Any] = []
 
         def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *_: Any) -> None:
-            self.written.append([prediction.tolist(), indices])
+            (same,) = prediction["pair"]
+            assert same.tolist() == prediction["numbers"].tolist()
+            self.written.append([same.tolist(), prediction["texts"], indices])
 
         def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
             self.indices = batch_indices
@@ -998,7 +1001,7 @@ def predicted() -> Any:
     data = [(torch.full((16,), float(number)), 0) for number in range(9)]
     trainer = make_trainer(mesh_strategy(3), looks, use_distributed_sampler=True)
     found = trainer.predict(Predicts(), [DataLoader(data, 4), DataLoader(Numbers(start=5), 4)])
-    values = [[part.tolist() for part in parts] for parts in found]
+    values = [[part["numbers"].tolist() for part in parts] for parts in found]
     return {"values": values, "indices": looks.indices[0], "written": looks.written[:3]}
 
 

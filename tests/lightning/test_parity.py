@@ -317,8 +317,9 @@ def test_a_rank_for_which_nothing_is_left_predicts_nothing(ranks: Group) -> None
     first, second = (ranks.read("predicted", rank) for rank in (0, 1))
     assert first["values"] == [[[0, 1], [4, 5], [8]], [[5, 6], [9]]]
     assert second["values"] == [[[2, 3], [6, 7]], [[7, 8]]]
-    assert first["written"] == [[[0, 1], [0, 1]], [[4, 5], [4, 5]], [[8], [8]]]
-    assert second["written"] == [[[2, 3], [2, 3]], [[6, 7], [6, 7]], [[], []]], "called alike, for what is collective"
+    assert first["written"] == [[part, [f"it is {number}" for number in part], part] for part in ([0, 1], [4, 5], [8])]
+    written = [[part, [f"it is {number}" for number in part], part] for part in ([2, 3], [6, 7], [])]
+    assert second["written"] == written, "called alike, for what is collective"
 
 
 def test_an_evaluated_batch_has_a_weight_of_its_own() -> None:

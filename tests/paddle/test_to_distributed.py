@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,8 @@ def test_cut_batch_follows_what_a_batch_may_be() -> None:
     assert [item.tolist() for item in part["parts"][1]] == [[[4, 5], [6, 7]]] * 2
     assert part["step"] == 3 and part["scale"] is batch["scale"]
     assert cut_batch(x.numpy(), Share(0, 2))[1].tolist() == [[0, 1], [2, 3]]
+    tokenized = cut_batch(UserDict(input_ids=x), Share(0, 2))[1]  # what tokenizers of transformers make is one
+    assert type(tokenized) is UserDict and tokenized["input_ids"].tolist() == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(

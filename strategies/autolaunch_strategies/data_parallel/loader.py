@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -363,7 +363,7 @@ def cut_batch(batch: Any, share: Share) -> tuple[int, Any]:
             return item
         if isinstance(item, Mapping):
             parts = {key: cut(value) for key, value in item.items()}
-            if isinstance(item, dict):
+            if isinstance(item, MutableMapping):  # a dict, or what tokenizers of transformers make
                 same_type = copy.copy(item)
                 same_type.update(parts)
                 return same_type

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import numpy as np
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -257,9 +258,22 @@ class Batches:
 def _of_no_rows(
     write: Callable[..., None], trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """`write`, which is a `write_on_batch_end`, of a prediction whose tensors have no rows."""
-    empty = tree_map(lambda it: it[:0] if isinstance(it, Tensor) and it.dim() else it, prediction)
+    """`write`, which is a `write_on_batch_end`, of a prediction for one sample without what is that sample's."""
+    empty = tree_map(_without_row, prediction, is_leaf=_is_list_of_samples)
     write(trainer, module, empty, None if indices is None else [], *args, **kwargs)
+
+
+def _without_row(found: Any) -> Any:
+    return found[:0] if _is_list_of_samples(found) or _rows(found) is not None else found
+
+
+def _is_list_of_samples(found: Any) -> bool:
+    """Whether what was predicted for one sample is a list that has an item for each, such as a text or its tokens."""
+    return isinstance(found, list) and len(found) == 1 and _rows(found[0]) != 1
+
+
+def _rows(found: Any) -> int | None:
+    return len(found) if isinstance(found, Tensor | np.ndarray) and found.ndim else None
 
 
 def _drawn_weight(loader: Any) -> float:
