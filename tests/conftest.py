@@ -33,16 +33,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 SLOW = [
-    "context/test_lightning.py", "pipeline/test_meshes.py", "context/test_meshes.py", "lightning/test_features.py",
-    "launch/test_slurm_jobs.py", "pipeline/test_lightning.py", "lightning/test_parity.py", "cli/test_readme.py",
-    "tensor/test_zoo.py", "pipeline/test_zoo.py", "context/test_zoo.py", "loop/test_parallelize_pp.py",
-    "paddle/test_to_distributed.py", "lightning/test_outside.py", "lightning/test_random_numbers.py",
-    "cli/test_first_run.py", "search/test_sweeper.py", "cli/test_hangs.py", "models/test_label_means.py",
-    "loop/test_parallelize.py", "checkpoint/test_meshes.py", "lightning/test_start.py", "cli/test_restarts.py",
-    "launch/test_local.py", "cli/test_adapters.py", "search/test_runs.py", "cli/test_stopping.py",
-    "data_parallel/test_resume.py", "models/test_adapter_meshes.py", "experts/test_experts.py",
-    "models/test_packing.py", "models/test_tasks.py", "models/test_loading.py", "cli/test_around_training.py",
-    "cli/test_chat.py", "models/test_training.py", "pipeline/test_cut.py",
+    "cli/test_readme.py", "launch/test_slurm_jobs.py", "context/test_meshes.py", "experts/test_experts.py",
+    "search/test_sweeper.py", "lightning/test_features.py", "pipeline/test_lightning.py", "cli/test_adapters.py",
+    "pipeline/test_meshes.py", "cli/test_stopping.py", "tensor/test_zoo.py", "context/test_lightning.py",
+    "cli/test_restarts.py", "dry_run/test_dry_run.py", "cli/test_hangs.py", "lightning/test_parity.py",
+    "cli/test_environment.py", "paddle/test_to_distributed.py", "models/test_adapter_meshes.py",
+    "training/test_compiled_meshes.py", "models/test_tasks.py", "cli/test_around_training.py",
+    "planner/test_profile.py", "loop/test_parallelize.py", "checkpoint/test_meshes.py", "context/test_zoo.py",
+    "cli/test_chat.py", "models/test_packing.py", "search/test_runs.py", "training/test_memory_budget.py",
+    "config/test_messages.py", "cli/test_classification.py", "dry_run/test_experts.py", "dry_run/test_command.py",
+    "cli/test_jobs.py", "cli/test_first_run.py", "lightning/test_random_numbers.py", "pipeline/test_zoo.py",
+    "data_parallel/test_resume.py", "launch/test_local.py", "config/test_schema.py", "tasks/test_calibrate.py",
 ]  # fmt: skip
 """Files that take longest in either tier, longest first."""
 

@@ -48,7 +48,7 @@ def test_a_run_goes_on_on_another_mesh(command: Commands, first: str, then: str)
     assert_same_curve(rest, whole, after=2)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.every)])
 def test_parts_of_ranks(tmp_path: Path, ranks: int) -> None:
     done = start(torchrun(ranks, __file__, str(tmp_path)), timeout=120)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -314,7 +314,7 @@ def test_predict_writes_files(command: Commands, alone: Run) -> None:
 # --- how it starts and ends --------------------------------------------------------------------------------------
 
 
-@pytest.mark.full  # tests/launch/test_place.py starts torchrun every day
+@pytest.mark.every  # tests/launch/test_place.py starts torchrun every day
 def test_real_torchrun_in_new_processes(command: Commands, alone: Run) -> None:
     run = command(*TINY, "mesh=2", "seed=0", torchrun=2)
     assert_same_curve(run, alone)
@@ -335,7 +335,7 @@ def test_a_wrong_config_is_told(command: Commands) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("task", ["fit", "plan"])
+@pytest.mark.parametrize("task", [pytest.param("fit", marks=pytest.mark.every), "plan"])
 def test_a_reader_that_leaves_early_ends_nothing(task: str, tmp_path: Path) -> None:
     """In new processes: this is about what Python itself does with its streams, up to its end."""
     words = [sys.executable, "-u", "-m", "autolaunch", task, *TINY, *QUICK, f"output_dir={tmp_path / 'out'}"]

@@ -223,6 +223,7 @@ def test_a_rank_of_another_node_that_is_stopped_is_named(command: Commands) -> N
     assert "stack of rank 0 (" in screens[0]
 
 
+@pytest.mark.every  # as the rank of another node above
 def test_a_first_rank_that_is_stopped_is_named_by_the_next(command: Commands) -> None:
     codes, screens, _ = apart(command, "first_stopped", 0, "stopped")
     assert codes == [None, 1]

@@ -282,7 +282,7 @@ def torchrun(script: Path, ranks: int, what: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.every)])
 def test_torchrun(script: Path, ranks: int) -> None:
     run = torchrun(script, ranks, "total")
     assert run.returncode == 0, run.stderr

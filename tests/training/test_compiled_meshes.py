@@ -19,9 +19,7 @@ EVERYDAY = {
     "2x1x1x2:dp=1,cp=ulysses,recompute=full",
 }  # fmt: skip
 """Each axis once beside another."""
-OF_CI = {
-    "2x2:dp=3,mp=seq_parallel,backend=inductor", "1x2x2:mp=tensor_parallel,pp=1f1b,precision=bf16-mixed",
-}  # fmt: skip
+OF_CI = ("2x2:dp=3,mp=seq_parallel,backend=inductor", "2x2:dp=3,mp=seq_parallel,precision=bf16-mixed")
 """Beside them, inductor and bf16."""
 
 
