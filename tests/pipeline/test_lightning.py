@@ -39,12 +39,23 @@ LONG = {
 """Cases of which each part is in another case, too."""
 
 
+def everyday(case: str) -> bool:
+    return case not in LONG
+
+
+_SELDOM = but_one_in(2, SAME, everyday)
+
+
+def seldom(case: str) -> bool:
+    return case == "compile" or _SELDOM(case)  # captured every day
+
+
 @pytest.fixture(scope="module")
 def refused(group_of: GroupOf) -> Group:
     return group_of(SCRIPT, "refused", 2)
 
 
-@pytest.mark.parametrize("case", tiered(SAME, lambda case: case not in LONG, but_one_in(2, LONG)))  # captured every day
+@pytest.mark.parametrize("case", tiered(SAME, everyday, seldom))
 def test_two_stages_equal_one_process(one: Group, two: Group, case: str) -> None:
     assert problems(one, two, case.split("@")[0], case, TOLERANCE) == []
 

@@ -76,9 +76,8 @@ def spread(
     return left.__contains__
 
 
-def but_one_in(count: int, values: Iterable[Any], everyday: Some = ()) -> Callable[[Any], bool]:
+def but_one_in(count: int, values: Sequence[Any], everyday: Some = ()) -> Callable[[Any], bool]:
     """Says of a value of a long table of equals whether it is `seldom`: all are, but every `count`th not `everyday`."""
-    values = list(values)
     daily = _choice(values, everyday)
     left = [value for value in values if not daily(value)]
     return [value for index, value in enumerate(left) if index % count].__contains__
