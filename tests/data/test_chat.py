@@ -18,12 +18,14 @@ from autolaunch.cli import run
 from autolaunch.config.schema import DATA
 from autolaunch.config.tokenizer import with_tokenizer
 from autolaunch.data import prepared, progress
+from autolaunch.data.conversations import conversation
 from autolaunch.data.encoders import ChatEncoder
 from autolaunch.data.exported import write_tokenizer
 from autolaunch.data.loader import PositionedLoader
 from autolaunch.data.order import BatchOrder
 from autolaunch.data.present import check_data
-from autolaunch.data.rows import BadRow
+from autolaunch.data.prompts import PromptEncoder
+from autolaunch.data.rows import BadRow, without_empty
 from autolaunch.data.rows_of_files import open_rows, open_sequences
 from autolaunch.data.tokenizers import load_tokenizer
 from autolaunch_strategies.config import ConfigError, ConfigErrors
@@ -160,6 +162,35 @@ SAME_CONVERSATION = [
 def test_columns(row: dict[str, Any], columns: dict[str, str]) -> None:
     encoder = ChatEncoder(chat_tokenizer(), None, "assistant", True, columns)
     assert runs(encoder, encoder.encode([row])[0]) == [*BOTH[:2], ("\n", False)]
+
+
+def test_tools_may_be_json() -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    for found, expected in ((tools, tools), (json.dumps(tools), tools), ("", None), ("null", None), ([], None)):
+        assert conversation({"messages": TWO_ANSWERS, "tools": found}, {})[1] == expected
+        columns = {"messages": "messages", "tools": "functions"}
+        assert conversation({"messages": TWO_ANSWERS, "functions": found}, columns)[1] == expected
+    for found, problem in (("add()", "text that is no JSON"), ('{"a": 1}', "is a dict, not a list"), (3, "is a int")):
+        with pytest.raises(BadRow, match=problem):
+            conversation({"messages": TWO_ANSWERS, "tools": found}, {})
+
+
+def test_fields_that_only_other_rows_of_a_table_have_are_not_there() -> None:
+    call = {"function": {"name": "weather", "arguments": {"city": "Oslo", "date": None}}, "id": None}
+    row = without_empty({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}], "tools": None})
+    expected = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    assert row == {"messages": [{"role": "assistant", "tool_calls": [expected]}]}
+
+
+def test_generation_ends_where_answers_were_learned_to_end() -> None:
+    """A base model has another end of texts; its export says the same."""
+    tokenizer = chat_tokenizer(ENDED := CHATML.replace("<|im_end|>", "<|endoftext|>"))
+    tokenizer.save_pretrained("model")
+    ends = [tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>")]
+    for train_on_eos, expected in ((True, {*ends}), (False, {ends[0]})):
+        chat = {"name": "chat", "tokenizer": "model", "chat_template": ENDED, "train_on_eos": train_on_eos}
+        assert PromptEncoder(chat).ends == expected
+    assert PromptEncoder({"name": "documents", "tokenizer": "model"}).ends == {ends[0]}
 
 
 def test_system_and_input_columns() -> None:

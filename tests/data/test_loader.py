@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +300,37 @@ def test_state_counts_what_was_handed_out_not_what_workers_prepared() -> None:
     batches = iter(loader)
     for _ in range(3):
         next(batches)
-    assert loader.state_dict() == {"microbatches": 3}
+    assert loader.state_dict() == {"microbatches": 3, "batch_size": 2, "epoch": 32}
+
+
+@pytest.mark.parametrize("weights", [(), ((60, 1.0), (40, 2.0))])
+@pytest.mark.parametrize(("before", "now"), [(10, 20), (20, 10), (20, 5)])
+def test_another_batch_size_goes_on_behind_the_sequences_that_were_seen(
+    before: int, now: int, weights: tuple[tuple[int, float], ...]
+) -> None:
+    def loader(batch_size: int) -> PositionedLoader:
+        return PositionedLoader(Numbered(100), BatchOrder(100, batch_size, 1, 3, weights=weights))
+
+    def numbers(some: PositionedLoader, count: int) -> list[int]:
+        return list(chain(*(batch["input_ids"][:, 0].tolist() for batch in islice(iter(some), count))))
+
+    whole, first, rest = loader(before), loader(before), loader(now)
+    expected = numbers(whole, len(whole))
+    seen = numbers(first, 40 // before)
+    rest.load_state_dict(first.state_dict())
+    assert seen + numbers(rest, 60 // now) == expected
+
+
+def test_another_batch_size_passes_over_less_than_a_batch() -> None:
+    """What was seen may be no whole number of batches of the new size; epochs of another length begin alike."""
+    loader = PositionedLoader(Numbered(100), BatchOrder(100, 30))
+    state = {"microbatches": 2 * 10 + 3, "batch_size": 10, "epoch": 10}
+    loader.load_state_dict(state)
+    assert loader.state_dict()["microbatches"] == 2 * 3 + 1
+    loader.load_state_dict({**state, "microbatches": 2 * 10 + 4})
+    assert loader.state_dict()["microbatches"] == 2 * 3 + 2
+    loader.load_state_dict({"microbatches": 5})  # as it was written before
+    assert loader.state_dict()["microbatches"] == 5
 
 
 def test_build_data_makes_a_data_module_of_ones_own() -> None:

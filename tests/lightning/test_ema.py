@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from autolaunch_strategies import EMA, MeshStrategy
+from autolaunch_strategies import EMA, ConfigError, MeshStrategy
 from autolaunch_strategies.mesh.process_group import leave_process_group
 
 
@@ -77,3 +77,32 @@ def test_each_of_several_optimizers_counts_its_own_steps(tmp_path: Path) -> None
     _, again = trained(tmp_path, 2, tmp_path / "0.ckpt")
     for name in module.course:
         torch.testing.assert_close(getattr(again, name).weight, getattr(module, name).weight)
+
+
+class Fits(pl.LightningModule):
+    def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 1), kind
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.linear(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.linear.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("callbacks", [[], [EMA(decay=0.5)]])
+def test_another_optimizer_does_not_go_on_from_the_averages(tmp_path: Path, callbacks: list[Any]) -> None:
+    """The trained weights are in the state of the optimizer that it does not take up."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+
+    def fit(kind: Any, epochs: int, callbacks: list[Any], path: Path | None = None) -> None:
+        trainer = pl.Trainer(
+            strategy=MeshStrategy("1", allow_on_resume=["optimizer"]), accelerator="cpu", max_epochs=epochs,
+            enable_model_summary=False, callbacks=callbacks, **quiet,
+        )  # fmt: skip
+        trainer.fit(Fits(kind), DataLoader(list(torch.randn(6, 4))), ckpt_path=path)
+
+    fit(torch.optim.SGD, 1, [EMA(decay=0.5), Saves(tmp_path)])
+    with pytest.raises(ConfigError, match="holds averaged weights; those that were trained are with the state"):
+        fit(torch.optim.Adam, 2, callbacks, tmp_path / "0.ckpt")

@@ -8,7 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.plugins import Precision
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import ConfigError, parallel_config, parse_mesh
@@ -307,6 +309,25 @@ def test_a_stream_is_shared_out_unless_it_does_so_itself(ranks: Group) -> None:
     assert (first["left alone"], second["left alone"]) == ([0.0, 2.0, 4.0, 6.0, 8.0], [1.0, 3.0, 5.0, 7.0, 9.0])
     for rank in (first, second):
         assert_told(rank["refused"], "dataloader", "other samples", write="Trainer(use_distributed_sampler=False)")
+
+
+def test_a_sampler_that_divides_a_replica_is_refused() -> None:
+    """What ranks along mp, cp and pp compute together is of the same samples."""
+
+    def share(replicas: int, rank: int, dp_rank: int, dp: int, world: int) -> Any:
+        data = TensorDataset(torch.arange(8))
+        loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, replicas, rank))
+        return Batches("global").share(loader, dp_rank, dp, world) is loader
+
+    assert share(2, 1, 1, 2, 4) and share(4, 3, 3, 4, 4) and share(1, 0, 0, 1, 2)
+    for wrong in ((4, 1, 0, 2, 4), (2, 0, 1, 2, 4), (2, 1, 0, 1, 2)):
+        with pytest.raises(ConfigError) as caught:
+            share(*wrong)
+        assert_told(
+            caught.value, f"dataloader: DistributedSampler(num_replicas={wrong[0]}, rank={wrong[1]})",
+            f"number {wrong[2]} of {wrong[3]} along dp",
+            write="DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)",
+        )  # fmt: skip
 
 
 def test_predictions_tell_which_samples_they_are_of(ranks: Group) -> None:

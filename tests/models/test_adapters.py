@@ -12,6 +12,7 @@ import torch
 
 from autolaunch.config.schema import Adapter, Job
 from autolaunch.models import build_module
+from autolaunch.tasks.export_adapter import check_ties
 from autolaunch.tasks.run_parts import construct_module
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
@@ -146,6 +147,28 @@ def test_another_adapter_than_the_keys_say(
 
 
 # --- freezing by patterns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "layer"),
+    [
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, "model.embed_tokens"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "model.embed_tokens"),
+        ({"target_modules": ["q_proj"]}, None),
+    ],
+)
+def test_what_shares_a_weight_with_what_an_adapter_changes_is_not_merged(
+    keys: dict[str, Any], layer: str | None
+) -> None:
+    pytest.importorskip("peft")
+    module, _ = built(job({**LLAMA, "tie_embeddings": True}, name="lora", r=2, **keys))
+    if layer is None:
+        check_ties(module.model)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_ties(module.model)
+    assert_told(caught.value, "export_merged=true", layer, "shares its weight with", write="export_merged=false")
 
 
 def test_only_what_is_named_is_trained() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,8 +72,20 @@ def conversation(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[Me
         messages = [{"role": "system", "content": system}, *messages]
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRow("no message of the assistant: there is nothing to learn")
-    tools = row.get(names.get("tools", "tools"))
-    return messages, tools if isinstance(tools, list) and tools else None
+    column = names.get("tools", "tools")
+    return messages, _tools(row.get(column), column)
+
+
+def _tools(found: Any, column: str) -> list[Any] | None:
+    """The tools that a row offers, which many data sets hold as JSON text; None if it has none."""
+    if isinstance(found, str) and found.strip():
+        try:
+            found = json.loads(found)
+        except ValueError:
+            raise BadRow(f"{column} is text that is no JSON", "a list of tools, or its JSON") from None
+    if found is not None and found != "" and not isinstance(found, list):
+        raise BadRow(f"{column} is a {type(found).__name__}, not a list of tools", "a list of tools, or its JSON")
+    return found or None
 
 
 def _detected(row: Mapping[str, Any]) -> dict[str, str]:

@@ -78,12 +78,26 @@ class PositionedLoader(DataLoader[Batch]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """``{"microbatches": how many were handed out since the start of the run}``."""
-        return {"microbatches": self._microbatches.position}
+        """``{"microbatches": how many were handed out since the start of the run, "batch_size": sequences of a step,
+        "epoch": microbatches of an epoch}``."""
+        order = self._microbatches.order
+        return {"microbatches": self._microbatches.position, "batch_size": order.batch_size, "epoch": len(order)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after ``state["microbatches"]`` microbatches, from the next pass on."""
-        self._microbatches.position = state["microbatches"]
+        """Go on after ``state["microbatches"]`` microbatches, from the next pass on.
+
+        With another batch size, on behind the same sequences: behind more, as few as make whole steps of this size.
+        """
+        order, position = self._microbatches.order, state["microbatches"]
+        before = state.get("batch_size", order.batch_size)
+        if before != order.batch_size:
+            # Sequences of several sources are numbered over the whole run, those of one over an epoch.
+            epochs, rest = (0, position) if order.weights else divmod(position, state["epoch"])
+            steps = -(-rest * before // (order.batch_size * order.microbatches))
+            position = steps * order.microbatches
+            if not order.weights:
+                position = epochs * len(order) + min(position, len(order))
+        self._microbatches.position = position
 
 
 class StreamLoader(DataLoader[Any]):

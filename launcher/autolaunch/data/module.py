@@ -142,7 +142,7 @@ class TokenDataModule(LightningDataModule):
             )
         if "microbatches" not in state_dict:
             return
-        self._resume_from = {"microbatches": state_dict["microbatches"]}
+        self._resume_from = {key: value for key, value in state_dict.items() if key != "microbatches_per_step"}
         if isinstance(self._train_loader, PositionedLoader):  # made early by `trainer.estimated_stepping_batches`
             self._train_loader.load_state_dict(self._resume_from)
 

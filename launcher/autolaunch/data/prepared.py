@@ -26,7 +26,7 @@ from autolaunch.data.windows import TokenFile
 from autolaunch.directories import writable_cache
 from autolaunch_strategies.config import ConfigError, raise_all
 
-_FORMAT = 1
+_FORMAT = 2
 _ROWS = 512
 """Rows that are tokenised at once: the library works on them in parallel."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autolaunch.data.encoders import ChatEncoder
 from autolaunch.data.tokenizers import BYTES_END, end_of_text, load_tokenizer, no_template, template_text
 from autolaunch_strategies.config import ConfigError
 
@@ -56,8 +57,15 @@ class PromptEncoder:
         template = data_cfg.get("chat_template")
         self.chat_template = None if template is None else template_text(template)
         end = BYTES_END if self.in_bytes else None if self.tokenizer is None else end_of_text(self.tokenizer)
-        self.ends = frozenset[int]() if end is None else frozenset({end})
+        ends = (end, self._end_of_answers(data_cfg))
+        self.ends = frozenset(number for number in ends if number is not None)
         """Tokens behind which nothing is generated."""
+
+    def _end_of_answers(self, data_cfg: Mapping[str, Any]) -> int | None:
+        """What a model that is tuned on chats learns to end its answers with: a base model ends with another token."""
+        if self.tokenizer is None or data_cfg.get("name") != "chat" or not data_cfg.get("train_on_eos"):
+            return None
+        return ChatEncoder(self.tokenizer, self.chat_template, "last", True, {}).end_of_answers()
 
     def encode(self, prompt: Any, key: str) -> list[int]:
         """The tokens of a prompt; of messages, as the chat template renders them before an answer.

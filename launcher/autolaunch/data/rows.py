@@ -276,8 +276,14 @@ def _table(file: Path, suffix: str, skip: int) -> Iterator[tuple[int, Mapping[st
 
 
 def without_empty(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a table: a column that some rows lack is there in all of them, empty."""
-    return {key: value for key, value in row.items() if value is not None}
+    """The row of a table: a column, or a field within one, that some rows lack is there in all of them, empty."""
+    return {key: _filled(value) for key, value in row.items() if value is not None}
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_empty(value)
+    return [_filled(item) for item in value] if isinstance(value, list) else value
 
 
 def _parquet_batches(parquet: Any, skip: int) -> tuple[int, Any]:

@@ -45,6 +45,8 @@ class Checkpoints(ModelCheckpoint):
         self._next_save = float("inf")
         self._is_validated: bool | None = None
         """Whether the monitored value is one of validation; None until the first one has shown it."""
+        self._validated_at: int | None = None
+        """The global step of the last validation."""
         self._scores: dict[str, float | None] = {}
         """Name of a kept checkpoint -> the monitored value when it was written, the oldest first."""
 
@@ -126,6 +128,7 @@ class Checkpoints(ModelCheckpoint):
         """
         if self.monitor is None or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
+        self._validated_at = trainer.global_step
         if self._is_validated is None:
             results = trainer.fit_loop.epoch_loop.val_loop._results
             self._is_validated = self.monitor in results.metrics(on_step=False)["callback"]
@@ -190,6 +193,8 @@ class Checkpoints(ModelCheckpoint):
             return
         name = f"step_{trainer.global_step:07d}.ckpt"
         score = trainer.callback_metrics.get(self.monitor) if self.monitor else None
+        if self._is_validated and self._validated_at != trainer.global_step:
+            score = None  # lightning keeps the value of an earlier validation, which is of other weights
         self._scores.pop(name, None)
         self._scores[name] = None if score is None else float(score)
         self.current_score = score

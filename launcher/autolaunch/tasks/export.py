@@ -28,7 +28,7 @@ from autolaunch.models.hf_export import write_transformers_files
 from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
-from autolaunch.tasks.export_adapter import MergedWeights, write_adapter
+from autolaunch.tasks.export_adapter import MergedWeights, check_ties, write_adapter
 from autolaunch.tasks.trusted import check_targets
 from autolaunch_strategies.checkpoint.files import WRITING, damage_in, files_with_hashes, problem_with, read_manifest
 from autolaunch_strategies.checkpoint.record import record_of
@@ -121,6 +121,7 @@ def export_checkpoint(
     adapted: Any = getattr(module, "adapted", None)
     if merged:
         _check_merged(source, config, adapted)
+        check_ties(model)
     prefix = "model." if config.get("module") else "model.model."
     problem = problem_with(source) or (damage_in(source, files_with_hashes(source)) if verify == "hash" else None)
     if problem:

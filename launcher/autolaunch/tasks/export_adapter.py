@@ -15,6 +15,7 @@ from torch import nn
 from autolaunch.models.adapter_config import WEIGHTS_FILE
 from autolaunch.models.adapters import ADAPTER, Adapted
 from autolaunch.tasks.weight_files import weight_files
+from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
 
 
@@ -33,6 +34,34 @@ def write_adapter(directory: Path, adapted: Adapted, values: Mapping[str, torch.
     config.inference_mode = True
     config.save_pretrained(str(directory))
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def check_ties(model: nn.Module) -> None:
+    """Check that an adapter can be merged into a model whose layers share weights.
+
+    Raises:
+        ConfigError: it changes one of two layers that share theirs, which the merged model would still share.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    adapted = (LoraLayer, AuxiliaryTrainingWrapper)
+    changed = [name for name, part in model.named_modules() if isinstance(part, adapted)]
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    for shared in names.values():
+        layer = next((layer for name in shared for layer in changed if name.startswith(f"{layer}.")), None)
+        if len(shared) > 1 and layer is not None:
+            others = [name.rpartition(".")[0].removesuffix(".base_layer") for name in shared]
+            others = [name.removesuffix(".original_module") for name in others if not name.startswith(f"{layer}.")]
+            raise ConfigError(
+                "export_merged=true",
+                f"the adapter changes {layer}, which shares its weight with {', '.join(others) or 'another layer'}: "
+                "the merged model would have the one in place of the other",
+                "the adapter alone, which PEFT loads; or one that leaves both as they are",
+                "export_merged=false",
+            )
 
 
 class MergedWeights:

@@ -219,18 +219,21 @@ class Batches:
     def share(self, loader: Any, rank: int, ranks: int, world: int) -> Any:
         """The loader of this rank: its part of every batch of `loader`.
 
-        What is no `DataLoader`, or shares out its data by a `DistributedSampler` of the user's own, stays as it is; so
-        does everything with ``Trainer(use_distributed_sampler=False)``.
+        What is no `DataLoader`, or shares out its data along dp by a `DistributedSampler` of the user's own, stays as
+        it is; so does everything with ``Trainer(use_distributed_sampler=False)``.
 
         Args:
             rank, ranks: this rank's place along dp, and how many there are.
             world: ranks of the whole mesh.
 
         Raises:
-            ConfigError: a loader whose batches come in no order.
+            ConfigError: a loader whose batches come in no order, or whose `DistributedSampler` gives other samples to
+                ranks that hold parts of one replica.
         """
         if not isinstance(loader, DataLoader):
             return loader
+        if world > ranks:
+            _check_that_replicas_agree(_plain_sampler(loader), rank, ranks)
         is_left_alone = ranks == 1 or not self._are_shared or isinstance(_plain_sampler(loader), DistributedSampler)
         if is_left_alone or not isinstance(loader.dataset, IterableDataset):  # a stream is the same on every rank
             _seed_workers(loader, rank)
@@ -296,6 +299,18 @@ def _samples_in_batch(loader: Any, ranks: int) -> int | None:
         return loader.samples_per_batch
     size = global_batch_size(loader) if isinstance(loader, DataLoader) else None
     return None if size is None else size * ranks
+
+
+def _check_that_replicas_agree(sampler: Any, rank: int, ranks: int) -> None:
+    if not isinstance(sampler, DistributedSampler) or (sampler.num_replicas, sampler.rank) == (ranks, rank):
+        return
+    raise ConfigError(
+        f"dataloader: {type(sampler).__name__}(num_replicas={sampler.num_replicas}, rank={sampler.rank})",
+        "ranks along mp, cp and pp hold parts of one replica and need the same samples; this rank is number "
+        f"{rank} of {ranks} along dp",
+        "the loader of one process, without it: it is shared out along dp; or a sampler for dp alone",
+        "DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)",
+    )
 
 
 def _plain_sampler(loader: DataLoader) -> Any:

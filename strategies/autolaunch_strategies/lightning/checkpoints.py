@@ -30,6 +30,7 @@ from autolaunch_strategies.checkpoint.sharded import (
     set_random_state,
 )
 from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.lightning.ema import check_left_out
 from autolaunch_strategies.lightning.place import Place
 from autolaunch_strategies.lightning.positions import Positions, take_states, trained_batches
 from autolaunch_strategies.lightning.step_start import StepStart
@@ -147,6 +148,8 @@ class Checkpoints:
             lambda: refuse_changes(path, self.changed, self.allowed, in_script=True),
         )
         if fitting:
+            if "optimizer" in self.changed:
+                check_left_out(path, self.trust if trust is None else trust)
             self._go_on_from(path, there, here)
         self._loaded = dict(checkpoint["state_dict"])
         state = checkpoint.pop("random_state", None)

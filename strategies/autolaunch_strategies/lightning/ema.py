@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from autolaunch_strategies.checkpoint.storage import Reader
 from autolaunch_strategies.config import ConfigError
 
 TRAINED = "trained_weight"
@@ -174,6 +176,22 @@ def check_averages(trainer: pl.Trainer) -> None:
             "holds averaged weights, and this run would go on from these as if they had been trained",
             "the callback that averages them; or, for a new training from the averages, their export",
             "callbacks=ema",
+        )
+
+
+def check_left_out(path: Path, trust: bool) -> None:
+    """Check that a training that does not take up the optimizers of a checkpoint leaves no weights with them.
+
+    Raises:
+        ConfigError: it would go on from the averages as if they were the weights.
+    """
+    names = Reader(path, trust).read_metadata().state_dict_metadata if path.is_dir() else ()
+    if any(name.endswith(f".{TRAINED}") for name in names):
+        raise ConfigError(
+            "ckpt_path",
+            "holds averaged weights; those that were trained are with the state of its optimizer, which another "
+            "optimizer does not take up",
+            "the optimizer of that run; or, for a new training from the averages, their export",
         )
 
 
