@@ -247,7 +247,7 @@ def test_a_new_fit_begins_at_the_beginning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_validation_sees_the_same_sequences_on_every_dp_size(dp_size: int) -> None:
+def test_validation_sees_the_same_sequences_on_every_dp_size(dp_size: int, capsys: pytest.CaptureFixture[str]) -> None:
     batches = []
     for rank in range(dp_size):
         model, data = Recorder(), numbered_data(validation=11)
@@ -258,6 +258,8 @@ def test_validation_sees_the_same_sequences_on_every_dp_size(dp_size: int) -> No
         assert model.predicted == model.validated
     together = [list(chain(*parts)) for parts in zip(*batches, strict=True)]
     assert together == [[0, 1, 2, 3], [4, 5, 6, 7]]  # whole batches of 8 / 2; three are left over
+    told = "predict: the last 3 of 11 sequences fill no batch of 4 and are left out; with data.batch_size=1"
+    assert told in capsys.readouterr().err
 
 
 class RandomNumbers:

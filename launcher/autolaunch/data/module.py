@@ -110,6 +110,10 @@ class TokenDataModule(LightningDataModule):
         whole = 0 if sequences is None else len(sequences) // per_batch * per_batch
         if sequences is None or not whole:
             return []  # how lightning is told that there is nothing to run
+        trainer, left = self.trainer, len(sequences) - whole
+        task = trainer.state.fn if trainer is not None and trainer.is_global_zero else None
+        if left and task in ("validate", "test", "predict"):
+            print(_left_out(task.value, left, len(sequences), per_batch), file=sys.stderr)
         order = BatchOrder(whole, per_batch, 1, self.seed, False, self._dp_rank, self._dp_size)
         return evaluation_loader(sequences, order, self.num_workers, self._pin_memory)
 
@@ -162,6 +166,13 @@ class TokenDataModule(LightningDataModule):
     @property
     def _pin_memory(self) -> bool:
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+
+def _left_out(task: str, left: int, count: int, per_batch: int) -> str:
+    return (
+        f"{task}: the last {left} of {count:,} sequences fill no batch of {per_batch} and are left out; "
+        "with data.batch_size=1 data.microbatches=1, on one rank, none are"
+    )
 
 
 def _other_accumulation(before: int, now: int, parallel: ParallelConfig) -> ConfigError:
