@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from autolaunch.config.schema import Adapter, Job
 from autolaunch.models import build_module
-from autolaunch.tasks.export_adapter import check_ties
+from autolaunch.models.adapters import add_adapter
+from autolaunch.models.hf_export import write_transformers_files
+from autolaunch.tasks.export_adapter import MergedWeights, changed_ties
 from autolaunch.tasks.run_parts import construct_module
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
@@ -150,25 +154,50 @@ def test_another_adapter_than_the_keys_say(
 
 
 @pytest.mark.parametrize(
-    ("keys", "layer"),
+    ("keys", "apart"),
     [
-        ({"modules_to_save": ["embed_tokens", "lm_head"]}, "model.embed_tokens"),
-        ({"modules_to_save": ["lm_head"]}, "lm_head"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "model.embed_tokens"),
-        ({"target_modules": ["q_proj"]}, None),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, True),
+        ({"modules_to_save": ["lm_head"]}, True),
+        ({"target_modules": ["q_proj", "lm_head"]}, True),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, True),
+        ({"target_modules": ["q_proj"]}, False),
     ],
 )
-def test_what_shares_a_weight_with_what_an_adapter_changes_is_not_merged(
-    keys: dict[str, Any], layer: str | None
+def test_a_merged_model_has_what_an_adapter_made_of_a_shared_weight(
+    keys: dict[str, Any], apart: bool, tmp_path: Path
 ) -> None:
+    """Its embedding and its head are two matrices then, and its config says so."""
     pytest.importorskip("peft")
-    module, _ = built(job({**LLAMA, "tie_embeddings": True}, name="lora", r=2, **keys))
-    if layer is None:
-        check_ties(module.model)
-        return
+    transformers = pytest.importorskip("transformers")
+    fields = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    shape = {**fields, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    torch.manual_seed(0)
+    adapted = add_adapter(model, {**dataclasses.asdict(Adapter()), "name": "lora", "r": 2, **keys}, {"name": "hf"})
+    with torch.no_grad():
+        trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
+        for item in trained.values():
+            item.add_(torch.randn_like(item))
+    in_memory: Any = SimpleNamespace(tensor=torch.clone)
+    run: Any = SimpleNamespace(model=model, adapted=adapted)
+    weights = MergedWeights({"module": None, "model": {"name": "hf"}, "adapter": None}, run, in_memory, trained)
+    assert weights.unties == apart and ("lm_head.weight" in weights.metas()) == apart
+    save_file({name: weights.read(name).contiguous() for name in weights.metas()}, tmp_path / "model.safetensors")
+    write_transformers_files(tmp_path, {"name": "hf"}, model, "float32", weights.unties)
+    merged, model = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval(), model.eval()
+    assert (merged.lm_head.weight is merged.model.embed_tokens.weight) != apart
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)  # a sum of two products
+
+
+def test_an_adapter_of_what_others_share_is_not_merged() -> None:
+    peft = pytest.importorskip("peft")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("one", "other")})
+    model["other"].weight = model["one"].weight
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["one"]), model)
     with pytest.raises(ConfigError) as caught:
-        check_ties(module.model)
-    assert_told(caught.value, "export_merged=true", layer, "shares its weight with", write="export_merged=false")
+        changed_ties(model)
+    assert_told(caught.value, "export_merged=true", "one, other share", write="export_merged=false")
 
 
 def test_only_what_is_named_is_trained() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,19 +13,27 @@ from torch import nn
 from autolaunch.models.llama_config import LlamaConfig, llama_config
 
 
-def write_transformers_files(directory: Path, model_cfg: Mapping[str, Any], model: nn.Module, dtype: str) -> None:
+def write_transformers_files(
+    directory: Path, model_cfg: Mapping[str, Any], model: nn.Module, dtype: str, unties: bool = False
+) -> None:
     """Write config.json into `directory`.
 
     Args:
         model_cfg: the fields of `autolaunch.config.schema.LlamaModel` or `HFModel`; other models get no config.json.
         model: the module that was trained (may be on meta).
         dtype: of the exported weights, e.g. ``float32``.
+        unties: whether embedding and head, which share their weight in `model`, have one each in the files.
     """
     if model_cfg.get("name") == "llama" and "_target_" not in model_cfg:
         config = _llama(llama_config(model_cfg), dtype)
+        config["tie_word_embeddings"] &= not unties
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     elif hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
-        model.config.save_pretrained(directory)  # type: ignore[operator]  # torch: a tensor or a module
+        shape: Any = copy.deepcopy(model.config)
+        if unties:
+            for part in {id(part): part for part in (shape, shape.get_text_config())}.values():
+                part.tie_word_embeddings = False
+        shape.save_pretrained(directory)
 
 
 def _llama(shape: LlamaConfig, dtype: str) -> dict[str, Any]:

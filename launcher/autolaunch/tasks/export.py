@@ -28,7 +28,7 @@ from autolaunch.models.hf_export import write_transformers_files
 from autolaunch.report.readable import readable_bytes, readable_count
 from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
-from autolaunch.tasks.export_adapter import MergedWeights, check_ties, write_adapter
+from autolaunch.tasks.export_adapter import MergedWeights, changed_ties, write_adapter
 from autolaunch.tasks.trusted import check_targets
 from autolaunch_strategies.checkpoint.files import WRITING, damage_in, files_with_hashes, problem_with, read_manifest
 from autolaunch_strategies.checkpoint.record import record_of
@@ -121,7 +121,7 @@ def export_checkpoint(
     adapted: Any = getattr(module, "adapted", None)
     if merged:
         _check_merged(source, config, adapted)
-        check_ties(model)
+        changed_ties(model)
     prefix = "model." if config.get("module") else "model.model."
     problem = problem_with(source) or (damage_in(source, files_with_hashes(source)) if verify == "hash" else None)
     if problem:
@@ -135,13 +135,15 @@ def export_checkpoint(
         total, files = write_adapter(beside, adapted, values), 1
         parameters = sum(value.numel() for value in values.values())
     else:
-        tied, read = _tied_names(model), stored.read
+        tied, read, unties = _tied_names(model), stored.read, False
         metas = {name: meta for name, meta in stored.metas.items() if name not in tied}
         if adapted is not None:
             weights = MergedWeights(config, module, construction, stored.read(stored.metas))
             metas, read = weights.metas(), lambda names: {name: weights.read(name) for name in names}
+            unties = weights.unties
         total, files, dtypes = _write_shards(beside, metas, lambda names: as_in_files(model, read(names)), shard_bytes)
-        write_transformers_files(beside, config["model"], model, dtypes.pop() if len(dtypes) == 1 else "float32")
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+        write_transformers_files(beside, config["model"], model, dtype, unties)
         own = model.parameters() if adapted is None else [metas[name] for name in metas]
         parameters = sum(parameter.numel() for parameter in own)
     origin = None if config.get("module") else config["model"].get("path")

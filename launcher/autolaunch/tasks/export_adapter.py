@@ -36,32 +36,50 @@ def write_adapter(directory: Path, adapted: Adapted, values: Mapping[str, torch.
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def check_ties(model: nn.Module) -> None:
-    """Check that an adapter can be merged into a model whose layers share weights.
+def changed_ties(model: nn.Module) -> dict[str, str]:
+    """Names of weights that layers share, one of which the adapter changes -> their names without the adapter.
+
+    A model with the adapter merged into it has them apart.
 
     Raises:
-        ConfigError: it changes one of two layers that share theirs, which the merged model would still share.
+        ConfigError: they are not those of embedding and head alone, of which a config can say that they are apart.
     """
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     adapted = (LoraLayer, AuxiliaryTrainingWrapper)
-    changed = [name for name, part in model.named_modules() if isinstance(part, adapted)]
-    names: dict[int, list[str]] = {}
+    changed = {name for name, part in model.named_modules() if isinstance(part, adapted)}
+    shared: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    for shared in names.values():
-        layer = next((layer for name in shared for layer in changed if name.startswith(f"{layer}.")), None)
-        if len(shared) > 1 and layer is not None:
-            others = [name.rpartition(".")[0].removesuffix(".base_layer") for name in shared]
-            others = [name.removesuffix(".original_module") for name in others if not name.startswith(f"{layer}.")]
+        shared.setdefault(id(tensor), []).append(name)
+    apart: dict[str, str] = {}
+    for names in shared.values():
+        own = {name: _without_adapter(name) for name in names}
+        layers = {name.rpartition(".")[0] for name in own.values()}
+        if len(names) == 1 or not layers & changed:
+            continue
+        if layers != _embedding_and_head(model):
             raise ConfigError(
                 "export_merged=true",
-                f"the adapter changes {layer}, which shares its weight with {', '.join(others) or 'another layer'}: "
-                "the merged model would have the one in place of the other",
-                "the adapter alone, which PEFT loads; or one that leaves both as they are",
+                f"the adapter changes a weight that {', '.join(sorted(layers))} share: the merged model would have the "
+                "change in all of them",
+                "the adapter alone, which PEFT loads",
                 "export_merged=false",
             )
+        apart |= own
+    return apart
+
+
+def _without_adapter(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+
+
+def _embedding_and_head(model: nn.Module) -> set[str]:
+    if not hasattr(model, "get_input_embeddings"):
+        return {"model.embed_tokens", "lm_head"}  # as our own model has them
+    # Of attributes, torch's stubs say that they are tensors or modules.
+    ends: Any = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    return {name for name, part in model.named_modules() if any(part is end for end in ends)}
 
 
 class MergedWeights:
@@ -75,7 +93,7 @@ class MergedWeights:
         trained: the trained parameters, by their names in the model.
 
     Raises:
-        ConfigError: the files of the model that the run began from are gone, or others.
+        ConfigError: the files of the model that the run began from are gone, or others; as `changed_ties`.
     """
 
     def __init__(
@@ -90,7 +108,8 @@ class MergedWeights:
 
         self._model: nn.Module = module.model  # type: ignore[assignment]  # torch: a tensor or a module
         adapted: Any = module.adapted
-        self._names = {base: name for name, base in adapted.base_names.items()}
+        self._apart = changed_ties(self._model)
+        self._names = {self._apart.get(name, base): name for name, base in adapted.base_names.items()}
         self._state = self._model.state_dict(keep_vars=True)
         self._trained, self._construction = trained, construction
         self._files = weight_files(config, module, construction)
@@ -99,12 +118,17 @@ class MergedWeights:
         self._copies = [name for name, part in modules if isinstance(part, AuxiliaryTrainingWrapper)]
         self._merged: tuple[str, dict[str, torch.Tensor]] = "", {}
 
+    @property
+    def unties(self) -> bool:
+        """Whether embedding and head share their weight in the run, and no longer here."""
+        return bool(self._apart)
+
     def metas(self) -> dict[str, torch.Tensor]:
-        """Name without the adapter -> a weight of that shape and type on meta; of tied ones the first."""
+        """Name without the adapter -> a weight of that shape and type on meta; of those that stay tied the first."""
         metas: dict[str, torch.Tensor] = {}
         known: set[int] = set()
         for base, name in self._names.items():
-            if id(self._state[name]) not in known:
+            if name in self._apart or id(self._state[name]) not in known:
                 known.add(id(self._state[name]))
                 metas[base] = self._state[name].detach().to("meta")
         return metas
@@ -124,9 +148,11 @@ class MergedWeights:
         return self._trained[name] if name in self._trained else self._frozen(name)
 
     def _frozen(self, name: str) -> torch.Tensor:
-        if self._files is not None and f"model.{name}" in self._files:
-            return self._files.read(f"model.{name}")
-        return self._construction.tensor(self._state[name].detach())
+        tensor = self._state[name]
+        for shared in (name, *(other for other in self._apart if self._state[other] is tensor)):
+            if self._files is not None and f"model.{shared}" in self._files:
+                return self._files.read(f"model.{shared}")
+        return self._construction.tensor(tensor.detach())
 
     def _layer(self, name: str) -> dict[str, torch.Tensor]:
         """The weights of one layer, by their names in it, as PEFT merges them in fp32."""
