@@ -166,11 +166,23 @@ def test_columns(row: dict[str, Any], columns: dict[str, str]) -> None:
 
 def test_tools_may_be_json() -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-    for found, expected in ((tools, tools), (json.dumps(tools), tools), ("", None), ("null", None), ([], None)):
+    for found, expected in (
+        (tools, tools),
+        (json.dumps(tools), tools),
+        (" ", None),
+        ("null", None),
+        ([], None),
+        ({}, None),
+    ):
         assert conversation({"messages": TWO_ANSWERS, "tools": found}, {})[1] == expected
         columns = {"messages": "messages", "tools": "functions"}
         assert conversation({"messages": TWO_ANSWERS, "functions": found}, columns)[1] == expected
-    for found, problem in (("add()", "text that is no JSON"), ('{"a": 1}', "is a dict, not a list"), (3, "is a int")):
+    for found, problem in (
+        ("add()", "text that is no JSON"),
+        ("[" * 100_000, "text that is no JSON"),
+        ('{"a": 1}', "is a dict, not a list"),
+        (3, "is a int"),
+    ):
         with pytest.raises(BadRow, match=problem):
             conversation({"messages": TWO_ANSWERS, "tools": found}, {})
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins import Precision
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import ConfigError, parallel_config, parse_mesh
@@ -316,7 +316,11 @@ def test_a_sampler_that_divides_a_replica_is_refused() -> None:
 
     def share(replicas: int, rank: int, dp_rank: int, dp: int, world: int) -> Any:
         data = TensorDataset(torch.arange(8))
-        loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, replicas, rank))
+        sampler = DistributedSampler(data, replicas, rank)
+        in_batches = DataLoader(data, batch_sampler=BatchSampler(sampler, 2, False))
+        if dp == 1 or (replicas, rank) != (dp, dp_rank):
+            Batches("global").share(in_batches, dp_rank, dp, world)
+        loader = DataLoader(data, batch_size=2, sampler=sampler)
         return Batches("global").share(loader, dp_rank, dp, world) is loader
 
     assert share(2, 1, 1, 2, 4) and share(4, 3, 3, 4, 4) and share(1, 0, 0, 1, 2)

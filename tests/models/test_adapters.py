@@ -190,14 +190,18 @@ def test_a_merged_model_has_what_an_adapter_made_of_a_shared_weight(
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)  # a sum of two products
 
 
-def test_an_adapter_of_what_others_share_is_not_merged() -> None:
+@pytest.mark.parametrize(
+    "keys", [{"target_modules": ["one"]}, {"target_modules": ["last"], "modules_to_save": ["around"]}]
+)
+def test_an_adapter_of_what_others_share_is_not_merged(keys: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("one", "other")})
-    model["other"].weight = model["one"].weight
-    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["one"]), model)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("one", "last")})
+    model["around"] = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+    model["around"][0].weight = model["one"].weight
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, **keys), model)
     with pytest.raises(ConfigError) as caught:
         changed_ties(model)
-    assert_told(caught.value, "export_merged=true", "one, other share", write="export_merged=false")
+    assert_told(caught.value, "export_merged=true", "around.0, one share", write="export_merged=false")
 
 
 def test_only_what_is_named_is_trained() -> None:

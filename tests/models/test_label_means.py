@@ -9,6 +9,7 @@ import pytest
 
 from tests.models.label_cases import GROUPS
 from tests.support.ranks import Group, GroupOf, differences
+from tests.support.tiers import spread
 
 SCRIPT = Path(__file__).with_name("label_cases.py")
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
@@ -31,9 +32,11 @@ def compare(expected: dict[str, Any], found: Group, case: str) -> None:
     assert differences(expected["weights"], weights, 1e-5) == []
 
 
-def cases(group: str) -> list[str]:
-    # One in five of the product of meshes, masks and accumulation: each mesh meets each of both in some of them.
-    return [name for name in GROUPS[group] if "@" in name][:: 1 if group == "one" else 5]
+def cases(group: str) -> list[Any]:
+    """Of the product of meshes, masks and accumulation each twice, beside those of one process; the rest is `every`."""
+    named = [name for name in GROUPS[group] if "@" in name]
+    seldom = spread(named, lambda name: name.split("@"), times=2)
+    return [pytest.param(name, marks=pytest.mark.every if group != "one" and seldom(name) else ()) for name in named]
 
 
 @pytest.mark.parametrize("case", cases("one"))

@@ -47,6 +47,8 @@ _SELDOM = but_one_in(2, SAME, everyday)
 
 
 def seldom(case: str) -> bool:
+    if "looped_bfs" in case:  # nowhere else
+        return False
     return case == "compile" or _SELDOM(case)  # captured every day
 
 

@@ -478,7 +478,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return json.loads(out.read_text())
 
 
-@pytest.mark.every  # a minute; tests/dry_run has mp beside the plan every day
+@pytest.mark.every  # a minute; tests/dry_run has meshes with mp beside the plan
 @pytest.mark.parametrize(("name", "by_sequence", "compiled"), DIVIDED)
 def test_what_a_rank_of_mp_keeps(measured: dict[str, int], name: str, by_sequence: bool, compiled: bool) -> None:
     profile = profile_of(name, MODELS[name]())

@@ -15,7 +15,7 @@ from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.training.compile import apply_compile
 from tests.support.cases import no_compiler
 from tests.support.ranks import Group, GroupOf, problems
-from tests.support.tiers import tiered
+from tests.support.tiers import spread, tiered
 
 pytest.importorskip("transformers")  # modules of the cases
 from tests.training.budget_cases import SHARES, TWO
@@ -136,9 +136,12 @@ def four(group_of: GroupOf) -> Group:
     return group_of(SCRIPT, "four", 4)
 
 
+PAIRS = list(itertools.product(TWO, SHARES))
+
+
 @pytest.mark.parametrize(
     ("mesh", "share"),
-    tiered(itertools.product(TWO, SHARES), [], lambda pair: pair != ("seq_parallel", 0.0)),
+    tiered(PAIRS, [], spread(PAIRS, tuple)),
 )
 def test_two_ranks_equal_one_process(one: Group, two: Group, mesh: str, share: float) -> None:
     assert problems(one, two, "plain", f"{mesh}-{share}", TOLERANCE) == []

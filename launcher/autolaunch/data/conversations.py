@@ -78,13 +78,14 @@ def conversation(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[Me
 
 def _tools(found: Any, column: str) -> list[Any] | None:
     """The tools that a row offers, which many data sets hold as JSON text; None if it has none."""
-    if isinstance(found, str) and found.strip():
+    allowed = "a list of tools, or its JSON; or data.columns, which names another column, or one that is not there"
+    if isinstance(found, str):
         try:
-            found = json.loads(found)
-        except ValueError:
-            raise BadRow(f"{column} is text that is no JSON", "a list of tools, or its JSON") from None
-    if found is not None and found != "" and not isinstance(found, list):
-        raise BadRow(f"{column} is a {type(found).__name__}, not a list of tools", "a list of tools, or its JSON")
+            found = json.loads(found) if found.strip() else None
+        except (ValueError, RecursionError):
+            raise BadRow(f"{column} is text that is no JSON", allowed) from None
+    if found and not isinstance(found, list):
+        raise BadRow(f"{column} is a {type(found).__name__}, not a list of tools", allowed)
     return found or None
 
 

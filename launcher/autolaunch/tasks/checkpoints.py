@@ -135,6 +135,9 @@ class Checkpoints(ModelCheckpoint):
             self._check_that_it_is_logged(trainer)
         if self._is_validated and trainer.global_step != self._last_global_step_saved:
             self.save(trainer)
+        elif self._is_validated and (name := self._name(trainer)) in self._scores:  # by time, right before
+            self._scores[name] = float(trainer.callback_metrics[self.monitor])
+            self._name_the_best()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the end of training.
@@ -191,7 +194,7 @@ class Checkpoints(ModelCheckpoint):
         self.steps.catch_up()
         if self.steps.not_finite_since is not None:
             return
-        name = f"step_{trainer.global_step:07d}.ckpt"
+        name = self._name(trainer)
         score = trainer.callback_metrics.get(self.monitor) if self.monitor else None
         if self._is_validated and self._validated_at != trainer.global_step:
             score = None  # lightning keeps the value of an earlier validation, which is of other weights
@@ -213,6 +216,9 @@ class Checkpoints(ModelCheckpoint):
         if self.seconds is not None:
             self._next_save = time.monotonic() + self.seconds
         trainer.strategy.votes.saved()  # type: ignore[attr-defined]  # a MeshStrategy
+
+    def _name(self, trainer: pl.Trainer) -> str:
+        return f"step_{trainer.global_step:07d}.ckpt"
 
     def _kept(self) -> list[str]:
         names = list(self._scores)

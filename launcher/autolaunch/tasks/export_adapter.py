@@ -56,7 +56,8 @@ def changed_ties(model: nn.Module) -> dict[str, str]:
     for names in shared.values():
         own = {name: _without_adapter(name) for name in names}
         layers = {name.rpartition(".")[0] for name in own.values()}
-        if len(names) == 1 or not layers & changed:
+        around = {part for part in changed if any(f"{layer}.".startswith(f"{part}.") for layer in layers)}
+        if len(names) == 1 or not around:
             continue
         if layers != _embedding_and_head(model):
             raise ConfigError(

@@ -7,8 +7,8 @@ import dataclasses
 import hashlib
 import itertools
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,7 +223,7 @@ def check_loader(loader: Any) -> None:
         raise ConfigError(
             _WHERE, f"a torch.utils.data.DataLoader is needed, not {type(loader).__name__}", "DataLoader(dataset, ...)"
         )
-    for sampler in _samplers(loader):
+    for sampler in samplers_of(loader):
         if isinstance(sampler, DistributedSampler):
             raise ConfigError(
                 f"{_WHERE}: {type(sampler).__name__}",
@@ -363,7 +363,7 @@ def cut_batch(batch: Any, share: Share) -> tuple[int, Any]:
             return item
         if isinstance(item, Mapping):
             parts = {key: cut(value) for key, value in item.items()}
-            if isinstance(item, MutableMapping):  # a dict, or what tokenizers of transformers make
+            if isinstance(item, dict | UserDict):  # the latter is what tokenizers of transformers make
                 same_type = copy.copy(item)
                 same_type.update(parts)
                 return same_type
@@ -535,14 +535,14 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def _samplers(loader: DataLoader) -> list[Any]:
+def samplers_of(loader: DataLoader) -> list[Any]:
     batches = loader.batch_sampler
     return [loader.sampler, batches, getattr(batches, "sampler", None)]
 
 
 def generators_of(loader: DataLoader) -> list[torch.Generator]:
     """Those that the loader and its samplers hold, each once."""
-    holders = [loader, *_samplers(loader)]
+    holders = [loader, *samplers_of(loader)]
     generators = [getattr(holder, "generator", None) for holder in holders]
     return list({id(item): item for item in generators if isinstance(item, torch.Generator)}.values())
 

@@ -31,6 +31,7 @@ from autolaunch_strategies.data_parallel.loader import (
     check_loader,
     generators_of,
     global_batch_size,
+    samplers_of,
 )
 from autolaunch_strategies.data_parallel.order import Order
 from autolaunch_strategies.lightning.metrics import uncounted
@@ -233,7 +234,8 @@ class Batches:
         if not isinstance(loader, DataLoader):
             return loader
         if world > ranks:
-            _check_that_replicas_agree(_plain_sampler(loader), rank, ranks)
+            for sampler in samplers_of(loader):
+                _check_that_replicas_agree(sampler, rank, ranks)
         is_left_alone = ranks == 1 or not self._are_shared or isinstance(_plain_sampler(loader), DistributedSampler)
         if is_left_alone or not isinstance(loader.dataset, IterableDataset):  # a stream is the same on every rank
             _seed_workers(loader, rank)

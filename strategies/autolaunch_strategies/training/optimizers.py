@@ -186,8 +186,9 @@ class _Placeholders:
                 plain = self._placeholder(parameter)
                 plain.grad = _laid_out_as(plain, self._plain(_placed_alike(parameter.grad, parameter)))
                 if parameter in optimizer.state:
-                    self._states[plain] = state = optimizer.state.pop(parameter)
-                    optimizer.state[plain] = {key: self._plain(value) for key, value in state.items()}
+                    state = {key: self._plain(value) for key, value in optimizer.state[parameter].items()}
+                    self._states[plain] = optimizer.state.pop(parameter)  # once nothing can fail any more
+                    optimizer.state[plain] = state
                 self._standing.append((group["params"], index, parameter))
                 group["params"][index] = plain
 
