@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autolaunch.data.encoders import ChatEncoder
 from autolaunch.data.tokenizers import BYTES_END, end_of_text, load_tokenizer, no_template, template_text
 from autolaunch_strategies.config import ConfigError
 
@@ -65,6 +64,8 @@ class PromptEncoder:
         """What a model that is tuned on chats learns to end its answers with: a base model ends with another token."""
         if self.tokenizer is None or data_cfg.get("name") != "chat" or not data_cfg.get("train_on_eos"):
             return None
+        from autolaunch.data.encoders import ChatEncoder  # and numpy, without which prompts are checked
+
         return ChatEncoder(self.tokenizer, self.chat_template, "last", True, {}).end_of_answers()
 
     def encode(self, prompt: Any, key: str) -> list[int]:
