@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +132,15 @@ def no_handlers_left() -> Iterator[None]:
     for handler in [handler for handler in logging.root.handlers if type(handler) is logging.StreamHandler]:
         logging.root.removeHandler(handler)
     logging.root.setLevel(level)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """Trainers that a file runs in its own process leave none to the next file, whichever that is."""
+    yield
+    if (distributed := sys.modules.get("torch.distributed")) is not None and distributed.is_initialized():
+        gc.collect()  # meshes that refer to it: gloo would abort at the exit
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
