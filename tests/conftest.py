@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import shutil
@@ -139,8 +138,9 @@ def no_process_group_left() -> Iterator[None]:
     """Trainers that a file runs in its own process leave none to the next file, whichever that is."""
     yield
     if (distributed := sys.modules.get("torch.distributed")) is not None and distributed.is_initialized():
-        gc.collect()  # meshes that refer to it: gloo would abort at the exit
-        distributed.destroy_process_group()
+        from autolaunch_strategies.mesh.process_group import leave_process_group
+
+        leave_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autolaunch_strategies import EMA, ConfigError, MeshStrategy
-from autolaunch_strategies.mesh.process_group import leave_process_group
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    """Trainers of this file leave no process group to those of other files."""
-    yield
-    leave_process_group()
 
 
 class Two(pl.LightningModule):

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import ConfigError, parallel_config, parse_mesh
+from autolaunch_strategies.data_parallel.order import Order
 from autolaunch_strategies.lightning.batches import Batches
 from autolaunch_strategies.lightning.refusals import refuse_callbacks, refuse_scaler
 from tests.lightning import any_signature
@@ -320,6 +321,7 @@ def test_a_sampler_that_divides_a_replica_is_refused() -> None:
         in_batches = DataLoader(data, batch_sampler=BatchSampler(sampler, 2, False))
         if dp == 1 or (replicas, rank) != (dp, dp_rank):
             Batches("global").share(in_batches, dp_rank, dp, world)
+        Batches("global").share(DataLoader(data, batch_size=2, sampler=Order(sampler)), dp_rank, dp, world)
         loader = DataLoader(data, batch_size=2, sampler=sampler)
         return Batches("global").share(loader, dp_rank, dp, world) is loader
 

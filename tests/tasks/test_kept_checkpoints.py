@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,6 @@ from torch.utils.data import DataLoader
 
 from autolaunch.tasks.checkpoints import Checkpoints
 from autolaunch_strategies import MeshStrategy
-from autolaunch_strategies.mesh.process_group import leave_process_group
-
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    """Trainers of this file leave no process group to those of other files."""
-    yield
-    leave_process_group()
 
 
 class Valley(pl.LightningModule):

@@ -235,7 +235,7 @@ class Batches:
             return loader
         if world > ranks:
             for sampler in samplers_of(loader):
-                _check_that_replicas_agree(sampler, rank, ranks)
+                _check_that_replicas_agree(_plain(sampler), rank, ranks)
         is_left_alone = ranks == 1 or not self._are_shared or isinstance(_plain_sampler(loader), DistributedSampler)
         if is_left_alone or not isinstance(loader.dataset, IterableDataset):  # a stream is the same on every rank
             _seed_workers(loader, rank)
@@ -316,7 +316,11 @@ def _check_that_replicas_agree(sampler: Any, rank: int, ranks: int) -> None:
 
 
 def _plain_sampler(loader: DataLoader) -> Any:
-    return loader.sampler.inner if isinstance(loader.sampler, Order) else loader.sampler
+    return _plain(loader.sampler)
+
+
+def _plain(sampler: Any) -> Any:
+    return sampler.inner if isinstance(sampler, Order) else sampler
 
 
 def _seed_workers(loader: DataLoader, dp_rank: int) -> None:
