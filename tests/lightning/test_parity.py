@@ -315,25 +315,27 @@ def test_a_stream_is_shared_out_unless_it_does_so_itself(ranks: Group) -> None:
 def test_a_sampler_that_divides_a_replica_is_refused() -> None:
     """What ranks along mp, cp and pp compute together is of the same samples."""
 
-    def share(replicas: int, rank: int, dp_rank: int, dp: int, world: int) -> Any:
+    def share(replicas: int, rank: int, dp_rank: int, dp: int, world: int, way: str = "sampler") -> Any:
         data = TensorDataset(torch.arange(8))
         sampler = DistributedSampler(data, replicas, rank)
-        in_batches = DataLoader(data, batch_sampler=BatchSampler(sampler, 2, False))
-        if dp == 1 or (replicas, rank) != (dp, dp_rank):
-            Batches("global").share(in_batches, dp_rank, dp, world)
-        Batches("global").share(DataLoader(data, batch_size=2, sampler=Order(sampler)), dp_rank, dp, world)
-        loader = DataLoader(data, batch_size=2, sampler=sampler)
+        options: dict[str, Any] = {
+            "sampler": {"batch_size": 2, "sampler": sampler},
+            "order": {"batch_size": 2, "sampler": Order(sampler)},
+            "batches": {"batch_sampler": BatchSampler(sampler, 2, False)},
+        }[way]
+        loader = DataLoader(data, **options)
         return Batches("global").share(loader, dp_rank, dp, world) is loader
 
-    assert share(2, 1, 1, 2, 4) and share(4, 3, 3, 4, 4) and share(1, 0, 0, 1, 2)
+    assert share(2, 1, 1, 2, 4) and share(4, 3, 3, 4, 4) and share(1, 0, 0, 1, 2) and share(2, 1, 1, 2, 4, "order")
     for wrong in ((4, 1, 0, 2, 4), (2, 0, 1, 2, 4), (2, 1, 0, 1, 2)):
-        with pytest.raises(ConfigError) as caught:
-            share(*wrong)
-        assert_told(
-            caught.value, f"dataloader: DistributedSampler(num_replicas={wrong[0]}, rank={wrong[1]})",
-            f"number {wrong[2]} of {wrong[3]} along dp",
-            write="DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)",
-        )  # fmt: skip
+        for way in ("sampler", "order", "batches"):
+            with pytest.raises(ConfigError) as caught:
+                share(*wrong, way)
+            assert_told(
+                caught.value, f"dataloader: DistributedSampler(num_replicas={wrong[0]}, rank={wrong[1]})",
+                f"number {wrong[2]} of {wrong[3]} along dp",
+                write="DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)",
+            )  # fmt: skip
 
 
 def test_predictions_tell_which_samples_they_are_of(ranks: Group) -> None:
