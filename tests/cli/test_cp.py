@@ -12,7 +12,7 @@ from tests.support.commands import Commands, Run, assert_same_curve
 
 TINY = (
     *("data=synthetic", "data.seq_len=32", "data.batch_size=4", "data.vocab_size=64"),
-    *("data.num_validation_sequences=4", "model.vocab_size=67", "model.hidden_size=36", "model.head_dim=10"),
+    *("data.num_validation_sequences=6", "model.vocab_size=67", "model.hidden_size=36", "model.head_dim=10"),
     *("model.intermediate_size=49", "model.num_layers=2", "trainer.accelerator=cpu", "trainer.max_steps=3"),
     *("trainer.gradient_clip_val=0.5", "trainer.enable_progress_bar=false"),
 )

@@ -19,7 +19,7 @@ from tests.support.commands import Commands, Run, assert_same_curve
 # No size can be shared evenly by 2 or 4 ranks, but for the heads; 2 key/value heads are fewer than 4 ranks.
 TINY = (
     *("data=synthetic", "data.seq_len=17", "data.batch_size=8", "data.vocab_size=64"),
-    *("data.num_validation_sequences=8", "model.vocab_size=67", "model.hidden_size=36", "model.head_dim=10"),
+    *("data.num_validation_sequences=11", "model.vocab_size=67", "model.hidden_size=36", "model.head_dim=10"),
     *("model.intermediate_size=49", "model.num_layers=2", "trainer.accelerator=cpu", "trainer.max_steps=3"),
     *("trainer.gradient_clip_val=0.5", "trainer.enable_progress_bar=false"),
 )

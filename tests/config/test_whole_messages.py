@@ -165,10 +165,10 @@ COMMANDS = [
         id="path",
     ),
     pytest.param(
-        ["data.path=good.txt", "data.seq_len=256", "data.validation_fraction=0.05"],
-        "data.path=good.txt: 4 validation sequences of 256 tokens, fewer than one batch of 16\n"
-        "  allowed: a larger data.validation_fraction, more data, or a smaller data.batch_size or data.seq_len\n"
-        "  write:   data.validation_fraction=0.22, or data.validation_fraction=0 for no validation",
+        ["data.path=good.txt", "data.seq_len=256", "data.validation_fraction=0.005"],
+        "data.path=good.txt: not one validation sequence of 256 tokens\n"
+        "  allowed: a larger data.validation_fraction, more data, or a smaller data.seq_len\n"
+        "  write:   data.validation_fraction=0.02, or data.validation_fraction=0 for no validation",
         id="amount-of-data",
     ),
     pytest.param(

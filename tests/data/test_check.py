@@ -39,6 +39,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save("float.npy", np.zeros(100))
     np.save("matrix.npy", np.zeros((10, 10), np.int32))
     np.save("good.npy", np.zeros(20_000, np.int32))
+    np.save("few.npy", np.zeros(256, np.int32))
     Path("cut.npy").write_bytes(Path("good.npy").read_bytes()[:1128])
     Path("broken.npy").write_bytes(b"no header here")
     Path("tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 599}]}))
@@ -121,20 +122,6 @@ BAD = [
         id="synthetic too few",
     ),
     pytest.param(
-        "synthetic",
-        {"num_validation_sequences": 7, "microbatches": 2},
-        Told(
-            "data.num_validation_sequences=7",
-            "7 validation sequences",
-            "256 tokens",
-            "one batch of 8",
-            "data.batch_size=16",
-            "data.microbatches=2",
-            write="data.num_validation_sequences=8, or 0 for no validation",
-        ),
-        id="synthetic too few for validation",
-    ),
-    pytest.param(
         "text",
         {"path": "godo.txt"},
         Told("data.path=godo.txt", "no such file", write="data.path=good.txt"),
@@ -178,14 +165,13 @@ BAD = [
     ),
     pytest.param(
         "text",
-        {"path": "good.txt", "validation_fraction": 0.05},
+        {"path": "good.txt", "validation_fraction": 0.005},
         Told(
             "data.path=good.txt",
-            "4 validation sequences",
+            "not one validation sequence",
             "256 tokens",
-            "one batch of 16",
-            allowed=("data.validation_fraction", "data.batch_size", "data.seq_len"),
-            write="data.validation_fraction=0.22, or data.validation_fraction=0 for no validation",
+            allowed=("data.validation_fraction", "data.seq_len"),
+            write="data.validation_fraction=0.02, or data.validation_fraction=0 for no validation",
         ),
         id="too little text for validation",
     ),
@@ -262,7 +248,7 @@ BAD = [
     ),
     pytest.param(
         "tokens",
-        {"path": "good.bin", "validation_path": "good.npy", "batch_size": 80},
+        {"path": "good.bin", "validation_path": "few.npy", "batch_size": 80},
         [
             Told(
                 "data.path=good.bin",
@@ -271,7 +257,9 @@ BAD = [
                 "one batch of 80",
                 allowed=("data.batch_size", "data.seq_len"),
             ),
-            Told("data.path=good.bin", "78 validation sequences", "256 tokens", "one batch of 80"),
+            Told(
+                "data.validation_path=few.npy", "not one validation sequence of 256 tokens", allowed=("data.seq_len",)
+            ),
         ],
         id="too few tokens",
     ),

@@ -54,6 +54,9 @@ class PositionedLoader(DataLoader[Batch]):
         pin_memory: put batches into page-locked memory (for CUDA).
     """
 
+    shares_itself = True
+    """Its batches are this rank's already: `MeshStrategy` leaves it alone."""
+
     def __init__(
         self,
         sequences: Sequences | Batches,
@@ -111,6 +114,9 @@ class StreamLoader(DataLoader[Any]):
         tell: whether this rank tells of rows that are left out.
         pin_memory: put batches into page-locked memory (for CUDA).
     """
+
+    shares_itself = True
+    """As of `PositionedLoader`."""
 
     def __init__(
         self, streams: Unnumbered, order: BatchOrder, num_workers: int = 0, pin_memory: bool = False, tell: bool = False
@@ -199,31 +205,17 @@ class _FromPosition(Sampler[list[int]]):
             yield self.order.indices(number % self.repeat if self.repeat else number).tolist()
 
 
-class _Share(Sampler[int]):
-    """The indices of one pass through an order, as one run of numbers: `order.per_rank` of them are a batch."""
-
-    def __init__(self, order: BatchOrder) -> None:
-        self.order = order
-
-    def __len__(self) -> int:
-        return len(self.order) * self.order.per_rank
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(len(self.order)):
-            yield from self.order.indices(number).tolist()
-
-
 def evaluation_loader(
-    sequences: Sequences | Batches, order: BatchOrder, num_workers: int = 0, pin_memory: bool = False
+    sequences: Sequences | Batches,
+    batch_size: int,
+    seed: int = 0,
+    dp_rank: int = 0,
+    num_workers: int = 0,
+    pin_memory: bool = False,
 ) -> DataLoader[Batch]:
-    """A loader that gives one pass through `order`, always from its start."""
-    # A plain sampler and batch size: lightning takes prediction loaders apart and builds them again.
-    return DataLoader(
-        TokenDataset(sequences),
-        batch_size=order.per_rank,
-        sampler=_Share(order),
-        **_worker_options(num_workers, order.seed, order.dp_rank, pin_memory),
-    )
+    """A loader that gives one pass through all sequences, in order: batches of all ranks, the last may be smaller."""
+    dataset = TokenDataset(sequences)
+    return DataLoader(dataset, batch_size=batch_size, **_worker_options(num_workers, seed, dp_rank, pin_memory))
 
 
 def _worker_options(num_workers: int, seed: int, dp_rank: int, pin_memory: bool) -> dict[str, Any]:

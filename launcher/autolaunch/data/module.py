@@ -19,9 +19,9 @@ class TokenDataModule(LightningDataModule):
     """Batches ``{input_ids, labels}``, int64 [b, s], of this rank's share of the data.
 
     The share is that of ``trainer.strategy.dp_rank`` among ``trainer.strategy.dp_size`` ranks (0 of 1 where the
-    strategy has no such attributes). Training batches follow a `BatchOrder`. Validation and test sequences are cut to
-    whole microbatches, so that every data parallel size averages over the same ones. The training position is part of
-    the checkpoint.
+    strategy has no such attributes). Training batches follow a `BatchOrder`. Loaders of other tasks go through all
+    sequences in order, the last batch may be smaller; they are those of one process, and `MeshStrategy` shares them
+    out. The training position is part of the checkpoint.
 
     Args:
         open_sequences: gives the sequences of each task; slow only in the first call on a machine.
@@ -93,8 +93,8 @@ class TokenDataModule(LightningDataModule):
         if not loader and task in ("validate", "predict"):
             raise ConfigError(
                 f"autolaunch {task.value}",
-                "there are fewer validation sequences than a batch has, or none",
-                "data.validation_path, a larger data.validation_fraction, or a smaller data.batch_size",
+                "there are no validation sequences",
+                "data.validation_path, or a data.validation_fraction above 0",
                 "data.validation_fraction=0.5",
             )
         return loader
@@ -102,20 +102,13 @@ class TokenDataModule(LightningDataModule):
     predict_dataloader = val_dataloader
 
     def test_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        test = self._opened.test
-        return [] if test is None else self._in_order(test)
+        return self._in_order(self._opened.test)
 
     def _in_order(self, sequences: Sequences | Batches | None) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        per_batch = self.batch_size // self.microbatches
-        whole = 0 if sequences is None else len(sequences) // per_batch * per_batch
-        if sequences is None or not whole:
+        if not sequences:
             return []  # how lightning is told that there is nothing to run
-        trainer, left = self.trainer, len(sequences) - whole
-        task = trainer.state.fn if trainer is not None and trainer.is_global_zero else None
-        if left and task in ("validate", "test", "predict"):
-            print(_left_out(task.value, left, len(sequences), per_batch), file=sys.stderr)
-        order = BatchOrder(whole, per_batch, 1, self.seed, False, self._dp_rank, self._dp_size)
-        return evaluation_loader(sequences, order, self.num_workers, self._pin_memory)
+        size = self.batch_size // self.microbatches
+        return evaluation_loader(sequences, size, self.seed, self._dp_rank, self.num_workers, self._pin_memory)
 
     def state_dict(self) -> dict[str, Any]:
         """The training position. Lightning stores the loader's own state too, but drops it at the end of an epoch.
@@ -166,13 +159,6 @@ class TokenDataModule(LightningDataModule):
     @property
     def _pin_memory(self) -> bool:
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-
-
-def _left_out(task: str, left: int, count: int, per_batch: int) -> str:
-    return (
-        f"{task}: the last {left} of {count:,} sequences fill no batch of {per_batch} and are left out; "
-        "with data.batch_size=1 data.microbatches=1, on one rank, none are"
-    )
 
 
 def _other_accumulation(before: int, now: int, parallel: ParallelConfig) -> ConfigError:

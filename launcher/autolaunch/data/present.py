@@ -102,9 +102,9 @@ def _per_batch(config: dict[str, Any]) -> int:
 
 
 def amount_errors(config: dict[str, Any], where: str, training: int, validation: int | None) -> list[ConfigError]:
-    """Too few sequences for one training batch or, where validation is wanted (not None), one validation batch."""
+    """Too few sequences for one training batch or, where validation is wanted (not None), none for it."""
     errors = []
-    batch, per_validation_batch = config["batch_size"], _per_batch(config)
+    batch = config["batch_size"]
     if training < batch:
         errors.append(
             ConfigError(
@@ -113,53 +113,37 @@ def amount_errors(config: dict[str, Any], where: str, training: int, validation:
                 "more data, or a smaller data.batch_size or data.seq_len",
             )
         )
-    if validation is not None and validation < per_validation_batch:
-        part = (
-            ""
-            if config["microbatches"] == 1
-            else f" (data.batch_size={batch} / data.microbatches={config['microbatches']})"
-        )
-        key, write = "more validation data", ""
-        if config["name"] == "synthetic":
-            write = f"data.num_validation_sequences={per_validation_batch}, or 0 for no validation"
-        elif config.get("validation_path") is None:
-            key = "a larger data.validation_fraction, more data, or a smaller data.batch_size or data.seq_len"
-            fraction = math.ceil(100 * (per_validation_batch + 1) / max(training + validation, 1)) / 100
+    if validation == 0:
+        key, write = "more data, or a smaller data.seq_len", ""
+        if config.get("validation_path") is not None:
+            where = f"data.validation_path={config['validation_path']}"
+        else:
+            key = "a larger data.validation_fraction, more data, or a smaller data.seq_len"
+            fraction = math.ceil(100 / max(training, 1)) / 100
             larger = f"data.validation_fraction={fraction}, or " if fraction <= 0.5 else ""
             write = f"{larger}data.validation_fraction=0 for no validation"
-        errors.append(
-            ConfigError(
-                where,
-                f"{validation} validation sequences of {config['seq_len']} tokens, "
-                f"fewer than one batch of {per_validation_batch}{part}",
-                key,
-                write,
-            )
-        )
+        reason = f"not one validation sequence of {config['seq_len']} tokens"
+        errors.append(ConfigError(where, reason, key, write))
     return errors
 
 
 def too_few_for_test(config: dict[str, Any], key: str, test: int) -> list[ConfigError]:
-    """Too few sequences under `key` for one batch of a test."""
-    batch = _per_batch(config)
-    if test >= batch:
+    """No sequence under `key`, which is for a test."""
+    if test:
         return []
     return [
         ConfigError(
             f"{key}={config[key.removeprefix('data.')]}",
-            f"{test} test sequences of {config['seq_len']} tokens, fewer than one batch of {batch}",
-            "more data, or a smaller data.batch_size or data.seq_len",
-            f"{key}={batch}" if config["name"] == "synthetic" else "",
+            f"not one test sequence of {config['seq_len']} tokens",
+            "more data, or a smaller data.seq_len",
         )
     ]
 
 
 def test_data_error(data_cfg: dict[str, Any]) -> ConfigError | None:
-    """What keeps `autolaunch test` from running: nothing, or too little, was kept for it."""
-    if "_target_" in data_cfg or data_cfg.get("test_path") is not None:
+    """What keeps `autolaunch test` from running: nothing was kept for it."""
+    if "_target_" in data_cfg or data_cfg.get("test_path") is not None or data_cfg.get("num_test_sequences"):
         return None
-    if count := data_cfg.get("num_test_sequences"):
-        return next(iter(too_few_for_test(data_cfg, "data.num_test_sequences", count)), None)
     files = {"text": "test.txt", "tokens": "test.bin", "documents": "test.jsonl", "chat": "test.jsonl"}
     files["classification"] = "test.jsonl"
     file = files.get(data_cfg["name"])
@@ -452,9 +436,6 @@ def _first_unknown_token(files: list[Path], dtype: str, vocab_size: int | None, 
 
 
 def _synthetic_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigError]:
-    validation = config["num_validation_sequences"]
     where = f"data.num_sequences={config['num_sequences']}"
     errors = amount_errors(config, where, config["num_sequences"], None)
-    where = f"data.num_validation_sequences={validation}"
-    errors += amount_errors(config, where, config["batch_size"], validation or None)
     return errors + _vocabulary_error(f"data.vocab_size={config['vocab_size']}", config["vocab_size"], vocab_size)

@@ -89,7 +89,6 @@ def build_trainer(
         enable_checkpointing=saving,
         default_root_dir=str(job.output_dir),
         profiler=_profiler(trainer["profiler"], job.output_dir),
-        use_distributed_sampler="_target_" in config["data"],  # our own data know their share
         **arguments,
     )
 

@@ -63,7 +63,7 @@ def no_small_parameters(module: nn.Module) -> Iterator[None]:
 
 def _larger(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
     """Numbers in the place of those of `parameter`, laid out as it is; None if it is not small."""
-    local = _local(parameter)
+    local = _local(parameter).detach()
     if local.numel() == 0:
         return None
     values = local

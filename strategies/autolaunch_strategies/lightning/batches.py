@@ -220,8 +220,9 @@ class Batches:
     def share(self, loader: Any, rank: int, ranks: int, world: int) -> Any:
         """The loader of this rank: its part of every batch of `loader`.
 
-        What is no `DataLoader`, or shares out its data along dp by a `DistributedSampler` of the user's own, stays as
-        it is; so does everything with ``Trainer(use_distributed_sampler=False)``.
+        What is no `DataLoader`, says that it `shares_itself`, or shares out its data along dp by a
+        `DistributedSampler` of the user's own, stays as it is; so does everything with
+        ``Trainer(use_distributed_sampler=False)``.
 
         Args:
             rank, ranks: this rank's place along dp, and how many there are.
@@ -236,13 +237,17 @@ class Batches:
         if world > ranks:
             for sampler in samplers_of(loader):
                 _check_that_replicas_agree(_plain(sampler), rank, ranks)
-        is_left_alone = ranks == 1 or not self._are_shared or isinstance(_plain_sampler(loader), DistributedSampler)
+        shares_itself = getattr(loader, "shares_itself", False) or isinstance(
+            _plain(loader.sampler), DistributedSampler
+        )
+        is_left_alone = ranks == 1 or not self._are_shared or shares_itself
         if is_left_alone or not isinstance(loader.dataset, IterableDataset):  # a stream is the same on every rank
             _seed_workers(loader, rank)
         if is_left_alone:
             return loader
         check_loader(loader)
-        if not self._is_logged and loader.batch_size is not None:
+        is_trained_on = self._trainer is not None and self._trainer.training
+        if is_trained_on and not self._is_logged and loader.batch_size is not None:
             self._is_logged = True
             log.info(self._in_words(loader.batch_size, ranks))
         share, joined = Share(rank, ranks), 1 if self.batch_size == "global" else ranks
@@ -313,10 +318,6 @@ def _check_that_replicas_agree(sampler: Any, rank: int, ranks: int) -> None:
         "the loader of one process, without it: it is shared out along dp; or a sampler for dp alone",
         "DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)",
     )
-
-
-def _plain_sampler(loader: DataLoader) -> Any:
-    return _plain(loader.sampler)
 
 
 def _plain(sampler: Any) -> Any:
