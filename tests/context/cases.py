@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import parse_mesh
+from autolaunch_strategies.context import sharded_modules
 from autolaunch_strategies.training import traced_block
 from tests.context import modules as modules
 from tests.context.modules import LENGTH, Encoder, MultiHead, SequenceFirst, Tokens, Transformers, ViT, hf
@@ -400,6 +401,33 @@ training(
     on("mp2xcp2", "gather", label="sp", mp="seq_parallel"), on("pp2xcp2", "gather", label="exact", pp="exact"),
     val=_TEXTS_13, inside=no_compiler, **CLIP,
 )  # fmt: skip
+
+
+@contextlib.contextmanager
+def tried_on_one_window() -> Iterator[None]:
+    """Trials are as short as one window of `_WINDOW` positions."""
+    before, sharded_modules._TRIAL_LENGTH = sharded_modules._TRIAL_LENGTH, _WINDOW
+    yield
+    sharded_modules._TRIAL_LENGTH = before
+
+
+_WINDOW = 8
+# Where positions meet shows in no difference between the short, rounded results of a trial.
+training(
+    "meets-beside-large", lambda: Tokens(modules.WrittenOut(largest=2000.0)), _TEXTS_13, on("cp2", "gather"), **CLIP
+)
+training(
+    "meets-in-windows", lambda: Tokens(modules.InWindows(_WINDOW)), batches(lambda: texts("right", 4 * _WINDOW), 4),
+    on("cp2", "gather"), inside=tried_on_one_window, **CLIP,
+)  # fmt: skip
+training(
+    "meets-in-training",
+    lambda: Tokens(modules.NormalisedByHand()),
+    _TEXTS_13,
+    on("cp2", "gather"),
+    val=_TEXTS_13,
+    **CLIP,
+)
 CALLS = {
     "own": lambda: Tokens(modules.CallsAttention(), padded=True),
     "multi": lambda: Tokens(modules.CallsAttention(multi_head=True), padded=True),

@@ -846,10 +846,74 @@ class WrittenOut(nn.Module):
             x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width))
             return x + self.down(F.gelu(self.up(self.norm2(x))))
 
-    def __init__(self) -> None:
+    def __init__(self, largest: float = 0.0) -> None:
+        """
+        Args:
+            largest: a value of what runs through all blocks, beside which that of attention is small.
+        """
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.blocks = nn.ModuleList(WrittenOut.Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        if largest:
+            nn.init.constant_(self.embed.weight[:, 3], largest)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class InWindows(nn.Module):
+    """Attention within windows of positions that follow each other: of a sequence no longer than one, in all of it."""
+
+    class Block(nn.Module):
+        def __init__(self, window: int) -> None:
+            super().__init__()
+            self.window, self.norm = window, nn.LayerNorm(WIDTH)
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            batch, length, width = x.shape
+            window = min(self.window, length)
+            y = self.qkv(self.norm(x)).reshape(batch * (length // window), window, 3, HEADS, width // HEADS)
+            q, k, v = y.permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(InWindows.Block(window) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class NormalisedByHand(nn.Module):
+    """Blocks without attention that are normalised over all positions, in training only."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+            self.register_buffer("mean", torch.zeros(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mean = x.mean((0, 1)) if self.training else self.mean
+            if self.training:
+                with torch.no_grad():
+                    self.mean.lerp_(mean, 0.1)
+            return x + self.down(torch.tanh(self.up(x - mean)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(NormalisedByHand.Block() for _ in range(2))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)

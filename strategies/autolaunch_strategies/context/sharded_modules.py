@@ -6,7 +6,8 @@ this rank's part (`SequenceShard`).
 
 Which dims are those of the sequence, and that the module gives the same result when its sequence is sharded, is tried
 out at the first call of each kind, on a short sequence: run whole and run sharded, it must return the same. No
-parameter is zero in that (`trial_parameters`).
+parameter is zero in that (`trial_parameters`). And as what differs may be small beside the rest, and rounding large,
+its operators have to say the same: on a sequence that is whole to them, none may need what another rank holds.
 
 Where it does not, a block is opened: its own code sees whole sequences, as that between blocks does, so that positions
 meet in operators that gather what they need, and the modules in it are tried in turn. What can't run so, either, or
@@ -46,6 +47,7 @@ from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
 from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut, repeated_to
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.calls import (
+    INTERCEPTING,
     forward_restored,
     has_hooks,
     intercept_calls,
@@ -57,6 +59,7 @@ from autolaunch_strategies.torch_private.fsdp import end_left_forward, gathered_
 from autolaunch_strategies.torch_private.modes import is_active, without_torch_functions
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 from autolaunch_strategies.torch_private.tracing import has_no_values
+from autolaunch_strategies.tracing.state import attributes_kept, values_kept
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +183,8 @@ class ShardedModule:
         self._own: Callable[..., Any] = own or (lambda *args, **kwargs: run_call(module, *args, **kwargs))
         self._shardings: dict[Any, CallSharding | Whole] = {}
         self._draws: bool | None = None
+        self._modes: dict[nn.Module, bool] = {}
+        """Which of the modules within are in training, while a trial runs them otherwise."""
         intercept_calls(module, self._called)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +205,7 @@ class ShardedModule:
             return self._whole(leaves, form)
         layout = self.sequences.peers.layout(anchor.size)
         show_whole(self.module, self._shown, self._is_trial)
-        key = form, kinds, layout.is_padded
+        key = form, kinds, layout.is_padded, self.module.training
         if key not in self._shardings:
             self._shardings[key] = self._try(leaves, form, anchor, layout)
         sharding = self._shardings[key]
@@ -391,7 +396,7 @@ class ShardedModule:
         before = TRAFFIC.copy()
         # Replicas have other data, so a call may be new to one of them alone: the others must not notice.
         alone = gathered_once(self.module)
-        with torch.no_grad(), saved_random_state(self.sequences.device), self._evaluating(), alone:
+        with torch.no_grad(), saved_random_state(self.sequences.device), self._trying(), alone:
             for cuts in () if statistics else _ways_to_cut(leaves, anchor):
                 short = [
                     self._short(leaf, anchor.size, dim, short_layout) for leaf, dim in zip(leaves, cuts, strict=True)
@@ -401,14 +406,14 @@ class ShardedModule:
                 if not self._agree(outputs is not None):  # one that failed would not gather with the others
                     continue
                 assert outputs is not None
-                if any(has_no_values(leaf) for leaf in short):
-                    same = self._keeps_positions_apart(outputs, short, form, cuts, short_layout)
-                else:
-                    same = self._are_same(outputs, self._tolerance(short), short_layout)
-                if self._agree(same):
+                dims = tuple(dim for _, _, dim in outputs)
+                if not self._agree(self._are_same(outputs, self._tolerance(short), short_layout)):
+                    self.why_whole = self.why_whole or "it returns something else when its sequence is sharded"
+                    continue
+                if self._agree(self._keeps_positions_apart(leaves, form, CallSharding(cuts, dims), layout)):
                     self.why_whole = ""
-                    return CallSharding(cuts, tuple(dim for _, _, dim in outputs))
-                self.why_whole = self.why_whole or "it returns something else when its sequence is sharded"
+                    return CallSharding(cuts, dims)
+                self.why_whole = self.why_whole or "positions meet in it outside of attention"
             if statistics:
                 self.why_whole = f"{type(statistics[0]).__name__} takes its statistics from all positions"
             self.why_whole = self.why_whole or "another rank found that it returns something else"
@@ -510,31 +515,47 @@ class ShardedModule:
         ]
         return not any(far)
 
-    def _keeps_positions_apart(
-        self, outputs: list[Compared], short: list[Any], form: Form, cuts: tuple[int | None, ...], layout: Layout
-    ) -> bool:
-        """Whether nothing but attention brings positions together in a call: as `_are_same`, where there are no values.
+    def _keeps_positions_apart(self, leaves: list[Any], form: Form, sharding: CallSharding, layout: Layout) -> bool:
+        """Whether nothing but attention brings positions together in this very call. Collective.
 
         Its operators tell, on sequences that are whole to them and of which this rank holds a part: none gathers, and
         none meets a tensor of all positions that the module has made by itself.
         """
         shards = [
-            leaf if dim is None or not isinstance(leaf, torch.Tensor) else self._shard_of_whole(leaf, dim, layout)
-            for leaf, dim in zip(short, cuts, strict=True)
+            self._held_of(leaf, dim, layout) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf, dim in zip(leaves, sharding.argument_dims, strict=True)
         ]
         before = TRAFFIC.copy()
-        with experts_on_parts(self.module), self.sequences.calls.using(self.backend), ExitStack() as stack:
+        with ExitStack() as stack:
+            stack.enter_context(self._in_its_modes())
+            stack.enter_context(experts_on_parts(self.module))
+            stack.enter_context(self.sequences.calls.using(self.backend))
             for part in self.module.modules():
                 if part is not self.module and has_hooks(part):
                     stack.enter_context(_opened_for_shards(part))
             stack.enter_context(forward_restored(self.module))
             opened = OpenedForward(self.module, lambda: False, self.sequences.opened)
-            results = tree_flatten(opened(self._own, shards, form))[0]
-        apart = (TRAFFIC.times, TRAFFIC.cuts) == (before.times, before.cuts)
-        return apart and all(
+            try:
+                results = tree_flatten(opened(self._own, shards, form))[0]
+            except OF_THE_MACHINE:
+                raise
+            except Exception as error:  # whatever a model raises that is handed another kind of tensor
+                self._end_left_forward()
+                log.debug("cp: %s can't be opened: %s", self.name, error, exc_info=True)
+                return False
+        met = (TRAFFIC.times, TRAFFIC.sums, TRAFFIC.cuts) != (before.times, before.sums, before.cuts)
+        return not met and all(
             dim is None or (isinstance(result, SequenceShard) and result.sequence_dim == dim)
-            for result, (_, _, dim) in zip(results, outputs, strict=True)
+            for result, dim in zip(results, sharding.output_dims, strict=True)
         )
+
+    def _held_of(self, leaf: torch.Tensor, dim: int | None, layout: Layout) -> torch.Tensor:
+        """An argument whose dim `dim` (None: none) is sharded, as what this rank holds of it."""
+        leaf = leaf.detach()
+        if isinstance(leaf, SequenceShard) and leaf.sequence_dim == dim:
+            return leaf
+        leaf = _whole(leaf)
+        return leaf if dim is None else self._shard_of_whole(leaf, dim, layout)
 
     def _tolerance(self, leaves: list[Any]) -> float:
         """By how much results may differ, relative to the largest value: by the coarsest type that is computed in."""
@@ -571,11 +592,11 @@ class ShardedModule:
         return fine and bool(vote)
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def _trying(self) -> Iterator[None]:
         """Within it the module runs for a trial: without dropout, unseen, and not compiled for it."""
         seen, was, self.sequences.trying = self.sequences.calls.seen, self.sequences.trying, True
-        modes = {module: module.training for module in self.module.modules()}
-        for module in modes:
+        self._modes = {module: module.training for module in self.module.modules()}
+        for module in self._modes:
             module.training = False
         try:
             with no_small_parameters(self.module), torch.compiler.set_stance("force_eager"):
@@ -583,8 +604,17 @@ class ShardedModule:
         finally:
             self.sequences.trying = was
             self.sequences.calls.seen = seen
-            for module, mode in modes.items():
+            for module, mode in self._modes.items():
                 module.training = mode
+
+    @contextmanager
+    def _in_its_modes(self) -> Iterator[None]:
+        """Within it what is tried runs as it is called: what it does in training only is seen, and not kept."""
+        buffers = [buffer for buffer in self.module.buffers() if not has_no_values(buffer)]
+        with values_kept(buffers), attributes_kept(self.module, ("_parameters", *INTERCEPTING)):
+            for module, mode in self._modes.items():
+                module.training = mode
+            yield
 
     def _held(self, layout: Layout, shape: Sequence[int]) -> dict[int, tuple[torch.Tensor, int]]:
         """What this rank holds of a tensor of the shape within the module, for numbers by position."""

@@ -17,7 +17,7 @@ from autolaunch_strategies.pipeline.microbatches import Filled
 from autolaunch_strategies.pipeline.structure import Structure
 from autolaunch_strategies.pipeline.transfer import Axes, local_part
 from autolaunch_strategies.torch_private.calls import INTERCEPTING
-from autolaunch_strategies.tracing.unreadable import attributes_kept
+from autolaunch_strategies.tracing.state import attributes_kept, values_kept
 
 Passes = Callable[[Filled, list[Any], Callable[[], AbstractContextManager[Any]]], None]
 """Runs samples through this rank's stages, each pass of a stage within what the last argument gives."""
@@ -93,13 +93,9 @@ def _state_kept(model: nn.Module) -> Iterator[None]:
     trained = [item for item in parameters_in(model.modules()) if item.requires_grad]
     state = (*trained, *model.buffers())
     tensors = [local_part(item.detach()) for item in state if not item.is_meta]  # others are on other stages
-    before = [tensor.clone() for tensor in tensors]
     # Sharding of parameters and of sequences puts others there, and knows which.
-    with attributes_kept(model, ("_parameters", *INTERCEPTING)):
+    with values_kept(tensors), attributes_kept(model, ("_parameters", *INTERCEPTING)):
         yield
-    for tensor, then in zip(tensors, before, strict=True):
-        if not torch.equal(tensor, then):  # what is written no earlier graph can be differentiated through
-            tensor.copy_(then)
 
 
 def _differing(one: Filled, other: Filled, axes: Axes, narrow: bool) -> str:

@@ -19,11 +19,14 @@ from autolaunch_strategies.torch_private.collectives import all_gather_single, r
 
 @dataclass
 class Traffic:
-    """What this process has gathered along cp in forward passes, of its own sequences and those of others."""
+    """What this process has exchanged along cp in forward passes, of its own sequences and those of others."""
 
     times: int = 0
+    """How often parts were gathered."""
     received: int = 0
-    """Bytes that came from other ranks."""
+    """Bytes of those of other ranks."""
+    sums: int = 0
+    """How often parts were summed."""
     cuts: int = 0
     """How many whole tensors met a shard in an operator, which used this rank's part of them."""
     repeated: frozenset[str] = frozenset()
@@ -35,7 +38,7 @@ class Traffic:
 
     def restore(self, before: Traffic) -> None:
         """Forget what has been counted since `before` was copied."""
-        self.times, self.received = before.times, before.received
+        self.times, self.received, self.sums = before.times, before.received, before.sums
         self.cuts, self.repeated = before.cuts, before.repeated
 
 
@@ -114,6 +117,7 @@ class _Sum(torch.autograd.Function):
         context.group = group
         total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
+        TRAFFIC.sums += 1
         return total
 
     @staticmethod

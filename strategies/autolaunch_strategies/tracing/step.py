@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from autolaunch_strategies.tracing.shapes import fake_like, fake_state, on_shapes_alone
-from autolaunch_strategies.tracing.unreadable import attributes_kept
+from autolaunch_strategies.tracing.state import attributes_kept
 
 
 @dataclass(frozen=True)

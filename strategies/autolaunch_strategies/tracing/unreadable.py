@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from autolaunch_strategies.config.errors import first_line
 from autolaunch_strategies.torch_private.calls import forward_restored
 from autolaunch_strategies.torch_private.tracing import reads_values
 from autolaunch_strategies.tracing.recorder import Untraceable
+from autolaunch_strategies.tracing.state import attributes_kept
 from autolaunch_strategies.tracing.tensors import first_input
 
 Result = TypeVar("Result")
@@ -77,30 +77,6 @@ def _is_known(file: str) -> bool:
 
 
 _HOMES = (Path(__file__).parents[1], Path(torch.__file__).parent)
-
-
-@contextmanager
-def attributes_kept(model: nn.Module, besides: Collection[str] = ()) -> Iterator[None]:
-    """Put back afterwards what modules keep of a call (a cached mask): it would be a tensor without values.
-
-    Args:
-        besides: names of attributes that are left as they are.
-    """
-    kinds = (dict, OrderedDict, list, set)
-    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
-    held = [item for _, own in before for name, item in own.items() if name not in besides]
-    contents = [(item, item.copy()) for item in held if type(item) in kinds]
-    try:
-        yield
-    finally:
-        for own, was in before:
-            was.update({name: own[name] for name in besides if name in own})
-        for now, then in (*before, *contents):
-            now.clear()
-            if isinstance(now, list):
-                now.extend(then)
-            else:
-                now.update(then)
 
 
 @contextmanager

@@ -32,7 +32,8 @@ from autolaunch_strategies.torch_private.joint_graph import each_operator_is_see
 from autolaunch_strategies.torch_private.modes import outside_of_modes, without_torch_functions
 from autolaunch_strategies.torch_private.parts import Layout, layout_of, parts_of, with_layout
 from autolaunch_strategies.torch_private.tracing import errors_not_logged
-from autolaunch_strategies.tracing.unreadable import attributes_kept, reason_of
+from autolaunch_strategies.tracing.state import attributes_kept
+from autolaunch_strategies.tracing.unreadable import reason_of
 
 log = logging.getLogger(__name__)
 
