@@ -326,6 +326,10 @@ training("resnet", lambda: modules.Classifier(modules.ResNet(), (1, 4, 4)), VECT
 training("batch-norm", lambda: modules.Classifier(modules.ResNet("batch"), (1, 4, 4)), VECTORS, val=VECTORS)
 again("batch-norm", "one-microbatch", "two", "1x1x2", pp={"microbatches": 1})
 again("batch-norm", "dp2pp2", "four", "2x1x2", dp=0)
+training(
+    "normalised-by-hand", lambda: modules.Classifier(modules.with_blocks(modules.NormalisedInTraining)), VECTORS,
+    val=VECTORS,
+)  # fmt: skip
 training("no-blocks", lambda: modules.Classifier(modules.NoBlocks()), VECTORS, val=VECTORS)
 training("sequence-first", lambda: modules.SequenceFirst(recurrent=False), VECTORS)
 again("sequence-first", "mp2pp2", "four", "1x2x2", mp="auto")
@@ -682,6 +686,13 @@ REFUSED: dict[str, Case] = {
     ),
     "block-keeps-state": lambda: failing(
         lambda: modules.Classifier(modules.with_blocks(modules.BlockCounted)), pp={"microbatches": 2}
+    ),
+    "normalised-by-hand-microbatches": lambda: failing(
+        lambda: modules.Classifier(modules.with_blocks(modules.NormalisedInTraining)), pp={"microbatches": 2}
+    ),
+    "normalised-beside-dropout": lambda: failing(
+        lambda: modules.Classifier(modules.with_blocks(lambda: modules.NormalisedInTraining(0.1))),
+        pp={"microbatches": 2},
     ),
     "too-few-blocks": lambda: failing(
         lambda: modules.Classifier(modules.Mlp(blocks=1)), pp={"split_spec": "model.blocks"}

@@ -269,6 +269,22 @@ class StartsFromBatch(Block):
         return super().forward(x + self.offset)
 
 
+class NormalisedInTraining(nn.Module):
+    """A block normalised by hand: by the mean of the batch in training, and else by what is left of those."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH), nn.Dropout(dropout)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(0) if self.training else self.mean
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(mean, 0.1)
+        return x + self.drop(self.down(torch.tanh(self.up(x - mean))))
+
+
 class BlockCounted(Block):
     """Counts its calls, and returns more each time."""
 
@@ -281,7 +297,7 @@ class BlockCounted(Block):
         return super().forward(x) * self.calls
 
 
-def with_blocks(kind: type[Block]) -> Mlp:
+def with_blocks(kind: Callable[[], nn.Module]) -> Mlp:
     """An `Mlp` of other blocks."""
     model = Mlp()
     model.blocks = nn.ModuleList(kind() for _ in model.blocks)

@@ -170,7 +170,8 @@ class _OneStep:
             exchange = PretendedExchange(self.pipeline.group, self.pipeline.last_rank)
             self._staged = StagedBatch(module, self.pipeline, self.data_parallel, exchange)
             # What the first batch of a run is checked for are values, of which there are none.
-            self.pipeline._samples_checked = self._staged.objective.is_compared = True
+            self.pipeline.modes_to_check.clear()
+            self._staged.objective.is_compared = True
 
     def _configured(self) -> list[torch.optim.Optimizer]:
         pipeline = self.pipeline

@@ -39,7 +39,7 @@ from autolaunch_strategies.pipeline.objects import open_dataclasses, open_datacl
 from autolaunch_strategies.pipeline.own_memory import cut_off, separate_gradients
 from autolaunch_strategies.pipeline.placement import group_rank, pipe_rank, stages_of
 from autolaunch_strategies.pipeline.record import Leaf
-from autolaunch_strategies.pipeline.sample_trial import try_samples
+from autolaunch_strategies.pipeline.sample_trial import Samples, samples_meet, try_samples, what_training_keeps
 from autolaunch_strategies.pipeline.stage import StagedModel, pass_of, tail_of
 from autolaunch_strategies.pipeline.structure import Structure, Structures, batch_size
 from autolaunch_strategies.pipeline.transfer import Arrivals, Axes, Channel, Header, LeafMeta, local_part
@@ -157,7 +157,8 @@ class Pipeline:
         self._error: Exception | None = None
         """What a step raised that the other stages are not to wait for."""
         self._state_at_call: Any = None
-        self._samples_checked = False
+        self.modes_to_check = {True, False}
+        """Of training and evaluation those in which samples were not tried yet."""
         self._is_cut = True
         """False once it is known that only a whole batch gives what the model gives."""
         self.holders = self._with_parameters()
@@ -375,8 +376,8 @@ class Pipeline:
                     "pp.microbatches=1",
                 )
             count = min(max(wanted, 1), structure.samples(leaves))
-            if count > 1 and not self._samples_checked:
-                self._samples_checked = True
+            if count > 1 and training in self.modes_to_check:
+                self.modes_to_check.remove(training)
                 self._check_samples(structure, leaves, spec)
         except ConfigError as error:
             if wanted <= 1 or self.config.microbatches is not None or isinstance(error, ReadOfAbsent):
@@ -451,16 +452,43 @@ class Pipeline:
 
     @torch.no_grad()
     def _check_samples(self, structure: Structure, leaves: list[Any], spec: Any) -> None:
-        """Once: whether what stands along the first dim are samples, of which none changes what comes of another.
+        """Once in training, and in evaluation: whether samples stand along the first dim, and none changes another.
 
-        Two of them run together and one by one, with dropout off. What the output of the model is made of must agree.
+        Two of them run together and one by one; in evaluation if random numbers, or the statistics of batch norm, would
+        differ. What the output of the model is made of must agree.
 
         Raises:
             ConfigError: it does not, or the model does something else in evaluation, which stages can't; on every rank.
         """
+        has_statistics = any(part.training for part in self._batch_norms.values())
+        evaluates = self.model.training and (structure.may_draw or has_statistics)
+        kept = ""
+        with self._kept_numbers():
+            if evaluates and not has_statistics:
+                kept = what_training_keeps(self.model, self._samples_through(structure, leaves, spec))
+            if evaluates:
+                structure = self._in_evaluation(leaves, spec)
+            tried = try_samples(self.model, evaluates, self._samples_through(structure, leaves, spec))
+        self.channel.finish()
+        problem = tried.problem(self.name, leaves, self.axes, self.device) if self.is_last else None
+        if kept and problem is None:
+            problem = samples_meet(f"{self.name}.{kept}, which training writes, is made of all samples of a batch")
+        for group in (self.group, *self.axes.groups()):  # one rank may see what those with other stages or parts don't
+            problems: list[ConfigError | None] = [None] * group.size()
+            dist.all_gather_object(problems, problem, group=group)
+            problem = next((item for item in reversed(problems) if item is not None), None)
+        if problem is not None:
+            raise problem
+
+    def _in_evaluation(self, leaves: list[Any], spec: Any) -> Structure:
+        """The structure of a call in evaluation.
+
+        Raises:
+            ConfigError: stages can't run it.
+        """
         try:
             args, kwargs = tree_unflatten(leaves, spec)
-            structure, _ = self.structures.of(args, kwargs, training=False, several=True)
+            return self.structures.of(args, kwargs, training=False, several=True)[0]
         except ConfigError as error:
             raise ConfigError(
                 "pp.microbatches",
@@ -469,22 +497,16 @@ class Pipeline:
                 "a model that runs alike in training and in evaluation, or one microbatch",
                 "pp.microbatches=1",
             ) from error
-        with self._kept_numbers():
-            tried = try_samples(
-                self.model,
-                structure,
-                leaves,
-                lambda filled, two, each: self._run_forward(filled, two, spec, "samples", each),
-            )
-        self.channel.finish()
-        problem = [tried.problem(self.name, leaves, self.axes, self.device) if self.is_last else None]
-        dist.broadcast_object_list(problem, dist.get_global_rank(self.group, self.last_rank), group=self.group)
-        for group in self.axes.groups():  # one of those that hold parts of the same tensors may see what others don't
-            problems: list[ConfigError | None] = [None] * group.size()
-            dist.all_gather_object(problems, problem[0], group=group)
-            problem = [next((item for item in problems if item is not None), None)]
-        if problem[0] is not None:
-            raise problem[0]
+
+    def _samples_through(self, structure: Structure, leaves: list[Any], spec: Any) -> Samples:
+        """Two samples of a batch, and what runs some of it through the stages."""
+        two = [
+            (leaf[:2] if is_batched else leaf) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf, is_batched in zip(leaves, structure.batched, strict=True)
+        ]
+        return Samples(
+            structure, two, lambda filled, some, each: self._run_forward(filled, some, spec, "samples", each)
+        )
 
     @contextmanager
     def _glue_kept(self, structure: Structure) -> Iterator[None]:

@@ -53,38 +53,76 @@ class TriedSamples:
                 f"{name} returns something else for a sample when it has been called before (a part of it keeps "
                 "something from call to call)"
             )
-        if not said:
-            return None
-        return ConfigError(
-            "pp.microbatches",
-            f"{said}, so microbatches would change the result",
-            "a model that takes the batch as its first dim and each sample by itself, or one microbatch",
-            "pp.microbatches=1",
-        )
+        return samples_meet(said) if said else None
 
 
-def try_samples(model: nn.Module, structure: Structure, leaves: list[Any], run: Passes) -> TriedSamples:
-    """Two samples of flattened arguments through a model in evaluation, which is left as it was; collective."""
+def samples_meet(said: str) -> ConfigError:
+    """The error for a model of which `said` is true, so that each sample needs the whole batch."""
+    return ConfigError(
+        "pp.microbatches",
+        f"{said}, so microbatches would change the result",
+        "a model that takes the batch as its first dim and each sample by itself, or one microbatch",
+        "pp.microbatches=1",
+    )
+
+
+@dataclass
+class Samples:
+    """Two samples of a batch: the flattened arguments of a call, and what runs such through this rank's stages."""
+
+    structure: Structure
+    leaves: list[Any]
+    run: Passes
+
+    def fresh(self) -> list[Any]:
+        """The arguments as if nothing had run on them yet."""
+        return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+
+
+def try_samples(model: nn.Module, evaluates: bool, samples: Samples) -> TriedSamples:
+    """Two samples through a model, which is left as it was; collective.
+
+    Args:
+        evaluates: whether the model is in evaluation for that.
+    """
     modes = {module: module.training for module in model.modules()}
+    structure = samples.structure
     tried = TriedSamples(Filled(structure, 1), Filled(structure, 2), Filled(structure, 2))
     as_it_was = partial(_state_kept, model)
-    model.eval()
+    if evaluates:
+        model.eval()
     try:
         for filled, around, each in (
             (tried.together, nullcontext, as_it_was),
             (tried.apart, nullcontext, as_it_was),
             (tried.in_turn, as_it_was, nullcontext),
         ):
-            two = [
-                (leaf[:2] if is_batched else leaf).clone() if isinstance(leaf, torch.Tensor) else leaf
-                for leaf, is_batched in zip(leaves, structure.batched, strict=True)
-            ]
             with around():
-                run(filled, two, each)
+                samples.run(filled, samples.fresh(), each)
     finally:
         for module, mode in modes.items():
             module.training = mode
     return tried
+
+
+def what_training_keeps(model: nn.Module, samples: Samples) -> str:
+    """The first buffer of numbers that a pass in training writes, such as running statistics; empty if there is none.
+
+    The model is left as it was. Collective.
+    """
+    buffers = {name: item for name, item in model.named_buffers() if item.is_floating_point() and not item.is_meta}
+    before = {name: item.clone() for name, item in buffers.items()}
+    with _state_kept(model):
+        samples.run(Filled(samples.structure, 1), samples.fresh(), nullcontext)
+        now = {name: item for name, item in model.named_buffers() if name in before}
+        return next(
+            (
+                name
+                for name, item in now.items()
+                if item.shape == before[name].shape and not torch.equal(item, before[name])
+            ),
+            "",
+        )
 
 
 @contextmanager
