@@ -7,11 +7,14 @@ from pathlib import Path
 from tests.support.ranks import start, torchrun
 
 SCRIPT = """
+import copy
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from autolaunch_strategies.config import DataParallel, parse_mesh
+from autolaunch_strategies.data_parallel import gradients
 from autolaunch_strategies.data_parallel.sharding import apply_data_parallel
 from autolaunch_strategies.mesh.process_group import leave_process_group
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
@@ -63,6 +66,33 @@ def compare(model, whole):
         gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         torch.testing.assert_close(gradient, expected[name].grad, msg=lambda text: f"{name}: {text}")
 
+class Shared(Blocks):
+    # One layer, called several times: recomputed in passes within the pass, its gradient comes in as many parts.
+
+    def forward(self, x):
+        x = self.head(x) + x
+        for _ in range(3):
+            x = checkpoint(self.blocks[0], x, use_reentrant=True)
+        return x
+
+def check_parts(mesh):
+    gradients.BUCKET_BYTES = 1
+    torch.manual_seed(9)
+    whole, x = Shared(), torch.randn(8, 4)
+    model = copy.deepcopy(whole)
+    data_parallel = apply_data_parallel(model, find_blocks(model), mesh, DataParallel(sharding_level=0))
+    for _ in range(3):  # from the second one on buckets might go as soon as they are full
+        data_parallel.begin()
+        whole.zero_grad()
+        model.zero_grad()
+        whole(x).square().mean().backward()
+        model(x.chunk(2)[dist.get_rank()]).square().mean().backward()
+        data_parallel.finish_backward()
+        used = {name: item for name, item in model.named_parameters() if item.grad is not None}
+        assert len(used) == 4
+        for name, item in used.items():
+            torch.testing.assert_close(item.grad, whole.get_parameter(name).grad)
+
 dist.init_process_group("gloo")
 mesh = RankMesh.build(parse_mesh("2"), 1, 2, "cpu")
 for level in range(4):
@@ -76,6 +106,7 @@ for level in range(4):
             raise KeyError
     except KeyError:
         pass
+check_parts(mesh)
 del mesh, data_parallel, model
 leave_process_group()
 """

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.hooks import RemovableHandle
 
+from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.data_parallel.groups import GradientGroup
 from autolaunch_strategies.torch_private.collectives import host_device
 from autolaunch_strategies.torch_private.flat_tensors import flattened, parts_like
@@ -30,7 +31,9 @@ class GradientAverage:
 
     Used for everything at sharding level 0, and at the other levels for what `fully_shard` cannot hold (scalars).
     A parameter without a gradient on this rank counts as zero if another rank has one, and keeps none otherwise.
-    Parameters may be frozen and unfrozen between backward passes, on all ranks alike.
+    Parameters may be frozen and unfrozen between backward passes, on all ranks alike. The first pass waits for all
+    gradients: it shows whether some come in several parts (a shared layer under `checkpoint(use_reentrant=True)`), and
+    then every pass does.
 
     Args:
         groups: parameters in the order of definition, each with its group; gradients are expected in about the reverse
@@ -41,6 +44,7 @@ class GradientAverage:
         self.enabled = True
         self._groups = {key: group for key, group in groups.items() if key.is_floating_point() or key.is_complex()}
         self._never_averaged = list(self._groups)
+        self._has_passed = self._come_in_parts = False
         self._trained: list[bool] = []
         """Of every parameter whether it was trained when buckets were filled."""
         self._running: list[tuple[_Bucket, PackedGradients, dist.Work | None]] = []
@@ -90,6 +94,7 @@ class GradientAverage:
             torch._foreach_div_(flats, divisor)
         for _, packed, _ in self._running:
             packed.unpack()
+        self._has_passed = True
         with without_torch_functions():
             self._never_averaged = [parameter for parameter in self._never_averaged if parameter.grad is None]
         self._forget_pass()
@@ -110,7 +115,14 @@ class GradientAverage:
         if not self._has_begun:
             self._fill_buckets()
             self._has_begun = True
-        self._missing[self._bucket_of[place]].discard(place)
+        index = self._bucket_of[place]
+        if place not in self._missing[index]:
+            self._come_in_parts = True
+            if index < self._next:
+                raise _comes_in_parts(parameter)
+        self._missing[index].discard(place)
+        if not self._has_passed or self._come_in_parts:
+            return
         # In order on every rank, whatever the order of the gradients: collectives must match.
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._start(self._next)
@@ -121,6 +133,16 @@ class GradientAverage:
         work = None if ranks is None else dist.all_reduce(packed.flat, group=ranks, async_op=True)
         self._running.append((bucket, packed, work))
         self._next = index + 1
+
+
+def _comes_in_parts(parameter: nn.Parameter) -> ConfigError:
+    return ConfigError(
+        f"dp: a parameter of shape {list(parameter.shape)}",
+        "its gradient came in several parts in one backward pass, and in one in the first pass: the first part is on "
+        "its way to the other ranks",
+        "checkpoint(..., use_reentrant=False); or dp=fsdp",
+        "use_reentrant=False",
+    )
 
 
 def _when_accumulated(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
