@@ -412,6 +412,7 @@ def tried_on_one_window() -> Iterator[None]:
 
 
 _WINDOW = 8
+training("shares-keys", lambda: Tokens(modules.SharesKeys()), _TEXTS_13, on("cp2", "gather"), **CLIP)
 # Where positions meet shows in no difference between the short, rounded results of a trial.
 training(
     "meets-beside-large", lambda: Tokens(modules.WrittenOut(largest=2000.0)), _TEXTS_13, on("cp2", "gather"), **CLIP

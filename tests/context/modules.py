@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from typing import Any
 
 import lightning.pytorch as pl
@@ -891,6 +892,36 @@ class InWindows(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+
+class SharesKeys(nn.Module):
+    """Blocks that leave their keys and values in a mapping, from which later ones take them, as those of Gemma 3n."""
+
+    class Block(nn.Module):
+        def __init__(self, owns: bool) -> None:
+            super().__init__()
+            self.q, self.out, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+            self.kv = nn.Linear(WIDTH, 2 * WIDTH) if owns else None
+
+        def forward(self, x: torch.Tensor, shared: UserDict[str, torch.Tensor]) -> torch.Tensor:
+            batch, length, width = x.shape
+            y = self.norm(x)
+            if self.kv is not None:
+                shared["kv"] = self.kv(y).view(batch, length, 2, HEADS, -1).permute(2, 0, 3, 1, 4)
+            q = self.q(y).view(batch, length, HEADS, -1).transpose(1, 2)
+            y = F.scaled_dot_product_attention(q, *shared["kv"], is_causal=True)
+            return x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(SharesKeys.Block(owns) for owns in (True, False, True, False))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, shared = self.embed(ids), UserDict()
+        for block in self.blocks:
+            x = block(x, shared)
         return self.head(x)
 
 

@@ -196,7 +196,7 @@ class ShardedModule:
         if not torch.is_grad_enabled() and any(not isinstance(leaf, _KNOWN) for leaf in leaves):
             return self._whole(leaves, form)  # such as a cache of keys that text is generated with
         if any(is_cache(leaf) for leaf in leaves if not isinstance(leaf, _KNOWN)):
-            self.why_whole = "it is given a cache of keys, which every trial would fill"
+            self.why_whole = "it is given a cache of keys, to which every call adds"
             return self._whole(leaves, form)
         with without_torch_functions():  # shapes of the whole, as shards know them, without asking every mode
             anchor = self._anchor(leaves)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 from torch import nn
@@ -46,6 +47,7 @@ def blocks_without_torch_attention(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether it is what `transformers` keeps keys and values of earlier positions in; calls of blocks add to it."""
+    """Whether it is what calls of blocks add to: what `transformers` keeps keys and values of earlier positions in, or
+    a mapping that is no dict, such as that of layers which share keys and values (Gemma 3n)."""
     transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(value, transformers.Cache)
+    return isinstance(value, MutableMapping) or (transformers is not None and isinstance(value, transformers.Cache))

@@ -243,7 +243,7 @@ def _global_modules(spec: Any, modules: Sequence[str], prefix: str) -> list[str]
     named = [] if spec is None else [spec] if isinstance(spec, str) else list(spec)
     global_names = []
     for name in named:
-        inner = str(name).removeprefix(prefix) if prefix else str(name)
+        inner = str(name) if name in modules else str(name).removeprefix(prefix)
         if inner not in modules:
             close = nearest(inner, modules)
             raise ConfigError(
