@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ from autolaunch_strategies.torch_private.fsdp import (
     follow_requires_grad,
     gather_in,
     initialise_fsdp,
+    keep_absent_gradients,
     keep_through_nested_forwards,
 )
 from autolaunch_strategies.torch_private.sharding_rules import read_whole_numbers
@@ -75,7 +77,8 @@ class DataParallelModule:
             initialise_fsdp(self.root)
             if autocast is not None:
                 gather_in(self.root, set(linear_weights(self.root).values()), autocast)
-            UnusedParameters(self.root)
+            names = {parameter: name for name, parameter in self.root.named_parameters()}
+            UnusedParameters(self.root, _refuse_other_orders, partial(_refuse_write, names))
         parameters = dict(self.root.named_parameters())
         averaged = {parameters[name]: group for name, group in self.averaged.items() if group.averages}
         if averaged:
@@ -209,6 +212,8 @@ def apply_data_parallel(
     pipelined = mesh.shape.pp > 1
     if mesh.group(*SHARDING_AXES) is None and not dp.acts_on_one_rank:
         return DataParallelModule(root, 0, dict(other_groups))
+    if mesh.shape.dp > 1:
+        _refuse_other_rows(root)
     usual = GradientGroup.of_mesh(mesh, sharded=dp.sharding_level > 0)
     groups = {name: other_groups.get(name, usual) for name, _ in root.named_parameters()}
     if dp.sharding_level == 0:
@@ -274,6 +279,49 @@ def _refuse_unsharded(root: nn.Module) -> None:
             raise ConfigError("dp", f"{name} has sparse gradients, which can't be sharded", allowed, _WHOLE[1])
 
 
+def _refuse_other_rows(root: nn.Module) -> None:
+    """Raise ConfigError for tables that treat the rows that a batch looks up in their own way: a rank has fewer."""
+    for name, module in root.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.max_norm is not None:
+            raise ConfigError(
+                "dp",
+                f"{name}(max_norm={module.max_norm:g}) shortens the rows that it looks up, which are others on every "
+                "rank, so replicas would differ",
+                "a hook after the optimizer's step that shortens all rows (torch.renorm)",
+                "max_norm=None",
+            )
+        if module.scale_grad_by_freq:
+            raise ConfigError(
+                "dp",
+                f"{name}(scale_grad_by_freq=True) counts how often a row is looked up, and a rank sees its part of the "
+                "batch only",
+                "scale_grad_by_freq=False",
+                "scale_grad_by_freq=False",
+            )
+
+
+def _refuse_other_orders() -> NoReturn:
+    raise ConfigError(
+        "dp",
+        "in one step ranks have called sharded blocks in different orders, as some that samples choose, so parts of "
+        "different blocks were put together",
+        f"a model that calls all of its blocks, or {_WHOLE[0]}",
+        _WHOLE[1],
+    )
+
+
+def _refuse_write(names: Mapping[nn.Parameter, str], parameter: nn.Parameter) -> NoReturn:
+    raise ConfigError(
+        "dp",
+        f"{names.get(parameter, 'a parameter')} is written into between forward and backward, when it is gathered: "
+        "what is sharded stays as it was",
+        f"a hook after the optimizer's step that writes into it, or {_WHOLE[0]}",
+        _WHOLE[1],
+    )
+
+
 def _refuse_mixed_types(unit: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
     """Raise ConfigError for parameters of several types that would be sharded, and exchange gradients, together."""
     first: dict[torch.dtype, str] = {}
@@ -306,6 +354,7 @@ def _of_other_groups(
 def _shard(module: nn.Module, group: GradientGroup, **options: Any) -> None:
     assert group.mesh is not None, "a gradient group of sharded parameters has a mesh"
     read_whole_numbers()
+    keep_absent_gradients()
     sharded = fully_shard(module, mesh=group.mesh, **options)
     if group.divisor != group.mesh.size():
         sharded.set_gradient_divide_factor(group.divisor)

@@ -11,6 +11,27 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+
+
+def keep_absent_gradients() -> None:
+    """Let arguments that a sharded module does not use have no gradient, where `fully_shard` gives them zeros.
+
+    Its zeros are plain also where the argument is a DTensor, to whose other gradients they can't be added.
+    """
+    function: Any = RegisterPostBackwardFunction
+    has_setup = function.setup_context is not torch.autograd.Function.setup_context  # torch 2.11 has none
+    name = "setup_context" if has_setup else "forward"
+    own = getattr(function, name)
+    if getattr(own, "keeps_absent", False):
+        return
+
+    def keeping(context: Any, *args: Any) -> Any:
+        context.set_materialize_grads(False)
+        return own(context, *args)
+
+    vars(keeping)["keeps_absent"] = True
+    setattr(function, name, staticmethod(keeping))
 
 
 def initialise_fsdp(root: nn.Module) -> None:

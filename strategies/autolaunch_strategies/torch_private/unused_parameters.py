@@ -1,14 +1,15 @@
 """Sharded parameters that only some ranks use in a step, as experts that a router picks by the data.
 
 `fully_shard` exchanges the gradients that a rank has: ranks that have different ones would wait for tensors of other
-sizes than are sent.
+sizes than are sent. And it gathers what is called: ranks that call different blocks of one shape would compute with
+parts of both.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from autolaunch_strategies.torch_private.fsdp import accumulates_apart, parameter_groups
 
+_ORDERS = 8_388_593
+"""A prime number below 2^23: fp32 holds what is smaller, and its negative."""
+
 
 class UnusedParameters:
     """Lets ranks exchange gradients of parameters that not all of them have used.
@@ -27,11 +31,18 @@ class UnusedParameters:
     level 0 (`GradientAverage`). Ranks say at the end of a backward pass what they have used; only those that have left
     something out wait for what the others said.
 
+    With that they compare the order in which they have gathered since. On devices that run behind the host it is known
+    with the next pass only.
+
     Args:
         root: the outermost sharded module, initialised.
+        refuse_orders: raises, where ranks have gathered in different orders.
+        refuse_write: raises, where a parameter (sharded) was written into while it was gathered.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(
+        self, root: nn.Module, refuse_orders: Callable[[], NoReturn], refuse_write: Callable[[nn.Parameter], NoReturn]
+    ) -> None:
         assert isinstance(root, FSDPModule)
         states = root._get_fsdp_state()._state_ctx.all_states
         groups = [group for state in states for group in parameter_groups(state)]
@@ -41,8 +52,16 @@ class UnusedParameters:
         """Parameters without a gradient, neither of this pass nor of one before it."""
         self._took_part: set[Any] = set()
         """Groups that a backward pass went through which exchanged nothing."""
-        for group in self._groups:
+        self._gathered: dict[DeviceMesh, int] = defaultdict(int)
+        """Of each mesh in which order its groups were gathered, as one number below `_ORDERS`."""
+        self._orders: list[torch.Tensor] = []
+        """The largest of these numbers over ranks, and of their negatives; not compared yet."""
+        self._refuse_orders, self._refuse_write = refuse_orders, refuse_write
+        self._versions: dict[Any, tuple[torch.Tensor, int]] = {}
+        """Of what was gathered how often it had been written into."""
+        for place, group in enumerate(self._groups):
             group.post_backward = self._behind_filling(group, group.post_backward)
+            group.unshard = self._noted(place, group, group.unshard)
         for state in states if self._groups else ():
             state._root_post_backward_final_callback = self._and_agreed(state._root_post_backward_final_callback)
 
@@ -57,6 +76,17 @@ class UnusedParameters:
             exchange(*unused)
 
         return post_backward
+
+    def _noted(self, place: int, group: Any, gather: Callable[..., None]) -> Callable[..., None]:
+        mesh = group.mesh_info.mesh
+
+        def unshard(*args: Any, **kwargs: Any) -> None:
+            before = group._all_gather_result
+            gather(*args, **kwargs)
+            if before is None and group._all_gather_result is not None:
+                self._gathered[mesh] = (self._gathered[mesh] * 31 + place + 1) % _ORDERS
+
+        return unshard
 
     def _fill(self, group: Any) -> None:
         """Give parameters that the pass has left out a gradient of zeros."""
@@ -81,6 +111,7 @@ class UnusedParameters:
     def _and_agreed(self, complete: Callable[[], None]) -> Callable[[], None]:
         def final_callback() -> None:
             complete()
+            self._refuse_written()
             if all(group.reduce_grads and group.all_reduce_grads for group in self._groups):
                 self._agree()
 
@@ -88,24 +119,46 @@ class UnusedParameters:
 
     def _agree(self) -> None:
         """Take the gradients away that are zero because no rank has any. Collective."""
+        self._compare_orders()
         by_mesh: dict[DeviceMesh, list[Any]] = defaultdict(list)
         for group in self._groups:
             by_mesh[group.mesh_info.mesh] += group.fsdp_params
         device, left_out = self._groups[0].device, self._left_out - self._used
         for mesh, parameters in by_mesh.items():
-            used = torch.tensor([float(item in self._used) for item in parameters])
+            order = float(self._gathered[mesh])
+            used = torch.tensor([*(float(item in self._used) for item in parameters), order, -order])
             if device.type == "cuda":  # copied from other memory, the host would wait for the backward pass
                 used = used.pin_memory()
             used = used.to(device, non_blocking=True)
             for dim in range(mesh.ndim):
                 dist.all_reduce(used, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+            self._orders.append(used[-2:])
             mine = [index for index, item in enumerate(parameters) if item in left_out]
             for index, by_any in zip(mine, used[mine].tolist(), strict=True) if mine else ():
                 if not by_any:
                     parameters[index].sharded_param.grad = None
-        self._used.clear()
-        self._left_out.clear()
-        self._took_part.clear()
+        for done in (self._used, self._left_out, self._took_part, self._gathered):
+            done.clear()
+        if device.type == "cpu":
+            self._compare_orders()
+
+    def _compare_orders(self) -> None:
+        orders = [order.tolist() for order in self._orders]
+        self._orders.clear()
+        if any(largest != -smallest for largest, smallest in orders):
+            self._refuse_orders()
+
+    def _refuse_written(self) -> None:
+        """Refuse what a forward pass has written into gathered parameters: it is gone when they are freed."""
+        for group in self._groups:
+            for item in group.fsdp_params:
+                tensor = getattr(item, "_unsharded_param", None)
+                if tensor is None:
+                    continue
+                known, version = self._versions.get(item, (tensor, tensor._version))
+                if known is tensor and version != tensor._version:
+                    self._refuse_write(item.sharded_param)
+                self._versions[item] = tensor, tensor._version
 
 
 def _has_gradient(parameter: Any) -> bool:
