@@ -609,8 +609,8 @@ def test_validation_is_the_end_or_another_file() -> None:
     assert (len(parts.training), len(parts.validation), parts.test) == (16, 4, None)
     parts = open_sequences(chat_config(validation_path="validation.jsonl", test_path="validation.jsonl"), 0)
     assert (len(parts.training), len(parts.validation), len(parts.test or ())) == (20, 3, 3)
-    with pytest.raises(ConfigError, match="1 validation sequences") as caught:
-        open_sequences(chat_config(validation_fraction=0.05), 0)
+    with pytest.raises(ConfigError, match="not one validation sequence") as caught:
+        open_sequences(chat_config(validation_fraction=0.02), 0)
     assert "data.validation_fraction=0 for no validation" in str(caught.value)
     with pytest.raises(ConfigError, match="20 training sequences"):
         open_sequences(chat_config(batch_size=32), 0)

@@ -42,7 +42,7 @@ from autolaunch_strategies.context.shown import show_whole
 from autolaunch_strategies.context.transformers_attention import is_cache
 from autolaunch_strategies.context.trial_parameters import no_small_parameters
 from autolaunch_strategies.mesh.layout import Layout, Peers
-from autolaunch_strategies.model.random_positions import holding
+from autolaunch_strategies.model.random_positions import draws_uncounted, holding
 from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
 from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut, repeated_to
 from autolaunch_strategies.tensor.views import plain
@@ -611,7 +611,8 @@ class ShardedModule:
     def _in_its_modes(self) -> Iterator[None]:
         """Within it what is tried runs as it is called: what it does in training only is seen, and not kept."""
         buffers = [buffer for buffer in self.module.buffers() if not has_no_values(buffer)]
-        with values_kept(buffers), attributes_kept(self.module, ("_parameters", *INTERCEPTING)):
+        attributes = attributes_kept(self.module, ("_parameters", *INTERCEPTING))
+        with values_kept(buffers), attributes, draws_uncounted():
             for module, mode in self._modes.items():
                 module.training = mode
             yield

@@ -117,6 +117,23 @@ _NOW: list[Draws | None] = [None]
 _HELD: list[tuple[HeldByShape, ...]] = [()]
 
 
+@contextmanager
+def draws_uncounted() -> Iterator[None]:
+    """Behind it modules draw as if they had drawn nothing within."""
+    draws = _NOW[0]
+    if draws is None:
+        yield
+        return
+    calls, held = dict(draws.calls), dict(draws.held)
+    try:
+        yield
+    finally:
+        draws.calls.clear()
+        draws.calls.update(calls)
+        draws.held.clear()
+        draws.held.update(held)
+
+
 def _held(shape: Sequence[int]) -> Held:
     """What was said last about a dim counts, or is a part of the part that was said before."""
     together: dict[int, tuple[torch.Tensor, int]] = {}

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from autolaunch_strategies.config import ConfigError, PipelineParallel
 from autolaunch_strategies.context.arguments import is_simple
 from autolaunch_strategies.model.parts import modules_of, parameters_in
-from autolaunch_strategies.model.random_positions import drawing, drawing_now, drawing_of_part
+from autolaunch_strategies.model.random_positions import drawing, drawing_now, drawing_of_part, draws_uncounted
 from autolaunch_strategies.pipeline.absent import INSTEAD, Absent, ReadOfAbsent
 from autolaunch_strategies.pipeline.cut import Cutting, Held
 from autolaunch_strategies.pipeline.idle import IdleClock
@@ -463,7 +463,7 @@ class Pipeline:
         has_statistics = any(part.training for part in self._batch_norms.values())
         evaluates = self.model.training and (structure.may_draw or has_statistics)
         kept = ""
-        with self._kept_numbers():
+        with self._kept_numbers(), draws_uncounted():
             if evaluates and not has_statistics:
                 kept = what_training_keeps(self.model, self._samples_through(structure, leaves, spec))
             if evaluates:

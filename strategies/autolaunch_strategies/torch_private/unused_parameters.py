@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from autolaunch_strategies.torch_private.fsdp import accumulates_apart, parameter_groups
+from autolaunch_strategies.torch_private.tracing import has_no_values
 
 _ORDERS = 8_388_593
 """A prime number below 2^23: fp32 holds what is smaller, and its negative."""
@@ -143,7 +144,7 @@ class UnusedParameters:
             self._compare_orders()
 
     def _compare_orders(self) -> None:
-        orders = [order.tolist() for order in self._orders]
+        orders = [order.tolist() for order in self._orders if not has_no_values(order)]
         self._orders.clear()
         if any(largest != -smallest for largest, smallest in orders):
             self._refuse_orders()
