@@ -59,7 +59,7 @@ from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
 from autolaunch.jobs.compare import compare_jobs, refuse_single_job
 from autolaunch.jobs.directory import check_what_is_there
-from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends
+from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, metrics_state, print_table, read_ends
 from autolaunch.jobs.named_parts import check_named_parts
 from autolaunch.jobs.objective import objective_of, value_for_sweeper
 from autolaunch.launch.containment import contained
@@ -434,14 +434,14 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         job = replace(resolve_job(config, hydra, directory), choice=choice)
         job.write()
         _say_what_last_is(job)
-        started = time.time()
+        started, before = time.time(), metrics_state(directory)
         (directory / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
         with contained() if is_trial(config) else contextlib.nullcontext():
             job, end = restarts.run(job, isolated=sweep)
         status, code, message = end.status, end.exit_code, end.message
         if code and status != "submitted":
             if not (directory / SUMMARY).exists():
-                _write_summary(job, status, message, time.time() - started)
+                _write_summary(job, status, message, time.time() - started, before)
             correct_summary(directory, status, message.partition("\n")[0], of_the_run=True)
     except (ConfigError, ConfigErrors) as error:
         status, code, message = "misconfigured", MISCONFIGURED, str(error)
@@ -473,9 +473,15 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         sys.exit(MISCONFIGURED)
 
 
-def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) -> None:
-    """Say how a run ended whose first rank could not say it itself, in the keys that it would have used."""
-    row = last_row(job.output_dir, since=time.time() - seconds)
+def _write_summary(
+    job: ResolvedJob, status: str, message: str, seconds: float, before: tuple[int, int, int] | None
+) -> None:
+    """Say how a run ended whose first rank could not say it itself, in the keys that it would have used.
+
+    Args:
+        before: the state of metrics.csv when the run started.
+    """
+    row = last_row(job.output_dir, before)
     loss = float(row["loss"]) if row.get("loss") else math.nan
     summary = {
         "task": job.config["task"],
