@@ -45,8 +45,8 @@ def connect(place: Place, timeout: float) -> Store:
         timeout: seconds to wait for rank 0, and later for every key.
 
     Raises:
-        ConfigError: the host of rank 0 has no address here, or the port on rank 0 is taken.
-        RankMissing: rank 0 did not answer in time.
+        ConfigError: the host of rank 0 has no address here, or the port on rank 0, which was set, is taken.
+        RankMissing: rank 0 did not answer in time; or the port that was derived from the job of Slurm is taken.
     """
     from torch.distributed import DistError, PrefixStore, TCPStore
 
@@ -67,18 +67,25 @@ def connect(place: Place, timeout: float) -> Store:
     except DistError as error:
         where = f"{place.master_addr}:{place.master_port}"
         if host:
-            raise ConfigError(
-                f"MASTER_PORT={place.master_port}",
-                f"rank 0 cannot listen on {where}: {str(error).splitlines()[0]}",
-                "a free port of the node of rank 0",
-                "export MASTER_PORT=<port>",
-            ) from error
+            raise _cannot_listen(place, f"rank 0 cannot listen on {where}: {str(error).splitlines()[0]}") from error
         raise RankMissing(
             f"rank {place.rank} on {socket.gethostname()} got no answer from rank 0 at {where} within {timeout:g} s "
             "(launch.start_timeout)"
         ) from error
     # After a restart by torchrun the store still holds the keys of the attempt before.
     return PrefixStore(f"autolaunch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _cannot_listen(place: Place, problem: str) -> ConfigError | RankMissing:
+    """A port that was set will be taken the next time, too; of one that was not, nobody is to blame."""
+    if not os.environ.get("MASTER_PORT"):
+        return RankMissing(f"{problem}\nthe next start of the job tries another port; export MASTER_PORT=<port> sets one")
+    return ConfigError(
+        f"MASTER_PORT={place.master_port}",
+        problem,
+        "a free port of the node of rank 0",
+        "export MASTER_PORT=<port>",
+    )
 
 
 @contextlib.contextmanager
