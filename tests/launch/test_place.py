@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -335,6 +336,29 @@ def test_rank_that_never_comes_is_named() -> None:
     store.set("job_taken/1", "1")
     with pytest.raises(RankMissing, match=r"^rank 2 of 3 .*0\.1 s \(launch\.start_timeout\)$"):
         share_job(store, where, lambda: job, timeout=0.1)
+
+
+def test_ranks_wait_for_rank_0_as_long_as_it_lives() -> None:
+    """It may wait for the run before, or download weights."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first, second = (Place("slurm", rank, 2, master_addr="127.0.0.1", master_port=port) for rank in (0, 1))
+    store, other = rendezvous.connect(first, 1), rendezvous.connect(second, 1)
+    with pytest.raises(rendezvous.RankMissing, match=r"^rank 1 .*rank 0.* silent .*0\.2 s \(launch\.start_timeout\)$"):
+        rendezvous.share_job(other, second, pytest.fail, timeout=0.2)
+    job, taken = ResolvedJob({}, Path("/nowhere"), 2, [], "0"), []
+    rank_1 = threading.Thread(target=lambda: taken.append(rendezvous.share_job(other, second, pytest.fail, 1)))
+    rank_1.start()
+
+    def make_job() -> ResolvedJob:
+        time.sleep(2.5)
+        return job
+
+    before = threading.active_count()
+    assert rendezvous.share_job(store, first, make_job, timeout=1) == job
+    rank_1.join()
+    assert taken == [job]
+    assert threading.active_count() == before - 1
 
 
 def test_a_port_that_is_taken_is_a_wrong_config_only_if_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
