@@ -126,7 +126,18 @@ def compose(line: CommandLine) -> Composed:
             raise_all(errors)
         assert composed is not None
         mode, origin = composed.hydra.mode, Origin(composed.hydra, loader)
+        if composed.hydra.job.chdir:
+            errors.append(_chdir(origin))
         return Composed(composed, multirun or (mode is not None and mode.name == "MULTIRUN"), errors, origin)
+
+
+def _chdir(origin: Origin) -> ConfigError:
+    return ConfigError(
+        origin("hydra.job.chdir", True),
+        "the relative paths of a config are those of the directory in which the command was typed",
+        "hydra.job.chdir=false; output_dir says where a run writes",
+        "hydra.job.chdir=false",
+    )
 
 
 def run_once(line: CommandLine, config: DictConfig, directory: Path, task: Callable[[DictConfig], Any]) -> int:

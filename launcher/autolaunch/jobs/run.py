@@ -49,6 +49,7 @@ from autolaunch.config.resume import (
     resolve_ckpt_path,
     what_last_is,
 )
+from autolaunch.config.saving import saving_without_effect
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.search import is_trial
 from autolaunch.config.sequence_parts import with_sequence_parts
@@ -533,7 +534,8 @@ def resolve_job(
     values = with_tokenizer(with_hub_directory(values))
     values, by_device = with_arithmetic(values)
     mesh, wrong = check(values, output_dir, origin, started_ranks)
-    raise_all([*keys_without_effect(config, typed_overrides(hydra)), *wrong])
+    typed = typed_overrides(hydra)
+    raise_all([*keys_without_effect(config, typed), *saving_without_effect(values, typed, origin), *wrong])
     values = with_labels_of_model(values)
     ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
     if ranks > 1 and started_ranks is None:
@@ -547,7 +549,7 @@ def resolve_job(
         adapter = recorded_adapter(values) if values["task"] != "export" else {}
         check_adapter(values, Path(checkpoint), adapter)
         if values["task"] in TAKING_TASKS:
-            check_model(values, Path(checkpoint), typed_overrides(hydra))
+            check_model(values, Path(checkpoint), typed)
     if checkpoint is not None and record:
         check_that_it_goes_on(values, Path(checkpoint), output_dir, record)
     values["ckpt_path"] = checkpoint
@@ -563,13 +565,13 @@ def resolve_job(
         values,
         output_dir,
         ranks,
-        typed_overrides(hydra),
+        typed,
         __version__,
         choices,
         resumes_last=resumes_last,
         recorded=record,
         by_device=by_device,
-        taken_from=checkpoint if takes_from_job(typed_overrides(hydra)) else None,
+        taken_from=checkpoint if takes_from_job(typed) else None,
         from_environment=from_environment(config),
     )
 
