@@ -1292,6 +1292,15 @@ def test_one_message_and_nothing_else(
     assert sorted(Path().rglob("*")) == before
 
 
+@pytest.mark.parametrize("directory", [[], ["--config-dir", "mine"]], ids=["path", "name"])
+def test_a_file_that_is_not_utf_8_is_named(directory: list[str], command: Callable[..., Outcome]) -> None:
+    Path("mine/experiment/latin.yaml").write_bytes("# @package _global_\nname: caf\xe9\n".encode("latin-1"))
+    chosen = "latin" if directory else "mine/experiment/latin.yaml"
+    code, out, err = command(*directory, f"experiment={chosen}")
+    assert_only_told(err, Told("mine/experiment/latin.yaml, line 2", "not UTF-8", allowed=None))
+    assert (code, out) == (2, "")
+
+
 def test_what_is_switched_off_where_it_is_typed_is_no_mistake() -> None:
     """One line, or one file, is used with and without."""
     for line in (
