@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
-from autolaunch_strategies.config import nearest
+from autolaunch_strategies.config import ConfigError, nearest
 
 CONF = next(path for path in (Path(__file__).parent / "conf", Path(__file__).parents[2] / "conf") if path.is_dir())
 """The config groups: beside this module in a wheel, at the top of a checkout."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def shown(file: Path) -> str:
@@ -63,6 +69,48 @@ def writable_cache() -> Path:
         pass
     _temporary_cache().mkdir(exist_ok=True)
     return _temporary_cache()
+
+
+def cache_entry(name: str) -> Path:
+    """Where an entry of the cache lies or is to be made; one that its owner lets nobody read has one beside it.
+
+    That is in the temporary directories, as `writable_cache()` is where nothing can be written.
+    """
+    entry = writable_cache() / name
+    if entry.exists() and not os.access(entry, os.R_OK | os.X_OK if entry.is_dir() else os.R_OK):
+        _temporary_cache().mkdir(exist_ok=True)
+        return _temporary_cache() / name
+    return entry
+
+
+def part_of(entry: Path) -> Path:
+    """A name beside an entry of the cache for what becomes it by a rename, not used by anybody else.
+
+    What is made there has the permissions of the user's umask, so that others may read it; not so with `tempfile`.
+    """
+    return entry.with_name(f"{entry.name}.{uuid.uuid4().hex}.part")
+
+
+@contextlib.contextmanager
+def cache_errors() -> Iterator[None]:
+    """Tell of a cache in which there is no room, or that can't be read or written; an OSError of other files passes.
+
+    Raises:
+        ConfigError: what is wrong with the cache.
+    """
+    try:
+        yield
+    except OSError as error:
+        caches, file = (user_cache(), _temporary_cache()), Path(str(error.filename))
+        cache = next((item for item in caches if file.is_relative_to(item)), None)
+        if cache is None and error.errno not in _FULL:
+            raise
+        raise ConfigError(
+            f"cache {cache or user_cache()}",
+            os.strerror(error.errno or 0).lower(),
+            "a directory that can be read and written, with room for what is tokenised",
+            "export XDG_CACHE_HOME=DIRECTORY",
+        ) from None
 
 
 def _temporary_cache() -> Path:

@@ -12,6 +12,9 @@ import pytest
 
 from autolaunch import cli
 from autolaunch.config import across_keys, arithmetic
+from autolaunch.config.command_line import CommandLine
+from autolaunch.config.compose import compose, resolved
+from autolaunch.config.saving import saving_without_effect
 from tests.support.messages import Told, assert_only_told
 from tests.support.tiers import one_in
 
@@ -609,6 +612,40 @@ WRONG = [
         ],
         Told("data.labels=next", "no effect", allowed=("model=hf",), write="data.labels=null"),
         id="labels-of-own-model",
+    ),
+    pytest.param(
+        ["experiment=smoke", "checkpoint.every_n_steps=5", "checkpoint.trust=true"],
+        Told(
+            "checkpoint.every_n_steps=5",
+            "no effect: checkpoint.enabled=false (conf/experiment/smoke.yaml)",
+            write="checkpoint.enabled=true checkpoint.every_n_steps=5",
+        ),
+        id="checkpoints-that-a-file-switches-off",
+    ),
+    pytest.param(
+        ["checkpoint.mode=max"],
+        Told("checkpoint.mode=max", "checkpoint.monitor", write="checkpoint.monitor=val_loss checkpoint.mode=max"),
+        id="mode-of-no-value",
+    ),
+    pytest.param(
+        ["export_path=exported"],
+        Told("export_path=exported", "fit", write="autolaunch export ckpt_path=last export_path=exported"),
+        id="export-path-of-a-training",
+    ),
+    pytest.param(
+        ["hydra.job.chdir=true", "model.size=debug"],
+        Told("hydra.job.chdir=true", "relative paths", write="hydra.job.chdir=false"),
+        id="another-working-directory",
+    ),
+    pytest.param(
+        ["-m", "hydra.job.chdir=true", "mesh=1,2"],
+        Told("hydra.job.chdir=true", "relative paths", write="hydra.job.chdir=false"),
+        id="another-working-directory-of-a-sweep",
+    ),
+    pytest.param(
+        ["data", "show", "data=chat", "--cfg", "job"],
+        Told("autolaunch data show --cfg job", "nothing else", write="autolaunch data show data=chat"),
+        id="a-page-beside-data-show",
     ),
     pytest.param(
         ["checkpoint.enabled=2"],
@@ -1253,6 +1290,27 @@ def test_one_message_and_nothing_else(
     assert_only_told(err.replace(str(Path.cwd()), "{cwd}"), told)
     assert (code, out) == (2, "")
     assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize("directory", [[], ["--config-dir", "mine"]], ids=["path", "name"])
+def test_a_file_that_is_not_utf_8_is_named(directory: list[str], command: Callable[..., Outcome]) -> None:
+    Path("mine/experiment/latin.yaml").write_bytes("# @package _global_\nname: caf\xe9\n".encode("latin-1"))
+    chosen = "latin" if directory else "mine/experiment/latin.yaml"
+    code, out, err = command(*directory, f"experiment={chosen}")
+    assert_only_told(err, Told("mine/experiment/latin.yaml, line 2", "not UTF-8", allowed=None))
+    assert (code, out) == (2, "")
+
+
+def test_what_is_switched_off_where_it_is_typed_is_no_mistake() -> None:
+    """One line, or one file, is used with and without."""
+    for line in (
+        ["checkpoint.enabled=false", "checkpoint.every_n_steps=5", "checkpoint.monitor=val_loss"],
+        ["checkpoint.monitor=null", "checkpoint.mode=max"],
+        ["experiment=pretrain_small", "checkpoint.enabled=false"],
+        ["task=plan", "experiment=smoke", "checkpoint.every_n_steps=5"],
+    ):
+        composed = compose(CommandLine(line))
+        assert not list(saving_without_effect(resolved(composed.config), line, composed.origin))
 
 
 @pytest.mark.parametrize(

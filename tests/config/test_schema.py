@@ -124,6 +124,12 @@ def test_info_of_keys_within_keys_and_of_classes(key: str, said: list[str]) -> N
     assert all(part in page for part in said)
 
 
+def test_info_on_a_narrow_terminal_has_room_for_its_text() -> None:
+    console = Console(width=50, file=io.StringIO())
+    print_info("trainer", [CONF], console)
+    assert "\n  trainer.max_steps  null\n      Optimizer steps after which training ends " in console.file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("typed", "sizes"),
     [

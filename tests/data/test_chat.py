@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -564,6 +565,37 @@ def test_a_damaged_cache_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     (directory / "tokens.bin").write_bytes(b"\0" * 8)
     np.testing.assert_equal(all_of(chat_config()), first)
     assert calls == [4, 4] and list(Path("cache/autolaunch").iterdir()) == [directory]
+
+
+def test_a_cache_is_shared_by_users_and_may_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, cache = count_of_encodings(monkeypatch), Path.cwd() / "cache/autolaunch"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    write_lines("chats.jsonl", chats(4))
+    first = all_of(chat_config())
+    (directory,) = cache.iterdir()
+    Path("plain").mkdir()
+    assert directory.stat().st_mode == Path("plain").stat().st_mode
+
+    may = os.access  # nothing is closed to root, who may run this
+    monkeypatch.setattr("os.access", lambda path, mode: path != directory and may(path, mode))
+    for _ in range(2):
+        np.testing.assert_equal(all_of(chat_config()), first)
+    temporary = tmp_path / f"autolaunch-{os.getuid()}"
+    assert calls == [4, 4] and [item.name for item in temporary.iterdir()] == [directory.name]
+
+    write_lines("chats.jsonl", chats(5))
+    made = Path.mkdir
+
+    def full(path: Path, *args: Any, **kwargs: Any) -> None:
+        made(path, *args, **kwargs)
+        if path.name.endswith(".part"):
+            (path / "tokens.bin").symlink_to("/dev/full")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(ConfigError) as error:
+        open_sequences(chat_config(), 0)
+    assert_told(error.value, f"cache {cache}", "no space left", write="export XDG_CACHE_HOME=DIRECTORY")
+    assert list(cache.iterdir()) == [directory]
 
 
 def test_nothing_is_left_behind_by_bad_rows() -> None:

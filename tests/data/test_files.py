@@ -18,6 +18,8 @@ from autolaunch.data import build_data, synthetic, text, tokens
 from autolaunch.data.counts import split_counts, window_count
 from autolaunch.data.documents import find_files
 from autolaunch.data.windows import Sequences, TokenFile, Windows
+from autolaunch_strategies.config import ConfigError
+from tests.support.messages import assert_told
 
 
 def config(kind: str, **changes: Any) -> dict[str, Any]:
@@ -211,6 +213,34 @@ def test_an_interrupted_cache_leaves_nothing_behind(
     with pytest.raises(KeyboardInterrupt):
         text.open_sequences(config("text", path=str(tmp_path / "a.txt")), 0)
     assert list(cache.iterdir()) == []
+
+
+def test_a_cache_is_shared_by_users_and_may_be_full(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("abc" * 1000)
+    wanted = config("text", path=str(tmp_path / "a.txt"))
+    monkeypatch.setattr(text, "IN_MEMORY_TOKENS", 1000)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first = everything(text.open_sequences(wanted, 0)[0])
+    (cached,) = cache.iterdir()
+    (tmp_path / "plain").touch()
+    assert cached.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+    may = os.access  # nothing is closed to root, who may run this
+    monkeypatch.setattr("os.access", lambda path, mode: path != cached and may(path, mode))
+    np.testing.assert_array_equal(everything(text.open_sequences(wanted, 0)[0]), first)
+    temporary = tmp_path / f"autolaunch-{os.getuid()}"
+    assert [item.name for item in temporary.iterdir()] == [cached.name]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    monkeypatch.setattr(text, "_write_npy", lambda file, chunks, dtype: Path("/dev/full").write_bytes(b"x"))
+    with pytest.raises(ConfigError) as error:
+        text.open_sequences(wanted, 0)
+    assert_told(
+        error.value, f"cache {tmp_path / 'other/autolaunch'}", "no space left", write="export XDG_CACHE_HOME=DIRECTORY"
+    )
+    assert list((tmp_path / "other/autolaunch").iterdir()) == []
 
 
 def test_text_through_a_tokenizer_file(tmp_path: Path, cache: Path) -> None:

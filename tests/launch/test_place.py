@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +50,9 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "5",
             id="one process per machine",
         ),
         pytest.param(SLURM, Place("slurm", 4, 5, 0, 1, 2, "n1", 15217), id="srun"),
+        pytest.param(
+            SLURM | {"SLURM_RESTART_COUNT": "2"}, Place("slurm", 4, 5, 0, 1, 2, "n1", 17211), id="srun, queued again"
+        ),
         pytest.param(SLURM | {"SLURM_STEP_ID": ""}, Place(), id="sbatch script"),
         pytest.param(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, Place(), id="srun of one task"),
         pytest.param(
@@ -321,8 +326,6 @@ def test_master_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(60)
 def test_rank_that_never_comes_is_named() -> None:
-    import socket
-
     from autolaunch.launch.rendezvous import RankMissing, connect, share_job
 
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -333,6 +336,43 @@ def test_rank_that_never_comes_is_named() -> None:
     store.set("job_taken/1", "1")
     with pytest.raises(RankMissing, match=r"^rank 2 of 3 .*0\.1 s \(launch\.start_timeout\)$"):
         share_job(store, where, lambda: job, timeout=0.1)
+
+
+def test_ranks_wait_for_rank_0_as_long_as_it_lives() -> None:
+    """It may wait for the run before, or download weights."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first, second = (Place("slurm", rank, 2, master_addr="127.0.0.1", master_port=port) for rank in (0, 1))
+    store, other = rendezvous.connect(first, 1), rendezvous.connect(second, 1)
+    with pytest.raises(rendezvous.RankMissing, match=r"^rank 1 .*rank 0.* silent .*0\.2 s \(launch\.start_timeout\)$"):
+        rendezvous.share_job(other, second, pytest.fail, timeout=0.2)
+    job, taken = ResolvedJob({}, Path("/nowhere"), 2, [], "0"), []
+    rank_1 = threading.Thread(target=lambda: taken.append(rendezvous.share_job(other, second, pytest.fail, 1)))
+    rank_1.start()
+
+    def make_job() -> ResolvedJob:
+        time.sleep(2.5)
+        return job
+
+    before = threading.active_count()
+    assert rendezvous.share_job(store, first, make_job, timeout=1) == job
+    rank_1.join()
+    assert taken == [job]
+    assert threading.active_count() == before - 1
+
+
+def test_a_port_that_is_taken_is_a_wrong_config_only_if_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of Slurm is queued again after a failure, and not after a wrong config."""
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        where = Place("slurm", 0, 2, master_addr="127.0.0.1", master_port=port)
+        with pytest.raises(rendezvous.RankMissing, match=rf"^rank 0 .*127\.0\.0\.1:{port}"):
+            rendezvous.connect(where, 5)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(ConfigError) as error:
+            rendezvous.connect(where, 5)
+    assert_told(error.value, f"MASTER_PORT={port}", "rank 0", "listen", write="export MASTER_PORT=<port>")
 
 
 def test_ranks_run_on_processors_beside_their_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -126,7 +126,18 @@ def compose(line: CommandLine) -> Composed:
             raise_all(errors)
         assert composed is not None
         mode, origin = composed.hydra.mode, Origin(composed.hydra, loader)
+        if composed.hydra.job.chdir:
+            errors.append(_chdir(origin))
         return Composed(composed, multirun or (mode is not None and mode.name == "MULTIRUN"), errors, origin)
+
+
+def _chdir(origin: Origin) -> ConfigError:
+    return ConfigError(
+        origin("hydra.job.chdir", True),
+        "the relative paths of a config are those of the directory in which the command was typed",
+        "hydra.job.chdir=false; output_dir says where a run writes",
+        "hydra.job.chdir=false",
+    )
 
 
 def run_once(line: CommandLine, config: DictConfig, directory: Path, task: Callable[[DictConfig], Any]) -> int:
@@ -554,6 +565,8 @@ def _yaml_at_fault(error: Exception, line: CommandLine) -> ConfigError:
             mark = link.problem_mark
             where = f"{_shown(mark.name)}, line {mark.line + 1}"
             return ConfigError(where, "not YAML; the mistake is here or just above")
+        if isinstance(link, UnicodeDecodeError):
+            return ConfigError(_place_of(link, line), "this file is not UTF-8, as YAML has to be", "a file in UTF-8")
         if isinstance(link, MissingConfigException):
             return _missing_file(link, line)
     for link in _chain(error):
@@ -587,13 +600,28 @@ def _missing_file(error: MissingConfigException, line: CommandLine) -> ConfigErr
 
 def _file_naming(group: str, option: str, line: CommandLine) -> str:
     """` (file)` if a YAML file's defaults list names this option; Hydra only says who included that file."""
-    files = [Path(item.split("=", 1)[1]) for item in line.overrides if item.startswith("experiment=")]
-    for directory in (line.config_dir, line.config_path or CONF):
-        files += sorted(directory.rglob("*.yaml")) if directory else []
     choice = rf"{re.escape(group)}\s*:\s*['\"]?{re.escape(option)}['\"]?"
     entry = re.compile(rf"^\s*-\s*(override\s+)?/?{choice}\s*$", re.MULTILINE)
-    naming = (file for file in files if file.is_file() and entry.search(file.read_text(encoding="utf-8")))
-    return next((f" ({shown(file)})" for file in naming), "")
+    texts = ((file, file.read_text(encoding="utf-8", errors="replace")) for file in _files(line))
+    return next((f" ({shown(file)})" for file, text in texts if entry.search(text)), "")
+
+
+def _place_of(error: UnicodeDecodeError, line: CommandLine) -> str:
+    """The file, and the line in it, that could not be read; the error has the part of its bytes that was."""
+    for file in _files(line):
+        content = file.read_bytes()
+        if error.object in content:
+            before = content[: content.index(error.object) + error.start]
+            return f"{shown(file)}, line {before.count(10) + 1}"
+    return "config"
+
+
+def _files(line: CommandLine) -> Iterator[Path]:
+    """The YAML files that a command line may have named: by their paths, and of its directories of configs."""
+    named = (Path(item.partition("=")[2].strip("'\"")) for item in line.overrides)
+    yield from (file for file in named if file.suffix == ".yaml" and file.is_file())
+    for directory in (line.config_dir, line.config_path or CONF):
+        yield from sorted(directory.rglob("*.yaml")) if directory else ()
 
 
 def _shown(name: str) -> str:

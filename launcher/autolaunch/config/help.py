@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -37,6 +38,9 @@ _EXAMPLES = (
     ("autolaunch plan model=llama model.size=8b mesh=8 dp=fsdp precision=bf16-mixed", "show what a run would do"),
     ("autolaunch -m dp=fsdp,zero1 mesh=1,2", "four runs, one after the other, and a table"),
 )
+
+_NARROW = 70
+"""Columns of a terminal below which three side by side leave no room for text."""
 
 _STYLES_OF = {"mp.plan": tuple(STYLES), "cp.plan": CONTEXT_STYLES}
 
@@ -163,7 +167,7 @@ OF_CLASSES = ("callbacks", "logger")
 def keys_in_files(group: str, directories: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
     """(key, value, comment) of what the files of a group's options hand to their classes, as it stands there."""
     for option in options(group, directories):
-        lines = _file_of(group, option, directories).read_text(encoding="utf-8").splitlines()
+        lines = _file_of(group, option, directories).read_text(encoding="utf-8", errors="replace").splitlines()
         for line in lines:
             if written_key := re.fullmatch(r"  (?!_target_)(\w+): (.*?)(?:\s+# (.*))?", line):
                 key, value, comment = written_key.groups()
@@ -228,7 +232,7 @@ def _print_group(key: str, chosen: str, directories: Sequence[Path], console: Co
 
 def what_it_is(group: str, option: str, directories: Sequence[Path]) -> str:
     """The comment at the beginning of an option's YAML file."""
-    lines = _file_of(group, option, directories).read_text(encoding="utf-8").splitlines()
+    lines = _file_of(group, option, directories).read_text(encoding="utf-8", errors="replace").splitlines()
     comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.lstrip("# ") for line in comments if not line.startswith("# @package"))
 
@@ -241,26 +245,34 @@ def _print_file(group: str, key: str, directories: Sequence[Path], console: Cons
     """What the file of an option says of itself and of its keys, or of one."""
     option = key.split(".")[1]
     console.print(Text(what_it_is(group, option, directories), style="bold"))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column(style="dim")
-    table.add_column()
-    for name, value, comment in keys_in_files(group, directories):
-        if name == key or (name.startswith(f"{key}.") and key.count(".") == 1):
-            table.add_row(f"  {name}", Text("must be given" if value == "???" else value), Text(comment))
-    console.print(table)
-    console.print()
+    rows = [
+        (name, "must be given" if value == "???" else value, comment)
+        for name, value, comment in keys_in_files(group, directories)
+        if name == key or (name.startswith(f"{key}.") and key.count(".") == 1)
+    ]
+    _print_keys(rows, console)
 
 
 def _print_schema(key: str, schema: type, console: Console) -> None:
     console.print(Text((schema.__doc__ or "").strip(), style="bold"))
+    keys = keys_below(key, schema)
+    rows = [(name, default_text(item), _sentence(item, field_types(parent)[item.name])) for name, parent, item in keys]
+    _print_keys(rows, console)
+
+
+def _print_keys(rows: Sequence[tuple[str, str, str]], console: Console) -> None:
+    """Print (key, value, text) of each row: side by side, or on a narrow terminal the text below the key."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="cyan")
     table.add_column(style="dim")
     table.add_column()
-    for name, parent, item in keys_below(key, schema):
-        hint = field_types(parent)[item.name]
-        table.add_row(f"  {name}", Text(default_text(item)), Text(_sentence(item, hint)))
+    for name, value, text in rows:
+        if console.width >= _NARROW:
+            table.add_row(f"  {name}", Text(value), Text(text))
+            continue
+        console.print(Text(f"  {name}  ", "cyan").append(value, "dim"))
+        if text:
+            console.print(Padding(Text(text), (0, 0, 0, 6)))
     console.print(table)
     console.print()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import itertools
 import json
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from autolaunch.data.encoders import Encoder, Example
 from autolaunch.data.progress import moved
 from autolaunch.data.rows import MOST_TOLD, BadRow, Rows, bad_row_errors
 from autolaunch.data.windows import TokenFile
-from autolaunch.directories import writable_cache
+from autolaunch.directories import cache_entry, cache_errors, part_of
 from autolaunch_strategies.config import ConfigError, raise_all
 
 _FORMAT = 2
@@ -131,25 +131,27 @@ def prepare(
         on_bad: `refuse` rows that cannot be trained on, or `skip` and count them.
 
     Raises:
-        ConfigError, ConfigErrors: bad rows, by file and line; or no row is left.
+        ConfigError, ConfigErrors: bad rows, by file and line; or no row is left; or the cache is full.
     """
-    directory = writable_cache() / f"rows-{_name(rows, identity, on_bad)}"
-    if directory.is_dir():
+    with cache_errors():
+        directory = cache_entry(f"rows-{_name(rows, identity, on_bad)}")
+        if directory.is_dir():
+            try:
+                return Prepared.read(directory, rows)
+            except (OSError, ValueError, KeyError):  # cut short, say by a full disk: it is made anew
+                shutil.rmtree(directory, ignore_errors=True)
+        beside = part_of(directory)
+        beside.mkdir()
         try:
-            return Prepared.read(directory, rows)
-        except (OSError, ValueError, KeyError):  # cut short, say by a full disk: it is made anew
-            shutil.rmtree(directory, ignore_errors=True)
-    beside = Path(tempfile.mkdtemp(suffix=".part", dir=directory.parent))
-    try:
-        _write(beside, rows, key, encoder(), on_bad, skip_after)
-        try:
-            beside.rename(directory)
-        except OSError:
-            if not (directory / "meta.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    return Prepared.read(directory, rows)
+            _write(beside, rows, key, encoder(), on_bad, skip_after)
+            try:
+                beside.rename(directory)
+            except OSError:
+                if not (directory / "meta.json").is_file():
+                    raise
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+        return Prepared.read(directory, rows)
 
 
 def _name(rows: Sequence[Rows], identity: Mapping[str, Any], on_bad: str) -> str:
@@ -173,8 +175,9 @@ def _write(directory: Path, rows: Sequence[Rows], key: str, encoder: Encoder, on
     bad = 0
     first_bad: list[str] = []
     names = ("tokens.bin", "trained.bin", "ends.bin", "places.bin")
-    tokens_file, trained_file, ends_file, places_file = opened = [(directory / name).open("wb") for name in names]
-    try:
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context((directory / name).open("wb")) for name in names]
+        tokens_file, trained_file, ends_file, places_file = files
         for part, number, outcome in _examples(rows, encoder):
             if isinstance(outcome, BadRow):
                 bad += 1
@@ -192,9 +195,6 @@ def _write(directory: Path, rows: Sequence[Rows], key: str, encoder: Encoder, on
             trained_file.write(trained.astype(np.uint8).tobytes())
             ends_file.write(np.asarray([tokens], "<i8").tobytes())
             places_file.write(np.asarray([part, number], "<i8").tobytes())
-    finally:
-        for file in opened:
-            file.close()
     raise_all(bad_row_errors(refused))
     if not examples:
         reason = f"all {bad} rows are bad; the first: {first_bad[0]}" if bad else "there are no rows in it"

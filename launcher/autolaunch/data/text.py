@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from autolaunch.data.present import missing_tokenizers
 from autolaunch.data.progress import moved
 from autolaunch.data.tokenizers import END_OF_TEXT_NAMES
 from autolaunch.data.windows import Parts, TokenFile, Windows, split
-from autolaunch.directories import writable_cache
+from autolaunch.directories import cache_entry, cache_errors, part_of
 from autolaunch_strategies.config import ConfigError
 
 BYTES_END_OF_DOCUMENT = 256
@@ -32,7 +30,8 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
     """The sequences of a `TextData` config; the text is tokenised unless that was done before.
 
     Raises:
-        ConfigError: files or a tokenizer that are absent, empty or unreadable; `tokenizers` is not installed.
+        ConfigError: files or a tokenizer that are absent, empty or unreadable; `tokenizers` is not installed; the cache
+            is full.
     """
     encoder = BytesEncoder() if config["tokenizer"] in (None, "bytes") else FileEncoder(expanded(config["tokenizer"]))
     test = None
@@ -114,17 +113,18 @@ def _cached(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncod
             identity.update(repr((str(document.resolve()), status.st_size, status.st_mtime_ns)).encode())
         else:
             identity.update(hashlib.sha256(document).digest())
-    path = writable_cache() / f"{identity.hexdigest()[:32]}.npy"
-    if not path.exists():
+    with cache_errors():
+        path = cache_entry(f"{identity.hexdigest()[:32]}.npy")
+        if path.exists():
+            return path
         # Several ranks may come here at once: each writes its own file, and the last rename wins with equal content.
-        handle, part = tempfile.mkstemp(suffix=".part", dir=path.parent)
+        part = part_of(path)
         try:
-            with os.fdopen(handle, "wb") as file:
+            with part.open("xb") as file:
                 _write_npy(file, _encoded(documents, encoder), encoder.dtype)
-            Path(part).replace(path)
-        except BaseException:
-            Path(part).unlink(missing_ok=True)
-            raise
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     return path
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from rich.text import Text
 
 from autolaunch.config.against_schema import validate
-from autolaunch.config.command_line import parse
+from autolaunch.config.command_line import CommandLine, parse, unquoted
 from autolaunch.config.compose import compose, resolved, unresolvable
 from autolaunch.config.hub import with_hub_directory
 from autolaunch.config.tokenizer import with_tokenizer
@@ -36,13 +36,15 @@ def data_command(words: Sequence[str]) -> int:
     """Do what stands behind `autolaunch data`. What is tokenised for it, the run finds in the cache.
 
     Raises:
-        ConfigError, ConfigErrors: something else than `show` and keys, or all that is wrong with the data.
+        ConfigError, ConfigErrors: something else than `show` and keys, or all that is wrong with the data or its cache.
     """
     if not words or words[0] != "show":
         raise ConfigError(
             " ".join(["autolaunch data", *words]), "no such command", "show, and the keys of a run", USAGE
         )
-    composed = compose(parse(words[1:]))
+    line = parse(words[1:])
+    _refuse_other_pages(line)
+    composed = compose(line)
     raise_all([*composed.errors, *unresolvable(composed.config, composed.origin)])
     values, wrong = validate(resolved(composed.config), composed.origin)
     raise_all(wrong)
@@ -59,6 +61,26 @@ def data_command(words: Sequence[str]) -> int:
     raise_all(check_data(data, 1, None))
     show(data, config["seed"], Terminal())
     return 0
+
+
+def _refuse_other_pages(line: CommandLine) -> None:
+    """Flags of other pages, and of sweeps, which show no data."""
+    flags = {
+        f"--cfg {line.cfg}": line.cfg is not None,
+        f"--info {line.info}": line.info is not None,
+        "--help": line.help,
+        "--version": line.version,
+        "--multirun": line.multirun,
+        **dict.fromkeys(line.hydra_flags, True),
+    }
+    for flag in (flag for flag, typed in flags.items() if typed):
+        keys = " ".join(map(unquoted, line.overrides))
+        raise ConfigError(
+            f"autolaunch data show {flag}",
+            "shows what of the data is trained on, and nothing else",
+            "the keys of a run, --config-dir, --config-path, --config-name",
+            f"autolaunch data show {keys}" if keys else USAGE,
+        )
 
 
 def show(config: dict[str, Any], seed: int, console: Terminal) -> None:

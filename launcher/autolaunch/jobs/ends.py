@@ -80,12 +80,21 @@ def print_table(jobs: Sequence[JobEnd], sweep_dir: Path, console: Console) -> No
     console.print(table)
 
 
-def last_row(directory: Path, since: float) -> dict[str, str]:
-    """The last row of a metrics.csv that was written to after `since`; an older one is of an earlier run."""
-    path = directory / METRICS
-    if not path.is_file() or path.stat().st_mtime < since:
+def metrics_state(directory: Path) -> tuple[int, int, int] | None:
+    """What changes with every row of metrics.csv, whatever clocks say; None if there is no such file."""
+    try:
+        stat = (directory / METRICS).stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def last_row(directory: Path, before: tuple[int, int, int] | None) -> dict[str, str]:
+    """The last row of metrics.csv; empty if the file is as it was `before` a run: its rows are of earlier ones."""
+    if metrics_state(directory) in (None, before):
         return {}
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a killed process leaves half a row behind
+    text = (directory / METRICS).read_text(encoding="utf-8")
+    whole, _, _ = text.rpartition("\n")  # a killed process leaves half a row behind
     return next(reversed(list(csv.DictReader(whole.splitlines()))), {})
 
 

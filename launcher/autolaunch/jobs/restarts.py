@@ -15,7 +15,7 @@ from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
-from autolaunch.jobs.ends import SUMMARY, last_row, read_summary
+from autolaunch.jobs.ends import SUMMARY, last_row, metrics_state, read_summary
 from autolaunch.jobs.fewer_ranks import on_fewer_ranks
 from autolaunch.launch.end import RunEnd, Stop
 from autolaunch.launch.failure import failure_file
@@ -87,11 +87,11 @@ class _Starts:
     def until_the_end(self) -> tuple[ResolvedJob, RunEnd]:
         with self.signals.caught():
             while True:
-                started = time.time()
+                before = metrics_state(self.job.output_dir)
                 end = start.run(self.job, isolated=True)
                 if end.exit_code != FAILED or self.signals.received:
                     return self.job, end
-                failed = self._where(end, started)
+                failed = self._where(end, before)
                 try:
                     again, changed = self._next(failed)
                 except _GivenUp as reason:
@@ -105,8 +105,8 @@ class _Starts:
                     stop = Stop(signum, self._step_of_checkpoint(), self._own_checkpoint())
                     return again, RunEnd("interrupted", stop.exit_code, message=stop.render(again.output_dir))
 
-    def _where(self, end: RunEnd, started: float) -> _Failed:
-        row, summary = last_row(self.job.output_dir, since=started), read_summary(self.job.output_dir)
+    def _where(self, end: RunEnd, before: tuple[int, int, int] | None) -> _Failed:
+        row, summary = last_row(self.job.output_dir, before), read_summary(self.job.output_dir)
         step = max(self._step_of_checkpoint(), int(row.get("step") or 0), summary.get("steps") or 0)
         if end.failure is None:
             return _Failed(step, None, False)

@@ -49,6 +49,7 @@ from autolaunch.config.resume import (
     resolve_ckpt_path,
     what_last_is,
 )
+from autolaunch.config.saving import saving_without_effect
 from autolaunch.config.schema import IN_ONE_PROCESS
 from autolaunch.config.search import is_trial
 from autolaunch.config.sequence_parts import with_sequence_parts
@@ -59,7 +60,7 @@ from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
 from autolaunch.jobs.compare import compare_jobs, refuse_single_job
 from autolaunch.jobs.directory import check_what_is_there
-from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends
+from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, metrics_state, print_table, read_ends
 from autolaunch.jobs.named_parts import check_named_parts
 from autolaunch.jobs.objective import objective_of, value_for_sweeper
 from autolaunch.launch.containment import contained
@@ -434,14 +435,14 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         job = replace(resolve_job(config, hydra, directory), choice=choice)
         job.write()
         _say_what_last_is(job)
-        started = time.time()
+        started, before = time.time(), metrics_state(directory)
         (directory / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
         with contained() if is_trial(config) else contextlib.nullcontext():
             job, end = restarts.run(job, isolated=sweep)
         status, code, message = end.status, end.exit_code, end.message
         if code and status != "submitted":
             if not (directory / SUMMARY).exists():
-                _write_summary(job, status, message, time.time() - started)
+                _write_summary(job, status, message, time.time() - started, before)
             correct_summary(directory, status, message.partition("\n")[0], of_the_run=True)
     except (ConfigError, ConfigErrors) as error:
         status, code, message = "misconfigured", MISCONFIGURED, str(error)
@@ -473,9 +474,15 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         sys.exit(MISCONFIGURED)
 
 
-def _write_summary(job: ResolvedJob, status: str, message: str, seconds: float) -> None:
-    """Say how a run ended whose first rank could not say it itself, in the keys that it would have used."""
-    row = last_row(job.output_dir, since=time.time() - seconds)
+def _write_summary(
+    job: ResolvedJob, status: str, message: str, seconds: float, before: tuple[int, int, int] | None
+) -> None:
+    """Say how a run ended whose first rank could not say it itself, in the keys that it would have used.
+
+    Args:
+        before: the state of metrics.csv when the run started.
+    """
+    row = last_row(job.output_dir, before)
     loss = float(row["loss"]) if row.get("loss") else math.nan
     summary = {
         "task": job.config["task"],
@@ -527,7 +534,8 @@ def resolve_job(
     values = with_tokenizer(with_hub_directory(values))
     values, by_device = with_arithmetic(values)
     mesh, wrong = check(values, output_dir, origin, started_ranks)
-    raise_all([*keys_without_effect(config, typed_overrides(hydra)), *wrong])
+    typed = typed_overrides(hydra)
+    raise_all([*keys_without_effect(config, typed), *saving_without_effect(values, typed, origin), *wrong])
     values = with_labels_of_model(values)
     ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size
     if ranks > 1 and started_ranks is None:
@@ -541,7 +549,7 @@ def resolve_job(
         adapter = recorded_adapter(values) if values["task"] != "export" else {}
         check_adapter(values, Path(checkpoint), adapter)
         if values["task"] in TAKING_TASKS:
-            check_model(values, Path(checkpoint), typed_overrides(hydra))
+            check_model(values, Path(checkpoint), typed)
     if checkpoint is not None and record:
         check_that_it_goes_on(values, Path(checkpoint), output_dir, record)
     values["ckpt_path"] = checkpoint
@@ -557,13 +565,13 @@ def resolve_job(
         values,
         output_dir,
         ranks,
-        typed_overrides(hydra),
+        typed,
         __version__,
         choices,
         resumes_last=resumes_last,
         recorded=record,
         by_device=by_device,
-        taken_from=checkpoint if takes_from_job(typed_overrides(hydra)) else None,
+        taken_from=checkpoint if takes_from_job(typed) else None,
         from_environment=from_environment(config),
     )
 

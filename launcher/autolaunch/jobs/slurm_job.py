@@ -63,8 +63,9 @@ def _ranks(path: Path) -> int:
     from autolaunch.launch.rendezvous import RankMissing, connect, share_job
 
     try:
-        store = connect(here, ResolvedJob.read(path).config["launch"]["start_timeout"])
-        job = share_job(store, here, make_job)
+        timeout = ResolvedJob.read(path).config["launch"]["start_timeout"]
+        store = connect(here, timeout)
+        job = share_job(store, here, make_job, timeout)
     except RankMissing as error:
         print(error, file=sys.stderr)
         return FAILED

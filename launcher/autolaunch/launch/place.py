@@ -109,7 +109,8 @@ def _slurm(env: _Environment) -> Place:
     world_size = env.number("SLURM_STEP_NUM_TASKS", at_least=1)
     node_rank = env.number("SLURM_NODEID")
     local_world_size = _tasks_of_node(env, node_rank)
-    step = env.number("SLURM_JOB_ID") * 31 + env.number("SLURM_STEP_ID")
+    # After a start that found its port taken the next one has another; jobs of one time keep off each other's.
+    start = env.number("SLURM_JOB_ID") * 31 + env.number("SLURM_STEP_ID") + env.number("SLURM_RESTART_COUNT", "0") * 997
     return Place(
         kind="slurm",
         rank=env.number("SLURM_PROCID", below=world_size),
@@ -118,7 +119,7 @@ def _slurm(env: _Environment) -> Place:
         local_world_size=local_world_size,
         node_rank=node_rank,
         master_addr=env.get("MASTER_ADDR") or _first_host(env),
-        master_port=env.number("MASTER_PORT", str(PORTS[step % len(PORTS)]), at_least=1, below=65536),
+        master_port=env.number("MASTER_PORT", str(PORTS[start % len(PORTS)]), at_least=1, below=65536),
     )
 
 

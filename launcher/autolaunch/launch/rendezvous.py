@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 FAREWELL_SECONDS = 10.0
 """How long the rank that hosts the store waits for the others to need it no more."""
 
+LIFE_SECONDS = 5.0
+"""How often rank 0 shows that it lives while the others wait for the job."""
+
 SILENT_SECONDS = 15.0
 """After which a rank that still waits for rank 0 says so."""
 
@@ -45,8 +48,8 @@ def connect(place: Place, timeout: float) -> Store:
         timeout: seconds to wait for rank 0, and later for every key.
 
     Raises:
-        ConfigError: the host of rank 0 has no address here, or the port on rank 0 is taken.
-        RankMissing: rank 0 did not answer in time.
+        ConfigError: the host of rank 0 has no address here, or the port on rank 0, which was set, is taken.
+        RankMissing: rank 0 did not answer in time; or the port that was derived from the job of Slurm is taken.
     """
     from torch.distributed import DistError, PrefixStore, TCPStore
 
@@ -67,18 +70,27 @@ def connect(place: Place, timeout: float) -> Store:
     except DistError as error:
         where = f"{place.master_addr}:{place.master_port}"
         if host:
-            raise ConfigError(
-                f"MASTER_PORT={place.master_port}",
-                f"rank 0 cannot listen on {where}: {str(error).splitlines()[0]}",
-                "a free port of the node of rank 0",
-                "export MASTER_PORT=<port>",
-            ) from error
+            raise _cannot_listen(place, f"rank 0 cannot listen on {where}: {str(error).splitlines()[0]}") from error
         raise RankMissing(
             f"rank {place.rank} on {socket.gethostname()} got no answer from rank 0 at {where} within {timeout:g} s "
             "(launch.start_timeout)"
         ) from error
     # After a restart by torchrun the store still holds the keys of the attempt before.
     return PrefixStore(f"autolaunch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _cannot_listen(place: Place, problem: str) -> ConfigError | RankMissing:
+    """A port that was set will be taken the next time, too; of one that was not, nobody is to blame."""
+    if not os.environ.get("MASTER_PORT"):
+        return RankMissing(
+            f"{problem}\nthe next start of the job tries another port; export MASTER_PORT=<port> sets one"
+        )
+    return ConfigError(
+        f"MASTER_PORT={place.master_port}",
+        problem,
+        "a free port of the node of rank 0",
+        "export MASTER_PORT=<port>",
+    )
 
 
 @contextlib.contextmanager
@@ -104,7 +116,8 @@ def share_job(store: Store, place: Place, make_job: Callable[[], ResolvedJob], t
         store: what `connect` returned.
         place: this rank.
         make_job: composes the job; called on rank 0 only.
-        timeout: seconds that rank 0 waits for every other rank to take it.
+        timeout: seconds that rank 0 waits for every other rank to take it, and that they wait for one that is silent:
+            it may take far longer to make it, if it waits for another run or downloads weights.
 
     Raises:
         RankMissing: on rank 0, when a rank did not come for the job in time; on the others, when rank 0 gave none.
@@ -115,7 +128,7 @@ def share_job(store: Store, place: Place, make_job: Callable[[], ResolvedJob], t
 
     if place.rank:
         try:
-            message = json.loads(store.get("job"))
+            message = json.loads(_await_job(store, place, timeout))
             store.set(f"job_taken/{place.rank}", "1")
         except DistError as error:
             raise RankMissing(f"rank {place.rank} got no job from rank 0: {str(error).splitlines()[0]}") from error
@@ -123,7 +136,8 @@ def share_job(store: Store, place: Place, make_job: Callable[[], ResolvedJob], t
             raise SystemExit(message["exit_code"])
         return ResolvedJob.from_json(message["job"])
     try:
-        job = make_job()
+        with _showing_life(store, min(LIFE_SECONDS, timeout / 4)):
+            job = make_job()
     except BaseException as error:
         store.set("job", json.dumps({"exit_code": exit_code_of(error)}))
         _missing(store, place.world_size, FAREWELL_SECONDS)
@@ -136,6 +150,46 @@ def share_job(store: Store, place: Place, make_job: Callable[[], ResolvedJob], t
             "(launch.start_timeout)"
         )
     return job
+
+
+@contextlib.contextmanager
+def _showing_life(store: Store, seconds: float) -> Iterator[None]:
+    """Count up in the store every `seconds`; over a connection of its own, as one can't be used by two threads."""
+    done = threading.Event()
+    own: Store = store.clone()  # type: ignore[attr-defined]  # torch: not in its stubs
+
+    def count() -> None:
+        with contextlib.suppress(Exception):  # the store is gone, and the main thread will see it
+            while not done.wait(seconds):
+                own.add("alive", 1)
+
+    thread = threading.Thread(target=count, name="life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _await_job(store: Store, place: Place, timeout: float) -> bytes:
+    """What rank 0 hands out, waited for as long as it lives.
+
+    Raises:
+        RankMissing: rank 0 was silent for `timeout` seconds.
+        DistError: the store is gone.
+    """
+    from torch.distributed import DistStoreError
+
+    alive = -1
+    while (count := store.add("alive", 0)) != alive:
+        alive = count
+        with contextlib.suppress(DistStoreError):
+            store.wait(["job"], timedelta(seconds=timeout))
+            return store.get("job")
+    raise RankMissing(
+        f"rank {place.rank} got no job from rank 0, which was silent for {timeout:g} s (launch.start_timeout)"
+    )
 
 
 def _missing(store: Store, world_size: int, seconds: float) -> list[int]:
