@@ -11,6 +11,7 @@ import copy
 import itertools
 import math
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -236,15 +237,16 @@ def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
             override,
             f"Hydra cannot read this value{spoilt}",
             "a backslash before each bracket in the name of a key",
-            f"'{key}={escaped}'",
+            shlex.quote(f"{key}={escaped}"),
         )
     if value[:1] == "[" and value[-1:] == "]":
         listed = ",".join(f'"{item.strip()}"' for item in value[1:-1].split(","))
         if '"' not in value and _readable(f"{key}=[{listed}]"):
             problem = f"Hydra cannot read this value{spoilt}"
-            return ConfigError(override, problem, "a list of texts in quotes", f"'{key}=[{listed}]'")
+            return ConfigError(override, problem, "a list of texts in quotes", shlex.quote(f"{key}=[{listed}]"))
     quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-    return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", f"'{key}=\"{quoted}\"'")
+    write = shlex.quote(f'{key}="{quoted}"')
+    return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", write)
 
 
 def _readable(override: str) -> bool:
@@ -258,15 +260,15 @@ def _readable(override: str) -> bool:
 def _sweep_without_m(item: Override, loader: ConfigLoader, line: CommandLine) -> ConfigError:
     override = unquoted(str(item.input_line))
     key, _, value = override.partition("=")
-    listable, listed = "(" not in value and not _is_group(loader, item.key_or_group), f"'{key}=[{value}]'"
+    listable, listed = "(" not in value and not _is_group(loader, item.key_or_group), shlex.quote(f"{key}=[{value}]")
     words = [unquoted(typed).removeprefix("task=") for typed in line.overrides]
     return ConfigError(
         override,
         "several values, but no -m to run them one after the other",
         f"one value, or a list: {listed}" if listable else "one value",
-        " ".join(["autolaunch", *(listed if word == override else word for word in words)])
+        " ".join(["autolaunch", *(listed if word == override else shlex.quote(word) for word in words)])
         if listable and is_list(key)
-        else " ".join(["autolaunch -m", *words]),
+        else shlex.join(["autolaunch", "-m", *words]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from autolaunch.directories import shown
@@ -21,10 +22,15 @@ def check_what_is_there(directory: Path) -> None:
     errors = []
     for path in (directory / name for name in _DIRECTORIES):
         if path.exists() and not path.is_dir():
-            errors.append(ConfigError(shown(path), "is a file", "a directory, or nothing", f"rm {shown(path)}"))
+            errors.append(ConfigError(shown(path), "is a file", "a directory, or nothing", _removing(path)))
         elif path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
             errors.append(ConfigError(shown(path), "nothing can be written there", "a directory that can be written"))
     for path in (directory / name for name in _FILES):
         if path.is_dir():
-            errors.append(ConfigError(shown(path), "is a directory", "a file, or nothing", f"rm -r {shown(path)}"))
+            errors.append(ConfigError(shown(path), "is a directory", "a file, or nothing", _removing(path)))
     raise_all(errors)
+
+
+def _removing(path: Path) -> str:
+    """The line that removes what is there."""
+    return f"rm {'-r ' if path.is_dir() else ''}{shlex.quote(shown(path))}"

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -157,7 +158,7 @@ def _for_a_cluster(line: CommandLine, here: Place) -> tuple[CommandLine, bool]:
 
 def _as_sweep(overrides: Sequence[str]) -> str:
     """The command line of a sweep with these overrides."""
-    return " ".join(["autolaunch -m", *map(unquoted, overrides)])
+    return shlex.join(["autolaunch", "-m", *map(unquoted, overrides)])
 
 
 def _with_choice(
@@ -240,7 +241,7 @@ def _cluster_without_choice(line: CommandLine, config: DictConfig) -> ConfigErro
             f"cluster={name}",
             f"{config.task} runs on the devices that there are",
             "`plan`, which chooses for any cluster; mesh=auto; -m search=auto, which also measures",
-            " ".join(["autolaunch plan", *typed]),
+            shlex.join(["autolaunch", "plan", *typed]),
         )
     has_mesh = any(key.partition(".")[0] == "mesh" for key in typed_keys(typed))
     unneeded = [item for item in typed if any(key.partition(".")[0] == "cluster" for key in typed_keys([item]))]
@@ -248,9 +249,9 @@ def _cluster_without_choice(line: CommandLine, config: DictConfig) -> ConfigErro
         f"cluster={name}",
         "a dry run uses no devices: with a mesh that is typed it needs no cluster",
         "mesh=auto, which is planned for a cluster; or any mesh without one",
-        " ".join(["autolaunch dryrun", *(item for item in typed if item not in unneeded)])
+        shlex.join(["autolaunch", "dryrun", *(item for item in typed if item not in unneeded)])
         if has_mesh
-        else " ".join(["autolaunch dryrun", AUTO, *typed]),
+        else shlex.join(["autolaunch", "dryrun", AUTO, *typed]),
     )
 
 
