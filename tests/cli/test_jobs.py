@@ -21,6 +21,7 @@ from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
 from autolaunch.launch import lock
 from autolaunch.launch.end import RunEnd
+from autolaunch_strategies.checkpoint.files import write_manifest
 from autolaunch_strategies.config import ConfigError
 from tests.support.messages import Told, assert_only_told, assert_told
 
@@ -343,6 +344,53 @@ def test_a_directory_is_one_runs(
         # Who only looks changes nothing.
         assert "another run" not in command("checkpoint", "verify", "out")[2]
         assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")} == before
+
+
+def save(directory: str) -> Path:
+    """A whole checkpoint of an earlier run."""
+    path = Path(directory, "checkpoints", "step_0000004.ckpt")
+    path.mkdir(parents=True)
+    write_manifest(path, 4, "1")
+    return path
+
+
+def log(directory: str, rows: str = "4,1.0\n") -> None:
+    """What an earlier run has measured."""
+    Path(directory).mkdir(exist_ok=True)
+    Path(directory, "metrics.csv").write_text(f"step,loss\n{rows}")
+
+
+@pytest.mark.parametrize(("leave", "left"), [(save, "checkpoints/step_0000004.ckpt"), (log, "metrics.csv")])
+def test_a_training_writes_over_no_other(
+    leave: Callable[[str], object], left: str, command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    leave("my run")
+    before = {path: path.stat().st_mtime_ns for path in Path("my run").rglob("*")}
+    elsewhere = save("elsewhere")
+    for typed in ([], [f"ckpt_path={elsewhere}"]):
+        code, _, err = command("fit", "mesh=2", *typed, "output_dir=my run", "name=a b")
+        assert (code, ran) == (2, [])
+        assert_told(
+            err, "output_dir=my run", left, allowed=("another directory", "rm -r 'my run'"),
+            write="autolaunch fit mesh=2 'output_dir=my run' 'name=a b' ckpt_path=last",
+        )  # fmt: skip
+    after = {path: path.stat().st_mtime_ns for path in Path("my run").rglob("*") if path.name != lock.LOCK_FILE}
+    assert after == before
+
+
+def test_trainings_that_write_over_nothing(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    """They go on with what is there, or nothing is there that is worth something."""
+    checkpoint = save("out")
+    log("out")
+    for typed in (["ckpt_path=last"], ["ckpt_path=out"], [f"ckpt_path={checkpoint}"], ["plan"]):
+        assert command(*typed, "output_dir=out") == (0, "", "")
+    log("begun", rows="")
+    assert command("output_dir=begun") == (0, "", "")
+    save("swept/0")
+    assert command("-m", "seed=0,5", "output_dir=swept")[0] == 0
+    assert len(ran) == 7
 
 
 def test_the_jobs_of_a_sweep_have_their_directories_to_themselves(

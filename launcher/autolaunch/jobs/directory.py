@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from autolaunch.directories import shown
+from autolaunch.jobs.ends import METRICS
+from autolaunch_strategies.checkpoint.files import complete_checkpoints
 from autolaunch_strategies.config import ConfigError, raise_all
 
 _DIRECTORIES = (".hydra", "logs", "checkpoints")
@@ -29,6 +35,48 @@ def check_what_is_there(directory: Path) -> None:
         if path.is_dir():
             errors.append(ConfigError(shown(path), "is a directory", "a file, or nothing", _removing(path)))
     raise_all(errors)
+
+
+def check_that_nothing_is_lost(directory: Path, config: Mapping[str, Any], going_on: str) -> None:
+    """Refuse a single training that would write over what an earlier one has left.
+
+    Args:
+        directory: where it will write.
+        config: the job; its `ckpt_path` as it was typed.
+        going_on: the line that goes on with the earlier run.
+
+    Raises:
+        ConfigError: there is an earlier training, with which this one does not go on.
+    """
+    where, task = f"output_dir={shown(directory)}", config["task"]
+    if task == "fit" and (left := _left_by_training(directory)) and not _goes_on(directory, config["ckpt_path"]):
+        raise ConfigError(
+            where,
+            f"an earlier run is in this directory ({left}), and would be written over",
+            f"another directory; to begin anew in this one, {_removing(directory)} before",
+            going_on,
+        )
+
+
+def _left_by_training(directory: Path) -> str:
+    """What an earlier `fit` has left that is worth something; empty if there is nothing."""
+    whole = complete_checkpoints(directory / "checkpoints")
+    if whole:
+        return str(whole[-1].relative_to(directory))
+    return METRICS if _has_rows(directory / METRICS) else ""
+
+
+def _has_rows(table: Path) -> bool:
+    with contextlib.suppress(OSError), table.open("rb") as file:
+        return len(list(itertools.islice(file, 2))) == 2
+    return False
+
+
+def _goes_on(directory: Path, ckpt_path: Any) -> bool:
+    """Whether a run with this `ckpt_path` goes on with the one that is in its directory."""
+    if ckpt_path is None or ckpt_path == "last":
+        return ckpt_path == "last"
+    return Path(str(ckpt_path)).expanduser().resolve().is_relative_to(directory.resolve())
 
 
 def _removing(path: Path) -> str:

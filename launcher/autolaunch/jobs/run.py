@@ -59,7 +59,7 @@ from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
 from autolaunch.jobs.compare import compare_jobs, refuse_single_job
-from autolaunch.jobs.directory import check_what_is_there
+from autolaunch.jobs.directory import check_that_nothing_is_lost, check_what_is_there
 from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends
 from autolaunch.jobs.named_parts import check_named_parts
 from autolaunch.jobs.objective import objective_of, value_for_sweeper
@@ -91,6 +91,7 @@ def run_jobs(line: CommandLine) -> int:
     here = place()
     if here.kind != "alone":
         return _run_as_rank(line, here)
+    going_on = _going_on(line)
     line, chooses = _for_a_cluster(line, here)
     line, composed = composed_with_trained_job(line)
     if composed.multirun:
@@ -101,6 +102,7 @@ def run_jobs(line: CommandLine) -> int:
     line, composed, choice = _with_choice(line, composed, chooses)
     directory = _prepare(line, composed)
     with _locked(directory, composed.config):
+        check_that_nothing_is_lost(directory, composed.config, going_on)
         forget_ends(directory)
         ends: list[JobEnd] = []
         code = run_once(line, composed.config, directory, lambda config: run_job(config, choice, ends))
@@ -159,6 +161,15 @@ def _for_a_cluster(line: CommandLine, here: Place) -> tuple[CommandLine, bool]:
 def _as_sweep(overrides: Sequence[str]) -> str:
     """The command line of a sweep with these overrides."""
     return shlex.join(["autolaunch", "-m", *map(unquoted, overrides)])
+
+
+def _going_on(line: CommandLine) -> str:
+    """The same line with `ckpt_path=last`."""
+    name = None if line.config_name == CommandLine.config_name else line.config_name
+    flags = {"--config-dir": line.config_dir, "--config-path": line.config_path, "--config-name": name}
+    words = [word for flag, value in flags.items() if value for word in (flag, str(value))]
+    typed = [unquoted(item).removeprefix("task=") for item in line.overrides if "ckpt_path" not in typed_keys([item])]
+    return shlex.join(["autolaunch", *typed, "ckpt_path=last", *words])
 
 
 def _with_choice(
@@ -286,6 +297,7 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
         settled, composed, choice = _with_choice(chosen_for, composed, chooses)
         directory = _prepare(settled, composed, here.world_size)
         held.enter_context(_locked(directory, composed.config))
+        check_that_nothing_is_lost(directory, composed.config, "ckpt_path=last")
         forget_ends(directory)
         jobs: list[ResolvedJob] = []
 
