@@ -393,6 +393,19 @@ def test_trainings_that_write_over_nothing(
     assert len(ran) == 7
 
 
+def test_predictions_of_two_runs_are_not_mixed(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    checkpoint = save("run")
+    Path("out/predictions").mkdir(parents=True)
+    assert command("predict", f"ckpt_path={checkpoint}", "output_dir=out")[0] == 0
+    Path("out/predictions/batch_000000_part_00000.pt").touch()
+    code, _, err = command("predict", f"ckpt_path={checkpoint}", "output_dir=out")
+    assert (code, len(ran)) == (2, 1)
+    told = Told("output_dir=out", "predictions", allowed=("another directory",), write="rm -r out/predictions")
+    assert_only_told(err, told)
+
+
 def test_the_jobs_of_a_sweep_have_their_directories_to_themselves(
     command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
 ) -> None:

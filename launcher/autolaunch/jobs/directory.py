@@ -17,6 +17,7 @@ from autolaunch_strategies.config import ConfigError, raise_all
 
 _DIRECTORIES = (".hydra", "logs", "checkpoints")
 _FILES = ("metrics.csv", "summary.json", "plan.yaml")
+_PREDICTIONS = "predictions"
 
 
 def check_what_is_there(directory: Path) -> None:
@@ -38,7 +39,7 @@ def check_what_is_there(directory: Path) -> None:
 
 
 def check_that_nothing_is_lost(directory: Path, config: Mapping[str, Any], going_on: str) -> None:
-    """Refuse a single training that would write over what an earlier one has left.
+    """Refuse a single run that would mix with, or write over, what an earlier one has left.
 
     Args:
         directory: where it will write.
@@ -46,7 +47,7 @@ def check_that_nothing_is_lost(directory: Path, config: Mapping[str, Any], going
         going_on: the line that goes on with the earlier run.
 
     Raises:
-        ConfigError: there is an earlier training, with which this one does not go on.
+        ConfigError: for `fit` there is an earlier training, with which it does not go on; for `predict`, predictions.
     """
     where, task = f"output_dir={shown(directory)}", config["task"]
     if task == "fit" and (left := _left_by_training(directory)) and not _goes_on(directory, config["ckpt_path"]):
@@ -55,6 +56,13 @@ def check_that_nothing_is_lost(directory: Path, config: Mapping[str, Any], going
             f"an earlier run is in this directory ({left}), and would be written over",
             f"another directory; to begin anew in this one, {_removing(directory)} before",
             going_on,
+        )
+    if task == "predict" and any((directory / _PREDICTIONS).glob("*.pt")):
+        raise ConfigError(
+            where,
+            f"predictions of an earlier run are in this directory ({_PREDICTIONS}), and would be mixed with new ones",
+            "another directory, or one without predictions",
+            _removing(directory / _PREDICTIONS),
         )
 
 
