@@ -122,9 +122,9 @@ def check_model(config: Mapping[str, Any], checkpoint: Path, overrides: Sequence
     """
     of_the_model = [item for item in overrides if item.lstrip("+~").startswith(("model=", "model.", "experiment="))]
     own = [item for item in of_the_model if not takes_from_job([item])]
-    if config["module"] is not None or "_target_" in config["model"] or (takes_from_job(overrides) and not own):
+    if takes_from_job(overrides) and not own:
         return
-    if changed := changes(record_of(checkpoint), {"model": plain_record(recorded_model(config))}):
+    if changed := another_model(config, checkpoint):
         kept = [item for item in overrides if item not in of_the_model and not item.startswith("task=")]
         raise ConfigError(
             f"ckpt_path={config['ckpt_path']}" + (f" with {own[0]}" if own else ""),
@@ -132,6 +132,13 @@ def check_model(config: Mapping[str, Any], checkpoint: Path, overrides: Sequence
             "the model of that run" + (", which is taken from its job" if job_file_of(checkpoint) else ""),
             shlex.join(["autolaunch", config["task"], *kept]) if job_file_of(checkpoint) else "",
         )
+
+
+def another_model(config: Mapping[str, Any], checkpoint: Path) -> dict[str, str]:
+    """How the model of a job is another than that of the run that wrote a checkpoint, in words; empty if it is not."""
+    if config["module"] is not None or "_target_" in config["model"]:
+        return {}
+    return changes(record_of(checkpoint), {"model": plain_record(recorded_model(config))})
 
 
 def _keys(line: CommandLine) -> set[str]:

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autolaunch.config.recorded import recorded_adapter
-from autolaunch.config.trained import trained_config
+from autolaunch.config.trained import another_model, trained_config
 from autolaunch.data.exported import write_tokenizer
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
@@ -31,11 +31,15 @@ from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.export_adapter import MergedWeights, changed_ties, write_adapter
 from autolaunch.tasks.trusted import check_targets
 from autolaunch_strategies.checkpoint.files import WRITING, damage_in, files_with_hashes, problem_with, read_manifest
-from autolaunch_strategies.checkpoint.record import record_of
+from autolaunch_strategies.checkpoint.record import in_words, record_of
 from autolaunch_strategies.checkpoint.sharded import damaged, readable
 from autolaunch_strategies.checkpoint.storage import Planner, Reader
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
+
+_ITS_JOB = (
+    "the model of the run that wrote it, which its job says (.hydra/job.json), or what is typed where there is none"
+)
 
 SHARD_BYTES = 5 * 10**9
 """At most this much of a model is in memory and in one file, unless one tensor alone is larger."""
@@ -103,8 +107,8 @@ def export_checkpoint(
         parameters, bytes and files written.
 
     Raises:
-        ConfigError: `target` exists; `source` is a single file, or damaged; `merged` without an adapter, or the frozen
-            weights are not those that it was trained with.
+        ConfigError: `target` exists; `source` is a single file, or damaged, or holds another model than `config` says;
+            `merged` without an adapter, or the frozen weights are not those that it was trained with.
     """
     if target.exists():
         raise ConfigError(f"export_path={target}", "exists already", "a directory that does not exist yet")
@@ -112,6 +116,8 @@ def export_checkpoint(
         raise ConfigError(
             f"ckpt_path={source}", "is a single file of plain lightning", "a checkpoint directory written by autolaunch"
         )
+    if changed := another_model(config, source):
+        raise ConfigError(f"ckpt_path={source}", f"was written by a run with another {in_words(changed)}", _ITS_JOB)
     construction = Construction(config["seed"])
     config = unquantised(config)
     with construction.recording():
@@ -127,6 +133,7 @@ def export_checkpoint(
     if problem:
         raise damaged(source, problem)
     stored = _Stored(source, prefix, trust)
+    _check_weights(source, stored.metas, model, None if adapted is None else adapted.trained)
     beside = target.with_name(target.name + WRITING)
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -173,6 +180,27 @@ class _Stored:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be: no_dist
             dcp.load(room, storage_reader=self._reader, planner=Planner(self._trust), no_dist=True)
         return {name.removeprefix(self._prefix): tensor for name, tensor in room.items()}
+
+
+def _check_weights(
+    source: Path, metas: Mapping[str, torch.Tensor], model: nn.Module, trained: Collection[str] | None
+) -> None:
+    """Raise ConfigError if a checkpoint holds other weights than those of the model.
+
+    Args:
+        metas: what it holds, by name.
+        trained: the names that it has to hold; None for all of the model.
+    """
+    state = {name: item for name, item in model.state_dict(keep_vars=True).items() if isinstance(item, torch.Tensor)}
+    wanted = state.keys() - _tied_names(model) if trained is None else trained
+    for names, problem in (
+        ([name for name in metas if name not in state], "its model does not have"),
+        ([name for name in state if name in wanted and name not in metas], "its model has, and the checkpoint not"),
+        ([name for name in metas if name in state and metas[name].shape != state[name].shape], "have another shape"),
+    ):
+        if names:
+            said = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ConfigError(f"ckpt_path={source}", f"weights that {problem}: {said}", _ITS_JOB)
 
 
 def _check_merged(source: Path, config: Mapping[str, Any], adapted: Any) -> None:
