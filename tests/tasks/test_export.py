@@ -61,3 +61,44 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert export_checkpoint(known, target, two)["parameters"] == sum(
         tensor.numel() for tensor in load_file(target / "model.safetensors").values()
     )
+
+
+def test_of_two_exports_to_a_directory_one_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, and the other one is told; what it had written is gone."""
+    config, target = config_of(1), tmp_path / "out" / "model"
+    target.parent.mkdir()
+    source = saved(tmp_path / "saved", config)
+    reached: list[Path] = []
+
+    def write_tokenizer(directory: Path, *_: object) -> None:
+        reached.append(directory)
+        if len(reached) == 1:
+            export_checkpoint(source, target, config)
+
+    monkeypatch.setattr("autolaunch.tasks.export.write_tokenizer", write_tokenizer)
+    refused(source, target, config, "exists already", key=f"export_path={target}")
+    assert len(set(reached)) == 2
+    assert target.stat().st_mode == target.parent.stat().st_mode  # of no private directory
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
+    expected = build_module(config).state_dict()
+    weights = load_file(target / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in weights.items()} == {
+        name.removeprefix("model."): tensor.shape for name, tensor in expected.items()
+    }
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = saved(tmp_path / "saved", config_of(1)), tmp_path / "out" / "model"
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("autolaunch.tasks.export.write_tokenizer", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        export_checkpoint(source, target, config_of(1))
+    assert list(target.parent.iterdir()) == []
+    (tmp_path / "file").touch()
+    below = tmp_path / "file" / "model"
+    with pytest.raises(ConfigError) as caught:
+        export_checkpoint(source, below, config_of(1))
+    assert_told(caught.value, f"export_path={below}", "cannot be created")

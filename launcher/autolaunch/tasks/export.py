@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
-import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -111,7 +113,7 @@ def export_checkpoint(
             `merged` without an adapter, or the frozen weights are not those that it was trained with.
     """
     if target.exists():
-        raise ConfigError(f"export_path={target}", "exists already", "a directory that does not exist yet")
+        raise _exists(target)
     if source.is_file():
         raise ConfigError(
             f"ckpt_path={source}", "is a single file of plain lightning", "a checkpoint directory written by autolaunch"
@@ -134,29 +136,57 @@ def export_checkpoint(
         raise damaged(source, problem)
     stored = _Stored(source, prefix, trust)
     _check_weights(source, stored.metas, model, None if adapted is None else adapted.trained)
-    beside = target.with_name(target.name + WRITING)
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    if adapted is not None and not merged:
-        values = stored.read(adapted.trained)
-        total, files = write_adapter(beside, adapted, values), 1
-        parameters = sum(value.numel() for value in values.values())
-    else:
-        tied, read, unties = _tied_names(model), stored.read, False
-        metas = {name: meta for name, meta in stored.metas.items() if name not in tied}
-        if adapted is not None:
-            weights = MergedWeights(config, module, construction, stored.read(stored.metas))
-            metas, read = weights.metas(), lambda names: {name: weights.read(name) for name in names}
-            unties = weights.unties
-        total, files, dtypes = _write_shards(beside, metas, lambda names: as_in_files(model, read(names)), shard_bytes)
-        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-        write_transformers_files(beside, config["model"], model, dtype, unties)
-        own = model.parameters() if adapted is None else [metas[name] for name in metas]
-        parameters = sum(parameter.numel() for parameter in own)
-    origin = None if config.get("module") else config["model"].get("path")
-    write_tokenizer(beside, config.get("data") or {}, origin if isinstance(origin, str) else None)
-    beside.rename(target)
+    with _written_beside(target) as beside:
+        if adapted is not None and not merged:
+            values = stored.read(adapted.trained)
+            total, files = write_adapter(beside, adapted, values), 1
+            parameters = sum(value.numel() for value in values.values())
+        else:
+            tied, read, unties = _tied_names(model), stored.read, False
+            metas = {name: meta for name, meta in stored.metas.items() if name not in tied}
+            if adapted is not None:
+                weights = MergedWeights(config, module, construction, stored.read(stored.metas))
+                metas, read = weights.metas(), lambda names: {name: weights.read(name) for name in names}
+                unties = weights.unties
+            total, files, dtypes = _write_shards(
+                beside, metas, lambda names: as_in_files(model, read(names)), shard_bytes
+            )
+            dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+            write_transformers_files(beside, config["model"], model, dtype, unties)
+            own = model.parameters() if adapted is None else [metas[name] for name in metas]
+            parameters = sum(parameter.numel() for parameter in own)
+        origin = None if config.get("module") else config["model"].get("path")
+        write_tokenizer(beside, config.get("data") or {}, origin if isinstance(origin, str) else None)
     return {"parameters": parameters, "bytes": total, "files": files}
+
+
+def _exists(target: Path) -> ConfigError:
+    return ConfigError(f"export_path={target}", "exists already", "a directory that does not exist yet")
+
+
+@contextlib.contextmanager
+def _written_beside(target: Path) -> Iterator[Path]:
+    """A directory of nobody else's, which is renamed to `target` at the end; whatever fails, it is gone.
+
+    Raises:
+        ConfigError: `target` has been written meanwhile, or nothing can be written beside it.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        private = tempfile.TemporaryDirectory(prefix=".export_", suffix=WRITING, dir=target.parent)
+    except OSError as error:
+        problem = f"cannot be created: {error.strerror}"
+        raise ConfigError(f"export_path={target}", problem, "a directory that can be written") from None
+    with private as directory:
+        beside = Path(directory) / "export"
+        beside.mkdir()  # whose mode is the usual one, which that of a private directory is not
+        yield beside
+        try:
+            beside.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise _exists(target) from None
 
 
 class _Stored:
