@@ -19,6 +19,7 @@ from autolaunch import cli
 from autolaunch.config import across_keys, arithmetic
 from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
+from autolaunch.jobs.ends import JobEnd
 from autolaunch.launch import lock
 from autolaunch.launch.end import RunEnd
 from autolaunch_strategies.checkpoint.files import write_manifest
@@ -213,6 +214,33 @@ def test_a_second_sweep_into_a_directory_shows_its_own_jobs(
     command("-m", "optimizer.lr=0.1,0.2,0.3", "output_dir=here")
     _, out, _ = command("-m", "optimizer.lr=0.4,0.5", "output_dir=here")
     assert [row[1] for row in rows(out)] == ["optimizer.lr=0.4", "optimizer.lr=0.5"]
+
+
+@pytest.mark.parametrize("argv", [[], ["-m", "optimizer.lr=0.1,0.2"]], ids=["run", "sweep"])
+def test_what_lies_below_a_directory_is_left_alone(
+    argv: list[str], command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    """It may be of another run, which may be running, or of somebody else."""
+    others = [JobEnd(number, ["a=1"], "finished", 0, str(Path(f"here/of_others/{number}"))) for number in (0, 7)]
+    for end in others:
+        end.write()
+    Path("here/nobodys/.hydra/end.json").mkdir(parents=True)  # cannot be removed, nor read
+    Path("here/.hydra").mkdir()
+    Path("here/.hydra/end.json").touch()
+    code, out, err = command(*argv, "output_dir=here")
+    assert (code, err, [row[1] for row in rows(out)]) == (0, "", argv and ["optimizer.lr=0.1", "optimizer.lr=0.2"])
+    assert [end for end in others if not Path(end.directory, ".hydra", "end.json").is_file()] == []
+
+
+def test_an_end_that_cannot_be_removed_is_told(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    Path("here/.hydra/end.json").mkdir(parents=True)
+    Path("swept/.ends/0.json").mkdir(parents=True)
+    for directory, typed, name in (("here", [], ".hydra/end.json"), ("swept", ["-m", "seed=0,5"], ".ends/0.json")):
+        code, _, err = command(*typed, f"output_dir={directory}")
+        assert (code, ran) == (2, [])
+        assert_only_told(err, Told(f"{directory}/{name}", "cannot be removed"))
 
 
 @pytest.mark.parametrize(
@@ -412,6 +440,7 @@ def test_the_jobs_of_a_sweep_have_their_directories_to_themselves(
     Path("out/1").mkdir(parents=True)
     with lock.locked(Path("out/1"), "output_dir=out/1"):
         code, out, err = command("-m", "optimizer.lr=0.1,0.2,0.3", "output_dir=out")
+        assert not Path("out/1/.hydra/end.json").exists()
     assert (code, [row[2] for row in rows(out)]) == (1, ["finished", "misconfigured", "finished"])
     assert_told(err, "output_dir=out/1", "another run", write="launch.wait=true", allowed=("a directory of its own",))
 

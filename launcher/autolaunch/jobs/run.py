@@ -60,7 +60,7 @@ from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
 from autolaunch.jobs.compare import compare_jobs, refuse_single_job
 from autolaunch.jobs.directory import check_that_nothing_is_lost, check_what_is_there
-from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, print_table, read_ends
+from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_end, forget_ends, last_row, print_table, read_ends
 from autolaunch.jobs.named_parts import check_named_parts
 from autolaunch.jobs.objective import objective_of, value_for_sweeper
 from autolaunch.launch.containment import contained
@@ -103,7 +103,7 @@ def run_jobs(line: CommandLine) -> int:
     directory = _prepare(line, composed)
     with _locked(directory, composed.config):
         check_that_nothing_is_lost(directory, composed.config, going_on)
-        forget_ends(directory)
+        forget_end(directory)
         ends: list[JobEnd] = []
         code = run_once(line, composed.config, directory, lambda config: run_job(config, choice, ends))
     return ends[0].exit_code if ends else code
@@ -298,7 +298,7 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
         directory = _prepare(settled, composed, here.world_size)
         held.enter_context(_locked(directory, composed.config))
         check_that_nothing_is_lost(directory, composed.config, "ckpt_path=last")
-        forget_ends(directory)
+        forget_end(directory)
         jobs: list[ResolvedJob] = []
 
         def make(config: DictConfig) -> None:
@@ -441,9 +441,12 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
     directory, overrides = Path(hydra.runtime.output_dir), typed_overrides(hydra)
     status, code, message = "interrupted", INTERRUPTED, ""
     held = contextlib.ExitStack()
+    is_ours = not sweep
     try:
         if sweep:  # a single run has locked its directory before Hydra wrote there
             held.enter_context(_locked(directory, config))
+            forget_end(directory)
+            is_ours = True
         job = replace(resolve_job(config, hydra, directory), choice=choice)
         job.write()
         _say_what_last_is(job)
@@ -467,7 +470,11 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         if ended is not None:
             ended.append(end_of_job)
         with contextlib.suppress(OSError):  # the directory may be gone, or its disk full
-            end_of_job.write()
+            if is_ours:  # not while another run is in it
+                end_of_job.write()
+        with contextlib.suppress(OSError):
+            if sweep and not is_trial(config):
+                end_of_job.tell(Path(hydra.sweep.dir))
         held.close()
         if message and not is_trial(config):
             if sweep:
