@@ -49,7 +49,7 @@ from autolaunch.config.sources import (
     register,
 )
 from autolaunch.directories import CONF, shown
-from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, ConfigError, nearest, raise_all
+from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, ConfigError, nearest, quoted, raise_all
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
 """Hydra 1.3 warns if it is absent, 1.4 if it is present."""
@@ -141,7 +141,7 @@ def run_once(line: CommandLine, config: DictConfig, directory: Path, task: Calla
 
 def run_sweep(line: CommandLine, directory: Path, task: Callable[[DictConfig], Any]) -> int:
     """Have Hydra's sweeper run the jobs of a line, in a directory, each by a task; returns the exit code."""
-    overrides = [*line.overrides, f"hydra.sweep.dir={_quoted(directory)}", "hydra.mode=MULTIRUN"]
+    overrides = [*line.overrides, f"hydra.sweep.dir={quoted(str(directory))}", "hydra.mode=MULTIRUN"]
     with _initialized(line):
         sweeping = GlobalHydra.instance().hydra
         assert sweeping is not None
@@ -188,11 +188,6 @@ def _exit_code(call: Callable[[], Any]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     return 0
-
-
-def _quoted(path: Path) -> str:
-    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'
 
 
 def _wants_multirun(overrides: Sequence[str]) -> bool:
@@ -244,8 +239,8 @@ def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
         if '"' not in value and _readable(f"{key}=[{listed}]"):
             problem = f"Hydra cannot read this value{spoilt}"
             return ConfigError(override, problem, "a list of texts in quotes", shlex.quote(f"{key}=[{listed}]"))
-    quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-    write = shlex.quote(f'{key}="{quoted}"')
+    text = value.replace("\\", "\\\\").replace('"', '\\"')
+    write = shlex.quote(f'{key}="{text}"')
     return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", write)
 
 
