@@ -111,6 +111,8 @@ REFUSED = [
          ["run/logs", "is a file"]),
         ("checkpoints-are-a-file", ["output_dir=run"],
          lambda here: (_directory("run")(here), _file("run/checkpoints")(here)), ["run/checkpoints", "is a file"]),
+        ("ends-of-jobs-are-a-file", ["-m", "output_dir=run", "seed=0,5"],
+         lambda here: (_directory("run")(here), _file("run/.ends")(here)), ["run/.ends", "is a file"]),
         ("metrics-are-a-directory", ["output_dir=run"], _directory("run/metrics.csv"),
          ["run/metrics.csv", "is a directory"]),
         ("no-such-checkpoint", ["ckpt_path=~/nowhere.ckpt"], None, ["nowhere.ckpt"]),

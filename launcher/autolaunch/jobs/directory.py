@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from autolaunch.directories import shown
-from autolaunch.jobs.ends import METRICS
+from autolaunch.jobs.ends import ENDS, METRICS
 from autolaunch_strategies.checkpoint.files import complete_checkpoints
 from autolaunch_strategies.config import ConfigError, raise_all
 
-_DIRECTORIES = (".hydra", "logs", "checkpoints")
+_DIRECTORIES = (".hydra", "logs", "checkpoints", ENDS)
 _FILES = ("metrics.csv", "summary.json", "plan.yaml")
 _PREDICTIONS = "predictions"
 
