@@ -135,7 +135,8 @@ def export_checkpoint(
     if problem:
         raise damaged(source, problem)
     stored = _Stored(source, prefix, trust)
-    _check_weights(source, stored.metas, model, None if adapted is None else adapted.trained)
+    needed = () if config.get("module") else None  # a module of one's own may leave out what it can make again
+    _check_weights(source, stored.metas, model, needed if adapted is None else adapted.trained)
     with _written_beside(target) as beside:
         if adapted is not None and not merged:
             values = stored.read(adapted.trained)
@@ -213,19 +214,19 @@ class _Stored:
 
 
 def _check_weights(
-    source: Path, metas: Mapping[str, torch.Tensor], model: nn.Module, trained: Collection[str] | None
+    source: Path, metas: Mapping[str, torch.Tensor], model: nn.Module, needed: Collection[str] | None
 ) -> None:
     """Raise ConfigError if a checkpoint holds other weights than those of the model.
 
     Args:
         metas: what it holds, by name.
-        trained: the names that it has to hold; None for all of the model.
+        needed: the names that it has to hold; None for all of the model.
     """
     state = {name: item for name, item in model.state_dict(keep_vars=True).items() if isinstance(item, torch.Tensor)}
-    wanted = state.keys() - _tied_names(model) if trained is None else trained
+    needed = state.keys() - _tied_names(model) if needed is None else needed
     for names, problem in (
         ([name for name in metas if name not in state], "its model does not have"),
-        ([name for name in state if name in wanted and name not in metas], "its model has, and the checkpoint not"),
+        ([name for name in state if name in needed and name not in metas], "its model has, and the checkpoint not"),
         ([name for name in metas if name in state and metas[name].shape != state[name].shape], "have another shape"),
     ):
         if names:
