@@ -19,6 +19,7 @@ import csv
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -121,6 +122,7 @@ def make_model_and_chats(directory: Path) -> None:
 def run_autolaunch(directory: Path, ranks: int, steps: int) -> tuple[float, float]:
     """(median seconds per step, loss of the last step) of the command."""
     out = directory / "ours"
+    shutil.rmtree(out, ignore_errors=True)
     _run(
         directory, "-m", "autolaunch", "model=hf", "model.path=model", "data=chat", "data.path=chats.jsonl",
         "data.train_on=all", f"data.seq_len={LENGTH}", f"data.batch_size={BATCH}", f"trainer.max_steps={steps}",

@@ -84,7 +84,7 @@ def main() -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         ours = [sys.executable, "-m", "autolaunch", "model=llama", f"mesh={ranks}", "trainer.max_steps=1"]
         ours += ["trainer.accelerator=gpu" if arguments.gpus else "trainer.accelerator=cpu"]
-        ours += ["checkpoint.enabled=false", f"output_dir={here / 'out'}"]
+        ours += ["checkpoint.enabled=false"]
         ours += ["+callbacks.first._target_=first_step_callback.FirstStep"]
         ours += [f"+callbacks.first.path={stamp}"]
 

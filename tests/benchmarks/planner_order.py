@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -193,6 +194,7 @@ def _measure(arguments: argparse.Namespace, cases: list[Case]) -> dict[str, floa
         if arguments.only not in case.overrides or len(known.get(case.overrides, ())) > turn:
             continue
         directory = (arguments.work / "run").absolute()
+        shutil.rmtree(directory, ignore_errors=True)
         words = [*MODEL, *case.overrides.split(), f"trainer.max_steps={arguments.steps}", f"output_dir={directory}"]
         quiet = ["checkpoint.enabled=false", "trainer.limit_val_batches=0", "trainer.enable_progress_bar=false"]
         done = _autolaunch(*words, *quiet, timeout=600)

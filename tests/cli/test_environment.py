@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -96,7 +97,7 @@ REFUSED = [
         ("a-list", ["output_dir=[a]"], None, ["output_dir=[a]", "a directory"]),
         ("empty", ["output_dir="], None, ["output_dir=", "names nothing"]),
         ("blanks", ["output_dir=' '"], None, ["names nothing"]),
-        ("a-quote", ["output_dir=it's"], None, ["output_dir=it's", "output_dir=\"it's\""]),
+        ("a-quote", ["output_dir=it's"], None, ["output_dir=it's", shlex.quote("output_dir=\"it's\"")]),
         ("a-comma", ["output_dir=a,b"], None, ["several values", "-m"]),
         ("an-equals-sign", ["output_dir=a=b"], None, None),
         ("nobodys-home", ['output_dir="~nobody_of_this_name/x"'], None, ["no home directory"]),
@@ -110,6 +111,8 @@ REFUSED = [
          ["run/logs", "is a file"]),
         ("checkpoints-are-a-file", ["output_dir=run"],
          lambda here: (_directory("run")(here), _file("run/checkpoints")(here)), ["run/checkpoints", "is a file"]),
+        ("ends-of-jobs-are-a-file", ["-m", "output_dir=run", "seed=0,5"],
+         lambda here: (_directory("run")(here), _file("run/.ends")(here)), ["run/.ends", "is a file"]),
         ("metrics-are-a-directory", ["output_dir=run"], _directory("run/metrics.csv"),
          ["run/metrics.csv", "is a directory"]),
         ("no-such-checkpoint", ["ckpt_path=~/nowhere.ckpt"], None, ["nowhere.ckpt"]),

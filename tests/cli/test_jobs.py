@@ -19,8 +19,10 @@ from autolaunch import cli
 from autolaunch.config import across_keys, arithmetic
 from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
+from autolaunch.jobs.ends import JobEnd
 from autolaunch.launch import lock
 from autolaunch.launch.end import RunEnd
+from autolaunch_strategies.checkpoint.files import write_manifest
 from autolaunch_strategies.config import ConfigError
 from tests.support.messages import Told, assert_only_told, assert_told
 
@@ -214,6 +216,33 @@ def test_a_second_sweep_into_a_directory_shows_its_own_jobs(
     assert [row[1] for row in rows(out)] == ["optimizer.lr=0.4", "optimizer.lr=0.5"]
 
 
+@pytest.mark.parametrize("argv", [[], ["-m", "optimizer.lr=0.1,0.2"]], ids=["run", "sweep"])
+def test_what_lies_below_a_directory_is_left_alone(
+    argv: list[str], command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    """It may be of another run, which may be running, or of somebody else."""
+    others = [JobEnd(number, ["a=1"], "finished", 0, str(Path(f"here/of_others/{number}"))) for number in (0, 7)]
+    for end in others:
+        end.write()
+    Path("here/nobodys/.hydra/end.json").mkdir(parents=True)  # cannot be removed, nor read
+    Path("here/.hydra").mkdir()
+    Path("here/.hydra/end.json").touch()
+    code, out, err = command(*argv, "output_dir=here")
+    assert (code, err, [row[1] for row in rows(out)]) == (0, "", argv and ["optimizer.lr=0.1", "optimizer.lr=0.2"])
+    assert [end for end in others if not Path(end.directory, ".hydra", "end.json").is_file()] == []
+
+
+def test_an_end_that_cannot_be_removed_is_told(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    Path("here/.hydra/end.json").mkdir(parents=True)
+    Path("swept/.ends/0.json").mkdir(parents=True)
+    for directory, typed, name in (("here", [], ".hydra/end.json"), ("swept", ["-m", "seed=0,5"], ".ends/0.json")):
+        code, _, err = command(*typed, f"output_dir={directory}")
+        assert (code, ran) == (2, [])
+        assert_only_told(err, Told(f"{directory}/{name}", "cannot be removed"))
+
+
 @pytest.mark.parametrize(
     ("seed", "code", "err"),
     [
@@ -345,12 +374,73 @@ def test_a_directory_is_one_runs(
         assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")} == before
 
 
+def save(directory: str) -> Path:
+    """A whole checkpoint of an earlier run."""
+    path = Path(directory, "checkpoints", "step_0000004.ckpt")
+    path.mkdir(parents=True)
+    write_manifest(path, 4, "1")
+    return path
+
+
+def log(directory: str, rows: str = "4,1.0\n") -> None:
+    """What an earlier run has measured."""
+    Path(directory).mkdir(exist_ok=True)
+    Path(directory, "metrics.csv").write_text(f"step,loss\n{rows}")
+
+
+@pytest.mark.parametrize(("leave", "left"), [(save, "checkpoints/step_0000004.ckpt"), (log, "metrics.csv")])
+def test_a_training_writes_over_no_other(
+    leave: Callable[[str], object], left: str, command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    leave("my run")
+    before = {path: path.stat().st_mtime_ns for path in Path("my run").rglob("*")}
+    elsewhere = save("elsewhere")
+    for typed in ([], [f"ckpt_path={elsewhere}"]):
+        code, _, err = command("fit", "mesh=2", *typed, "output_dir=my run", "name=a b")
+        assert (code, ran) == (2, [])
+        assert_told(
+            err, "output_dir=my run", left, allowed=("another directory", "rm -r 'my run'"),
+            write="autolaunch fit mesh=2 'output_dir=my run' 'name=a b' ckpt_path=last",
+        )  # fmt: skip
+    after = {path: path.stat().st_mtime_ns for path in Path("my run").rglob("*") if path.name != lock.LOCK_FILE}
+    assert after == before
+
+
+def test_trainings_that_write_over_nothing(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    """They go on with what is there, or nothing is there that is worth something."""
+    checkpoint = save("out")
+    log("out")
+    for typed in (["ckpt_path=last"], ["ckpt_path=out"], [f"ckpt_path={checkpoint}"], ["plan"]):
+        assert command(*typed, "output_dir=out") == (0, "", "")
+    log("begun", rows="")
+    assert command("output_dir=begun") == (0, "", "")
+    save("swept/0")
+    assert command("-m", "seed=0,5", "output_dir=swept")[0] == 0
+    assert len(ran) == 7
+
+
+def test_predictions_of_two_runs_are_not_mixed(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    checkpoint = save("run")
+    Path("out/predictions").mkdir(parents=True)
+    assert command("predict", f"ckpt_path={checkpoint}", "output_dir=out")[0] == 0
+    Path("out/predictions/batch_000000_part_00000.pt").touch()
+    code, _, err = command("predict", f"ckpt_path={checkpoint}", "output_dir=out")
+    assert (code, len(ran)) == (2, 1)
+    told = Told("output_dir=out", "predictions", allowed=("another directory",), write="rm -r out/predictions")
+    assert_only_told(err, told)
+
+
 def test_the_jobs_of_a_sweep_have_their_directories_to_themselves(
     command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
 ) -> None:
     Path("out/1").mkdir(parents=True)
     with lock.locked(Path("out/1"), "output_dir=out/1"):
         code, out, err = command("-m", "optimizer.lr=0.1,0.2,0.3", "output_dir=out")
+        assert not Path("out/1/.hydra/end.json").exists()
     assert (code, [row[2] for row in rows(out)]) == (1, ["finished", "misconfigured", "finished"])
     assert_told(err, "output_dir=out/1", "another run", write="launch.wait=true", allowed=("a directory of its own",))
 

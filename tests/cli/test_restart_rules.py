@@ -142,10 +142,12 @@ def test_a_failed_run_goes_on_from_its_newest_checkpoint(command: Command) -> No
 def test_checkpoints_of_another_run_in_the_directory_are_not_gone_on_from(command: Command) -> None:
     save(Path("out"), 100)
     save(Path("out"), 2)
-    starts = [Start(1), Start(3, (2,)), Start(5, end=FINISHED)]
-    told = command("mesh=2", "launch.max_restarts=3", starts=starts)
-    assert told.resumed == [None, None, "step_0000002.ckpt"]
-    assert "from the start: no checkpoint has been written" in told.screen
+    save(Path("out"), 4)
+    there = "ckpt_path=out/checkpoints/step_0000002.ckpt"
+    starts = [Start(3), Start(5, (4,)), Start(7, end=FINISHED)]
+    told = command("mesh=2", "launch.max_restarts=3", there, starts=starts)
+    assert told.resumed == ["step_0000002.ckpt", "step_0000002.ckpt", "step_0000004.ckpt"]
+    assert "none has been written since" in told.screen
 
 
 def test_before_its_first_checkpoint_a_resumed_run_starts_where_it_started(command: Command) -> None:

@@ -145,12 +145,12 @@ WRONG = [
     ),
     pytest.param(
         ["mesh=2", "--why", "mp=2"],
-        Told("why='mp=2'", "no choice", allowed=("plan",), write="autolaunch plan ... cluster=local --why mp=2"),
+        Told('why="mp=2"', "no choice", allowed=("plan",), write="autolaunch plan ... cluster=local --why mp=2"),
         id="why-without-a-choice",
     ),
     pytest.param(
         ["plan", "mesh=2", "--why", "mp=2"],
-        Told("why='mp=2'", "no choice", allowed=("plan",), write="cluster=local --why mp=2"),
+        Told('why="mp=2"', "no choice", allowed=("plan",), write="cluster=local --why mp=2"),
         id="why-without-a-cluster",
     ),
     pytest.param(
@@ -502,7 +502,7 @@ WRONG = [
     ),
     pytest.param(
         ["seed=range(3)"],
-        Told("seed=range(3)", "several values", "-m", write="autolaunch -m seed=range(3)"),
+        Told("seed=range(3)", "several values", "-m", write="autolaunch -m 'seed=range(3)'"),
         id="range-without-m",
     ),
     pytest.param(

@@ -199,7 +199,7 @@ def test_the_command_runs_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "my plans" / "plan.yaml"
     lines = shown(lambda console: show_written(usual(), console, [path, path.with_name("plan.html")]))
     assert section(lines, "run it") == [
-        "autolaunch '+plan=my plans/plan.yaml'",
+        "autolaunch '+plan=\"my plans/plan.yaml\"'",
         "written  my plans/plan.yaml, plan.html",
     ]
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from autolaunch.tasks.checkpoints import Checkpoints
 from autolaunch_strategies import MeshStrategy
+from autolaunch_strategies.checkpoint.files import write_manifest
 
 
 class Valley(pl.LightningModule):
@@ -33,21 +34,47 @@ class Valley(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def trained(directory: Path, steps: int, interval: int, ckpt_path: Path | None = None, **keys: Any) -> Checkpoints:
+    """What has kept the checkpoints of a training."""
+    keys = {"mode": "min", "monitor": None, "keep_last": 2, "every_n_steps": None, "every_minutes": None, **keys}
+    measured: Any = SimpleNamespace(catch_up=lambda: None, not_finite_since=None)
+    checkpoints = Checkpoints(directory, keys, measured)
+    trainer = pl.Trainer(
+        strategy=MeshStrategy("1"), accelerator="cpu", max_steps=steps, max_epochs=-1, val_check_interval=interval,
+        num_sanity_val_steps=0, limit_val_batches=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=directory.parent, callbacks=[checkpoints],
+    )  # fmt: skip
+    data = DataLoader(torch.randn(12, 2)), DataLoader(torch.randn(1, 2))
+    trainer.fit(Valley(), *data, ckpt_path=ckpt_path)
+    return checkpoints
+
+
+def kept(directory: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step_")) for path in directory.iterdir())
+
+
+def test_checkpoints_of_another_run_are_not_removed(tmp_path: Path) -> None:
+    """Also where this one goes on, and from another place; its own, over restarts, are."""
+    directory = tmp_path / "checkpoints"
+    for step in (90, 91):
+        (directory / f"step_{step:07d}.ckpt").mkdir(parents=True)
+        write_manifest(directory / f"step_{step:07d}.ckpt", step, "1")
+    trained(directory, 3, 12, every_n_steps=1)
+    assert kept(directory) == [2, 3, 90, 91]
+    trained(directory, 4, 12, directory / "step_0000003.ckpt")
+    assert kept(directory) == [3, 4, 90, 91]
+    trained(directory, 6, 12, directory / "step_0000003.ckpt", every_n_steps=2)  # which writes 4 again
+    assert kept(directory) == [4, 6, 90, 91]
+    trained(tmp_path / "other", 7, 12, directory / "step_0000006.ckpt")
+    assert (kept(directory), kept(tmp_path / "other")) == ([4, 6, 90, 91], [7])
+
+
 @pytest.mark.parametrize("interval", [2, 3])
 def test_a_save_between_validations_takes_no_place_among_the_best(tmp_path: Path, interval: int) -> None:
     """By time, by a signal or at the end: the value that lightning still shows is of other weights.
 
     One right before its validation, of the same step, has the value of that.
     """
-    keys = {"mode": "min", "monitor": "valley", "keep_last": 2, "every_n_steps": None, "every_minutes": 1e-9}
-    steps: Any = SimpleNamespace(catch_up=lambda: None, not_finite_since=None)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keys, steps)
-    trainer = pl.Trainer(
-        strategy=MeshStrategy("1"), accelerator="cpu", max_steps=11, val_check_interval=interval,
-        num_sanity_val_steps=0, limit_val_batches=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[checkpoints],
-    )  # fmt: skip
-    trainer.fit(Valley(), DataLoader(torch.randn(12, 2)), DataLoader(torch.randn(1, 2)))
-    kept = sorted(int(path.stem.removeprefix("step_")) for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == [interval, 2 * interval, 11]
+    checkpoints = trained(tmp_path / "checkpoints", 11, interval, monitor="valley", every_minutes=1e-9)
+    assert kept(tmp_path / "checkpoints") == [interval, 2 * interval, 11]
     assert Path(checkpoints.best_model_path).stem == f"step_{interval:07d}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -635,7 +636,7 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
             where("why", config["why"]),
             "there is no choice to ask about",
             "`plan` with a cluster",
-            f"{with_cluster} --why {config['why']}",
+            f"{with_cluster} --why {shlex.quote(config['why'])}",
         )
     if config["rank"] and task != "dryrun":
         yield ConfigError(

@@ -6,13 +6,14 @@ import argparse
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from autolaunch.config.schema import TASKS
-from autolaunch_strategies.config import ConfigError, looks_like_mesh, nearest
+from autolaunch_strategies.config import ConfigError, looks_like_mesh, nearest, quoted
 
 HYDRA_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 """What `--info` of Hydra takes; any other word is a key of the config."""
@@ -107,7 +108,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
         return _asked_for_help(known)
     overrides = known.overrides if known.shell_completion else _overrides(known.overrides)
     if known.why is not None:
-        overrides.append(f"why='{known.why}'")
+        overrides.append(f"why={quoted(known.why)}")
     if known.full:
         overrides.append("full=true")
     pages = known.cfg or known.info or hydra_flags or known.help or known.version
@@ -164,7 +165,7 @@ def _unknown_flag(typed: str, flags: list[str]) -> ConfigError:
         return ConfigError(typed, f"no such flag; did you mean {very_close[0]}?", write="autolaunch --help")
     if value:
         key = name.lstrip("-").replace("-", "_")
-        return ConfigError(typed, "keys are written without dashes", write=f"autolaunch {key}={value}")
+        return ConfigError(typed, "keys are written without dashes", write=shlex.join(["autolaunch", f"{key}={value}"]))
     close = nearest(name, flags) if name.startswith("--") else ""
     return ConfigError(typed, "no such flag" + (f"; did you mean {close}?" if close else ""), write="autolaunch --help")
 
@@ -194,15 +195,15 @@ def _overrides(words: list[str]) -> list[str]:
                 f"autolaunch {word}",
                 "no such task" + (f"; did you mean {close}?" if close else ""),
                 ", ".join(TASKS),
-                " ".join(["autolaunch", close or "fit", *words[1:]]),
+                shlex.join(["autolaunch", close or "fit", *words[1:]]),
             )
         elif word in TASKS and words[0] in TASKS:
             others = [other for other in words[1:] if other is not word]
             problem = f"one run has one task, and {words[0]} stands before it"
-            raise ConfigError(word, problem, write=" ".join(["autolaunch", word, *others]))
+            raise ConfigError(word, problem, write=shlex.join(["autolaunch", word, *others]))
         elif word in TASKS:
             others = [other for other in words if other is not word]
-            raise ConfigError(word, "the task is the first word", write=" ".join(["autolaunch", word, *others]))
+            raise ConfigError(word, "the task is the first word", write=shlex.join(["autolaunch", word, *others]))
         else:
             raise ConfigError(word, "neither a task nor key=value", write=f"{word}=...")
     return overrides

@@ -11,6 +11,7 @@ import copy
 import itertools
 import math
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ from autolaunch.config.sources import (
     register,
 )
 from autolaunch.directories import CONF, shown
-from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, ConfigError, nearest, raise_all
+from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, ConfigError, nearest, quoted, raise_all
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
 """Hydra 1.3 warns if it is absent, 1.4 if it is present."""
@@ -151,7 +152,7 @@ def run_once(line: CommandLine, config: DictConfig, directory: Path, task: Calla
 
 def run_sweep(line: CommandLine, directory: Path, task: Callable[[DictConfig], Any]) -> int:
     """Have Hydra's sweeper run the jobs of a line, in a directory, each by a task; returns the exit code."""
-    overrides = [*line.overrides, f"hydra.sweep.dir={_quoted(directory)}", "hydra.mode=MULTIRUN"]
+    overrides = [*line.overrides, f"hydra.sweep.dir={quoted(str(directory))}", "hydra.mode=MULTIRUN"]
     with _initialized(line):
         sweeping = GlobalHydra.instance().hydra
         assert sweeping is not None
@@ -200,11 +201,6 @@ def _exit_code(call: Callable[[], Any]) -> int:
     return 0
 
 
-def _quoted(path: Path) -> str:
-    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'
-
-
 def _wants_multirun(overrides: Sequence[str]) -> bool:
     return "hydra.mode=MULTIRUN" in overrides
 
@@ -247,15 +243,16 @@ def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
             override,
             f"Hydra cannot read this value{spoilt}",
             "a backslash before each bracket in the name of a key",
-            f"'{key}={escaped}'",
+            shlex.quote(f"{key}={escaped}"),
         )
     if value[:1] == "[" and value[-1:] == "]":
         listed = ",".join(f'"{item.strip()}"' for item in value[1:-1].split(","))
         if '"' not in value and _readable(f"{key}=[{listed}]"):
             problem = f"Hydra cannot read this value{spoilt}"
-            return ConfigError(override, problem, "a list of texts in quotes", f"'{key}=[{listed}]'")
-    quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-    return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", f"'{key}=\"{quoted}\"'")
+            return ConfigError(override, problem, "a list of texts in quotes", shlex.quote(f"{key}=[{listed}]"))
+    text = value.replace("\\", "\\\\").replace('"', '\\"')
+    write = shlex.quote(f'{key}="{text}"')
+    return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", write)
 
 
 def _readable(override: str) -> bool:
@@ -269,15 +266,15 @@ def _readable(override: str) -> bool:
 def _sweep_without_m(item: Override, loader: ConfigLoader, line: CommandLine) -> ConfigError:
     override = unquoted(str(item.input_line))
     key, _, value = override.partition("=")
-    listable, listed = "(" not in value and not _is_group(loader, item.key_or_group), f"'{key}=[{value}]'"
+    listable, listed = "(" not in value and not _is_group(loader, item.key_or_group), shlex.quote(f"{key}=[{value}]")
     words = [unquoted(typed).removeprefix("task=") for typed in line.overrides]
     return ConfigError(
         override,
         "several values, but no -m to run them one after the other",
         f"one value, or a list: {listed}" if listable else "one value",
-        " ".join(["autolaunch", *(listed if word == override else word for word in words)])
+        " ".join(["autolaunch", *(listed if word == override else shlex.quote(word) for word in words)])
         if listable and is_list(key)
-        else " ".join(["autolaunch -m", *words]),
+        else shlex.join(["autolaunch", "-m", *words]),
     )
 
 

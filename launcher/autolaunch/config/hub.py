@@ -10,6 +10,7 @@ import errno
 import importlib.util
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -180,7 +181,7 @@ def _told(name: str, revision: str | None) -> Iterator[None]:
             where,
             f"there is no such directory here, it is not whole in the cache {constants.HF_HUB_CACHE}, and {why}",
             "a directory; a cache in HF_HOME that was filled where there is a network; a mirror in HF_ENDPOINT",
-            directory or f"hf download {name}, where there is a network",
+            directory or f"hf download {shlex.quote(name)}, where there is a network",
         ) from error
     except errors.HFValidationError as error:
         raise ConfigError(where, f"there is no such directory here, and no model is called so: {error}") from error

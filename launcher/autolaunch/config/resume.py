@@ -20,7 +20,7 @@ from autolaunch_strategies.checkpoint.files import (
     read_manifest,
 )
 from autolaunch_strategies.checkpoint.record import COMPARED, changes, in_words, record_of, refuse_changes
-from autolaunch_strategies.config import ConfigError, nearest
+from autolaunch_strategies.config import ConfigError, as_typed, nearest
 from autolaunch_strategies.config.values import written
 
 COMPARING_TASKS = ("fit", "plan")
@@ -62,7 +62,7 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
         raise ConfigError(
             "ckpt_path=last",
             f"there is no checkpoint of name={config['name']}; did you mean name={name}?",
-            write=f"autolaunch {config['task']} name={name} ckpt_path=last",
+            write=f"autolaunch {config['task']} {as_typed('name', name)} ckpt_path=last",
         )
     raise ConfigError(
         "ckpt_path=last",
@@ -90,7 +90,7 @@ def _refuse_directory_above(path: Path, asked: str) -> None:
         f"ckpt_path={asked}",
         f"{path} is neither a checkpoint nor the directory of a run; there are checkpoints below it",
         "a complete checkpoint, or the directory of a run that has written one",
-        f"ckpt_path={Path(asked) / newest.relative_to(path)}",
+        as_typed("ckpt_path", Path(asked) / newest.relative_to(path)),
     )
 
 
@@ -144,7 +144,7 @@ def check_adapter(config: Mapping[str, Any], checkpoint: Path, record: Mapping[s
             )
         return
     if there.get("adapter") and not record:
-        base = f" model=hf model.path={there['base_path']}" if there.get("base_path") else ""
+        base = f" model=hf {as_typed('model.path', there['base_path'])}" if there.get("base_path") else ""
         raise ConfigError(
             where,
             f"{checkpoint} holds an adapter alone, and the job has none",
@@ -152,11 +152,12 @@ def check_adapter(config: Mapping[str, Any], checkpoint: Path, record: Mapping[s
             _adapter_keys(there["adapter"]) + base,
         )
     if there and record and not there.get("adapter"):
+        export = f"autolaunch export {as_typed('ckpt_path', checkpoint)} export_path=DIRECTORY"
         raise ConfigError(
             where,
             f"{checkpoint} holds a whole model, and the job trains an adapter beside a frozen one",
             "the checkpoint of a run with an adapter; to adapt this model, start from its export",
-            f"autolaunch export ckpt_path={checkpoint} export_path=DIRECTORY, then model=hf model.path=DIRECTORY",
+            f"{export}, then model=hf model.path=DIRECTORY",
         )
     others = changes(there, {name: record[name] for name in ("adapter", "base") if name in record})
     if others and config["task"] not in COMPARING_TASKS:
@@ -173,7 +174,8 @@ def _adapter_keys(adapter: Mapping[str, Any]) -> str:
     keys = [f"adapter={adapter['kind']}"]
     for name, value in adapter.items():
         if name != "kind" and value not in ([], ""):
-            keys.append(f"adapter.{name}={written(value).replace(' ', '')}")
+            text = written(value).replace(" ", "")
+            keys.append(as_typed(f"adapter.{name}", value) if isinstance(value, str) else f"adapter.{name}={text}")
     return " ".join(keys)
 
 
@@ -204,7 +206,7 @@ def check_that_it_goes_on(
             f"the newest run of the name {config['name']}, which is that of every job without one, is another job: "
             f"{checkpoint} {error.problem}",
             "a name for each job; the path of a checkpoint" + ("" if own else f", with {error.write}"),
-            "name=my_job" if own is None else f"ckpt_path={own}",
+            "name=my_job" if own is None else as_typed("ckpt_path", own),
         ) from None
 
 
@@ -278,7 +280,9 @@ def _check(path: Path, where: str) -> None:
     if problem is None:
         return
     if not path.exists() and (meant := _meant(path, where.removeprefix("ckpt_path="))):
-        raise ConfigError(where, f"{path} {problem}", "last, a complete checkpoint, or a run", f"ckpt_path={meant}")
+        raise ConfigError(
+            where, f"{path} {problem}", "last, a complete checkpoint, or a run", as_typed("ckpt_path", meant)
+        )
     others = [item for item in complete_checkpoints(path.parent) if item != path]
     other = others[-1] if others else None if path.exists() else _newest_below(path.parent)
     searched = f"{path}, nor beside it" if path.is_dir() and not _has_manifest(path) else str(path.parent)
@@ -286,5 +290,5 @@ def _check(path: Path, where: str) -> None:
         where,
         f"{path} {problem}",
         "a complete checkpoint" if other else f"a complete checkpoint; there is none in {searched}",
-        f"ckpt_path={other}" if other else "",
+        as_typed("ckpt_path", other) if other else "",
     )

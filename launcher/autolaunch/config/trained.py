@@ -7,6 +7,7 @@ command line says wins over it.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,7 +24,7 @@ from autolaunch.config.resume import resolve_ckpt_path
 from autolaunch.config.sources import JOB_FILE, TAKEN
 from autolaunch.job import ResolvedJob
 from autolaunch_strategies.checkpoint.record import changes, in_words, plain_record, record_of
-from autolaunch_strategies.config import ConfigError, ConfigErrors
+from autolaunch_strategies.config import ConfigError, ConfigErrors, quoted
 
 TAKING_TASKS = ("validate", "test", "predict", "generate")
 """Tasks that ask the job of their checkpoint what its weights belong to; `export` reads that job itself."""
@@ -93,8 +94,7 @@ def with_trained_job(line: CommandLine, composed: Composed, output_dir: Path) ->
             f"and {other.parent.parent}: these runs trained other models, or on other data",
             "the checkpoints of runs that trained the same; a sweep for each",
         )
-    text = str(files[0]).replace("\\", "\\\\").replace('"', '\\"')
-    with_job = replace(line, overrides=[*line.overrides, f'experiment="{text}"'])
+    with_job = replace(line, overrides=[*line.overrides, f"experiment={quoted(str(files[0]))}"])
     try:
         taken = compose(with_job)
     except (ConfigError, ConfigErrors):
@@ -122,16 +122,23 @@ def check_model(config: Mapping[str, Any], checkpoint: Path, overrides: Sequence
     """
     of_the_model = [item for item in overrides if item.lstrip("+~").startswith(("model=", "model.", "experiment="))]
     own = [item for item in of_the_model if not takes_from_job([item])]
-    if config["module"] is not None or "_target_" in config["model"] or (takes_from_job(overrides) and not own):
+    if takes_from_job(overrides) and not own:
         return
-    if changed := changes(record_of(checkpoint), {"model": plain_record(recorded_model(config))}):
+    if changed := another_model(config, checkpoint):
         kept = [item for item in overrides if item not in of_the_model and not item.startswith("task=")]
         raise ConfigError(
             f"ckpt_path={config['ckpt_path']}" + (f" with {own[0]}" if own else ""),
             f"{checkpoint} was written by a run with another {in_words(changed)}",
             "the model of that run" + (", which is taken from its job" if job_file_of(checkpoint) else ""),
-            " ".join(["autolaunch", config["task"], *kept]) if job_file_of(checkpoint) else "",
+            shlex.join(["autolaunch", config["task"], *kept]) if job_file_of(checkpoint) else "",
         )
+
+
+def another_model(config: Mapping[str, Any], checkpoint: Path) -> dict[str, str]:
+    """How the model of a job is another than that of the run that wrote a checkpoint, in words; empty if it is not."""
+    if config["module"] is not None or "_target_" in config["model"]:
+        return {}
+    return changes(record_of(checkpoint), {"model": plain_record(recorded_model(config))})
 
 
 def _keys(line: CommandLine) -> set[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autolaunch.directories import nearest_path
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, as_typed
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".tex")
 """What is taken from a directory; a file named by itself or by a glob may have any name."""
@@ -54,7 +54,7 @@ def find_files(path: Any, suffixes: Iterable[str], key: str = "data.path") -> li
             raise ConfigError(where, "no file with anything in it matches")
     else:
         close = nearest_path(place)
-        raise ConfigError(where, "no such file or directory", write=f"{key}={close}" if close else "")
+        raise ConfigError(where, "no such file or directory", write=as_typed(key, close) if close else "")
     for file in files:
         name = where if file == place else f"{where}: {file}"
         if not os.access(file, os.R_OK):

@@ -31,7 +31,7 @@ from autolaunch.data.tokenizers import (
     template_text,
     tokenizer_files,
 )
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, as_typed
 
 BYTES_VOCABULARY = BYTES_END + 1
 _SAMPLE_BYTES = 2**20
@@ -207,7 +207,7 @@ def _tokenizer_errors(tokenizer: str, vocab_size: int | None) -> list[ConfigErro
     allowed = "bytes, or the path of a tokenizer.json"
     if not file.is_file():
         inside = file / "tokenizer.json"
-        write = f"data.tokenizer={inside}" if inside.is_file() else ""
+        write = as_typed("data.tokenizer", inside) if inside.is_file() else ""
         return [ConfigError(where, "a directory" if file.is_dir() else "no such file", allowed, write)]
     try:
         size = tokenizer_vocabulary(json.loads(file.read_text("utf-8")))

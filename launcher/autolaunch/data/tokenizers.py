@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from autolaunch.data.documents import expanded
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, as_typed
 
 BYTES_END = 256
 """Ends a text where tokens are bytes."""
@@ -132,7 +132,7 @@ def no_template(name: str) -> ConfigError:
         "data=chat",
         f"the tokenizer {name} has no chat template",
         "a tokenizer with a chat template, or data.chat_template: a file with a jinja template, or the template itself",
-        f"data.tokenizer={around}" if has_template(around) else "data.chat_template=chatml.jinja",
+        as_typed("data.tokenizer", around) if has_template(around) else "data.chat_template=chatml.jinja",
     )
 
 

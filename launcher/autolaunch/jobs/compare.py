@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def compare_finished(words: Sequence[str]) -> int:
                 word,
                 "does not go together with the directories of finished runs",
                 f"{_TOLERANCE}=1e-4, a number",
-                " ".join(["autolaunch compare", *directories]),
+                shlex.join(["autolaunch", "compare", *directories]),
             )
         tolerance = _tolerance(value)
     if len(directories) < 2:
@@ -108,14 +109,16 @@ def _run_at(typed: str) -> Path:
     if not path.exists():
         near = nearest_path(path)
         run = None if near is None else _run_meant(near)
-        raise ConfigError(typed, "there is no such directory", "the directory of a run", str(run or ""))
+        raise ConfigError(
+            typed, "there is no such directory", "the directory of a run", shlex.quote(str(run)) if run else ""
+        )
     run = _run_meant(path)
     if path.is_dir():
         if run in (None, path):
             return path
-        raise ConfigError(typed, "holds runs, and is not one itself", "the directory of one run", str(run))
+        raise ConfigError(typed, "holds runs, and is not one itself", "the directory of one run", shlex.quote(str(run)))
     if run is None or path.name != METRICS:
-        raise ConfigError(typed, "is a file", "the directory of a run", str(run or ""))
+        raise ConfigError(typed, "is a file", "the directory of a run", shlex.quote(str(run)) if run else "")
     return run
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from autolaunch.directories import shown
+from autolaunch.jobs.ends import ENDS, METRICS
+from autolaunch_strategies.checkpoint.files import complete_checkpoints
 from autolaunch_strategies.config import ConfigError, raise_all
 
-_DIRECTORIES = (".hydra", "logs", "checkpoints")
+_DIRECTORIES = (".hydra", "logs", "checkpoints", ENDS)
 _FILES = ("metrics.csv", "summary.json", "plan.yaml")
+_PREDICTIONS = "predictions"
 
 
 def check_what_is_there(directory: Path) -> None:
@@ -21,10 +29,64 @@ def check_what_is_there(directory: Path) -> None:
     errors = []
     for path in (directory / name for name in _DIRECTORIES):
         if path.exists() and not path.is_dir():
-            errors.append(ConfigError(shown(path), "is a file", "a directory, or nothing", f"rm {shown(path)}"))
+            errors.append(ConfigError(shown(path), "is a file", "a directory, or nothing", _removing(path)))
         elif path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
             errors.append(ConfigError(shown(path), "nothing can be written there", "a directory that can be written"))
     for path in (directory / name for name in _FILES):
         if path.is_dir():
-            errors.append(ConfigError(shown(path), "is a directory", "a file, or nothing", f"rm -r {shown(path)}"))
+            errors.append(ConfigError(shown(path), "is a directory", "a file, or nothing", _removing(path)))
     raise_all(errors)
+
+
+def check_that_nothing_is_lost(directory: Path, config: Mapping[str, Any], going_on: str) -> None:
+    """Refuse a single run that would mix with, or write over, what an earlier one has left.
+
+    Args:
+        directory: where it will write.
+        config: the job; its `ckpt_path` as it was typed.
+        going_on: the line that goes on with the earlier run.
+
+    Raises:
+        ConfigError: for `fit` there is an earlier training, with which it does not go on; for `predict`, predictions.
+    """
+    where, task = f"output_dir={shown(directory)}", config["task"]
+    if task == "fit" and (left := _left_by_training(directory)) and not _goes_on(directory, config["ckpt_path"]):
+        raise ConfigError(
+            where,
+            f"an earlier run is in this directory ({left}), and would be written over",
+            f"another directory; to begin anew in this one, {_removing(directory)} before",
+            going_on,
+        )
+    if task == "predict" and any((directory / _PREDICTIONS).glob("*.pt")):
+        raise ConfigError(
+            where,
+            f"predictions of an earlier run are in this directory ({_PREDICTIONS}), and would be mixed with new ones",
+            "another directory, or one without predictions",
+            _removing(directory / _PREDICTIONS),
+        )
+
+
+def _left_by_training(directory: Path) -> str:
+    """What an earlier `fit` has left that is worth something; empty if there is nothing."""
+    whole = complete_checkpoints(directory / "checkpoints")
+    if whole:
+        return str(whole[-1].relative_to(directory))
+    return METRICS if _has_rows(directory / METRICS) else ""
+
+
+def _has_rows(table: Path) -> bool:
+    with contextlib.suppress(OSError), table.open("rb") as file:
+        return len(list(itertools.islice(file, 2))) == 2
+    return False
+
+
+def _goes_on(directory: Path, ckpt_path: Any) -> bool:
+    """Whether a run with this `ckpt_path` goes on with the one that is in its directory."""
+    if ckpt_path is None or ckpt_path == "last":
+        return ckpt_path == "last"
+    return Path(str(ckpt_path)).expanduser().resolve().is_relative_to(directory.resolve())
+
+
+def _removing(path: Path) -> str:
+    """The line that removes what is there."""
+    return f"rm {'-r ' if path.is_dir() else ''}{shlex.quote(shown(path))}"

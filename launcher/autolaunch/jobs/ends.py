@@ -1,4 +1,4 @@
-"""How each job ended, kept in its own directory, and the table that a sweep prints at the end."""
+"""How each job ended, kept in its own directory and in that of its sweep, and the table that a sweep prints."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from rich.text import Text
 
 from autolaunch.directories import shown
 from autolaunch.job import write_beside
+from autolaunch_strategies.config import ConfigError
 
 SUMMARY, METRICS = "summary.json", "metrics.csv"
 
 END_FILE = ".hydra/end.json"
 """Where a job says how it ended, in its own directory."""
+
+ENDS = ".ends"
+"""The directory in that of a sweep where its jobs say how they ended, each in a file: they may be anywhere, and what
+lies below a sweep's directory need not be its own."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +42,43 @@ class JobEnd:
     """What a person is told; empty if it finished."""
 
     def write(self) -> None:
-        """Write it into the job's directory, for the process that prints the table."""
-        path = Path(self.directory) / END_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_beside(path, json.dumps(asdict(self)))
+        """Write it into the job's directory."""
+        write_beside(Path(self.directory) / END_FILE, json.dumps(asdict(self)))
+
+    def tell(self, sweep: Path) -> None:
+        """Write it into the directory of its sweep, for the process that prints the table."""
+        write_beside(sweep / ENDS / f"{self.number}.json", json.dumps(asdict(self)))
 
 
-def forget_ends(directory: Path) -> None:
-    """Remove what earlier jobs have left in this directory or below, before it is run into again."""
-    for path in directory.rglob(END_FILE):
-        path.unlink()
+def forget_end(directory: Path) -> None:
+    """Remove what an earlier job has left in its own directory, before that is run into again.
+
+    Raises:
+        ConfigError: it can't be removed.
+    """
+    _remove(directory / END_FILE)
 
 
-def read_ends(directory: Path) -> list[JobEnd]:
-    """Every job that has ended in this directory or below, by number."""
-    ends = [JobEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in directory.rglob(END_FILE)]
+def forget_ends(sweep: Path) -> None:
+    """Remove what the jobs of an earlier sweep have told in its directory.
+
+    Raises:
+        ConfigError: it can't be removed.
+    """
+    for path in (sweep / ENDS).glob("*.json"):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(shown(path), f"cannot be removed: {error.strerror}", "a directory of one's own") from None
+
+
+def read_ends(sweep: Path) -> list[JobEnd]:
+    """Every job of a sweep that has ended, by number."""
+    ends = [JobEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in (sweep / ENDS).glob("*.json")]
     return sorted(ends, key=lambda end: end.number)
 
 
@@ -68,14 +95,15 @@ def print_table(jobs: Sequence[JobEnd], sweep_dir: Path, console: Console) -> No
     table.add_column("directory", overflow="fold")
     everywhere = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     for job in jobs:
-        summary = read_summary(Path(job.directory))
+        directory = Path(job.directory)
+        summary = read_summary(directory)
         table.add_row(
             str(job.number),
             Text(" ".join(item for item in job.overrides if item not in everywhere)),
             Text(job.status, style="green" if job.exit_code == 0 else "red"),
             _number(summary.get("loss"), "{:.4f}"),
             _number(summary.get("step_time_s"), "{:.3f} s"),
-            str(Path(job.directory).relative_to(sweep_dir)),
+            str(directory.relative_to(sweep_dir) if directory.is_relative_to(sweep_dir) else directory),
         )
     console.print(table)
 

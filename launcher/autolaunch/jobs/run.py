@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -59,8 +60,17 @@ from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
 from autolaunch.jobs.compare import compare_jobs, refuse_single_job
-from autolaunch.jobs.directory import check_what_is_there
-from autolaunch.jobs.ends import SUMMARY, JobEnd, forget_ends, last_row, metrics_state, print_table, read_ends
+from autolaunch.jobs.directory import check_that_nothing_is_lost, check_what_is_there
+from autolaunch.jobs.ends import (
+    SUMMARY,
+    JobEnd,
+    forget_end,
+    forget_ends,
+    last_row,
+    metrics_state,
+    print_table,
+    read_ends,
+)
 from autolaunch.jobs.named_parts import check_named_parts
 from autolaunch.jobs.objective import objective_of, value_for_sweeper
 from autolaunch.launch.containment import contained
@@ -91,6 +101,7 @@ def run_jobs(line: CommandLine) -> int:
     here = place()
     if here.kind != "alone":
         return _run_as_rank(line, here)
+    going_on = _going_on(line)
     line, chooses = _for_a_cluster(line, here)
     line, composed = composed_with_trained_job(line)
     if composed.multirun:
@@ -101,7 +112,8 @@ def run_jobs(line: CommandLine) -> int:
     line, composed, choice = _with_choice(line, composed, chooses)
     directory = _prepare(line, composed)
     with _locked(directory, composed.config):
-        forget_ends(directory)
+        check_that_nothing_is_lost(directory, composed.config, going_on)
+        forget_end(directory)
         ends: list[JobEnd] = []
         code = run_once(line, composed.config, directory, lambda config: run_job(config, choice, ends))
     return ends[0].exit_code if ends else code
@@ -158,7 +170,16 @@ def _for_a_cluster(line: CommandLine, here: Place) -> tuple[CommandLine, bool]:
 
 def _as_sweep(overrides: Sequence[str]) -> str:
     """The command line of a sweep with these overrides."""
-    return " ".join(["autolaunch -m", *map(unquoted, overrides)])
+    return shlex.join(["autolaunch", "-m", *map(unquoted, overrides)])
+
+
+def _going_on(line: CommandLine) -> str:
+    """The same line with `ckpt_path=last`."""
+    name = None if line.config_name == CommandLine.config_name else line.config_name
+    flags = {"--config-dir": line.config_dir, "--config-path": line.config_path, "--config-name": name}
+    words = [word for flag, value in flags.items() if value for word in (flag, str(value))]
+    typed = [unquoted(item).removeprefix("task=") for item in line.overrides if "ckpt_path" not in typed_keys([item])]
+    return shlex.join(["autolaunch", *typed, "ckpt_path=last", *words])
 
 
 def _with_choice(
@@ -241,7 +262,7 @@ def _cluster_without_choice(line: CommandLine, config: DictConfig) -> ConfigErro
             f"cluster={name}",
             f"{config.task} runs on the devices that there are",
             "`plan`, which chooses for any cluster; mesh=auto; -m search=auto, which also measures",
-            " ".join(["autolaunch plan", *typed]),
+            shlex.join(["autolaunch", "plan", *typed]),
         )
     has_mesh = any(key.partition(".")[0] == "mesh" for key in typed_keys(typed))
     unneeded = [item for item in typed if any(key.partition(".")[0] == "cluster" for key in typed_keys([item]))]
@@ -249,9 +270,9 @@ def _cluster_without_choice(line: CommandLine, config: DictConfig) -> ConfigErro
         f"cluster={name}",
         "a dry run uses no devices: with a mesh that is typed it needs no cluster",
         "mesh=auto, which is planned for a cluster; or any mesh without one",
-        " ".join(["autolaunch dryrun", *(item for item in typed if item not in unneeded)])
+        shlex.join(["autolaunch", "dryrun", *(item for item in typed if item not in unneeded)])
         if has_mesh
-        else " ".join(["autolaunch dryrun", AUTO, *typed]),
+        else shlex.join(["autolaunch", "dryrun", AUTO, *typed]),
     )
 
 
@@ -286,7 +307,8 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
         settled, composed, choice = _with_choice(chosen_for, composed, chooses)
         directory = _prepare(settled, composed, here.world_size)
         held.enter_context(_locked(directory, composed.config))
-        forget_ends(directory)
+        check_that_nothing_is_lost(directory, composed.config, "ckpt_path=last")
+        forget_end(directory)
         jobs: list[ResolvedJob] = []
 
         def make(config: DictConfig) -> None:
@@ -429,9 +451,12 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
     directory, overrides = Path(hydra.runtime.output_dir), typed_overrides(hydra)
     status, code, message = "interrupted", INTERRUPTED, ""
     held = contextlib.ExitStack()
+    is_ours = not sweep
     try:
         if sweep:  # a single run has locked its directory before Hydra wrote there
             held.enter_context(_locked(directory, config))
+            forget_end(directory)
+            is_ours = True
         job = replace(resolve_job(config, hydra, directory), choice=choice)
         job.write()
         _say_what_last_is(job)
@@ -455,7 +480,11 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         if ended is not None:
             ended.append(end_of_job)
         with contextlib.suppress(OSError):  # the directory may be gone, or its disk full
-            end_of_job.write()
+            if is_ours:  # not while another run is in it
+                end_of_job.write()
+        with contextlib.suppress(OSError):
+            if sweep and not is_trial(config):
+                end_of_job.tell(Path(hydra.sweep.dir))
         held.close()
         if message and not is_trial(config):
             if sweep:

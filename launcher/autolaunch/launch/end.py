@@ -11,6 +11,7 @@ from pathlib import Path
 
 from autolaunch.job import write_beside
 from autolaunch.launch.failure import Failure
+from autolaunch_strategies.config import as_typed
 
 STOP_SIGNAL = signal.SIGHUP
 """How the parent ends a worker. Lightning puts a handler of its own on SIGTERM, which a rank that hangs never gets to
@@ -45,7 +46,7 @@ class Stop:
             return f"stopped by {name} after step {self.step}; no checkpoint was written"
         return (
             f"stopped by {name} after step {self.step}; saved in {self.checkpoint}\n"
-            f"to go on: the same command with output_dir={output_dir} ckpt_path=last"
+            f"to go on: the same command with {as_typed('output_dir', output_dir)} ckpt_path=last"
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.launch.end import PREEMPTED, read_stop
 from autolaunch_strategies.checkpoint.files import MANIFEST, complete_checkpoints
+from autolaunch_strategies.config import as_typed
 
 MISCONFIGURED = 2
 
@@ -100,7 +101,8 @@ def after_a_start(job: ResolvedJob, code: int, number: str) -> int:
     done = _scontrol("requeue", number)
     if done is None or done.returncode:
         why = "scontrol does not answer" if done is None else done.stderr.strip()
-        _tell(f"that is refused: {why}\nto go on: the same command with output_dir={job.output_dir} ckpt_path=last")
+        there = as_typed("output_dir", job.output_dir)
+        _tell(f"that is refused: {why}\nto go on: the same command with {there} ckpt_path=last")
     return code
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autolaunch.directories import nearest_path
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, as_typed
 
 INDEX_FILE, SINGLE_FILE = WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
 """What a pretrained directory holds: the index of several files, or one file."""
@@ -79,7 +79,7 @@ def merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 def directory_meant(path: Path) -> str:
     """The line with the model directory that `model.path` was most likely meant to be; or an empty string."""
     close = nearest_path(path)
-    return f"model.path={close}" if close is not None and (close / "config.json").is_file() else ""
+    return as_typed("model.path", close) if close is not None and (close / "config.json").is_file() else ""
 
 
 def code_of(model_type: str) -> str:

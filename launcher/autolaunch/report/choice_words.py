@@ -23,6 +23,7 @@ from autolaunch.report.readable import (
     share_of,
 )
 from autolaunch.report.settings_words import mesh_name, mesh_words, option_differences, option_rows, option_words
+from autolaunch_strategies.config import as_typed
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ def command_of(choice: Mapping[str, Any], plan: str = "") -> list[str]:
     chosen = choice.get("chosen")
     if not chosen:
         return []
-    return ["autolaunch", *map(shlex.quote, [f"+plan={plan}"] if plan else chosen["overrides"])]
+    return ["autolaunch", *([as_typed("+plan", plan)] if plan else map(shlex.quote, chosen["overrides"]))]
 
 
 def _model(model: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.report.plan_file import write_plan
 from autolaunch.report.readable import readable_bytes
+from autolaunch_strategies.config import as_typed
 from autolaunch_strategies.planner.search import Standing
 from autolaunch_strategies.planner.trials import MEASURED, OUT_OF_MEMORY, Trial, timing
 
@@ -118,7 +119,9 @@ def print_results(
     for note in notes:
         console.print(Text(note), soft_wrap=True)
     if best is not None:
-        console.print(Text(f"run the best:  autolaunch experiment={shown(best)}", style="green"), soft_wrap=True)
+        console.print(
+            Text(f"run the best:  autolaunch {as_typed('experiment', shown(best))}", style="green"), soft_wrap=True
+        )
     else:
         console.print(Text("no configuration was measured", style="red"), soft_wrap=True)
 

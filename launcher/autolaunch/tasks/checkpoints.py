@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from autolaunch.launch.failure import is_peer_lost
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.readable import readable_bytes
-from autolaunch_strategies.checkpoint.files import complete_checkpoints
+from autolaunch_strategies.checkpoint.files import complete_checkpoints, order_of_writing
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.lightning.votes import TrainingStopped
 from autolaunch_strategies.pipeline.failure import StageFailedError
@@ -26,7 +26,8 @@ class Checkpoints(ModelCheckpoint):
     """Checkpoints every so many steps and minutes, at the end, and when a signal ends training.
 
     The newest one is always kept, so that the run can go on from it; beside it the newest others, or the best by a
-    logged value. That holds over restarts: what counts is what stands in the directory.
+    logged value. That holds over restarts: what counts is what stands in the directory of the run that goes on. What
+    another one has left there is neither counted nor removed.
 
     Args:
         directory: of the checkpoints.
@@ -64,14 +65,14 @@ class Checkpoints(ModelCheckpoint):
         self._scores = dict(state_dict.get("scores", {}))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at what earlier runs left in the directory."""
+        """Look at what the run that goes on has left in the directory."""
         if self.seconds is not None:
             self._next_save = time.monotonic() + self.seconds
         self._last_global_step_saved = trainer.global_step
         names: list[str] = []
         problem = ""
         if trainer.is_global_zero:
-            names = [item.name for item in complete_checkpoints(self.directory)]
+            names = self._written_before(trainer.ckpt_path)
             problem = self._no_space(pl_module, trainer, len(names))
         names, problem = trainer.strategy.broadcast((names, problem))
         if problem:
@@ -81,6 +82,18 @@ class Checkpoints(ModelCheckpoint):
                 "a directory on a larger disk, or checkpoint.enabled=false, which writes none",
             )
         self._scores = {name: self._scores.get(name) for name in names}
+
+    def _written_before(self, ckpt_path: Any) -> list[str]:
+        """Names of the checkpoints of the run that goes on, the oldest first; none if it begins, or began elsewhere.
+
+        Args:
+            ckpt_path: from which checkpoint it goes on; what was written after that is of the same run.
+        """
+        if ckpt_path is None or Path(ckpt_path).parent.resolve() != self.directory.resolve():
+            return []
+        since = order_of_writing(Path(ckpt_path))
+        whole = complete_checkpoints(self.directory)
+        return [item.name for item in whole if item.name in self._scores or order_of_writing(item) >= since]
 
     def _no_space(self, pl_module: pl.LightningModule, trainer: pl.Trainer, written: int) -> str:
         """Why the disk does not hold two checkpoints: one is removed when the next is written. Empty if it does.

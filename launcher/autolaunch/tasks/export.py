@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
-import shutil
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autolaunch.config.recorded import recorded_adapter
-from autolaunch.config.trained import trained_config
+from autolaunch.config.trained import another_model, trained_config
 from autolaunch.data.exported import write_tokenizer
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
@@ -31,11 +33,15 @@ from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.export_adapter import MergedWeights, changed_ties, write_adapter
 from autolaunch.tasks.trusted import check_targets
 from autolaunch_strategies.checkpoint.files import WRITING, damage_in, files_with_hashes, problem_with, read_manifest
-from autolaunch_strategies.checkpoint.record import record_of
+from autolaunch_strategies.checkpoint.record import in_words, record_of
 from autolaunch_strategies.checkpoint.sharded import damaged, readable
 from autolaunch_strategies.checkpoint.storage import Planner, Reader
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
+
+_ITS_JOB = (
+    "the model of the run that wrote it, which its job says (.hydra/job.json), or what is typed where there is none"
+)
 
 SHARD_BYTES = 5 * 10**9
 """At most this much of a model is in memory and in one file, unless one tensor alone is larger."""
@@ -103,15 +109,17 @@ def export_checkpoint(
         parameters, bytes and files written.
 
     Raises:
-        ConfigError: `target` exists; `source` is a single file, or damaged; `merged` without an adapter, or the frozen
-            weights are not those that it was trained with.
+        ConfigError: `target` exists; `source` is a single file, or damaged, or holds another model than `config` says;
+            `merged` without an adapter, or the frozen weights are not those that it was trained with.
     """
     if target.exists():
-        raise ConfigError(f"export_path={target}", "exists already", "a directory that does not exist yet")
+        raise _exists(target)
     if source.is_file():
         raise ConfigError(
             f"ckpt_path={source}", "is a single file of plain lightning", "a checkpoint directory written by autolaunch"
         )
+    if changed := another_model(config, source):
+        raise ConfigError(f"ckpt_path={source}", f"was written by a run with another {in_words(changed)}", _ITS_JOB)
     construction = Construction(config["seed"])
     config = unquantised(config)
     with construction.recording():
@@ -127,29 +135,59 @@ def export_checkpoint(
     if problem:
         raise damaged(source, problem)
     stored = _Stored(source, prefix, trust)
-    beside = target.with_name(target.name + WRITING)
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    if adapted is not None and not merged:
-        values = stored.read(adapted.trained)
-        total, files = write_adapter(beside, adapted, values), 1
-        parameters = sum(value.numel() for value in values.values())
-    else:
-        tied, read, unties = _tied_names(model), stored.read, False
-        metas = {name: meta for name, meta in stored.metas.items() if name not in tied}
-        if adapted is not None:
-            weights = MergedWeights(config, module, construction, stored.read(stored.metas))
-            metas, read = weights.metas(), lambda names: {name: weights.read(name) for name in names}
-            unties = weights.unties
-        total, files, dtypes = _write_shards(beside, metas, lambda names: as_in_files(model, read(names)), shard_bytes)
-        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-        write_transformers_files(beside, config["model"], model, dtype, unties)
-        own = model.parameters() if adapted is None else [metas[name] for name in metas]
-        parameters = sum(parameter.numel() for parameter in own)
-    origin = None if config.get("module") else config["model"].get("path")
-    write_tokenizer(beside, config.get("data") or {}, origin if isinstance(origin, str) else None)
-    beside.rename(target)
+    needed = () if config.get("module") else None  # a module of one's own may leave out what it can make again
+    _check_weights(source, stored.metas, model, needed if adapted is None else adapted.trained)
+    with _written_beside(target) as beside:
+        if adapted is not None and not merged:
+            values = stored.read(adapted.trained)
+            total, files = write_adapter(beside, adapted, values), 1
+            parameters = sum(value.numel() for value in values.values())
+        else:
+            tied, read, unties = _tied_names(model), stored.read, False
+            metas = {name: meta for name, meta in stored.metas.items() if name not in tied}
+            if adapted is not None:
+                weights = MergedWeights(config, module, construction, stored.read(stored.metas))
+                metas, read = weights.metas(), lambda names: {name: weights.read(name) for name in names}
+                unties = weights.unties
+            total, files, dtypes = _write_shards(
+                beside, metas, lambda names: as_in_files(model, read(names)), shard_bytes
+            )
+            dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+            write_transformers_files(beside, config["model"], model, dtype, unties)
+            own = model.parameters() if adapted is None else [metas[name] for name in metas]
+            parameters = sum(parameter.numel() for parameter in own)
+        origin = None if config.get("module") else config["model"].get("path")
+        write_tokenizer(beside, config.get("data") or {}, origin if isinstance(origin, str) else None)
     return {"parameters": parameters, "bytes": total, "files": files}
+
+
+def _exists(target: Path) -> ConfigError:
+    return ConfigError(f"export_path={target}", "exists already", "a directory that does not exist yet")
+
+
+@contextlib.contextmanager
+def _written_beside(target: Path) -> Iterator[Path]:
+    """A directory of nobody else's, which is renamed to `target` at the end; whatever fails, it is gone.
+
+    Raises:
+        ConfigError: `target` has been written meanwhile, or nothing can be written beside it.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        private = tempfile.TemporaryDirectory(prefix=".export_", suffix=WRITING, dir=target.parent)
+    except OSError as error:
+        problem = f"cannot be created: {error.strerror}"
+        raise ConfigError(f"export_path={target}", problem, "a directory that can be written") from None
+    with private as directory:
+        beside = Path(directory) / "export"
+        beside.mkdir()  # whose mode is the usual one, which that of a private directory is not
+        yield beside
+        try:
+            beside.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise _exists(target) from None
 
 
 class _Stored:
@@ -173,6 +211,27 @@ class _Stored:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be: no_dist
             dcp.load(room, storage_reader=self._reader, planner=Planner(self._trust), no_dist=True)
         return {name.removeprefix(self._prefix): tensor for name, tensor in room.items()}
+
+
+def _check_weights(
+    source: Path, metas: Mapping[str, torch.Tensor], model: nn.Module, needed: Collection[str] | None
+) -> None:
+    """Raise ConfigError if a checkpoint holds other weights than those of the model.
+
+    Args:
+        metas: what it holds, by name.
+        needed: the names that it has to hold; None for all of the model.
+    """
+    state = {name: item for name, item in model.state_dict(keep_vars=True).items() if isinstance(item, torch.Tensor)}
+    needed = state.keys() - _tied_names(model) if needed is None else needed
+    for names, problem in (
+        ([name for name in metas if name not in state], "its model does not have"),
+        ([name for name in state if name in needed and name not in metas], "its model has, and the checkpoint not"),
+        ([name for name in metas if name in state and metas[name].shape != state[name].shape], "have another shape"),
+    ):
+        if names:
+            said = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ConfigError(f"ckpt_path={source}", f"weights that {problem}: {said}", _ITS_JOB)
 
 
 def _check_merged(source: Path, config: Mapping[str, Any], adapted: Any) -> None:

@@ -55,7 +55,7 @@ from autolaunch_strategies.checkpoint.optimizers import (
 )
 from autolaunch_strategies.checkpoint.plain_data import NotPlainData, load_plain
 from autolaunch_strategies.checkpoint.storage import Planner, Reader, Writer
-from autolaunch_strategies.config import SAME_DATA_AXES, ConfigError
+from autolaunch_strategies.config import SAME_DATA_AXES, ConfigError, as_typed
 from autolaunch_strategies.data_parallel.loader import equal_states
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.torch_private.collectives import LONG_LIVED, OF_THE_MACHINE
@@ -305,7 +305,7 @@ def damaged(path: Path, problem: str) -> ConfigError:
         f"ckpt_path={path}",
         problem,
         "a complete checkpoint" + ("" if earlier else f"; there is no other one in {path.parent}"),
-        f"ckpt_path={earlier[-1]}" if earlier else "",
+        as_typed("ckpt_path", earlier[-1]) if earlier else "",
     )
 
 

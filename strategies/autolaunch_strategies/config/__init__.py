@@ -35,7 +35,7 @@ from autolaunch_strategies.config.pipeline import PP_NAMES, PipelineParallel
 from autolaunch_strategies.config.precision import FLOAT8_RECIPES, check_torchao, lightning_precision
 from autolaunch_strategies.config.recompute import RECOMPUTE_MODES, Recompute, parse_recompute
 from autolaunch_strategies.config.schedules import SCHEDULE_SPECS, SCHEDULES, ScheduleSpec
-from autolaunch_strategies.config.spelling import on_command_line, to_write
+from autolaunch_strategies.config.spelling import as_typed, on_command_line, quoted, to_write
 
 __all__ = [
     "AXES",
@@ -68,6 +68,7 @@ __all__ = [
     "PipelineParallel",
     "Recompute",
     "ScheduleSpec",
+    "as_typed",
     "backends_that",
     "check_shards_as",
     "check_torchao",
@@ -81,6 +82,7 @@ __all__ = [
     "parse_mesh",
     "parse_order",
     "parse_recompute",
+    "quoted",
     "raise_all",
     "to_write",
     "ulysses_degree",

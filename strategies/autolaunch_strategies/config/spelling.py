@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _command = False
 
@@ -35,3 +38,20 @@ def to_write(key: str, value: str, argument: str = "") -> str:
 
 
 _IN_PYTHON = {"true": "True", "false": "False", "null": "None"}
+
+
+def as_typed(key: str, text: str | Path) -> str:
+    """``'output_dir="my run"'``: what one types in a shell for a path, or whatever else a person has named."""
+    return shlex.quote(f"{key}={quoted(str(text))}")
+
+
+_PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)(?:[A-Za-z_/]|\.\.?/)[\w.:@%+/-]*", re.ASCII | re.IGNORECASE)
+"""What a command line reads as the text that it is."""
+
+
+def quoted(text: str) -> str:
+    """A text as the value of a key on the command line: in quotes, unless it is read as it stands."""
+    if _PLAIN.fullmatch(text):
+        return text
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # which would stand for the value of another key
+    return '"' + re.sub(r'(\\+)(?="|$)', r"\1\1", text).replace('"', r"\"") + '"'

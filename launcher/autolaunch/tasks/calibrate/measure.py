@@ -32,6 +32,7 @@ from autolaunch.report.readable import readable_seconds
 from autolaunch.report.summary_file import write_summary
 from autolaunch.report.terminal import Terminal
 from autolaunch.tasks.calibrate.trainings import Training, trainings
+from autolaunch_strategies.config import as_typed
 from autolaunch_strategies.planner.calibrate import calibrated, fitted
 from autolaunch_strategies.planner.candidate import Candidates
 from autolaunch_strategies.planner.fit import Run
@@ -227,7 +228,9 @@ def _show(
         console.print(f"[yellow]not measured: {name}[/]: {reason}", highlight=False)
     console.print(f"\n{seconds:.0f} s; {hardware.origin}: {shown(path)}", highlight=False, soft_wrap=True)
     console.print(
-        f"use it: autolaunch plan model=llama cluster={_use(hardware, path)}", highlight=False, soft_wrap=True
+        f"use it: autolaunch plan model=llama {as_typed('cluster', _use(hardware, path))}",
+        highlight=False,
+        soft_wrap=True,
     )
 
 
