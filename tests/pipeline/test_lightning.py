@@ -116,7 +116,7 @@ MESSAGES = {
     "sequence-first-microbatches": "pp.microbatches: blocks.3 returns something else for a sample when another one",
     "block-keeps-state": "pp.microbatches: self.model returns something else for a sample when it has been called",
     "normalised-by-hand-microbatches": "pp.microbatches: head returns something else for a sample when another one",
-    "normalised-beside-dropout": "pp.microbatches: self.model.blocks.0.mean, which training writes, is made of all",
+    "normalised-beside-dropout": "pp.microbatches: self.model.blocks.0.mean is another one after two samples in turn",
     "too-few-blocks": "pp.split_spec=model.blocks: ",
     "two-calls": "pp: the step calls self.model more than once",
     "parts-by-themselves": "pp with Keyed: training_step with the first batch calls self.model.stem, self.model.blocks",

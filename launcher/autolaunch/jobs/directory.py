@@ -49,14 +49,17 @@ def check_that_nothing_is_lost(directory: Path, config: Mapping[str, Any], going
     Raises:
         ConfigError: for `fit` there is an earlier training, with which it does not go on; for `predict`, predictions.
     """
-    where, task = f"output_dir={shown(directory)}", config["task"]
-    if task == "fit" and (left := _left_by_training(directory)) and not _goes_on(directory, config["ckpt_path"]):
-        raise ConfigError(
-            where,
-            f"an earlier run is in this directory ({left}), and would be written over",
-            f"another directory; to begin anew in this one, {_removing(directory)} before",
-            going_on,
-        )
+    where, task, ckpt_path = f"output_dir={shown(directory)}", config["task"], config["ckpt_path"]
+    if task == "fit" and not _goes_on(directory, ckpt_path):
+        whole = complete_checkpoints(directory / "checkpoints")
+        if whole or _has_rows(directory / METRICS):
+            left = whole[-1] if whole else directory / METRICS
+            raise ConfigError(
+                where,
+                f"an earlier run is in this directory ({left.relative_to(directory)}), and would be written over",
+                f"another directory; to begin anew in this one, {_removing(directory if whole else left)} before",
+                "" if ckpt_path is not None else going_on if whole else _removing(left),
+            )
     if task == "predict" and any((directory / _PREDICTIONS).glob("*.pt")):
         raise ConfigError(
             where,
@@ -64,14 +67,6 @@ def check_that_nothing_is_lost(directory: Path, config: Mapping[str, Any], going
             "another directory, or one without predictions",
             _removing(directory / _PREDICTIONS),
         )
-
-
-def _left_by_training(directory: Path) -> str:
-    """What an earlier `fit` has left that is worth something; empty if there is nothing."""
-    whole = complete_checkpoints(directory / "checkpoints")
-    if whole:
-        return str(whole[-1].relative_to(directory))
-    return METRICS if _has_rows(directory / METRICS) else ""
 
 
 def _has_rows(table: Path) -> bool:

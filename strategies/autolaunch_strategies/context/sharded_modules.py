@@ -42,7 +42,7 @@ from autolaunch_strategies.context.shown import show_whole
 from autolaunch_strategies.context.transformers_attention import is_cache
 from autolaunch_strategies.context.trial_parameters import no_small_parameters
 from autolaunch_strategies.mesh.layout import Layout, Peers
-from autolaunch_strategies.model.random_positions import draws_uncounted, holding
+from autolaunch_strategies.model.random_positions import holding
 from autolaunch_strategies.sharded_sequence.collectives import TRAFFIC
 from autolaunch_strategies.sharded_sequence.shard import Positions, SequenceShard, cut, repeated_to
 from autolaunch_strategies.tensor.views import plain
@@ -59,7 +59,7 @@ from autolaunch_strategies.torch_private.fsdp import end_left_forward, gathered_
 from autolaunch_strategies.torch_private.modes import is_active, without_torch_functions
 from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 from autolaunch_strategies.torch_private.tracing import has_no_values
-from autolaunch_strategies.tracing.state import attributes_kept, values_kept
+from autolaunch_strategies.tracing.state import attributes_kept, trial, values_kept
 
 log = logging.getLogger(__name__)
 
@@ -396,7 +396,7 @@ class ShardedModule:
         before = TRAFFIC.copy()
         # Replicas have other data, so a call may be new to one of them alone: the others must not notice.
         alone = gathered_once(self.module)
-        with torch.no_grad(), saved_random_state(self.sequences.device), self._trying(), alone:
+        with torch.no_grad(), trial(self.sequences.device), self._trying(), alone:
             for cuts in () if statistics else _ways_to_cut(leaves, anchor):
                 short = [
                     self._short(leaf, anchor.size, dim, short_layout) for leaf, dim in zip(leaves, cuts, strict=True)
@@ -612,7 +612,7 @@ class ShardedModule:
         """Within it what is tried runs as it is called: what it does in training only is seen, and not kept."""
         buffers = [buffer for buffer in self.module.buffers() if not has_no_values(buffer)]
         attributes = attributes_kept(self.module, ("_parameters", *INTERCEPTING))
-        with values_kept(buffers), attributes, draws_uncounted():
+        with values_kept(buffers), attributes:
             for module, mode in self._modes.items():
                 module.training = mode
             yield

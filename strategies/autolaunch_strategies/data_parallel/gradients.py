@@ -31,9 +31,9 @@ class GradientAverage:
 
     Used for everything at sharding level 0, and at the other levels for what `fully_shard` cannot hold (scalars).
     A parameter without a gradient on this rank counts as zero if another rank has one, and keeps none otherwise.
-    Parameters may be frozen and unfrozen between backward passes, on all ranks alike. The first pass waits for all
-    gradients: it shows whether some come in several parts (a shared layer under `checkpoint(use_reentrant=True)`), and
-    then every pass does.
+    Parameters may be frozen and unfrozen between backward passes, on all ranks alike. The first pass in which a
+    parameter has a gradient waits for all: it shows whether some come in several parts (a shared layer under
+    `checkpoint(use_reentrant=True)`), and then every pass does.
 
     Args:
         groups: parameters in the order of definition, each with its group; gradients are expected in about the reverse
@@ -44,7 +44,9 @@ class GradientAverage:
         self.enabled = True
         self._groups = {key: group for key, group in groups.items() if key.is_floating_point() or key.is_complex()}
         self._never_averaged = list(self._groups)
-        self._has_passed = self._come_in_parts = False
+        self._come_in_parts = False
+        self._seen: set[int] = set()
+        """Places of those that have had a gradient in a pass that is over."""
         self._trained: list[bool] = []
         """Of every parameter whether it was trained when buckets were filled."""
         self._running: list[tuple[_Bucket, PackedGradients, dist.Work | None]] = []
@@ -94,7 +96,8 @@ class GradientAverage:
             torch._foreach_div_(flats, divisor)
         for _, packed, _ in self._running:
             packed.unpack()
-        self._has_passed = True
+        if len(self._seen) < len(self._groups):
+            self._seen.update(*(set(all_of) - left for all_of, left in zip(self._places, self._missing, strict=True)))
         with without_torch_functions():
             self._never_averaged = [parameter for parameter in self._never_averaged if parameter.grad is None]
         self._forget_pass()
@@ -121,11 +124,15 @@ class GradientAverage:
             if index < self._next:
                 raise _comes_in_parts(parameter)
         self._missing[index].discard(place)
-        if not self._has_passed or self._come_in_parts:
-            return
         # In order on every rank, whatever the order of the gradients: collectives must match.
-        while self._next < len(self._missing) and not self._missing[self._next]:
+        while self._may_start():
             self._start(self._next)
+
+    def _may_start(self) -> bool:
+        """Whether the gradients of the next bucket are there, and known to come at once."""
+        if self._come_in_parts or self._next == len(self._missing) or self._missing[self._next]:
+            return False
+        return self._seen.issuperset(self._places[self._next])
 
     def _start(self, index: int) -> None:
         bucket = self._buckets[index]
@@ -138,8 +145,8 @@ class GradientAverage:
 def _comes_in_parts(parameter: nn.Parameter) -> ConfigError:
     return ConfigError(
         f"dp: a parameter of shape {list(parameter.shape)}",
-        "its gradient came in several parts in one backward pass, and in one in the first pass: the first part is on "
-        "its way to the other ranks",
+        "its gradient comes in several parts in this backward pass, and came at once before: the first part is on its "
+        "way to the other ranks",
         "checkpoint(..., use_reentrant=False); or dp=fsdp",
         "use_reentrant=False",
     )

@@ -282,7 +282,7 @@ def _refuse_unsharded(root: nn.Module) -> None:
 def _refuse_other_rows(root: nn.Module) -> None:
     """Raise ConfigError for tables that treat the rows that a batch looks up in their own way: a rank has fewer."""
     for name, module in root.named_modules():
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not module.weight.requires_grad:
             continue
         if module.max_norm is not None:
             raise ConfigError(

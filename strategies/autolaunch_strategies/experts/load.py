@@ -16,6 +16,7 @@ from autolaunch_strategies.experts.find import Mixture, countable_mixtures
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.backward import is_differentiating
+from autolaunch_strategies.tracing.state import is_trial
 
 
 class ExpertLoad:
@@ -78,7 +79,7 @@ class ExpertLoad:
 def _counting(counts: dict[str, torch.Tensor], mixture: Mixture, argument: str, is_counted: Callable[[], bool]) -> Any:
     @torch.no_grad()
     def count(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not module.training or is_differentiating():
+        if not module.training or is_differentiating() or is_trial():
             return
         index = plain(args[1] if len(args) > 1 else kwargs[argument])
         if isinstance(index, FakeTensor) or index.is_meta:

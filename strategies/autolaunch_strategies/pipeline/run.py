@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from autolaunch_strategies.config import ConfigError, PipelineParallel
 from autolaunch_strategies.context.arguments import is_simple
 from autolaunch_strategies.model.parts import modules_of, parameters_in
-from autolaunch_strategies.model.random_positions import drawing, drawing_now, drawing_of_part, draws_uncounted
+from autolaunch_strategies.model.random_positions import drawing, drawing_now, drawing_of_part
 from autolaunch_strategies.pipeline.absent import INSTEAD, Absent, ReadOfAbsent
 from autolaunch_strategies.pipeline.cut import Cutting, Held
 from autolaunch_strategies.pipeline.idle import IdleClock
@@ -57,7 +57,8 @@ from autolaunch_strategies.torch_private.backward import run_backward_of
 from autolaunch_strategies.torch_private.calls import intercept_calls, intercepted, run_call
 from autolaunch_strategies.torch_private.collectives import host_device
 from autolaunch_strategies.torch_private.modes import without_autocast
-from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
+from autolaunch_strategies.torch_private.random_state import all_random_numbers_kept, seed_torch
+from autolaunch_strategies.tracing.state import trial
 from autolaunch_strategies.tracing.tensors import tensors_in
 from autolaunch_strategies.training.batch_statistics import batch_norms
 from autolaunch_strategies.training.weights import weighed
@@ -463,7 +464,7 @@ class Pipeline:
         has_statistics = any(part.training for part in self._batch_norms.values())
         evaluates = self.model.training and (structure.may_draw or has_statistics)
         kept = ""
-        with self._kept_numbers(), draws_uncounted():
+        with trial(self.device):
             if evaluates and not has_statistics:
                 kept = what_training_keeps(self.model, self._samples_through(structure, leaves, spec))
             if evaluates:
@@ -472,7 +473,9 @@ class Pipeline:
         self.channel.finish()
         problem = tried.problem(self.name, leaves, self.axes, self.device) if self.is_last else None
         if kept and problem is None:
-            problem = samples_meet(f"{self.name}.{kept}, which training writes, is made of all samples of a batch")
+            problem = samples_meet(
+                f"{self.name}.{kept} is another one after two samples in turn than after both together"
+            )
         for group in (self.group, *self.axes.groups()):  # one rank may see what those with other stages or parts don't
             problems: list[ConfigError | None] = [None] * group.size()
             dist.all_gather_object(problems, problem, group=group)
@@ -688,7 +691,7 @@ class Pipeline:
         later: dict[Job, Any] = {}
         parts_off = any(action.kind is Kind.W for actions in schedule.actions for action in actions)
         self._error = None
-        with self._kept_numbers(), self._linears(parts_off):
+        with all_random_numbers_kept(self.device), self._linears(parts_off):
             actions = with_transfers(schedule)[self.pipe_rank]
             last = {action.stage: number for number, action in enumerate(actions)}
             for number, action in enumerate(actions):
@@ -930,20 +933,9 @@ class Pipeline:
     @contextmanager
     def _own_numbers(self, stage: int | str, index: int) -> Iterator[None]:
         """Random numbers for this job only, so that the user's code draws the same ones on every stage."""
-        with self._kept_numbers():
+        with all_random_numbers_kept(self.device):
             self._seed(stage, index)
             yield
-
-    @contextmanager
-    def _kept_numbers(self) -> Iterator[None]:
-        """Random numbers go on behind it as if nothing had been drawn or seeded within."""
-        states = random.getstate(), np.random.get_state()
-        with saved_random_state(self.device):
-            try:
-                yield
-            finally:
-                random.setstate(states[0])
-                np.random.set_state(states[1])
 
     def _seed(self, stage: int | str, index: int) -> None:
         again = f":{self.calls}" if self.calls > 1 else ""

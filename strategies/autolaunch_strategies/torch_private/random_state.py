@@ -1,10 +1,12 @@
-"""torch's random numbers: kept, and seeded on one device."""
+"""Random numbers of torch, kept and seeded on one device, and those of Python and numpy."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 
@@ -14,6 +16,18 @@ def saved_random_state(device: torch.device) -> Iterator[None]:
     devices = [] if device.type in ("cpu", "meta") else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         yield
+
+
+@contextmanager
+def all_random_numbers_kept(device: torch.device) -> Iterator[None]:
+    """`saved_random_state`, and with it Python's and numpy's."""
+    states = random.getstate(), np.random.get_state()
+    with saved_random_state(device):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def seed_torch(seed: int, device: torch.device) -> None:

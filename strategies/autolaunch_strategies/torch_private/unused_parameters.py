@@ -55,14 +55,16 @@ class UnusedParameters:
         """Groups that a backward pass went through which exchanged nothing."""
         self._gathered: dict[DeviceMesh, int] = defaultdict(int)
         """Of each mesh in which order its groups were gathered, as one number below `_ORDERS`."""
-        self._orders: list[torch.Tensor] = []
-        """The largest of these numbers over ranks, and of their negatives; not compared yet."""
+        self._orders: list[tuple[torch.Tensor, Any]] = []
+        """The largest of these numbers over ranks and of their negatives, not compared yet, and the event behind which
+        they are there."""
         self._refuse_orders, self._refuse_write = refuse_orders, refuse_write
         self._versions: dict[Any, tuple[torch.Tensor, int]] = {}
         """Of what was gathered how often it had been written into."""
         for place, group in enumerate(self._groups):
             group.post_backward = self._behind_filling(group, group.post_backward)
             group.unshard = self._noted(place, group, group.unshard)
+            group.wait_for_unshard = self._behind_versions(group, group.wait_for_unshard)
         for state in states if self._groups else ():
             state._root_post_backward_final_callback = self._and_agreed(state._root_post_backward_final_callback)
 
@@ -84,10 +86,20 @@ class UnusedParameters:
         def unshard(*args: Any, **kwargs: Any) -> None:
             before = group._all_gather_result
             gather(*args, **kwargs)
-            if before is None and group._all_gather_result is not None:
+            # Without gradients replicas may do different things (texts that end earlier).
+            if before is None and group._all_gather_result is not None and torch.is_grad_enabled():
                 self._gathered[mesh] = (self._gathered[mesh] * 31 + place + 1) % _ORDERS
 
         return unshard
+
+    def _behind_versions(self, group: Any, wait: Callable[..., None]) -> Callable[..., None]:
+        def wait_for_unshard(*args: Any, **kwargs: Any) -> None:
+            wait(*args, **kwargs)
+            for item in group.fsdp_params:
+                if item not in self._versions and (tensor := getattr(item, "_unsharded_param", None)) is not None:
+                    self._versions[item] = tensor, tensor._version
+
+        return wait_for_unshard
 
     def _fill(self, group: Any) -> None:
         """Give parameters that the pass has left out a gradient of zeros."""
@@ -133,7 +145,7 @@ class UnusedParameters:
             used = used.to(device, non_blocking=True)
             for dim in range(mesh.ndim):
                 dist.all_reduce(used, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-            self._orders.append(used[-2:])
+            self._orders.append(_sent_to_host(used[-2:]))
             mine = [index for index, item in enumerate(parameters) if item in left_out]
             for index, by_any in zip(mine, used[mine].tolist(), strict=True) if mine else ():
                 if not by_any:
@@ -144,10 +156,15 @@ class UnusedParameters:
             self._compare_orders()
 
     def _compare_orders(self) -> None:
-        orders = [order.tolist() for order in self._orders if not has_no_values(order)]
-        self._orders.clear()
-        if any(largest != -smallest for largest, smallest in orders):
-            self._refuse_orders()
+        orders, self._orders = self._orders, []
+        for order, arrived in orders:
+            if has_no_values(order):
+                continue
+            if arrived is not None:
+                arrived.synchronize()  # of the pass before
+            largest, largest_negative = order.tolist()
+            if largest != -largest_negative:
+                self._refuse_orders()
 
     def _refuse_written(self) -> None:
         """Refuse what a forward pass has written into gathered parameters: it is gone when they are freed."""
@@ -160,6 +177,16 @@ class UnusedParameters:
                 if known is tensor and version != tensor._version:
                     self._refuse_write(item.sharded_param)
                 self._versions[item] = tensor, tensor._version
+
+
+def _sent_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """(a copy in the host's memory, the event behind which it is there): to read it later waits for nothing else."""
+    if tensor.device.type != "cuda":
+        return tensor, None
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return copy, arrived
 
 
 def _has_gradient(parameter: Any) -> bool:

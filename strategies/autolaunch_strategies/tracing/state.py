@@ -9,6 +9,27 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from autolaunch_strategies.model.random_positions import draws_uncounted
+from autolaunch_strategies.torch_private.random_state import all_random_numbers_kept
+
+_TRIALS = [0]
+
+
+@contextmanager
+def trial(device: torch.device) -> Iterator[None]:
+    """Within it modules run to be tried out, in training, too: random numbers go on behind it as if they had not."""
+    _TRIALS[0] += 1
+    try:
+        with all_random_numbers_kept(device), draws_uncounted():
+            yield
+    finally:
+        _TRIALS[0] -= 1
+
+
+def is_trial() -> bool:
+    """Whether what runs now is a trial, which what adds up over the steps of a run leaves out."""
+    return _TRIALS[0] > 0
+
 
 @contextmanager
 def attributes_kept(model: nn.Module, besides: Collection[str] = ()) -> Iterator[None]:
