@@ -85,7 +85,7 @@ class Chain:
         mesh: Any = SimpleNamespace(group=lambda axis: group, sub_mesh=lambda axis: None, routes=lambda *_: {})
         pipeline = CutModel.make(root, self.cutting, self.config, mesh).pipeline(CPU)
         pipeline.channel = _Mailbox(group, self.boxes)
-        pipeline._samples_checked = True  # it asks all ranks at once
+        pipeline.modes_to_check.clear()  # it asks all ranks at once
         return pipeline
 
     def step(

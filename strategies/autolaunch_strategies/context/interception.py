@@ -137,8 +137,11 @@ class AttentionCalls(TorchFunctionMode):
         positions = _positions_of_heads(arguments, dim)
         if positions is None:
             return func(**arguments)
-        out = self._attention(self._outside(positions), arguments | _parts_of_heads(arguments, dim))
-        return self._shard(out, dim, positions)
+        parts = _parts_of_heads(arguments, dim)
+        mask = arguments.get("attn_mask")
+        if isinstance(mask, SequenceShard):
+            parts["attn_mask"] = _mask_of_attention(mask, positions)
+        return self._shard(self._attention(self._outside(positions), arguments | parts), dim, positions)
 
     def _outside(self, positions: Positions) -> Within:
         return Within("the model", positions.layout, self.backend)
@@ -270,13 +273,21 @@ class AttentionCalls(TorchFunctionMode):
     def _of_all_keys(self, mask: torch.Tensor, layout: Layout) -> torch.Tensor:
         """A mask [..., local] of this rank's keys as one of the keys of all ranks, [..., size]."""
         own = mask.narrow(-1, 0, layout.valid(self.peers.rank))
-        before = TRAFFIC.copy()
-        mask = SequenceShard.of(own, own.dim() - 1, Positions.of_layout(layout), self.peers.group).whole()
-        TRAFFIC.restore(before)  # a part of attention, as the keys are
-        return mask
+        positions = Positions.of_layout(layout)
+        return _mask_of_attention(SequenceShard.of(own, own.dim() - 1, positions, self.peers.group), positions)
 
 
 _MULTI_HEAD_ARGUMENTS = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
+
+
+def _mask_of_attention(mask: SequenceShard, positions: Positions) -> torch.Tensor:
+    """A mask of all keys: its rows are those of this rank's queries, padded, or all."""
+    if (mask.sequence_dim, mask.positions) == (mask.dim() - 2, positions):
+        return repeated_to(mask.local, mask.dim() - 2, positions.layout.local)
+    before = TRAFFIC.copy()
+    whole_mask = mask.whole()
+    TRAFFIC.restore(before)  # a part of attention, as the keys are
+    return whole_mask
 
 
 def _positions_of_heads(arguments: dict[str, Any], dim: int) -> Positions | None:
