@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -109,26 +108,26 @@ def test_an_evaluation_and_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "seconds_ago", "expected"),
+    ("losses", "are_its_own", "expected"),
     [
-        pytest.param([5.5, 4.5], 0, (2, 4.5), id="its-own-rows"),
-        pytest.param([5.5, math.nan], 0, (2, None), id="not-a-number"),
-        pytest.param([5.5, None], 0, (2, None), id="no-loss"),
-        pytest.param([], 0, (None, None), id="no-row"),
-        pytest.param([5.5, 4.5], 3600, (None, None), id="rows-of-an-earlier-run"),
+        pytest.param([5.5, 4.5], True, (2, 4.5), id="its-own-rows"),
+        pytest.param([5.5, math.nan], True, (2, None), id="not-a-number"),
+        pytest.param([5.5, None], True, (2, None), id="no-loss"),
+        pytest.param([], True, (None, None), id="no-row"),
+        pytest.param([5.5, 4.5], False, (None, None), id="rows-of-an-earlier-run"),
     ],
 )
 def test_a_first_rank_that_was_ended_before_its_summary(
     losses: list[float | None],
-    seconds_ago: float,
+    are_its_own: bool,
     expected: tuple[int | None, float | None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The parent tells of the steps that metrics.csv knows: rank 0 ends with the rank that failed, at any moment."""
 
-    def run(job: ResolvedJob, *, isolated: bool = False) -> RunEnd:
-        file = MetricsCsv(job.output_dir)
+    def measure(directory: Path) -> None:
+        file = MetricsCsv(directory)
         file.open(0)
         for step, loss in enumerate(losses, 1):
             file.begin_row(step)
@@ -136,14 +135,18 @@ def test_a_first_rank_that_was_ended_before_its_summary(
         file.finalize("failed")
         with file.path.open("a") as stream:
             stream.write("3,4.")
-        written = time.time() - seconds_ago
-        os.utime(file.path, (written, written))
+
+    def run(job: ResolvedJob, *, isolated: bool = False) -> RunEnd:
+        if are_its_own:
+            measure(job.output_dir)
         return RunEnd("failed", 1, message="rank 1 of 2 failed: ValueError: unlucky\nlog: ...")
 
     monkeypatch.setattr(start, "run", run)
     monkeypatch.setattr(sys, "argv", ["autolaunch"])
     monkeypatch.chdir(tmp_path)
-    assert cli.run(["fit", "mesh=2", "trainer.accelerator=cpu", f"output_dir={tmp_path}"]) == 1
+    if not are_its_own:
+        measure(tmp_path)
+    assert cli.run(["fit", "mesh=2", "trainer.accelerator=cpu", f"output_dir={tmp_path}", "ckpt_path=last"]) == 1
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert list(summary) == [*KEYS, "error", "restarts"]
     assert (summary["status"], summary["steps"], summary["loss"]) == ("failed", *expected)
