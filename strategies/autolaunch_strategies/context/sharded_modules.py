@@ -207,7 +207,9 @@ class ShardedModule:
         show_whole(self.module, self._shown, self._is_trial)
         key = form, kinds, layout.is_padded, self.module.training
         if key not in self._shardings:
+            traffic = TRAFFIC.copy()
             self._shardings[key] = self._try(leaves, form, anchor, layout)
+            TRAFFIC.restore(traffic)
         sharding = self._shardings[key]
         if isinstance(sharding, Whole):
             before = TRAFFIC.times
@@ -393,7 +395,6 @@ class ShardedModule:
         padding = layout.local * peers.size - layout.size
         short_layout = peers.layout(min(layout.local, 2 * pairs) * peers.size - padding)
         refused: ConfigError | None = None
-        before = TRAFFIC.copy()
         # Replicas have other data, so a call may be new to one of them alone: the others must not notice.
         alone = gathered_once(self.module)
         with torch.no_grad(), trial(self.sequences.device), self._trying(), alone:
@@ -423,7 +424,6 @@ class ShardedModule:
                 fine, refusal = self._tries_opened(leaves, form, anchor, short_layout)
                 how = Whole.OPENED if self._agree(fine) else how
                 refused = refused and refusal
-        TRAFFIC.restore(before)
         if refused is not None and may_open:
             raise refused
         log.debug("cp: %s: %s, so %s", self.name, self.why_whole, how.value)

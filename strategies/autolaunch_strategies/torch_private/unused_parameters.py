@@ -167,11 +167,14 @@ class UnusedParameters:
                 self._refuse_orders()
 
     def _refuse_written(self) -> None:
-        """Refuse what a forward pass has written into gathered parameters: it is gone when they are freed."""
+        """Refuse what a forward pass has written into gathered parameters: it is gone when they are freed.
+
+        Not into frozen ones: layers of adapters set those anew in each pass, to what they were.
+        """
         for group in self._groups:
             for item in group.fsdp_params:
                 tensor = getattr(item, "_unsharded_param", None)
-                if tensor is None:
+                if tensor is None or not item.sharded_param.requires_grad:
                     continue
                 known, version = self._versions.get(item, (tensor, tensor._version))
                 if known is tensor and version != tensor._version:
