@@ -105,6 +105,8 @@ class Sequences:
     """Whether a module runs that is sharded, or found not to be shardable: those within it run as they are called."""
     trying: bool = False
     """Whether a module runs for a trial only."""
+    modes: dict[nn.Module, bool] = field(default_factory=dict)
+    """In a trial which of the modules that it runs are in training otherwise."""
     rows: Rows = field(default_factory=Rows)
     """Of the batch of the module that runs on a part."""
     has_sharded: bool = False
@@ -183,8 +185,6 @@ class ShardedModule:
         self._own: Callable[..., Any] = own or (lambda *args, **kwargs: run_call(module, *args, **kwargs))
         self._shardings: dict[Any, CallSharding | Whole] = {}
         self._draws: bool | None = None
-        self._modes: dict[nn.Module, bool] = {}
-        """Which of the modules within are in training, while a trial runs them otherwise."""
         intercept_calls(module, self._called)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ class ShardedModule:
             return self._whole(leaves, form)
         layout = self.sequences.peers.layout(anchor.size)
         show_whole(self.module, self._shown, self._is_trial)
-        key = form, kinds, layout.is_padded, self.module.training
+        key = form, kinds, layout.is_padded, self.sequences.modes.get(self.module, self.module.training)
         if key not in self._shardings:
             traffic = TRAFFIC.copy()
             self._shardings[key] = self._try(leaves, form, anchor, layout)
@@ -595,8 +595,10 @@ class ShardedModule:
     def _trying(self) -> Iterator[None]:
         """Within it the module runs for a trial: without dropout, unseen, and not compiled for it."""
         seen, was, self.sequences.trying = self.sequences.calls.seen, self.sequences.trying, True
-        self._modes = {module: module.training for module in self.module.modules()}
-        for module in self._modes:
+        modes = {module: module.training for module in self.module.modules()}
+        if not was:
+            self.sequences.modes = modes
+        for module in modes:
             module.training = False
         try:
             with no_small_parameters(self.module), torch.compiler.set_stance("force_eager"):
@@ -604,8 +606,10 @@ class ShardedModule:
         finally:
             self.sequences.trying = was
             self.sequences.calls.seen = seen
-            for module, mode in self._modes.items():
+            for module, mode in modes.items():
                 module.training = mode
+            if not was:
+                self.sequences.modes = {}
 
     @contextmanager
     def _in_its_modes(self) -> Iterator[None]:
@@ -613,8 +617,8 @@ class ShardedModule:
         buffers = [buffer for buffer in self.module.buffers() if not has_no_values(buffer)]
         attributes = attributes_kept(self.module, ("_parameters", *INTERCEPTING))
         with values_kept(buffers), attributes:
-            for module, mode in self._modes.items():
-                module.training = mode
+            for module in self.module.modules():
+                module.training = self.sequences.modes.get(module, module.training)
             yield
 
     def _held(self, layout: Layout, shape: Sequence[int]) -> dict[int, tuple[torch.Tensor, int]]:
