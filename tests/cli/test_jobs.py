@@ -382,9 +382,10 @@ def save(directory: str) -> Path:
     return path
 
 
-def log(directory: str, rows: str = "4,1.0\n") -> None:
+def log(directory: str, rows: str = "4,1.0\n", status: str = "finished") -> None:
     """What an earlier run has measured."""
     Path(directory).mkdir(exist_ok=True)
+    Path(directory, "summary.json").write_text(json.dumps({"status": status}))
     Path(directory, "metrics.csv").write_text(f"step,loss\n{rows}")
 
 
@@ -423,9 +424,11 @@ def test_trainings_that_write_over_nothing(
         assert command(*typed, "output_dir=out") == (0, "", "")
     log("begun", rows="")
     assert command("output_dir=begun") == (0, "", "")
+    log("failed", status="failed")
+    assert command("output_dir=failed") == (0, "", "")
     save("swept/0")
     assert command("-m", "seed=0,5", "output_dir=swept")[0] == 0
-    assert len(ran) == 7
+    assert len(ran) == 8
 
 
 def test_predictions_of_two_runs_are_not_mixed(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autolaunch.directories import shown
-from autolaunch.jobs.ends import ENDS, METRICS
+from autolaunch.jobs.ends import ENDS, METRICS, read_summary
 from autolaunch_strategies.checkpoint.files import complete_checkpoints
 from autolaunch_strategies.config import ConfigError, raise_all
 
@@ -52,7 +52,7 @@ def check_that_nothing_is_lost(directory: Path, config: Mapping[str, Any], going
     where, task, ckpt_path = f"output_dir={shown(directory)}", config["task"], config["ckpt_path"]
     if task == "fit" and not _goes_on(directory, ckpt_path):
         whole = complete_checkpoints(directory / "checkpoints")
-        if whole or _has_rows(directory / METRICS):
+        if whole or _has_measured(directory):
             left = whole[-1] if whole else directory / METRICS
             raise ConfigError(
                 where,
@@ -69,9 +69,12 @@ def check_that_nothing_is_lost(directory: Path, config: Mapping[str, Any], going
         )
 
 
-def _has_rows(table: Path) -> bool:
-    with contextlib.suppress(OSError), table.open("rb") as file:
-        return len(list(itertools.islice(file, 2))) == 2
+def _has_measured(directory: Path) -> bool:
+    """Whether a run has finished that has written rows; one that failed without a checkpoint is simply begun again."""
+    with contextlib.suppress(OSError, ValueError):  # what can't be read is nothing
+        if read_summary(directory).get("status") == "finished":
+            with (directory / METRICS).open("rb") as file:
+                return len(list(itertools.islice(file, 2))) == 2
     return False
 
 
