@@ -61,6 +61,10 @@ class GradientAverage:
         for parameter in self._groups:
             _when_accumulated(parameter, hook)
 
+    def take_as_seen(self) -> None:
+        """Go on as behind a first pass in which every gradient came at once."""
+        self._seen.update(range(len(self._groups)))
+
     def _fill_buckets(self) -> None:
         """Share out what is trained now, before anything of a pass is on its way."""
         trained = [parameter.requires_grad for parameter in self._groups]

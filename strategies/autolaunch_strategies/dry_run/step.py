@@ -163,6 +163,8 @@ class _OneStep:
         self.training, self.applied, self.module, self.trace = training, applied, module, trace
         self.step, self.batch, self.precision = step, batch, precision
         self.pipeline, self.data_parallel = applied.pipeline, applied.data_parallel
+        if self.data_parallel.average is not None:
+            self.data_parallel.average.take_as_seen()  # what a step holds is that of all steps but the first
         self.optimizers = self._configured()
         self._redirected = _ForwardRedirection()
         self._staged: StagedBatch | None = None
