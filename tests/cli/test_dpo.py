@@ -56,6 +56,7 @@ def test_a_reference_that_was_written_before(command: Commands) -> None:
     assert "there is no reference" in without.screen
 
 
+@pytest.mark.every  # examples/dpo itself: the reference that was written before shows the same
 def test_a_reference_without_the_adapter(command: Commands) -> None:
     pytest.importorskip("peft")
     adapter = ("module.adapter=true", "module.lr=1e-2")

@@ -62,7 +62,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert (best["steps"], best["world_size"], best["status"]) == (2, 2, "finished")
 
 
-@pytest.mark.full  # the sweeper's own tests have one every day
+@pytest.mark.every  # the sweeper's own tests have one every day
 def test_faults(tmp_path: Path) -> None:
     """Of one rank's five ways to cut its batch four go wrong, each in its own manner; the fifth is found."""
     command = commands(tmp_path, FAULTS=json.dumps({"16": "killed", "8": "nan", "4": "crash", "2": "memory"}))
