@@ -218,7 +218,10 @@ def _adapter(command: Commands, of: Run, directory: Path) -> dict[str, torch.Ten
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(("model=llama", "model.num_layers=2", "model.vocab_size=64", "adapter=lora"), id="llama", marks=pytest.mark.every),
+        pytest.param(
+            ("model=llama", "model.num_layers=2", "model.vocab_size=64", "adapter=lora"), id="llama",
+            marks=pytest.mark.every,
+        ),
         pytest.param(
             (
                 "model=hf", "model.path=null", "adapter=lora",
