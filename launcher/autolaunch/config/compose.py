@@ -49,7 +49,7 @@ from autolaunch.config.sources import (
     register,
 )
 from autolaunch.directories import CONF, shown
-from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, ConfigError, nearest, quoted, raise_all
+from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, ConfigError, as_typed, nearest, quoted, raise_all
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
 """Hydra 1.3 warns if it is absent, 1.4 if it is present."""
@@ -250,9 +250,7 @@ def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
         if '"' not in value and _readable(f"{key}=[{listed}]"):
             problem = f"Hydra cannot read this value{spoilt}"
             return ConfigError(override, problem, "a list of texts in quotes", shlex.quote(f"{key}=[{listed}]"))
-    text = value.replace("\\", "\\\\").replace('"', '\\"')
-    write = shlex.quote(f'{key}="{text}"')
-    return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", write)
+    return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", as_typed(key, value))
 
 
 def _readable(override: str) -> bool:

@@ -262,18 +262,19 @@ def _print_schema(key: str, schema: type, console: Console) -> None:
 
 def _print_keys(rows: Sequence[tuple[str, str, str]], console: Console) -> None:
     """Print (key, value, text) of each row: side by side, or on a narrow terminal the text below the key."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column(style="dim")
-    table.add_column()
-    for name, value, text in rows:
-        if console.width >= _NARROW:
+    if console.width < _NARROW:
+        for name, value, text in rows:
+            console.print(Text(f"  {name}  ", "cyan").append(value, "dim"))
+            if text:
+                console.print(Padding(Text(text), (0, 0, 0, 6)))
+    else:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True, style="cyan")
+        table.add_column(style="dim")
+        table.add_column()
+        for name, value, text in rows:
             table.add_row(f"  {name}", Text(value), Text(text))
-            continue
-        console.print(Text(f"  {name}  ", "cyan").append(value, "dim"))
-        if text:
-            console.print(Padding(Text(text), (0, 0, 0, 6)))
-    console.print(table)
+        console.print(table)
     console.print()
 
 

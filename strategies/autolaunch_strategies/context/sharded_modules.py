@@ -386,7 +386,8 @@ class ShardedModule:
         Raises:
             ConfigError: the module can't run sharded as the config says, and can with another one.
         """
-        # Statistics of training are not seen in a trial. Of layers without parts only the kind is known.
+        # The operators of these would say so, too, but not which layer it is. Of layers without parts only the kind
+        # is known.
         statistics = [part for part in self.module.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
         if isinstance(self.module, _NEVER_BY_POSITION) and not self.is_block:
             return Whole.REPEATED
