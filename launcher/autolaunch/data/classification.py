@@ -9,7 +9,7 @@ import numpy as np
 
 from autolaunch.data.counts import no_validation, split_counts
 from autolaunch.data.labelled_rows import SINGLE, Labelled, labelled, labels_of
-from autolaunch.data.present import amount_errors, too_few_for_test
+from autolaunch.data.present import amount_errors, nothing_to_test
 from autolaunch.data.rows import BadRow
 from autolaunch.data.sources import find_sources
 from autolaunch.data.tokenizers import load_tokenizer
@@ -95,7 +95,7 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
     if config["test_path"] is None:
         return Parts(*parts)
     test = LabelledTexts(_rows(config, "test_path")[0], config)
-    raise_all(too_few_for_test(config, "data.test_path", len(test)))
+    raise_all(nothing_to_test(config, "data.test_path", len(test)))
     return Parts(*parts, test)
 
 

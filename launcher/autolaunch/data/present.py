@@ -127,7 +127,7 @@ def amount_errors(config: dict[str, Any], where: str, training: int, validation:
     return errors
 
 
-def too_few_for_test(config: dict[str, Any], key: str, test: int) -> list[ConfigError]:
+def nothing_to_test(config: dict[str, Any], key: str, test: int) -> list[ConfigError]:
     """No sequence under `key`, which is for a test."""
     if test:
         return []
@@ -197,7 +197,7 @@ def _text_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigE
         errors += amount_errors(config, where, training, validation if config["validation_fraction"] else None)
     if test_sizes is not None:
         test = window_count(bytes_token_count(test_sizes), config["seq_len"])
-        errors += too_few_for_test(config, "data.test_path", test)
+        errors += nothing_to_test(config, "data.test_path", test)
     return errors
 
 
@@ -383,7 +383,7 @@ def _token_errors(config: dict[str, Any], vocab_size: int | None) -> list[Config
     if len(counts) < len(keys):
         return errors
     if "test_path" in counts:
-        errors += too_few_for_test(config, "data.test_path", counts["test_path"])
+        errors += nothing_to_test(config, "data.test_path", counts["test_path"])
     if "validation_path" in counts:
         training, validation = counts["path"], counts["validation_path"]
         wanted = True

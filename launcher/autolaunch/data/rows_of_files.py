@@ -12,7 +12,7 @@ from autolaunch.data.counts import VALIDATION_FRACTION, no_validation, split_cou
 from autolaunch.data.encoders import ChatEncoder, DocumentEncoder, Encoder
 from autolaunch.data.examples import Counts, ExampleSequences, Spans, fitted, nothing_left, packed
 from autolaunch.data.prepared import Prepared, prepare
-from autolaunch.data.present import amount_errors, too_few_for_test
+from autolaunch.data.present import amount_errors, nothing_to_test
 from autolaunch.data.rows import Rows
 from autolaunch.data.sources import find_sources
 from autolaunch.data.streams import BLOCK_ROWS, Position, RowStream, Streams
@@ -97,7 +97,7 @@ def _test(config: dict[str, Any]) -> ExampleSequences | None:
     if config["test_path"] is None:
         return None
     test = _whole(config, "test_path")
-    raise_all(too_few_for_test(config, "data.test_path", len(test)))
+    raise_all(nothing_to_test(config, "data.test_path", len(test)))
     return test
 
 
