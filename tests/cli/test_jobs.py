@@ -427,8 +427,22 @@ def test_trainings_that_write_over_nothing(
     log("failed", status="failed")
     assert command("output_dir=failed") == (0, "", "")
     save("swept/0")
-    assert command("-m", "seed=0,5", "output_dir=swept")[0] == 0
+    assert command("-m", "seed=0,5", "output_dir=swept", "ckpt_path=last")[0] == 0
     assert len(ran) == 8
+
+
+def test_a_sweep_writes_over_no_other(command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]) -> None:
+    save("swept/1")
+    code, _, err = command("-m", "seed=0,5", "output_dir=swept")
+    assert (code, ran) == (2, [])
+    assert_told(
+        err,
+        "output_dir=swept/1",
+        "checkpoints/step_0000004.ckpt",
+        allowed=("another directory", "rm -r swept/1"),
+        write="autolaunch -m seed=0,5 output_dir=swept ckpt_path=last",
+    )
+    assert command("-m", "seed=0", "output_dir=swept")[0] == 0  # a job fewer
 
 
 def test_predictions_of_two_runs_are_not_mixed(

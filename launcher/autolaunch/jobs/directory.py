@@ -39,7 +39,7 @@ def check_what_is_there(directory: Path) -> None:
 
 
 def check_that_nothing_is_lost(directory: Path, config: Mapping[str, Any], going_on: str) -> None:
-    """Refuse a single run that would mix with, or write over, what an earlier one has left.
+    """Refuse a run that would mix with, or write over, what an earlier one has left.
 
     Args:
         directory: where it will write.

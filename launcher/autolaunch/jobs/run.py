@@ -179,7 +179,7 @@ def _going_on(line: CommandLine) -> str:
     flags = {"--config-dir": line.config_dir, "--config-path": line.config_path, "--config-name": name}
     words = [word for flag, value in flags.items() if value for word in (flag, str(value))]
     typed = [unquoted(item).removeprefix("task=") for item in line.overrides if "ckpt_path" not in typed_keys([item])]
-    return shlex.join(["autolaunch", *typed, "ckpt_path=last", *words])
+    return shlex.join(["autolaunch", *(["-m"] if line.multirun else []), *typed, "ckpt_path=last", *words])
 
 
 def _with_choice(
@@ -367,6 +367,9 @@ def _run_jobs_of_sweep(line: CommandLine, config: DictConfig) -> int:
             _check_each_job(line, directory)
     directory = _claim(directory, config, config.hydra.sweep)
     with _locked(directory, config):
+        if _runs_every_combination(config) and "ckpt_path" not in swept:
+            for number in range(len(jobs_of_sweep(line))):
+                check_that_nothing_is_lost(directory / str(number), config, _going_on(line))
         forget_ends(directory)
         if not _runs_every_combination(config) and not is_trial(config):
             keys = [*swept, *(config.hydra.sweeper.get("params") or {})]
