@@ -77,6 +77,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, group_of: GroupOf) -> Shelf:
             *((2, f"resume-from-level-{level}") for level in (0, 3)),
             (2, "resume-mid"),
         },
+        # Levels of two ranks are among those that begin from another's, and of four the last is.
+        [*((2, f"resume-level-{level}") for level in range(4)), *((4, f"resume-level-{level}") for level in (0, 2))],
     ),
 )
 def test_resumed_run_goes_on_as_if_nothing_had_been(shelf: Shelf, ranks: int, case: str) -> None:
@@ -329,7 +331,7 @@ for _ in range(int(sys.argv[2])):  # one import of torch serves many processes t
 """
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(12, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(12, marks=pytest.mark.every)])
 def test_killed_while_saving_leaves_nothing_half_under_its_name(tmp_path: Path, rounds: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SAVES), str(tmp_path), str(rounds)],

@@ -37,8 +37,8 @@ ONE, FOUR = "mesh=1", "mesh=2x2 mp=seq_parallel dp=fsdp"
         pytest.param(FOUR, "mesh=1x2 mp=tensor_parallel", id="2x2-to-1x2"),
         pytest.param(ONE, "mesh=2x2 mp=tensor_parallel dp=zero2", id="1x1-to-2x2", marks=pytest.mark.full),
         # Each of these mends or cuts along one axis only, as one of these does.
-        pytest.param(FOUR, "mesh=1", id="2x2-to-1x1", marks=pytest.mark.full),
-        pytest.param("mesh=4 dp=fsdp", FOUR, id="4x1-to-2x2", marks=pytest.mark.full),
+        pytest.param(FOUR, "mesh=1", id="2x2-to-1x1", marks=pytest.mark.every),
+        pytest.param("mesh=4 dp=fsdp", FOUR, id="4x1-to-2x2", marks=pytest.mark.every),
     ],
 )
 def test_a_run_goes_on_on_another_mesh(command: Commands, first: str, then: str) -> None:

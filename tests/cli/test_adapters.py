@@ -179,12 +179,18 @@ def alone(command: Commands) -> Run:
 
 
 MESHES = [
-    ("mesh=2", "dp=ddp"),
     ("mesh=2", "recompute=full"),
-    ("mesh=1x2",),
-    ("mesh=1x2", "mp=seq_parallel", "recompute=selective"),
     ("mesh=1x1x2", "pp=1f1b"),
-    ("mesh=1x1x1x2",),
+    # Of test_adapter_meshes.py each has a smaller one.
+    *(
+        pytest.param(mesh, marks=pytest.mark.every)
+        for mesh in (
+            ("mesh=2", "dp=ddp"),
+            ("mesh=1x2",),
+            ("mesh=1x2", "mp=seq_parallel", "recompute=selective"),
+            ("mesh=1x1x1x2",),
+        )
+    ),
 ]
 
 
@@ -230,8 +236,9 @@ def _adapter(command: Commands, of: Run, directory: Path) -> dict[str, torch.Ten
                 "num_hidden_layers:2,num_attention_heads:4,num_key_value_heads:2,num_local_experts:4}",
             ),
             id="experts",
+            marks=pytest.mark.every,
         ),
-        pytest.param(("model=hf", "model.trainable=[lm_head,.*norm]"), id="trainable"),
+        pytest.param(("model=hf", "model.trainable=[lm_head,.*norm]"), id="trainable", marks=pytest.mark.every),
     ],
 )  # fmt: skip
 def test_other_models_are_trained_in_part_alike(model: tuple[str, ...], command: Commands, tmp_path: Path) -> None:

@@ -95,11 +95,12 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Commands:
 
 TRAINING = (GROUPS, *CALLBACKS, "trainer.max_steps=20", "trainer.val_check_interval=2", "trainer.limit_val_batches=2")
 MESHES = [
-    ("mesh=2",),
-    ("mesh=2", "dp=zero1"),
     ("mesh=1x2", "mp=seq_parallel"),
-    ("mesh=1x1x2", "pp=1f1b"),
-    ("mesh=cp2",),
+    # Stages and ranks along dp are below, too.
+    *(
+        pytest.param(mesh, marks=pytest.mark.every)
+        for mesh in (("mesh=2",), ("mesh=2", "dp=zero1"), ("mesh=1x1x2", "pp=1f1b"), ("mesh=cp2",))
+    ),
 ]
 
 
@@ -168,7 +169,7 @@ def test_resumed_on_another_mesh_and_generated_from(command: Commands, alone: Ru
     assert drawn[0].read_text() == drawn[1].read_text() != written.read_text()
 
 
-@pytest.mark.full
+@pytest.mark.every  # half a minute; test_parallelize.py has Muon on shards
 def test_muon_orthogonalises_whole_matrices_wherever_they_are_sharded(command: Commands) -> None:
     muon = (
         "optimizer=custom", "optimizer._target_=tests.support.float32_muon.Muon", "optimizer.momentum=0.9",

@@ -17,6 +17,7 @@ from autolaunch.data import build_data
 from autolaunch.tasks.export import export_checkpoint
 from tests.support.chats import CHATML, chat_tokenizer, save_tokenizer
 from tests.support.commands import Commands, Run, assert_same_curve
+from tests.support.tiers import tiered
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
@@ -78,13 +79,13 @@ def test_the_loss_is_that_of_transformers(
     np.testing.assert_allclose(run.rows[0]["loss"], first_loss(run, command, monkeypatch), rtol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", ["2", "1x2", "1x1x2", "1x1x1x2"])
+@pytest.mark.parametrize("mesh", tiered(["2", "1x2", "1x1x2", "1x1x1x2"], [], ["1x2", "1x1x2"]))
 def test_chats_train_alike_on_every_mesh(mesh: str, command: Commands, alone: Run) -> None:
     run = command(f"mesh={mesh}")
     assert_same_curve(run, alone)
 
 
-@pytest.mark.parametrize("mesh", ["2", "1x2", "1x1x2"])
+@pytest.mark.parametrize("mesh", tiered(["2", "1x2", "1x1x2"], [], ["2", "1x2"]))  # test_packing.py has all axes
 def test_packed_chats_train_alike(mesh: str, command: Commands) -> None:
     packed = ("data.packing=documents", "data.validation_fraction=0", "data.num_workers=1")
     run = command(f"mesh={mesh}", *packed)

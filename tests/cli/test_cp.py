@@ -46,7 +46,7 @@ def ring(command: Commands) -> Run:
             "mesh=1x2x1x2 cp=ulysses mp=seq_parallel recompute=full",
             "ulysses · 2 ranks",
             id="ulysses-with-mp",
-            marks=pytest.mark.full,
+            marks=pytest.mark.every,
         ),
     ],
 )

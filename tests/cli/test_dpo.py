@@ -34,6 +34,7 @@ def _predicted(command: Commands) -> Path:
     return command("predict", "mesh=1x1x2", "data.batch_size=8").directory / "predictions"
 
 
+@pytest.mark.every  # a minute; lines of docs/fine_tuning.md run the example every day
 def test_a_reference_that_was_written_before(command: Commands) -> None:
     predicted = _predicted(command)
     parts = [torch.load(file, weights_only=True) for file in sorted(predicted.iterdir())]

@@ -22,6 +22,7 @@ from autolaunch.jobs import start
 from autolaunch.launch import lock
 from tests.support.ranks import environment, torchrun
 from tests.support.ranks import start as run_to_end
+from tests.support.tiers import tiered
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -274,9 +275,18 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_in_a_process(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
+ALIKE = {
+    "spaces", "single-quote", "dots", "deep", "read-only-parent", "too-small-for-two-two-ranks",
+    "full-while-saving-two-ranks", "deleted-two-ranks", "no-stdin", "no-stdout", "no-stderr", "no-streams-two-ranks",
+    "full-stdout", "full-streams-two-ranks", "home-empty", "home-of-nobody", "home-absent", "dumb",
+    "working-directory-read-only", "left-with-3", "hung-up-two-ranks", "terminated",
+}  # fmt: skip
+"""Cases beside another of their kind."""
+
+
+@pytest.mark.parametrize("name", tiered(CASES, [], ALIKE))
+def test_in_a_process(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    case = CASES[name]
     here = tmp_path_factory.mktemp("here")
     with disk_at(here / "run", case.disk):
         ended = run_case(case, here)

@@ -335,8 +335,8 @@ def test_a_wrong_config_is_told(command: Commands) -> None:
     assert not run.directory.exists()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("task", [pytest.param("fit", marks=pytest.mark.every), "plan"])
+@pytest.mark.every  # test_environment.py has a reader that is gone
+@pytest.mark.parametrize("task", ["fit", "plan"])
 def test_a_reader_that_leaves_early_ends_nothing(task: str, tmp_path: Path) -> None:
     """In new processes: this is about what Python itself does with its streams, up to its end."""
     words = [sys.executable, "-u", "-m", "autolaunch", task, *TINY, *QUICK, f"output_dir={tmp_path / 'out'}"]

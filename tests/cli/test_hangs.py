@@ -138,6 +138,7 @@ def test_a_rank_that_sleeps_is_named(command: Commands) -> None:
     assert "stack of rank 0 (" in screen and "stack of rank 1 (" in screen
 
 
+@pytest.mark.every  # as those of the print below
 def test_ranks_that_differ_are_told_by_their_lines(command: Commands) -> None:
     screen = hung(command, "alone", 0).screen
     assert re.search(r"^no rank of 2 has moved for \d+ s .*in different lines", screen, re.MULTILINE)
@@ -214,6 +215,7 @@ def apart(command: Commands, name: str, rank: int, how: str, *more: str) -> tupl
     return codes, [(command.directory / f"{name}_{number}").read_text() for number in range(2)], max(ended) - min(ended)
 
 
+@pytest.mark.every  # one of this node is above, and below one of another that sleeps
 def test_a_rank_of_another_node_that_is_stopped_is_named(command: Commands) -> None:
     codes, screens, _ = apart(command, "far_stopped", 1, "stopped")
     assert codes == [1, None]
@@ -240,7 +242,7 @@ def test_a_rank_of_another_node_that_sleeps_is_named(command: Commands) -> None:
     assert "stack of rank 0 (" in screens[0] and "stack of rank 1 (" in screens[0]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.every)])
 def test_a_dead_rank_ends_all_in_seconds(rank: int, command: Commands) -> None:
     codes, screens, seconds = apart(command, f"killed_{rank}", rank, "killed")
     assert codes[1 - rank] == 1 and seconds < 10

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.kills import MESHES, PHASES, Harness
+from tests.support.tiers import tiered
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
+
+TRIALS = list(zip(MESHES, PHASES, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +17,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
     return Harness(tmp_path_factory.mktemp("kills"), seed=1)
 
 
-@pytest.mark.parametrize(("mesh", "phase"), list(zip(MESHES, PHASES, strict=True)))
+@pytest.mark.parametrize(("mesh", "phase"), tiered(TRIALS, [], [("1", "step"), ("1x2", "start")]))
 def test_a_killed_run_goes_on_exactly(mesh: str, phase: str, harness: Harness) -> None:
     trial = harness.trial(mesh, phase)
     assert trial.problem is None, trial

@@ -40,7 +40,7 @@ def _curve(run: Run) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
-@pytest.mark.full
+@pytest.mark.every  # half a minute; a line of docs/running.md is in full
 def test_the_curve_is_that_of_one_process_on_every_mesh(tmp_path: Path) -> None:
     command = Commands(
         tmp_path,

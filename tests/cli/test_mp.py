@@ -58,9 +58,15 @@ def test_mp_auto(command: Commands, alone: Run) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param("mesh=1x2 mp=tensor_parallel data.microbatches=2 recompute=selective", id="1x2-tp-selective"),
-        pytest.param("mesh=1x4 mp=seq_parallel recompute=selective", id="1x4-sp-selective"),
-        pytest.param("mesh=2x2 mp=seq_parallel dp=zero1 data.microbatches=2", id="2x2-sp-level-1"),
+        pytest.param(
+            "mesh=1x2 mp=tensor_parallel data.microbatches=2 recompute=selective",
+            id="1x2-tp-selective",
+            marks=pytest.mark.every,
+        ),
+        pytest.param("mesh=1x4 mp=seq_parallel recompute=selective", id="1x4-sp-selective", marks=pytest.mark.every),
+        pytest.param(
+            "mesh=2x2 mp=seq_parallel dp=zero1 data.microbatches=2", id="2x2-sp-level-1", marks=pytest.mark.every
+        ),
         pytest.param("mesh=2x2 mp=tensor_parallel dp=zero2 data.microbatches=2", id="2x2-tp-level-2"),
     ],
 )

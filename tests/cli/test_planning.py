@@ -165,7 +165,7 @@ def test_mesh_auto_chooses_for_this_machine_and_runs(command: Callable[..., Outc
     assert _read(Path("auto/plan.yaml"))["reasons"]["choice"]["hardware"]["name"] == "local"
 
 
-@pytest.mark.full
+@pytest.mark.every  # test_cluster_options.py has the key
 def test_mesh_auto_changes_a_machine_as_typed(command: Callable[..., Outcome]) -> None:
     words = ("mesh=auto", "launch.devices=2", "cluster.intra.gb_per_s=5", "trainer.max_steps=1", *SMALL)
     code, _, err = command(*words, "output_dir=auto")
@@ -222,7 +222,7 @@ def assert_chosen_for(directory: Path, nodes: int, local_ranks: int) -> None:
     assert (hardware["nodes"], hardware["devices_per_node"]) == (nodes, local_ranks)
 
 
-@pytest.mark.full
+@pytest.mark.every  # test_choice.py has what is said
 def test_nothing_fits_is_one_message(command: Callable[..., Outcome]) -> None:
     code, _, err = command("plan", "cluster=a100_40x2", "model.size=70b", *SMALL)
     assert code == 2

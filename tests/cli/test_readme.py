@@ -51,8 +51,16 @@ with small ones, and one by one."""
 SELDOM = (
     "autolaunch calibrate ", "autolaunch -m search=auto ", "autolaunch -m dp=fsdp,zero1 mesh=1,2 ",
     "autolaunch dryrun mesh=dp2xmp2xpp2 ",
+    # Keys of which test_around_training.py and test_adapters.py have smaller ones.
+    "autolaunch trainer.max_steps=3 'optimizer.groups=", "autolaunch trainer.max_steps=6 trainer.val_check_interval=2 ",
+    "autolaunch name=tune model=hf model.path=exported adapter=lora mesh=1x2 ",
+    # As other lines, but for a mesh or a number.
+    "autolaunch mesh=1x1x2x2 ", "autolaunch mesh=2x2 ", "autolaunch mesh=1x2 ", "autolaunch mesh=1x1x2 data.",
+    "autolaunch mesh=2 data.", "autolaunch model=hf model.path=exported mesh=2 ",
+    "autolaunch plan model=llama model.size=8b cluster=h100x64 ",
 )  # fmt: skip
-"""A minute each, of which test_calibrate.py, test_runs.py, test_jobs.py and test_command.py have smaller ones."""
+"""Up to a minute each. Of the first four test_calibrate.py, test_runs.py, test_jobs.py and test_command.py have smaller
+ones. Nothing that stands below needs what they leave."""
 
 
 def commands() -> list[Any]:

@@ -75,7 +75,7 @@ def dies(step: int, rank: int, times: int, world_size: int) -> str:
 @pytest.mark.parametrize(
     ("mesh", "rank", "every", "source"),
     [
-        pytest.param("1", 0, "2", "from {}/checkpoints/step_0000004.ckpt", id="alone"),
+        pytest.param("1", 0, "2", "from {}/checkpoints/step_0000004.ckpt", id="alone", marks=pytest.mark.every),
         pytest.param("2", 1, "2", "from {}/checkpoints/step_0000004.ckpt", id="data"),
         pytest.param("1x1x2", 0, "null", "from the start: no checkpoint has been written", id="stages-from-the-start"),
     ],
@@ -102,7 +102,7 @@ def test_a_bug_is_not_healed(command: Commands) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "smaller", "left"),
-    [pytest.param("4", "3", 3, id="three"), pytest.param("2x2", "1x2", 2, id="mp-stays")],
+    [pytest.param("4", "3", 3, id="three"), pytest.param("2x2", "1x2", 2, id="mp-stays", marks=pytest.mark.every)],
 )
 def test_a_rank_that_is_gone_for_good(mesh: str, smaller: str, left: int, command: Commands, whole: Run) -> None:
     """The others go on, and nothing of it is to be seen in the losses."""
@@ -116,6 +116,7 @@ def test_a_rank_that_is_gone_for_good(mesh: str, smaller: str, left: int, comman
     assert summary["world_size"] == left
 
 
+@pytest.mark.every  # half a minute; test_stopping.py has the same of a run that is not started again
 def test_a_signal_after_a_restart(command: Commands) -> None:
     """It saves and ends a run that was started again as any other, and leaves no process."""
     directory = command.directory / "signal"

@@ -64,7 +64,12 @@ def half(command: Commands) -> Run:
     ("changes", "told"),
     [
         pytest.param(("optimizer.lr=0.02",), "optimizer.lr (0.001 there, 0.02 here)", id="lr"),
-        pytest.param(("optimizer.weight_decay=0.9",), "optimizer.weight_decay (0.1 there, 0.9 here)", id="decay"),
+        pytest.param(
+            ("optimizer.weight_decay=0.9",),
+            "optimizer.weight_decay (0.1 there, 0.9 here)",
+            id="decay",
+            marks=pytest.mark.every,
+        ),
         pytest.param(
             ("optimizer=sgd", "resume.allow=[optimizer]", "optimizer.lr=0.1"), "begins without state", id="optimizer"
         ),

@@ -149,7 +149,7 @@ def stop(step: int, signum: signal.Signals, rank: int) -> str:
         pytest.param("2", signal.SIGTERM, 1, 75, id="one-rank-of-two"),
         pytest.param("1", signal.SIGINT, 0, 130, id="ctrl-c-alone", marks=pytest.mark.full),
         pytest.param("1x1x2", signal.SIGUSR1, 0, 75, id="stages", marks=pytest.mark.full),
-        pytest.param("1x2", signal.SIGTERM, 1, 75, id="mp", marks=pytest.mark.full),
+        pytest.param("1x2", signal.SIGTERM, 1, 75, id="mp", marks=pytest.mark.every),
     ],
 )
 def test_a_signal_saves_and_the_run_goes_on(
@@ -249,11 +249,11 @@ NOISE = ("callbacks.noise={_target_: stopping.Noise}",)
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [
-        pytest.param("1", NOISE, id="alone"),
-        pytest.param("1", ("data.microbatches=2",), id="accumulated"),
+        pytest.param("1", NOISE, id="alone", marks=pytest.mark.every),  # a validation below draws such numbers
+        pytest.param("1", ("data.microbatches=2",), id="accumulated", marks=pytest.mark.every),
         pytest.param("2", (), id="fsdp"),
-        pytest.param("1x1x2", (), id="stages"),
-        pytest.param("1x2", (), id="mp"),
+        pytest.param("1x1x2", (), id="stages", marks=pytest.mark.every),
+        pytest.param("1x2", (), id="mp", marks=pytest.mark.every),
     ],
 )
 def test_what_was_done_before_a_step_that_fails_on_all_ranks_is_saved(
@@ -300,7 +300,7 @@ def test_a_validation_is_not_waited_for_and_made_again(mesh: str, how: str, comm
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("torchrun", [0, 2])
+@pytest.mark.parametrize("torchrun", [0, pytest.param(2, marks=pytest.mark.every)])
 def test_a_step_that_does_not_end_is_not_waited_for_any_longer(torchrun: int, command: Commands) -> None:
     began = time.monotonic()
     hangs = "callbacks.stop={_target_: stopping.Hangs}"

@@ -1281,7 +1281,7 @@ def command(
     return run
 
 
-@pytest.mark.parametrize(("argv", "told"), one_in(2, WRONG))
+@pytest.mark.parametrize(("argv", "told"), one_in(2, WRONG, full=2))
 def test_one_message_and_nothing_else(
     argv: list[str], told: Told | list[Told], command: Callable[..., Outcome]
 ) -> None:

@@ -59,11 +59,18 @@ def everyday(case: str) -> bool:
 
 
 def seldom(case: str) -> bool:
-    """Of models that meet a backend every day, the others; what is compiled, is in test_meshes.py."""
-    return case.startswith(("compiled@", "captured@")) or _SELDOM(case)
+    """Of models that meet a backend every day, the others; what is compiled, is in test_compiled_meshes.py."""
+    return case.startswith(("compiled@", "captured@")) or case in ALIKE or _SELDOM(case)
 
 
 _SELDOM = spread(SAME, lambda case: case.split("@"), everyday)
+ALIKE = {
+    "hf-llama-eager@cp2-ulysses", "hf-bert-eager@cp2-ring", "hf-llama-padded-eager@cp2-ulysses", "bent-fixed@cp2-ring",
+    "hf-llama-recomputes@cp2-ring", "hf-bert-whole@cp2-ulysses", "hf-bert-length-13@cp2-gather",
+    "hf-gpt2-padded@cp2-gather", "hf-accumulate@cp2-ring", "written-out@cp2-gather-selective",
+}  # fmt: skip
+"""Beside another of their kind."""
+assert ALIKE.issubset(SAME)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +108,8 @@ def test_bf16_mixed_is_close(one: Group, two: Group, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", tiered([f"dropout-{backend}" for backend in BACKENDS], ["dropout-ring"], ["dropout-ulysses"])
+    "case",
+    tiered([f"dropout-{backend}" for backend in BACKENDS], ["dropout-ring"], ["dropout-gather", "dropout-ulysses"]),
 )
 def test_dropout(one: Group, two: Group, case: str) -> None:
     """Each rank drops on its own part of the sequence, differently, and the same again with the same seed."""
@@ -130,7 +138,7 @@ def test_dropout(one: Group, two: Group, case: str) -> None:
     assert len(dropped[0]) == 5
 
 
-@pytest.mark.parametrize("backend", tiered(["gather", "ulysses"], ["ulysses"]))
+@pytest.mark.parametrize("backend", tiered(["gather", "ulysses"], ["ulysses"], ["gather"]))
 def test_dropout_of_attention(one: Group, two: Group, backend: str) -> None:
     found = [two.read(f"dropout-of-attention-{backend}", rank) for rank in (0, 1)]
     assert found[0]["first"] == found[1]["first"] == found[0]["again"]
@@ -146,7 +154,9 @@ def test_dropout_of_attention(one: Group, two: Group, backend: str) -> None:
 @pytest.mark.parametrize(
     "case",
     tiered(
-        [name for name in GROUPS["two"] if name.startswith("resume-")], ["resume-cp2-from-1", "resume-dp2-from-cp2"]
+        [name for name in GROUPS["two"] if name.startswith("resume-")],
+        ["resume-cp2-from-1", "resume-dp2-from-cp2"],
+        ["resume-cp2-from-cp2"],
     ),
 )
 def test_a_run_goes_on_with_another_axis(one: Group, two: Group, case: str) -> None:

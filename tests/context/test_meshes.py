@@ -34,12 +34,17 @@ def parts(case: str) -> tuple[str, ...]:
 
 
 _SELDOM = spread(same("four"), parts, FOUR)
+LONG = (
+    "hf-qwen3@mp2xcp2-ulysses-mp", "own-step@mp2xcp2-gather-sp", "written-out@pp2xcp2-gather-exact",
+    "calls-attention-own@mp2xcp2-gather", "hf-gpt2@dp2xcp2-ulysses-level1",
+    "hf-t5@dp2xcp2-gather-level3", "tasks@dp2xcp2-gather-level3",
+    "hf-gpt2-padded@dp2xcp2-gather-level3", "own-step-linear@dp2xcp2-ring-level3",
+)  # fmt: skip
+"""Models that two ranks along cp meet in test_lightning.py, on meshes that others meet here."""
 
 
 def seldom(case: str) -> bool:
-    if case.startswith("captured@"):  # half a minute each
-        return case != "captured@mp2xcp2-ring-sp"
-    return _SELDOM(case)
+    return case.startswith("captured@") or case in LONG or _SELDOM(case)  # test_compiled_meshes.py has what is compiled
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +83,8 @@ def test_four_ranks_equal_one_process(one: Group, four: Group, case: str) -> Non
     assert problems(one, four, case.split("@")[0], case, TOLERANCE) == []
 
 
-@pytest.mark.parametrize("case", tiered(same("eight"), [], lambda case: not case.startswith("llama@")))
+@pytest.mark.every  # half a minute each; each pair of their axes is above
+@pytest.mark.parametrize("case", same("eight"))
 def test_eight_ranks_equal_one_process(one: Group, eight: Group, case: str) -> None:
     assert problems(one, eight, case.split("@")[0], case, TOLERANCE) == []
 
@@ -89,8 +95,11 @@ def test_bf16_mixed_is_close(one: Group, four: Group) -> None:
     assert differences(expected["losses"], found["losses"], 1e-2) == []
 
 
-@pytest.mark.full  # every day test_lightning.py goes on, on two ranks
-@pytest.mark.parametrize("case", [name for name in GROUPS["four"] if name.startswith("resume-")])
+RESUMED = [name for name in GROUPS["four"] if name.startswith("resume-")]
+
+
+# Every day test_lightning.py goes on, on two ranks.
+@pytest.mark.parametrize("case", tiered(RESUMED, [], ["resume-dp2xcp2-from-cp2", "resume-dp2xcp2-from-1"]))
 def test_a_run_goes_on_on_dp2xcp2(one: Group, two: Group, four: Group, case: str) -> None:
     source = case.rpartition("-")[2]
     {"1": one, "cp2": two, "dp2xcp2": four}[source].read_all(f"save-{source}")
@@ -103,8 +112,7 @@ def test_a_run_goes_on_in_one_process(one: Group, four: Group, back: Group) -> N
     assert went_on(one.read("uninterrupted"), back, "resume-1-from-dp2xcp2", TOLERANCE) == []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("heads", ["own", "multi"])
+@pytest.mark.parametrize("heads", tiered(["own", "multi"], [], ["own"]))
 def test_attention_is_not_gathered_where_a_block_calls_it_itself(four: Group, heads: str) -> None:
     """What is tried out and found wrong would be gathered, so this says that its numbers are right, too."""
     for run in four.read_all(f"how-{heads}"):

@@ -17,7 +17,7 @@ from tests import ROOT
 from tests.data_parallel import resume_cases as cases
 from tests.data_parallel.resume_cases import LOADERS, WITHOUT_STATE, EarlyLook, Numbered, SavesAt, fit
 from tests.support.ranks import Group, GroupOf
-from tests.support.tiers import tiered
+from tests.support.tiers import but_one_in, in_turn, spread, tiered
 
 CASES = ROOT / "tests" / "data_parallel" / "resume_cases.py"
 
@@ -29,9 +29,10 @@ def process_group() -> Iterator[None]:
 
 
 ONE_PROCESS = [name for name in LOADERS if name not in ("by-rank", "generator-even")]
+EVERYDAY = ("augmented", "own-sampler", "stateful-stream")
 
 
-@pytest.mark.parametrize("name", tiered(ONE_PROCESS, ("augmented", "own-sampler", "stateful-stream")))
+@pytest.mark.parametrize("name", tiered(ONE_PROCESS, EVERYDAY, but_one_in(2, ONE_PROCESS, EVERYDAY)))
 def test_goes_on_with_the_batches_of_the_run_that_saved(name: str, tmp_path: Path) -> None:
     points = (3, 5, 6, 8)
     whole = fit(LOADERS[name], *(SavesAt(point, tmp_path / str(point)) for point in points))
@@ -72,9 +73,10 @@ BETWEEN_EPOCHS = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("loader", ["shuffled", "by-epoch", "stateful-stream"])
-@pytest.mark.parametrize("when", BETWEEN_EPOCHS)
+MOMENTS = [(when, loader) for when in BETWEEN_EPOCHS for loader in ("shuffled", "by-epoch", "stateful-stream")]
+
+
+@pytest.mark.parametrize(("when", "loader"), tiered(MOMENTS, [], spread(MOMENTS, tuple)))
 def test_wherever_lightning_saves(when: str, loader: str, tmp_path: Path) -> None:
     if (when, loader) == ("before validation", "stateful-stream"):
         pytest.skip("without a length lightning leaves out that validation, and what it would have drawn")
@@ -151,9 +153,12 @@ def samples(ranks: list[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", cases.ON_RANKS)
-@pytest.mark.parametrize("before, now", [(1, 2), (2, 1), (2, 2)])
+RANKS = ((2, 2), (1, 2), (2, 1))
+WAYS = [(*ranks, name) for ranks in RANKS for name in cases.ON_RANKS]
+CHOSEN = {(*ranks, name) for name, ranks in in_turn(list(cases.ON_RANKS), RANKS)} | {(2, 2, "by-rank")}
+
+
+@pytest.mark.parametrize(("before", "now", "name"), tiered(WAYS, [], lambda way: way not in CHOSEN))
 def test_goes_on_on_another_mesh(name: str, before: int, now: int, groups: dict[tuple[str, int], Group]) -> None:
     if name == "by-rank" and before != now:
         pytest.skip("shares out its data itself")

@@ -34,7 +34,7 @@ def test_it_plans_what_it_runs(tmp_path: Path) -> None:
             assert rank["notes"] == []
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.every)])
 def test_a_module_of_ones_own_is_run_and_planned_on_the_first_batch_of_its_data(apart: bool, tmp_path: Path) -> None:
     """Also if its step calls parts of a model by themselves."""
     dryrun = Commands(tmp_path, *IMAGES, f"+module.apart={apart}")
@@ -61,6 +61,7 @@ def test_what_can_not_be_run_is_said(tmp_path: Path) -> None:
     assert "dryrun with Classifier: it calls its optimizers itself" in manual
 
 
+@pytest.mark.every
 def test_what_a_plan_compiles_is_run_as_it_is_which_is_said(tmp_path: Path) -> None:
     dryrun = Commands(tmp_path, "model=llama", "model.size=debug", "data=synthetic", "data.batch_size=16", "mesh=1x2")
     (compiled, other), as_it_is = ranks(dryrun, "compile=true"), ranks(dryrun)
@@ -68,6 +69,7 @@ def test_what_a_plan_compiles_is_run_as_it_is_which_is_said(tmp_path: Path) -> N
     assert [compiled, other] == [{key: value for key, value in rank.items() if key != "notes"} for rank in as_it_is]
 
 
+@pytest.mark.every  # test_experts.py has them without a command
 def test_experts_are_taken_to_be_even(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3MoeConfig(

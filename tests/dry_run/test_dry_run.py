@@ -36,7 +36,7 @@ from tests.planner.test_memory import CPU
 from tests.support.messages import assert_told
 from tests.support.one_rank import without_process_group
 from tests.support.ranks import start
-from tests.support.tiers import but_one_in, tiered
+from tests.support.tiers import but_one_in, spread, tiered
 
 AGREES = (
     *("one", "accumulates", "full", "selective", "every_second", "mp", "mp_sp", "mp_full"),
@@ -115,7 +115,13 @@ def pretended(name: str, precision: str = "32-true") -> list[PretendedRank]:
 DAILY = ("one", "zero3", "1f1b", "cp_ring")
 
 
-@pytest.mark.parametrize("name", tiered(AGREES, DAILY, but_one_in(3, AGREES, DAILY)))
+def parts(name: str) -> list[tuple[str, Any]]:
+    """What a case has of levels, schedules, backends and recomputation."""
+    kinds = ("level", "replicate", "pipeline", "backend", "recompute", "sequence_parallel")
+    return [item for item in (cases.CASES | MORE)[name].items() if item[0] in kinds]
+
+
+@pytest.mark.parametrize("name", tiered(AGREES, DAILY, spread(AGREES, parts, DAILY)))
 def test_the_plan_says_what_a_step_holds(name: str, profile: ModelProfile) -> None:
     account = memory_account(profile, Recipe(batch_size=cases.BATCH), CPU, candidate(name))
     for rank in pretended(name):
@@ -133,7 +139,7 @@ def mixed() -> ModelProfile:
 MIXED_DAILY = ("zero3", "dp_pp_zero3", "cp_mp_sp")
 
 
-@pytest.mark.parametrize("name", tiered(AGREES_MIXED, MIXED_DAILY, but_one_in(4, AGREES_MIXED, MIXED_DAILY)))
+@pytest.mark.parametrize("name", tiered(AGREES_MIXED, MIXED_DAILY, but_one_in(8, AGREES_MIXED, MIXED_DAILY)))
 def test_the_plan_knows_what_autocast_makes_of_weights(name: str, mixed: ModelProfile) -> None:
     """Where dp shards, they are gathered in its type; elsewhere each microbatch keeps copies of its own."""
     recipe = recipe_of(cases.BATCH, "bf16-mixed")

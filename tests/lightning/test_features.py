@@ -19,7 +19,23 @@ def everyday(cell: tuple[str, str]) -> bool:
     return FEATURES[cell[0]].daily == cell[1]
 
 
-@pytest.mark.parametrize(("name", "mesh"), tiered(CELLS, everyday, spread(CELLS, tuple, everyday)))
+ALIKE = {
+    "profiler=pytorch", "profiler=advanced", "ModelCheckpoint(every_n_train_steps)", "plugins=[MixedPrecision()]",
+    "limit_train_batches as a share", "overfit_batches as a share", "val_check_interval as a share",
+    "check_val_every_n_epoch", "schedule by step", "schedule by plateau", "inference_mode=False", "DeviceStatsMonitor",
+    "RichProgressBar", "LearningRateMonitor", "min_epochs", "Timer", "EMA (of autolaunch_strategies)", "EarlyStopping",
+    "precision=bf16-true", "CSVLogger", "accumulate_grad_batches",
+}  # fmt: skip
+"""Features that have another of their kind here, or are in tests of runs."""
+assert ALIKE.issubset(FEATURES)
+_SELDOM = spread(CELLS, tuple, everyday)
+
+
+def seldom(cell: tuple[str, str]) -> bool:
+    return cell[0] in ALIKE or _SELDOM(cell)
+
+
+@pytest.mark.parametrize(("name", "mesh"), tiered(CELLS, everyday, seldom))
 def test_a_feature_on_a_mesh(one: Group, two: Group, name: str, mesh: str) -> None:
     row = FEATURES[name]
     results = two.read_all(cell(name, mesh))

@@ -13,6 +13,7 @@ from tests.lightning.host_sync_cases import GROUPS, STEPS, watched
 from tests.support.host_reads import HostReads
 from tests.support.one_rank import without_process_group
 from tests.support.ranks import GroupOf
+from tests.support.tiers import tiered
 
 CASES = Path(__file__).parent / "host_sync_cases.py"
 AGREES = "lightning/votes.py:_greatest"
@@ -57,8 +58,9 @@ def test_reads_are_seen() -> None:
     assert reads.found == {"lightning/test_host_syncs.py:test_reads_are_seen": 7}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", GROUPS["two"])
+@pytest.mark.parametrize(
+    "case", tiered(GROUPS["two"], [], ["tensor parallel", "level 0", "level 2", "exact", "gather"])
+)
 def test_neither_does_one_on_a_mesh(group_of: GroupOf, case: str) -> None:
     ranks: Any = group_of(CASES, "two", 2)
     for found in ranks.read_all(case):

@@ -36,7 +36,14 @@ def test_two_ranks_draw_what_one_does(one: Group, two: Group, case: str) -> None
         assert differences(expected["first"], found[0]["first"], 1e-5) == []
 
 
-@pytest.mark.parametrize("case", tiered(GROUPS["four"], (), spread(GROUPS["four"], parts)))
+_SELDOM = spread(GROUPS["four"], parts)
+
+
+def seldom(case: str) -> bool:
+    return case in ("bart@mp2cp2", "gpt2-eager@mp2cp2") or _SELDOM(case)  # two ranks draw alike
+
+
+@pytest.mark.parametrize("case", tiered(GROUPS["four"], (), seldom))
 def test_four_ranks_draw_what_one_does(one: Group, four: Group, case: str) -> None:
     assert problems(one, four, case.split("@")[0], case, 1e-5) == []
 

@@ -248,7 +248,7 @@ for _ in range(int(sys.argv[1])):
 """
 
 
-@pytest.mark.parametrize("runs", [3, pytest.param(10, marks=pytest.mark.full)])
+@pytest.mark.parametrize("runs", [3, pytest.param(10, marks=pytest.mark.every)])
 def test_runs_end_with_exit_code_0(runs: int, tmp_path: Path) -> None:
     path = tmp_path / "many.py"
     path.write_text(TRAIN + MANY)

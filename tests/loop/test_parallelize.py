@@ -14,12 +14,13 @@ from torch import nn
 from autolaunch_strategies import ColWiseParallel, ConfigError, ProcessMesh, get_mesh, parallelize, set_mesh
 from tests import ROOT
 from tests.support.ranks import Group, GroupOf, Ranks, python, start, torchrun
-from tests.support.tiers import in_turn, tiered
+from tests.support.tiers import but_one_in, in_turn, tiered
 
 SCRIPT = Path(__file__).with_name("cases.py")
 EXAMPLE = ROOT / "examples" / "parallelize_llama.py"
 ADAPTIVE = ["Adam", "AdamW", "AdamW_foreach", "AdamW_fused", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam"]
 OPTIMIZERS = [*ADAPTIVE, "SGD", "RMSprop", "Rprop", "ASGD", "Adafactor", "Muon"]
+CONTINUED = [(name, level) for name in OPTIMIZERS for level in (0, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,7 @@ def optimizers(group_of: GroupOf) -> Group:
                 "experts_mp2_ep2",
             )
         ),
+        ["N5_mp2_sequence", "N18_accumulation_mp2", "titan_tied"],
     ),
 )
 def test_on_two_processes(two: Group, case: str) -> None:
@@ -108,7 +110,12 @@ def test_on_two_processes(two: Group, case: str) -> None:
             "ranks_laid_out_otherwise",
             "a_mesh_like_one_whose_groups_have_ended",
         ],
-        ["N3_N8_dp2_mp2_level2", "N6_dp2_mp2_sequence_level0", "titan_dp2_mp2_level0", "N14_fused_dp2_mp2_level2"],
+        [
+            "N3_N8_dp2_mp2_level2",
+            "N6_dp2_mp2_sequence_level0",
+            "N14_fused_dp2_mp2_level2",
+            *(f"titan_dp2_mp2_level{level}" for level in (0, 3)),
+        ],
     ),
 )
 def test_on_four_processes(four: Group, case: str) -> None:
@@ -116,9 +123,8 @@ def test_on_four_processes(four: Group, case: str) -> None:
         four.read(case, rank)
 
 
-@pytest.mark.parametrize(
-    "case", tiered(["N4_dp4_mp2_sequence_level3", "N2_dp2_mp4"], [], ["N4_dp4_mp2_sequence_level3"])
-)
+@pytest.mark.every  # the example below runs on eight
+@pytest.mark.parametrize("case", ["N4_dp4_mp2_sequence_level3", "N2_dp2_mp4"])
 def test_on_eight_processes(eight: Group, case: str) -> None:
     for rank in range(8):
         eight.read(case, rank)
@@ -126,7 +132,7 @@ def test_on_eight_processes(eight: Group, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "level"),
-    tiered([(name, level) for name in OPTIMIZERS for level in (0, 3)], in_turn(OPTIMIZERS, (0, 3))),
+    tiered(CONTINUED, in_turn(OPTIMIZERS, (0, 3)), but_one_in(3, CONTINUED, in_turn(OPTIMIZERS, (0, 3)))),
 )
 def test_every_optimizer_continues_as_on_one_process(optimizers: Group, name: str, level: int) -> None:
     if name == "Muon" and not hasattr(torch.optim, "Muon"):

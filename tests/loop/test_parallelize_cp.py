@@ -67,6 +67,7 @@ def test_on_two_processes(two: Group, case: str) -> None:
             "pp2_cp2",
         ],
         ["dp2_cp2_level1", "pp2_cp2"],
+        ["mp2_cp2"],
     ),
 )
 def test_on_four_processes(four: Group, case: str) -> None:

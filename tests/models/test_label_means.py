@@ -33,9 +33,9 @@ def compare(expected: dict[str, Any], found: Group, case: str) -> None:
 
 
 def cases(group: str) -> list[Any]:
-    """Of the product of meshes, masks and accumulation each twice, beside those of one process; the rest is `every`."""
+    """Of the product of meshes, masks and accumulation each, beside those of one process; the rest is `every`."""
     named = [name for name in GROUPS[group] if "@" in name]
-    seldom = spread(named, lambda name: name.split("@"), times=2)
+    seldom = spread(named, lambda name: name.split("@"))
     return [pytest.param(name, marks=pytest.mark.every if group != "one" and seldom(name) else ()) for name in named]
 
 

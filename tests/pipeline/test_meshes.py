@@ -28,6 +28,11 @@ FOUR = {
     "llama-8@dp2pp2-3-1f1b", "short-own@mp2pp2-tensor_parallel",
 }  # fmt: skip
 """What runs every day: dp and mp beside stages, and schedules that two stages leave out; all levels are in full."""
+_SELDOM = but_one_in(2, same("four"), FOUR)
+
+
+def seldom(case: str) -> bool:
+    return case in ("short-tied@mp2pp2-seq_parallel", "hf-llama@pp4") or _SELDOM(case)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +61,12 @@ def back(group_of: GroupOf, shelf: Path) -> Group:
     return group_of(SCRIPT, "one-resumes", 1, SHELF=str(shelf))
 
 
-@pytest.mark.parametrize("case", tiered(same("four"), FOUR, but_one_in(2, same("four"), FOUR)))
+@pytest.mark.parametrize("case", tiered(same("four"), FOUR, seldom))
 def test_four_ranks_equal_one_process(one: Group, four: Group, case: str) -> None:
     assert problems(one, four, case.split("@")[0], case, TOLERANCE) == []
 
 
-@pytest.mark.every  # half a minute each; a run goes on on 2x2x2 below
+@pytest.mark.every  # half a minute each; test_staged.py trains on eight ranks every day
 @pytest.mark.parametrize("case", same("eight"))
 def test_eight_ranks_equal_one_process(one: Group, eight: Group, case: str) -> None:
     assert problems(one, eight, case.split("@")[0], case, TOLERANCE) == []
@@ -86,7 +91,8 @@ def saved(one: Group, four: Group, eight: Group) -> Callable[[str, str], None]:
     return lambda model, source: {"1": one, "4": four, "8": eight}[source].read_all(f"save-{model}") and None
 
 
-@pytest.mark.parametrize(("model", "source"), tiered([("tied", "8"), ("untied", "1")], [], [("tied", "8")]))
+@pytest.mark.every  # half a minute each; below runs go on with other stages of four ranks
+@pytest.mark.parametrize(("model", "source"), [("tied", "8"), ("untied", "1")])
 def test_a_run_goes_on_on_2x2x2(one: Group, eight: Group, saved: Any, model: str, source: str) -> None:
     saved(model, source)
     case = f"resume-{model}-from-{source}"
@@ -101,7 +107,13 @@ def test_a_run_goes_on_with_other_stages(one: Group, four: Group, saved: Any, ca
     assert went_on(one.read("uninterrupted-tied"), four, case, TOLERANCE) == []
 
 
-@pytest.mark.parametrize("case", tiered(GROUPS["one-resumes"], ["resume-tied-from-4"], ["resume-untied-from-8"]))
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case == "resume-tied-from-4" else pytest.param(case, marks=pytest.mark.every)
+        for case in GROUPS["one-resumes"]
+    ],
+)
 def test_a_run_goes_on_in_one_process(one: Group, back: Group, saved: Any, case: str) -> None:
     _, model, _, source = case.split("-")
     saved(model, source)

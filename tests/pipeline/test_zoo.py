@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 from tests.pipeline.zoo_cases import MESHES
 from tests.support.ranks import Group, GroupOf
-from tests.support.tiers import of_the_day, spread, tiered
+from tests.support.tiers import but_one_in, of_the_day, spread, tiered
 from tests.support.zoo import MORE, NAMES
 
 SCRIPT = Path(__file__).with_name("zoo_cases.py")
@@ -28,7 +28,9 @@ def everyday(pair: tuple[str, str]) -> bool:
     return pair[0] == "pp2" and pair[1] in EVERYDAY
 
 
-CASES = tiered(PAIRS, everyday, spread(PAIRS, lambda pair: (pair[0], *pair[1].split(":")), everyday))
+_CHOICE = spread(PAIRS, lambda pair: pair[1].split(":"), everyday)
+_HALF = but_one_in(2, [pair for pair in PAIRS if not everyday(pair) and not _CHOICE(pair)])
+CASES = tiered(PAIRS, everyday, lambda pair: _CHOICE(pair) or _HALF(pair))  # test_meshes.py has stages beside mp
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -92,7 +92,7 @@ MODELS = {"llama": own_llama, "gpt2": gpt2, "mixture": mixture}
 CASES = [(name, narrow) for name in MODELS for narrow in ("bf16", "fp32")]
 
 
-@pytest.mark.parametrize(("name", "numbers"), tiered(CASES, [("llama", "bf16")]))
+@pytest.mark.parametrize(("name", "numbers"), tiered(CASES, [("llama", "bf16")], [("llama", "fp32"), ("gpt2", "bf16")]))
 def test_kept_is_what_torch_keeps(name: str, numbers: str) -> None:
     model, narrow = MODELS[name]().train(), numbers == "bf16"
     profile = profile_module(model, POSITIONS, precision="bf16-mixed" if narrow else "32-true", device_type="cpu")

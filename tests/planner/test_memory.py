@@ -372,8 +372,8 @@ def measured(group_of: GroupOf) -> Measured:
 
 
 EVERYDAY = {"zero3_full", "1f1b"}
-SELDOM = [*real.CASES][1::2]
-"""Dry runs meet these, and not the others."""
+SELDOM = [name for index, name in enumerate(real.CASES) if index % 4]
+"""Dry runs meet more."""
 
 
 @pytest.fixture(scope="module")

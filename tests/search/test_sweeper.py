@@ -164,16 +164,21 @@ def test_the_best_runs_as_it_was_typed(command: Callable[..., Outcome], trials: 
     ("typed", "holds"),
     [
         pytest.param(["mesh=2x2"], lambda way: (way.dp, way.mp) == (2, 2), id="mesh"),
-        pytest.param(["mesh=4,2x2"], lambda way: (way.dp, way.mp) in ((4, 1), (2, 2)), id="meshes", marks=FULL),
+        pytest.param(
+            ["mesh=4,2x2"], lambda way: (way.dp, way.mp) in ((4, 1), (2, 2)), id="meshes", marks=pytest.mark.every
+        ),
         pytest.param(
             ["mesh=dp2xpp2,pp4"],
             lambda way: (way.dp, way.pp) in ((2, 2), (1, 4)),
             id="meshes-alike",
-            marks=FULL,
+            marks=pytest.mark.every,
         ),
         pytest.param(["cluster=localx4", "mesh.pp=2"], lambda way: way.pp == 2, id="axis"),
         pytest.param(
-            ["mesh=4", "dp=zero1,ddp"], lambda way: way.dp == 4 and way.level in (0, 1), id="levels", marks=FULL
+            ["mesh=4", "dp=zero1,ddp"],
+            lambda way: way.dp == 4 and way.level in (0, 1),
+            id="levels",
+            marks=pytest.mark.every,
         ),
         pytest.param(
             ["mesh=4", "dp=zero1,zero2"],
@@ -342,7 +347,7 @@ def test_ctrl_c_keeps_what_there_is(command: Callable[..., Outcome], trials: Tri
     assert len({job.output_dir for job in trials.jobs}) == len(trials.jobs)
 
 
-@pytest.mark.full
+@pytest.mark.every  # above and below some trials are known, too
 def test_the_same_again_runs_nothing(command: Callable[..., Outcome], trials: Trials) -> None:
     assert command("cluster=localx4", "search.trials=4")[0] == 0
     count, first = len(trials.jobs), results()

@@ -7,6 +7,7 @@ budget of minutes. The rest is marked `every`: for who changes what it is about.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -42,12 +43,15 @@ def _choice(values: Sequence[Any], some: Some) -> Callable[[Any], bool]:
     return some.__contains__
 
 
-def one_in(count: int, values: Iterable[Any]) -> list[Any]:
-    """Values for `pytest.mark.parametrize` from a long table of equals: every `count`th of them runs every day."""
-    chosen = []
+def one_in(count: int, values: Iterable[Any], full: int = 1) -> list[Any]:
+    """Values for `pytest.mark.parametrize` from a long table of equals.
+
+    Every `count`th of them runs every day, and of the others every `full`th is `full`; the rest is `every`.
+    """
+    chosen, others = [], itertools.cycle([pytest.mark.full, *[pytest.mark.every] * (full - 1)])
     for index, value in enumerate(values):
         parameter = value if isinstance(value, ParameterSet) else ParameterSet.extract_from(value)
-        marks = [*parameter.marks, *([pytest.mark.full] if index % count else [])]
+        marks = [*parameter.marks, *([next(others)] if index % count else [])]
         chosen.append(pytest.param(*parameter.values, marks=marks, id=parameter.id))
     return chosen
 
@@ -89,5 +93,5 @@ def in_turn(names: Sequence[str], ways: Sequence[Any]) -> set[tuple[str, Any]]:
 
 
 def of_the_day(families: Sequence[str], axis: str) -> set[str]:
-    """The families of models that meet this axis every day: each meets one of mp, pp and cp, and all three in full."""
+    """The families of models that meet this axis every day: each meets one of mp, pp and cp, and others in full."""
     return {name for name, its in in_turn(families, ("mp", "pp", "cp")) if its == axis}

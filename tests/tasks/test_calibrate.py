@@ -50,7 +50,7 @@ def _read(path: Path) -> Hardware:
     return hardware_from(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-@pytest.mark.full
+@pytest.mark.every  # a minute; below all is measured but what fails
 def test_what_is_measured_is_a_cluster(run: Calibrate, capsys: pytest.CaptureFixture[str]) -> None:
     code, directory = run("quick")
     assert code == 0, capsys.readouterr().err

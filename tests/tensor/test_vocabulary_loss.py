@@ -111,7 +111,7 @@ def run_rank(output: Path) -> None:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(2, id="2-ranks"), pytest.param(4, id="4-ranks", marks=pytest.mark.full)]
+    scope="module", params=[pytest.param(2, id="2-ranks"), pytest.param(4, id="4-ranks", marks=pytest.mark.every)]
 )
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("loss") / "results.json"
