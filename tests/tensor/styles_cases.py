@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from autolaunch_strategies import (
@@ -149,6 +151,43 @@ def placements() -> dict[str, Any]:
         "first key wins": run(lambda: nn.Linear(4, 6), {"layer": row, "lay.*": row}, x, key=""),
         "only the named parameter": run(lambda: nn.Linear(4, 6), column, x, key="layer.weight"),
     }
+
+
+class LargestGradient(TorchDispatchMode):
+    """The most rows that a gradient of a table has while it is active."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding_dense_backward.default:
+            self.rows = max(self.rows, len(out))
+        return out
+
+
+@case
+def look_up() -> dict[str, Any]:
+    """Tables that are sharded by their rows: evenly and not, padded, and with rows on one rank alone."""
+    mesh, rows = DeviceMesh("cpu", [0, 1]), {}
+    index = torch.tensor([[0, 4, 2], [3, 4, 1]])
+    for what, count, padding in (
+        ("even", 6, None), ("uneven", 5, None), ("padded", 5, 1), ("padded elsewhere", 5, -1), ("few", 1, None),
+    ):  # fmt: skip
+        table = torch.randn(count, 4)
+        results = []
+        for sharded in (False, True):
+            weight = distribute_tensor(table, mesh, [Shard(0)]) if sharded else table.clone()
+            weight.requires_grad_()
+            with MixedTensors(mesh):
+                out = plain(F.embedding(index.clamp(max=count - 1), weight, padding))
+                with LargestGradient() as largest:
+                    (out * torch.arange(4.0)).square().sum().backward()
+            results.append([out, plain(weight.grad)])
+        torch.testing.assert_close(results[1], results[0], msg=f"{what}: {{}}".format)
+        rows[what] = largest.rows
+    with MixedTensors(mesh), pytest.raises(RuntimeError, match="no row of 6"):
+        F.embedding(index + 2, distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)]))
+    return rows
 
 
 @case

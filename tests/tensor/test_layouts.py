@@ -88,6 +88,12 @@ def test_sequence_within_one_module_and_other_ways_to_call(results: Group) -> No
     assert found["tuple"] == ["S1 [2, 3, 4]", "plain [2, 6]"]
 
 
+def test_a_rank_makes_the_gradient_of_its_own_rows_alone(results: Group) -> None:
+    for rank in range(2):
+        found = results.read("look_up", rank)
+        assert [found[what] for what in ("even", "uneven", "padded", "padded elsewhere")] == [3, *[3 - rank] * 3]
+
+
 def test_norms_update_their_running_statistics(results: Group) -> None:
     for rank in range(2):
         results.read("running_statistics", rank)

@@ -31,7 +31,9 @@ from autolaunch_strategies.tensor.vocabulary_loss import vocabulary_cross_entrop
 from autolaunch_strategies.torch_private.attention import ATTENTION_ARGUMENTS, HEADS, with_heads_for_kernels
 from autolaunch_strategies.torch_private.backward import run_backward, version_of
 from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
+from autolaunch_strategies.torch_private.meshes import local_index
 from autolaunch_strategies.torch_private.modes import changes_first
+from autolaunch_strategies.torch_private.operators import assert_on_device
 from autolaunch_strategies.torch_private.sharding_rules import read_whole_numbers, register_missing_rules
 
 log = logging.getLogger(__name__)
@@ -167,8 +169,9 @@ class MixedTensors(TorchFunctionMode):
         if sharded is None:
             return func(*args, **kwargs)
         replicate = self.replicate.for_mesh(sharded.device_mesh)
-        if func in _SPECIAL:
-            return _SPECIAL[func](replicate, func, args, kwargs)
+        own = _SPECIAL.get(func)
+        if own is not None and (result := own(replicate, func, args, kwargs)) is not NotImplemented:
+            return result
         if args and type(args[0]) is not DTensor and isinstance(args[0], torch.Tensor) and changes_first(func):
             return func(*tree_map(plain, args), **tree_map(plain, kwargs))  # a plain tensor stays plain
         if func is torch.cat and args:  # an empty cache of keys is a tensor of no dims that fit
@@ -422,6 +425,33 @@ def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> 
     return func(**arguments)
 
 
+def _look_up(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """An embedding whose rows are sharded: each rank looks up its own ones, and the results are to be added up.
+
+    torch's rules know this of the forward pass alone: in the backward pass every rank makes the gradient of the whole
+    table, and keeps its part.
+    """
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    indices, weight, padding = arguments["input"], arguments["weight"], arguments.get("padding_idx")
+    if not isinstance(weight, DTensor) or weight.placements != (Shard(0),):
+        return NotImplemented
+    count, ranks = weight.shape[0], weight.device_mesh.size()
+    of_others = any(arguments.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+    if of_others or -(-count // ranks) * (ranks - 1) >= count:  # else the last ranks hold no rows
+        return NotImplemented
+    indices = plain(indices)
+    assert_on_device(((indices >= 0) & (indices < count)).all(), f"an index that is no row of {count}")
+    held = local_index(weight)[0]
+    elsewhere = (indices < held.start) | (indices >= held.stop)
+    rows = (indices - held.start).masked_fill(elsewhere, 0)
+    if padding is not None:
+        padding = (padding + count if padding < 0 else padding) - held.start
+    local = func(rows, weight.to_local(), padding if padding in range(held.stop - held.start) else None)
+    found = local.masked_fill(elsewhere.unsqueeze(-1), 0)
+    return DTensor.from_local(found, weight.device_mesh, [Partial()], run_check=False)
+
+
 def _convolution(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     """A convolution whose weight is sharded by the channels that it returns: each rank computes its own."""
     names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
@@ -472,6 +502,7 @@ _SPECIAL: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _attention,
     document_attention: _document_attention,
     F.cross_entropy: _cross_entropy,
+    F.embedding: _look_up,
     F.multi_head_attention_forward: _on_whole_tensors,
     F.group_norm: _on_whole_tensors,  # torch has no sharding rule for its gradient
     **dict.fromkeys(_NORMS_WITH_STATISTICS, _on_whole_tensors),

@@ -40,6 +40,15 @@ def define_operator(signature: str, run: Callable[..., Any], shapes: Callable[..
     torch.library.register_fake(f"autolaunch::{name}", shapes, lib=_LIBRARY)
 
 
+def assert_on_device(holds: torch.Tensor, message: str) -> None:
+    """Fail where a truth value is False, on a GPU without waiting for it, as torch does for an index out of range.
+
+    Raises:
+        RuntimeError: it is False, and on a CPU; on a GPU the next call that waits raises it.
+    """
+    torch._assert_async(holds, message)
+
+
 def opened(operator: Any) -> Callable[..., Any] | None:
     """What an `OpOverload` that was defined here does, itself made of operators; None of one that was not."""
     return _RUN.get(operator.overloadpacket.__name__) if operator.namespace == NAMESPACE else None
