@@ -131,6 +131,32 @@ def test_the_plan_says_what_a_step_holds(name: str, profile: ModelProfile) -> No
         assert ours["total"] == pytest.approx(rank.total, rel=0.05)
 
 
+LARGE = (
+    "accumulates",
+    "mp",
+    "ddp",
+    "zero1",
+    "zero2_accumulates",
+    "zero3",
+    "dp_pp_zero3",
+    "1f1b",
+    "exact",
+    "exact_alone",
+)
+LARGE_DAILY = ("zero3", "1f1b")
+
+
+@pytest.mark.parametrize("name", tiered(LARGE, LARGE_DAILY, but_one_in(2, LARGE, LARGE_DAILY)))
+def test_the_plan_knows_what_a_large_vocabulary_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table and a head beside which everything else is small: gathered, made, sent and added as a whole."""
+    monkeypatch.setattr(cases, "SIZES", cases.SIZES | {"vocab_size": 131_072})
+    monkeypatch.setattr(cases, "POSITIONS", 8)
+    large = profile_module(cases.module(), cases.POSITIONS, device_type="cpu")
+    account = memory_account(large, Recipe(batch_size=cases.BATCH), CPU, candidate(name))
+    for rank in pretended_ranks(training(name), "32-true"):
+        assert account[rank.pipe_rank]["total"] == pytest.approx(rank.total, rel=0.02)
+
+
 @pytest.fixture(scope="module")
 def mixed() -> ModelProfile:
     return profile_module(cases.module(), cases.POSITIONS, device_type="cpu", precision="bf16-mixed")

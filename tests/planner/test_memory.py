@@ -79,15 +79,15 @@ KEPT = 8 * 50_000 + 800 + 9_000  # of one sequence
             id="sp",
         ),
         pytest.param(Candidate(cp=2), 16 * WHOLE + 4 * (KEPT + LOSS), id="cp"),
-        # Sharded state, all parameters gathered, and the buffer in which the largest block came.
-        pytest.param(Candidate(dp=2, level=1), (8 + 4) * WHOLE + 4000 + 4 * (KEPT + LOSS), id="level 1"),
+        # Sharded state, all parameters gathered, and the buffer in which the head came.
+        pytest.param(Candidate(dp=2, level=1), (8 + 4) * WHOLE + 8000 + 4 * (KEPT + LOSS), id="level 1"),
         pytest.param(
             Candidate(dp=2, level=1, microbatches=4),
-            (2 + 4 + 4 + 4) * WHOLE + 4000 + KEPT + LOSS,
+            (2 + 4 + 4 + 4) * WHOLE + 8000 + KEPT + LOSS,
             id="level 1, accumulating",
         ),
         # Of parameters a block's are gathered, and the head's while there are scores; the table is free again.
-        pytest.param(Candidate(dp=2, level=3, microbatches=4), 8 * WHOLE + 4 * 2000 + 4000 + KEPT + LOSS, id="level 3"),
+        pytest.param(Candidate(dp=2, level=3, microbatches=4), 8 * WHOLE + 4 * 2000 + 8000 + KEPT + LOSS, id="level 3"),
         # Inputs of all blocks but the last, whose gradients are on their way, and one block whole with its gradients,
         # while the next one is gathered.
         pytest.param(
@@ -117,9 +117,21 @@ def test_hand_calculation(candidate: Candidate, expected: float) -> None:
 
 
 def test_exchange_of_whole_gradients_may_be_the_peak() -> None:
-    """At level 0 all buckets exist at the end of the backward pass, a second copy of the gradients."""
+    """At level 0 all buckets exist at the end of the backward pass, beside gradients of what mp shards."""
     small = model(1, kinds=(dataclasses.replace(BLOCK, parameters=10**6),))
-    assert total(Candidate(dp=2), small, batch=2) == pytest.approx((16 + 4) * (10**6 + 5000))
+    assert total(Candidate(dp=2, mp=2), small, batch=2) == pytest.approx((16 + 4) * (10**6 - 400 + 2500))
+    assert total(Candidate(dp=2), small, batch=2) < 17 * (10**6 + 5000), "other gradients are views of them"
+
+
+def test_the_gradient_of_a_large_table_is_beside_what_it_is_added_to() -> None:
+    """As is that of the head, whose scores take little here. A first pass has nothing that it would be added to."""
+    large = model(
+        before=Part("before", 10**6, 10**6, saved_bytes=800, output_bytes=4_000),
+        after=Part("after", 10**6, 10**6, saved_bytes=9_000, sharded_saved_bytes=6_000),
+    )
+    parameters = 2 * 10**6 + 8000
+    assert total(Candidate(), large) == pytest.approx(16 * parameters + 8 * (KEPT + LOSS), rel=1e-3)
+    assert total(Candidate(microbatches=8), large) == pytest.approx(16 * parameters + KEPT + 4e6, rel=1e-3)
 
 
 def test_state_of_trained_parameters_only() -> None:

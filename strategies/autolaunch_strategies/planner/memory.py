@@ -135,6 +135,7 @@ class _Columns:
         "loss_later",
         "drain",
         "gathered",
+        "gathered_last",
     )
 
     def __init__(self, kinds: int) -> None:
@@ -167,17 +168,22 @@ def _put_amounts(
     def put(piece: str, name: str, value: Any, kind: int = 0) -> None:
         pieces[piece][columns.at[name].start + kind] += value
 
-    _put_states(profile, recipe, hardware, c, put)
-    _put_activations(profile, recipe, hardware.constants, c, put)
+    made = _put_states(profile, recipe, hardware, c, put)
+    _put_activations(profile, recipe, hardware.constants, c, made, put)
 
 
 def _put_states(
     profile: ModelProfile, recipe: Recipe, hardware: Hardware, c: Candidates, put: Callable[..., None]
-) -> None:
-    """Parameters, gradients and optimizer state, as `data_parallel` treats them, and what exchanging them takes."""
+) -> Floats:
+    """Parameters, gradients and optimizer state, as `data_parallel` treats them, and what exchanging them takes.
+
+    Returns:
+        [n]: what the gradients of what is behind the blocks take while they are made.
+    """
     parts = [("", kind, part) for kind, part in enumerate(profile.kinds)]
     parts += [("_before", 0, profile.before), ("_after", 0, profile.after), ("_shared", 0, _shared(profile))]
     largest: Any = 0.0
+    made = np.zeros(len(c))
     for suffix, kind, part in parts:
         trains = dataclasses.replace(recipe, trained=recipe.trained * part.trained)
         dense = _over_mp(part.parameters - part.expert_parameters, part.sharded_parameters, c.mp)
@@ -204,9 +210,61 @@ def _put_states(
             )
         if not suffix:
             largest = np.maximum(largest, gathered)
+        elif suffix == "_after":
+            made = _put_gradients_of_end(trains, c, put, suffix, dense, c.shard, each, once * recipe.cast_bytes)
+            put("other", "gathered_last", gathered if alone else largest)
+        elif suffix == "_before":
+            _put_gradients_of_end(trains, c, put, suffix, dense, c.shard, each, 0.0)
     tied = _shared(profile)
     put("parameters", "loss", _over_mp(tied.parameters, tied.sharded_parameters, c.mp) * recipe.cast_bytes)
     put("other", "gathered", largest)
+    return made
+
+
+def _put_gradients_of_end(
+    recipe: Recipe,
+    c: Candidates,
+    put: Callable[..., None],
+    suffix: str,
+    count: Floats,
+    over: Ints,
+    each: Any,
+    copied: Any,
+) -> Floats:
+    """Of a table or a head, which is one large layer: what its gradient takes until it is added or exchanged.
+
+    Args:
+        suffix, count, over, each: as of `_put_state`.
+        copied: [n]: bytes of a copy for all passes, which has a gradient of its own.
+
+    Returns:
+        [n]: the bytes, where nothing is held of it before.
+    """
+    sharded, adds_up = c.is_sharded, c.microbatches > 1
+    adds_up_whole = _adds_up_whole(c)
+    exchanged = sharded & ~adds_up_whole
+    reduced = recipe.reduce_bytes * recipe.trained
+    whole = np.where(sharded, each, 0.0)
+    freed = np.where(sharded & (c.level == 3) & (c.pp == 1), whole, 0.0)  # between passes
+    own = np.where(sharded, each, recipe.gradient_bytes + copied) * recipe.trained
+    widened = adds_up_whole & (own != reduced)
+    own = own + np.where(widened, reduced, 0.0)  # one of a copy, and what it is added up as
+    # What is sent is as large, and what was gathered is gone by then, but where another pass needs it. What comes back
+    # is added to what there is, or becomes the gradient.
+    sent = np.where(sharded, reduced - np.where(exchanged & adds_up, freed, whole), 0.0)
+    part = np.where(sharded, recipe.gradient_bytes / np.where(sharded, over, 1), 0.0) * recipe.trained
+    bucket = np.where((c.level == 0) & (c.dp * c.cp > 1), recipe.gradient_bytes, 0.0) * recipe.trained
+    if suffix == "_before":  # its gradient is counted, and a look-up's needs no table
+        beside = np.where(adds_up | widened, own, np.where(sharded, sent + part, bucket))
+        beside = np.where(exchanged, own + sent + np.where(adds_up, part, 0.0), beside) + freed
+        put("other", "before_works", count * np.maximum(freed, beside))
+    sent = np.where(adds_up_whole & adds_up, 0.0, sent + part)  # at the end of the step, when most is gone
+    return np.asarray(count * (own + np.maximum(sent, np.where(adds_up, 0.0, bucket))))
+
+
+def _adds_up_whole(c: Candidates) -> NDArray[np.bool_]:
+    """[n]: whether gradients of whole parameters add up, in the type of their exchange, until there is one."""
+    return np.asarray(c.is_sharded & ((c.pp > 1) | ((c.level == 1) & (c.microbatches > 1))))
 
 
 def _put_state(
@@ -238,16 +296,16 @@ def _put_state(
     shard = np.where(sharded, over, 1)
     pipelined = c.pp > 1
     freed = sharded & (c.level == 3) & ~pipelined
-    # Gradients of whole parameters add up in the type of their exchange until there is one.
-    whole = sharded & (pipelined | ((c.level == 1) & (c.microbatches > 1)))
+    whole = _adds_up_whole(c)
     per_parameter = recipe.parameter_bytes / shard
     gradient = recipe.gradient_bytes * recipe.trained / shard
     in_pass = np.where(whole, recipe.reduce_bytes * recipe.trained, gradient)
     later = pipelined | (c.microbatches == 1)  # the first backward pass brings them; when passes add up, one before did
     optimizer = recipe.optimizer_bytes * recipe.trained / shard
     gathered = np.where(sharded, each, 0.0)
-    # Level 0 holds its buckets until all of them are exchanged. AdamW on CUDA works on all parameters at once.
-    buckets = np.where((c.level == 0) & (c.dp * c.cp > 1), recipe.gradient_bytes * recipe.trained, 0.0)
+    # Level 0 holds its buckets until all of them are exchanged, but gradients that can be views of them are. AdamW on
+    # CUDA works on all parameters at once.
+    buckets = np.where((c.level == 0) & (c.dp * c.cp > 1) & (c.mp > 1), recipe.gradient_bytes * recipe.trained, 0.0)
     steps = recipe.parameter_bytes * recipe.trained / shard if hardware.device == "cuda" and optimizer.any() else 0.0
     at_end = np.maximum(buckets, steps)
     # Gradients of one block, before they are exchanged or added; stages add those of copies one by one.
@@ -266,9 +324,9 @@ def _put_state(
     put("gradients", f"end{suffix}", count * gradient, kind)
     put("other", f"end{suffix}", count * at_end, kind)
     put("parameters", f"state{suffix}", count * (np.where(freed, 0.0, gathered) if alone else gathered), kind)
-    if suffix and alone:  # whole while it is used, at one end of the step
-        put("parameters", "before_works" if suffix == "_before" else "loss", count * np.where(freed, gathered, 0.0))
     if suffix:
+        if alone and suffix == "_after":  # whole while it is used, at one end of the step
+            put("parameters", "loss", count * np.where(freed, gathered, 0.0))
         if suffix == "_after":  # a look-up in a table needs no copy of it, a tied head does
             put("parameters", "loss", copies)
         return count * gathered
@@ -292,9 +350,13 @@ def _shared(profile: ModelProfile) -> Part:
 
 
 def _put_activations(
-    profile: ModelProfile, recipe: Recipe, constants: Constants, c: Candidates, put: Callable[..., None]
+    profile: ModelProfile, recipe: Recipe, constants: Constants, c: Candidates, made: Floats, put: Callable[..., None]
 ) -> None:
-    """What is kept for the backward pass, and what passes need beyond it."""
+    """What is kept for the backward pass, and what passes need beyond it.
+
+    Args:
+        made: [n]: what gradients of what is behind the blocks take while they are made.
+    """
     on_rank = -(-recipe.batch_size // c.dp)
     sequences = -(-on_rank // c.microbatches)
     flying = np.where(of_schedules("all_forward_first", c.pipeline), c.microbatches, 1) * sequences
@@ -362,18 +424,22 @@ def _put_activations(
         put("other", "repeats", travelling, kind)
     of_after = of(profile.after.peak_bytes, profile.after.sharded_peak_bytes, ones)
     of_loss = _over_mp(profile.loss_bytes, profile.sharded_loss_bytes, c.mp) / c.cp
-    put("other", "after_works", sequences * of_after)
-    put("loss", "loss", np.where(exact, on_rank, sequences) * np.maximum(of_loss, of_after))
+    put("other", "after_works", sequences * of_after + made)
+    scored = np.where(exact, on_rank, sequences)
+    in_backward = np.maximum(scored * of_loss, scored * of_after + made)
+    put("loss", "loss", in_backward)
     # exact: outputs of all microbatches are joined; their gradients stay until the last of them is used.
     outputs = np.where(exact, on_rank * _outputs(profile, recipe, c) / c.cp, 0.0)
     joined = np.where(c.microbatches > 1, 2, 1)
     put("loss", "loss", joined * outputs)
     put("loss", "drain", (joined + 1) * outputs)
-    if profile.forward_loss_bytes is not None:  # what its backward pass alone needs, taken off
-        in_forward = _over_mp(profile.forward_loss_bytes, profile.sharded_forward_loss_bytes, c.mp) / c.cp
-        later = np.minimum(np.maximum(in_forward, of_after) - of_loss, 0)
+    of_forward = of_loss
+    if profile.forward_loss_bytes is not None:
+        of_forward = _over_mp(profile.forward_loss_bytes, profile.sharded_forward_loss_bytes, c.mp) / c.cp
         # The forward pass has the output, too, which is there already with exact.
-        put("loss", "loss_later", np.where(exact, on_rank, sequences) * later - outputs)
+        put("loss", "loss_later", -outputs)
+    # What the backward pass alone needs is taken off.
+    put("loss", "loss_later", np.minimum(scored * np.maximum(of_forward, of_after) - in_backward, 0))
 
 
 def _over_mp(whole: float, sharded: float, mp: Ints) -> Floats:
@@ -584,9 +650,14 @@ def _counts(
         add(scores, last)
     if before_backward:  # gradients of the step before and the buffer in which a block came are gone in backward passes
         scores = with_gradients(base[last], "stale")
-        for name in ("loss", "loss_later", *(["gathered"] if ranks == 1 else [])):
+        for name in ("loss", "loss_later", *(["gathered_last"] if ranks == 1 else [])):
             scores[:, at[name]] = 1
         add(scores, last)
+    if spec.name == "exact":  # what is behind the blocks has its backward passes before them, one after the other
+        of_end = drained(base[last])
+        of_end[:, at["after_works"]] = 1
+        of_end[:, at["gradients_after"]] = of_end[:, at["state_after"]] * (not one_microbatch)
+        add(of_end, last)
     if spec.name == "exact" and ranks > 1:  # all forward passes are done, and gradients of the step before still there
         add(with_gradients(base, "stale"), np.arange(ranks))
     ends_step = np.zeros((ranks, columns.count))
