@@ -40,7 +40,7 @@ class TorchStyle(Style):
         kept = set(placed)
         try:
             region.replacing_parameters(module, lambda: self.style._apply(module, region.mesh), kept)
-        except OF_THE_MACHINE:
+        except (*OF_THE_MACHINE, ConfigError):
             raise
         except (NotImplementedError, RuntimeError, ValueError) as error:
             raise ConfigError(
