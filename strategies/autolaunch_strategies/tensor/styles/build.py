@@ -40,7 +40,9 @@ class TorchStyle(Style):
         kept = set(placed)
         try:
             region.replacing_parameters(module, lambda: self.style._apply(module, region.mesh), kept)
-        except (*OF_THE_MACHINE, ConfigError):
+        except OF_THE_MACHINE:
+            raise
+        except ConfigError:  # of a parameter that can't be replaced
             raise
         except (NotImplementedError, RuntimeError, ValueError) as error:
             raise ConfigError(
