@@ -187,12 +187,13 @@ def counted(model: nn.Module) -> dict[str, torch.Tensor]:
     """How many tokens each expert of each layer gets from now on."""
     counts: dict[str, torch.Tensor] = {}
 
-    def count(name: str, module: nn.Module, args: Any) -> None:
-        counts[name] = counts.get(name, 0) + torch.bincount(args[1].flatten(), minlength=EXPERTS)
+    def count(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        index = next(item for item in (*args, *kwargs.values()) if not item.is_floating_point())
+        counts[name] = counts.get(name, 0) + torch.bincount(index.flatten(), minlength=EXPERTS)
 
     for name, module in model.named_modules():
         if name.endswith(".experts"):
-            module.register_forward_pre_hook(functools.partial(count, f"model.{name}"))
+            module.register_forward_pre_hook(functools.partial(count, f"model.{name}"), with_kwargs=True)
     return counts
 
 
