@@ -80,19 +80,50 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, mixture: type[nn.Module]) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mixture()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), mixture()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.mlp(self.norm(x))
 
 
-class Own(nn.Module):
+class StackedExperts(nn.Module):
+    """All experts in one module, with the index behind the weights."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 16) * 0.2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 16, WIDTH) * 0.2)
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        mixed = torch.zeros_like(x)
+        for number in range(self.num_experts):
+            rows, places = torch.where(i == number)
+            made = torch.tanh(x[rows] @ self.up[number]) @ self.down[number]
+            mixed = mixed.index_add(0, rows, made * w[rows, places, None])
+        return mixed
+
+
+class Stacked(nn.Module):
+    """Calls them by keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), StackedExperts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(tokens).softmax(dim=-1).topk(2)
+        return self.experts(tokens, i=chosen, w=weights).view_as(x)
+
+
+class Own(nn.Module):
+    def __init__(self, mixture: type[nn.Module] = Mixture) -> None:
+        super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(mixture) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -106,6 +137,8 @@ def made(name: str, changes: dict[str, Any]) -> nn.Module:
     torch.manual_seed(3)
     if name == "own":
         return Own()
+    if name == "stacked":
+        return Own(Stacked)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**_SIZES, **MODELS[name], **changes}))
@@ -154,12 +187,13 @@ def counted(model: nn.Module) -> dict[str, torch.Tensor]:
     """How many tokens each expert of each layer gets from now on."""
     counts: dict[str, torch.Tensor] = {}
 
-    def count(name: str, module: nn.Module, args: Any) -> None:
-        counts[name] = counts.get(name, 0) + torch.bincount(args[1].flatten(), minlength=EXPERTS)
+    def count(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        index = next(item for item in (*args, *kwargs.values()) if not item.is_floating_point())
+        counts[name] = counts.get(name, 0) + torch.bincount(index.flatten(), minlength=EXPERTS)
 
     for name, module in model.named_modules():
         if name.endswith(".experts"):
-            module.register_forward_pre_hook(functools.partial(count, f"model.{name}"))
+            module.register_forward_pre_hook(functools.partial(count, f"model.{name}"), with_kwargs=True)
     return counts
 
 
@@ -281,7 +315,7 @@ GROUPS: dict[str, list[str]] = {
         "own:2:ep=2,dp=0,recompute=full", "own:2:ep=2,compile=1", "resume-own:2ep2:2ep1",
         "deepseek_v3:2:ep=2,dp=3,recompute=selective", "deepseek_v3:2:ep=2,dp=1,recompute=selective",
         "olmoe:dp1xcp2:ep=2,cp=ring", "jamba:2:ep=2,aux=1", "nemotron_h:2:ep=2,recompute=full",
-        "gpt_oss:1x2:ep=1,mp=seq_parallel",
+        "gpt_oss:1x2:ep=1,mp=seq_parallel", "stacked:2:ep=2,dp=3", "stacked:1x2:ep=1,mp=auto",
     ],
     "4": [
         "own:2x2:ep=4,dp=3,mp=auto", "own:4:ep=2,dp=3,accumulate=2,recompute=selective", "own:2x1x2:ep=2,pp=1f1b",

@@ -26,7 +26,12 @@ from autolaunch_strategies.context.parallel import (
     shard_sequences,
 )
 from autolaunch_strategies.data_parallel.loader import Counted
-from autolaunch_strategies.data_parallel.sharding import DataParallelModule, apply_data_parallel, sharding_reasons
+from autolaunch_strategies.data_parallel.sharding import (
+    DataParallelModule,
+    apply_data_parallel,
+    refuse_hooked_if_sharded,
+    sharding_reasons,
+)
 from autolaunch_strategies.experts.auxiliary import balance_whole_batch, balanced_models
 from autolaunch_strategies.experts.divided import divide_experts, without_experts
 from autolaunch_strategies.experts.find import Mixture
@@ -48,6 +53,7 @@ from autolaunch_strategies.plan.choose import plan_for, planned_part
 from autolaunch_strategies.plan.context import context_rules, other_rules, with_context_plan
 from autolaunch_strategies.plan.derive import NothingToShard
 from autolaunch_strategies.plan.rules import Rule, read_plan
+from autolaunch_strategies.tensor.hooked import refuse_hooked
 from autolaunch_strategies.tensor.model_parallel import ModelParallelModule, account_of_plan, apply_plan, matched
 from autolaunch_strategies.tensor.share import share_in_words, share_per_rank
 from autolaunch_strategies.tracing.inputs import Steps
@@ -235,6 +241,7 @@ class Styles(Step):
         experts = {part for mixture in look.mixtures for part in mixture.module.modules()}
         parts = {parameter: look.config.ep for module in experts for parameter in module.parameters()}
         self.rules, self.matches = without_experts(self.model, self.rules, self.matches, experts)
+        refuse_hooked(self.model, self.matches, look.config.mesh.mp)
         self.warnings = [*whole, *(line for line in warnings if not line.startswith(f"{CONTEXT_PLAN}: "))]
         self.context_warnings = [line for line in warnings if line.startswith(f"{CONTEXT_PLAN}: ")]
         self.share = ""
@@ -431,6 +438,7 @@ class Shards(Step):
         super().__init__(look)
         mesh, dp = look.config.mesh, look.config.dp
         self.autocast = look.autocast if dp.follows_autocast else None
+        refuse_hooked_if_sharded(look.module, dp, mesh.dp * mesh.cp)
         self.groups = sharding_reasons(look.module, look.blocks, dp, mesh.dp * mesh.cp, mesh.pp > 1, self.autocast)
 
     def account(self) -> dict[str, Any]:

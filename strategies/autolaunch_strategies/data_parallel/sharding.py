@@ -46,6 +46,7 @@ from autolaunch_strategies.torch_private.fsdp import (
     keep_absent_gradients,
     keep_through_nested_forwards,
 )
+from autolaunch_strategies.torch_private.gradient_hooks import has_gradient_hooks
 from autolaunch_strategies.torch_private.sharding_rules import read_whole_numbers
 from autolaunch_strategies.torch_private.unused_parameters import UnusedParameters
 
@@ -266,6 +267,25 @@ def apply_data_parallel(
 
 
 _WHOLE = "parameters that stay whole on every rank", "dp=ddp"
+
+
+def refuse_hooked_if_sharded(root: nn.Module, dp: DataParallel, ranks: int) -> None:
+    """Raise ConfigError for parameters on which somebody has put hooks, where sharding would take their places.
+
+    Args:
+        ranks: along dp and cp together.
+    """
+    if dp.sharding_level == 0 or (ranks == 1 and not dp.acts_on_one_rank):
+        return
+    for name, parameter in root.named_parameters():
+        if has_gradient_hooks(parameter) and parameter.dim() > 0:
+            raise ConfigError(
+                "dp",
+                f"{name} has hooks on its gradient, which would not run: what is sharded is another parameter, and has "
+                "a part of the gradient",
+                _WHOLE[0],
+                _WHOLE[1],
+            )
 
 
 def _refuse_unsharded(root: nn.Module) -> None:

@@ -17,8 +17,8 @@ from torch import nn
 from autolaunch_strategies.experts.changed import ChangedExperts
 from autolaunch_strategies.experts.exchange import all_shares, exchange, own_share
 from autolaunch_strategies.experts.kept import kept
+from autolaunch_strategies.tensor.expert_arguments import ExpertArguments
 from autolaunch_strategies.tensor.own_experts import made_by_own
-from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.tracing import has_no_values
 
 
@@ -44,6 +44,7 @@ class Dispatch:
         first = self.local * group.rank()
         self._change = ChangedExperts(adapters, first, self.local, same_tokens) if adapters else None
         self._forward: Callable[..., torch.Tensor] = module.forward
+        self._arguments, self._place = ExpertArguments(self._forward), 1
         module.forward = functools.wraps(self._forward)(self)
 
     @property
@@ -51,13 +52,9 @@ class Dispatch:
         """How many experts this rank holds."""
         return self.experts // self.group.size()
 
-    def __call__(self, hidden: Any, index: Any, weights: Any) -> torch.Tensor:
-        """What experts make of tokens.
-
-        Args:
-            hidden: [T, D], index: [T, K] numbers of experts, weights: [T, K].
-        """
-        hidden, index, weights = plain(hidden), plain(index), plain(weights)
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What experts make of tokens: hidden [T, D], index [T, K] numbers of experts, weights [T, K]."""
+        hidden, index, weights, self._place = self._arguments.read(args, kwargs)
         shape, total = hidden.shape, len(index)
         hidden = hidden.reshape(total, -1)
         if self.same_tokens is not None:
@@ -84,7 +81,8 @@ class Dispatch:
 
     def _made(self, rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What own experts make of rows [N, D], each with weight one; `numbers` [N] says whose they are."""
-        return made_by_own(self.module, self._forward, self.local, rows, numbers, weights, self._change)
+        forward = functools.partial(self._arguments.call, place=self._place)
+        return made_by_own(self.module, forward, self.local, rows, numbers, weights, self._change)
 
     def _counts(self, index: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
         """(rows to each rank, rows from each rank, rows from each rank for each expert of this one)."""

@@ -12,6 +12,7 @@ from autolaunch_strategies.plan.derive import SOURCE as DERIVED
 from autolaunch_strategies.plan.rest import can_be_shared
 from autolaunch_strategies.plan.rules import Match, Rule, StyleSpec
 from autolaunch_strategies.plan.transformers_plans import SOURCE as OF_TRANSFORMERS
+from autolaunch_strategies.tensor.weighted_experts import are_only_multiplied
 
 _WHY = "each rank computes with some of the experts; results are added up"
 
@@ -50,7 +51,11 @@ def divide_experts(
         ranks: along mp, each of which needs an expert.
     """
     matches = list(matches)
-    mixtures = {item.name for item in countable_mixtures(model) if can_be_shared(item.experts, ranks)}
+    mixtures = {
+        item.name
+        for item in countable_mixtures(model)
+        if can_be_shared(item.experts, ranks) and are_only_multiplied(item.module, model) is not False
+    }
     divided: dict[int, Rule] = {}
     for rule in rules:
         named = {match.module for match in matches if match.rule is rule}

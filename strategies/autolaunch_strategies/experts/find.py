@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.tensor.weighted_experts import are_only_multiplied
 
 _INSIDE = "base_layer"
 """What PEFT calls that around which it puts an adapter."""
@@ -56,6 +57,13 @@ def find_mixtures(model: nn.Module) -> list[Mixture]:
     for mixture in _all(model):
         if isinstance(mixture, ConfigError):
             raise mixture
+        if mixture.caller is None and are_only_multiplied(mixture.module, model) is False:
+            raise refusal(
+                mixture.name,
+                mixture.module,
+                "it does more with weights than multiply the results of experts by them, or adds something without a "
+                "weight",
+            )
         mixtures.append(mixture)
     return mixtures
 

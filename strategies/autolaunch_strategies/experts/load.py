@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -33,10 +32,7 @@ class ExpertLoad:
         """Layers of this stage -> how many tokens each expert has got on this rank, from the beginning."""
         self._reported: dict[str, torch.Tensor] = {}
         for mixture in self.mixtures:
-            index = list(inspect.signature(type(mixture.module).forward).parameters)[2]
-            mixture.module.register_forward_pre_hook(
-                _counting(self._totals, mixture, index, is_counted), with_kwargs=True
-            )
+            mixture.module.register_forward_pre_hook(_counting(self._totals, mixture, is_counted), with_kwargs=True)
 
     @torch.no_grad()
     def tokens(self, before: dict[str, torch.Tensor], mesh: RankMesh) -> dict[str, torch.Tensor]:
@@ -76,12 +72,12 @@ class ExpertLoad:
         return (self.mixtures[place].name, values[place]) if values[place] else None
 
 
-def _counting(counts: dict[str, torch.Tensor], mixture: Mixture, argument: str, is_counted: Callable[[], bool]) -> Any:
+def _counting(counts: dict[str, torch.Tensor], mixture: Mixture, is_counted: Callable[[], bool]) -> Any:
     @torch.no_grad()
     def count(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not module.training or is_differentiating() or is_trial():
             return
-        index = plain(args[1] if len(args) > 1 else kwargs[argument])
+        index = next(item for item in map(plain, (*args, *kwargs.values())) if not item.is_floating_point())
         if isinstance(index, FakeTensor) or index.is_meta:
             return
         chosen = index.flatten()

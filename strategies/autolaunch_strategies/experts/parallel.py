@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from autolaunch_strategies.config import SHARDING_AXES, ParallelConfig
+from autolaunch_strategies.config import SHARDING_AXES, ConfigError, ParallelConfig
 from autolaunch_strategies.config.experts import check_experts
 from autolaunch_strategies.data_parallel.groups import GradientGroup
 from autolaunch_strategies.experts.dispatch import Dispatch
@@ -18,6 +18,7 @@ from autolaunch_strategies.experts.find import Mixture, find_mixtures, refusal
 from autolaunch_strategies.experts.listed import ListedExperts
 from autolaunch_strategies.experts.whole import dim_to_shard, shard_each
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.torch_private.gradient_hooks import has_gradient_hooks
 from autolaunch_strategies.torch_private.meshes import flatten_mesh
 
 
@@ -45,6 +46,9 @@ def mixtures_for(model: nn.Module, config: ParallelConfig) -> list[Mixture]:
     for mixture in mixtures:
         whose = f"{mixture.name} ({type(mixture.module).__name__})"
         check_experts(config.ep, mixture.experts, whose, config.expert_ranks)
+        for name, parameter in mixture.module.named_parameters():
+            if has_gradient_hooks(parameter):
+                raise _hooked(f"{mixture.name}.{name}", config.ep)
         if mixture.caller is not None:
             for name, parameter in mixture.module.named_parameters():
                 if dim_to_shard(parameter, config.ep) is None:
@@ -54,6 +58,15 @@ def mixtures_for(model: nn.Module, config: ParallelConfig) -> list[Mixture]:
                         f"{name} has {tuple(parameter.shape)} numbers, which {config.ep} ranks can't share evenly",
                     )
     return mixtures
+
+
+def _hooked(name: str, ep: int) -> ConfigError:
+    return ConfigError(
+        f"ep={ep}",
+        f"{name} has hooks on its gradient, which would not run: what is shared out is another parameter",
+        "ep=1, or no hooks",
+        "ep=1",
+    )
 
 
 def account_of_experts(mixtures: Iterable[Mixture], ep: int, ranks: int) -> dict[str, Any]:

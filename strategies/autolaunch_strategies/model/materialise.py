@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.torch_private.calls import no_weak_references
+from autolaunch_strategies.torch_private.gradient_hooks import swap_below_hooks
 from autolaunch_strategies.torch_private.meshes import local_index, with_local
 
 Index = tuple[slice, ...]
@@ -180,11 +181,11 @@ def _whole(name: str, construction: Construction | None, device: torch.device) -
 
 
 def become(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Turn a meta tensor into one with values, keeping the object: ties and references to it stay right."""
+    """Turn a meta tensor into one with values, keeping the object: ties, references and hooks stay right."""
     real = local
     if isinstance(tensor, DTensor):
         real = with_local(tensor, local)
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     real.__dict__.update(tensor.__dict__ | real.__dict__)  # what it has itself is its own: a fake tensor, its device
-    torch.utils.swap_tensors(tensor, real)
+    swap_below_hooks(tensor, real)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from torch import nn
@@ -26,7 +26,9 @@ def share_per_rank(
     Args:
         parts: parameters of which a rank holds one of so many parts whatever the plan is, as of experts.
     """
-    sharded = _sharded_dims(model, matches, ranks)
+    sharded: dict[int, int] = {}
+    for _, parameter, dim in placed_by(model, matches, ranks):
+        sharded.setdefault(id(parameter), dim)  # the first rule to name it wins
     total = held = 0
     whole: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
@@ -42,17 +44,15 @@ def share_per_rank(
     return held / max(total, 1), {name: count / max(total, 1) for name, count in whole.most_common()}
 
 
-def _sharded_dims(model: nn.Module, matches: Iterable[Match], ranks: int) -> dict[int, int]:
-    """Identity of a parameter -> the dim along which it is sharded; the first rule to name it wins."""
-    dims: dict[int, int] = {}
+def placed_by(model: nn.Module, matches: Iterable[Match], ranks: int) -> Iterator[tuple[Match, nn.Parameter, int]]:
+    """What rules place, in order: (the rule's match, a parameter, the dim along which it is sharded)."""
     modules = dict(model.named_modules())
     for match in matches:
         module = modules[match.module]
         for spec in match.rule.styles:
             style = build_style(spec, f"{match.rule.source}: {match.rule.pattern}")
             for name, dim in style.sharded_dims(module, match.only, ranks).items():
-                dims.setdefault(id(module.get_parameter(name)), dim)
-    return dims
+                yield match, module.get_parameter(name), dim
 
 
 def share_in_words(share: float, whole: dict[str, float]) -> str:

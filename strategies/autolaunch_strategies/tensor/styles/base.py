@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
+from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.tensor.views import Replicator, plain
+from autolaunch_strategies.torch_private.gradient_hooks import has_gradient_hooks
 
 
 @dataclass
@@ -93,10 +95,25 @@ class Region:
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         owners = self._owners.pop(id(old))
+        if has_gradient_hooks(old):
+            holder, own = owners[0]
+            path = next(path for path, module in self.model.named_modules() if module is holder)
+            raise hooked(f"{path}.{own}".lstrip("."))
         for owner, name in owners:
             owner._parameters[name] = new
         self._owners[id(new)] = owners
         self.replaced[old] = new
+
+
+def hooked(name: str, patterns: Iterable[str] = ()) -> ConfigError:
+    """Of a parameter with hooks on its gradient that rules with these patterns, or others, would shard."""
+    removed = ", ".join(f"{pattern}: null" for pattern in dict.fromkeys(patterns))
+    return ConfigError(
+        "mp.plan",
+        f"{name} has hooks on its gradient, which would not run: what is sharded along mp is another parameter",
+        "no rule for it, so that it stays whole on every rank along mp; or no hooks",
+        f"'mp.plan={{{removed}}}'" if removed else "",
+    )
 
 
 class Style(ABC):

@@ -42,6 +42,8 @@ class TorchStyle(Style):
             region.replacing_parameters(module, lambda: self.style._apply(module, region.mesh), kept)
         except OF_THE_MACHINE:
             raise
+        except ConfigError:  # of a parameter that can't be replaced
+            raise
         except (NotImplementedError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"mp.plan: {name}: {type(self.style).__name__}",

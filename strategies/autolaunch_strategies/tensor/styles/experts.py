@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.tensor.expert_arguments import ExpertArguments
 from autolaunch_strategies.tensor.own_experts import made_by_own
 from autolaunch_strategies.tensor.styles.base import Region, Style
 from autolaunch_strategies.tensor.views import plain
+from autolaunch_strategies.tensor.weighted_experts import are_only_multiplied
 from autolaunch_strategies.torch_private.tracing import has_no_values
 
 
@@ -37,6 +39,14 @@ class DivideExperts(Style):
                 f"{type(module).__name__} is no module with `num_experts` and parameters [experts, ...] alone",
                 "modules that hold the experts of a mixture",
             )
+        if are_only_multiplied(module, region.model) is False:
+            raise ConfigError(
+                f"mp.plan: {name}: DivideExperts",
+                f"{type(module).__name__} does more with weights than multiply the results of experts by them, or adds "
+                "something without a weight",
+                "GatherWhenUsed",
+                f"'mp.plan={{{name}: GatherWhenUsed}}'",
+            )
         for key in self.sharded_dims(module, only, region.mesh.size()):
             region.shard(module, key, Shard(0))
         _Divided(module, experts, region.mesh)
@@ -50,17 +60,19 @@ class _Divided:
         self.first = each * mesh.get_local_rank()
         self.own = min(each, experts - self.first)
         self.module, self.experts, self.mesh = module, experts, mesh
-        self._forward: Callable[..., torch.Tensor] = module.forward
-        module.forward = functools.wraps(self._forward)(self)
+        forward = module.forward
+        self._arguments = ExpertArguments(forward)
+        module.forward = functools.wraps(forward)(self)
 
-    def __call__(self, hidden: Any, index: Any, weights: Any) -> torch.Tensor:
-        hidden, index, weights = plain(hidden), plain(index), plain(weights)
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden, index, weights, place = self._arguments.read(args, kwargs)
+        forward = functools.partial(self._arguments.call, place=place)
         shape, (tokens, chosen) = hidden.shape, index.shape
         rows = _used_in_parts(hidden.reshape(tokens, -1), self.mesh)
         shares = _used_in_parts(weights, self.mesh).flatten()
         numbers = index.flatten() - self.first
         places = self._own_places(numbers)
-        made = made_by_own(self.module, self._forward, self.own, rows[places // chosen], numbers[places], weights)
+        made = made_by_own(self.module, forward, self.own, rows[places // chosen], numbers[places], weights)
         weighted = made * shares[places].unsqueeze(-1)
         mixed = weighted.new_zeros((tokens * chosen, rows.shape[1])).index_copy(0, places, weighted)
         return _total(mixed.view(tokens, chosen, -1).sum(dim=1).to(rows.dtype), self.mesh).reshape(shape)
