@@ -195,7 +195,8 @@ class StatefulLoader(DataLoader):
     def _rest(self, order: list[int]) -> Iterator[Any]:
         while self.at < len(self):
             self.at += 1
-            rows = order[(self.at - 1) * 4 : self.at * 4]
+            size = self.batch_size or 0
+            rows = order[(self.at - 1) * size : self.at * size]
             yield torch.stack([self.dataset[index] for index in rows])
 
 

@@ -15,7 +15,16 @@ from autolaunch_strategies import ConfigError, MeshStrategy
 from autolaunch_strategies.mesh.process_group import leave_process_group
 from tests import ROOT
 from tests.data_parallel import resume_cases as cases
-from tests.data_parallel.resume_cases import LOADERS, WITHOUT_STATE, EarlyLook, Numbered, SavesAt, fit
+from tests.data_parallel.resume_cases import (
+    LOADERS,
+    WITHOUT_STATE,
+    EarlyLook,
+    Numbered,
+    SavesAt,
+    StatefulLoader,
+    fit,
+)
+from tests.support.messages import assert_told
 from tests.support.ranks import Group, GroupOf
 from tests.support.tiers import but_one_in, in_turn, spread, tiered
 
@@ -129,6 +138,59 @@ def test_an_order_that_is_another_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="draws other samples than before the checkpoint"):
             fit(other, path=tmp_path / "8")
         assert fit(other, path=tmp_path / "8", position="start_over")
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_an_epoch_that_starts_over_in_batches_of_another_size(size: int, tmp_path: Path) -> None:
+    fit(partial(DataLoader, Numbered(), batch_size=4), SavesAt(8, tmp_path / "8"))
+    rest = fit(
+        partial(DataLoader, Numbered(), batch_size=size, shuffle=True),
+        path=tmp_path / "8",
+        strategy=MeshStrategy("1", allow_on_resume=["batch_size"], data_position="start_over"),
+    )
+    for epoch in (1, 2):
+        batches = [(number, rows) for at, number, [rows], _ in rest if at == epoch]
+        assert [number for number, _ in batches] == list(range(-(-cases.SAMPLES // size)))
+        assert sorted(int(row[0]) for _, rows in batches for row in rows) == list(range(cases.SAMPLES))
+
+
+UNKNOWN_AT_ANOTHER_SIZE: dict[str, tuple[Any, str]] = {
+    "a loader that counts batches": (partial(StatefulLoader, Numbered()), "required"),
+    "a stream that is read again": (lambda batch_size: DataLoader(cases.Stream(), batch_size=batch_size), "read_again"),
+}
+
+
+@pytest.mark.parametrize("case", list(UNKNOWN_AT_ANOTHER_SIZE))
+def test_another_batch_size_is_refused_where_the_place_is_not_known(case: str, tmp_path: Path) -> None:
+    make, position = UNKNOWN_AT_ANOTHER_SIZE[case]
+    fit(partial(make, batch_size=4), SavesAt(8, tmp_path / "8"), SavesAt(6, tmp_path / "6"), position=position)
+
+    def resumed(at: int) -> list[Any]:
+        strategy = MeshStrategy("1", allow_on_resume=["batch_size"], data_position=position)
+        return fit(partial(make, batch_size=2), path=tmp_path / str(at), strategy=strategy)
+
+    with pytest.raises(ConfigError) as caught:
+        resumed(8)
+    assert_told(
+        caught.value,
+        f"ckpt_path={tmp_path / '8'}",
+        *("2 batches of 4", "batches of 2"),
+        allowed=("the batch size of the run that saved", "a checkpoint from the end of an epoch"),
+        write="batch_size=4",
+    )
+    assert {epoch for epoch, *_ in resumed(6)} == {1, 2}
+
+
+def test_a_stream_that_counts_samples_goes_on_in_batches_of_another_size(tmp_path: Path) -> None:
+    whole = fit(LOADERS["stateful-stream"], SavesAt(8, tmp_path / "8"), max_epochs=2)
+    rest = fit(
+        lambda: DataLoader(cases.StatefulStream(), batch_size=2),
+        path=tmp_path / "8",
+        strategy=MeshStrategy("1", allow_on_resume=["batch_size"]),
+        max_epochs=2,
+    )
+    seen = [[row[0] for _, _, [rows], _ in batches for row in rows] for batches in (whole[8:], rest)]
+    assert seen[0] == seen[1]
 
 
 def test_another_choice_is_refused() -> None:

@@ -68,6 +68,7 @@ class PositionedLoader(DataLoader[Batch]):
         # It holds the position, not the loader: in a cycle of references workers would be collected in an order in
         # which they end only after a timeout.
         self._microbatches = _FromPosition(order, repeat)
+        self._resumed: dict[str, int] = {}
         super().__init__(
             TokenDataset(sequences),
             batch_sampler=self._microbatches,
@@ -89,18 +90,34 @@ class PositionedLoader(DataLoader[Batch]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after ``state["microbatches"]`` microbatches, from the next pass on.
 
-        With another batch size, on behind the same sequences: behind more, as few as make whole steps of this size.
+        With another batch size, on behind the same sequences: behind more, as few as make whole steps of this size. Of
+        other sequences, on behind the same share of an epoch.
         """
+        self._resumed = state
         order, position = self._microbatches.order, state["microbatches"]
-        before = state.get("batch_size", order.batch_size)
-        if before != order.batch_size:
-            # Sequences of several sources are numbered over the whole run, those of one over an epoch.
-            epochs, rest = (0, position) if order.weights else divmod(position, state["epoch"])
-            steps = -(-rest * before // (order.batch_size * order.microbatches))
-            position = steps * order.microbatches
-            if not order.weights:
-                position = epochs * len(order) + min(position, len(order))
-        self._microbatches.position = position
+        if order.weights:  # sequences of several sources are numbered over the whole run, those of one over an epoch
+            self._microbatches.position = self._converted(position)
+        else:
+            epochs, rest = divmod(position, state.get("epoch", len(order)))
+            self._microbatches.position = epochs * len(order) + self.place_in_epoch(rest)
+
+    def place_in_epoch(self, batches: int) -> int:
+        """Where in an epoch this run goes on of which the run before had trained on so many microbatches.
+
+        What was begun has a step left, so that it ends as others do: at worst with sequences that were seen.
+        """
+        order, converted = self._microbatches.order, self._converted(batches)
+        return converted if converted == batches else min(converted, len(order) - order.microbatches)
+
+    def _converted(self, before: int) -> int:
+        """Microbatches of this run, in whole steps, that go as far as so many of the run before."""
+        order = self._microbatches.order
+        size, epoch = self._resumed.get("batch_size", order.batch_size), self._resumed.get("epoch", len(order))
+        if (size, epoch) == (order.batch_size, len(order)):
+            return before
+        has_same_sequences = order.num_sequences // size * order.microbatches == epoch
+        now, then = (size, order.batch_size) if has_same_sequences else (len(order), epoch)
+        return -(-before * now // (then * order.microbatches)) * order.microbatches
 
 
 class StreamLoader(DataLoader[Any]):

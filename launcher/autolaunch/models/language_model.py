@@ -45,10 +45,13 @@ class OptimizedModule(LightningModule):
         self.model = model
         self.adapted: Adapted | None = None
         self.optimizer_cfg, self.scheduler_cfg, self.total_steps = optimizer_cfg, scheduler_cfg, total_steps
+        self.schedule_ends = total_steps
+        """At which optimizer step its schedule ends if the config does not say it; -1 if nothing does."""
 
     def configure_optimizers(self) -> Any:
-        steps = end_of_training(self.total_steps, self.trainer)
-        return optimizer_and_schedule(trained_names(self), self.optimizer_cfg, self.scheduler_cfg, steps)
+        self.schedule_ends = end_of_training(self.total_steps, self.trainer)
+        names = trained_names(self)
+        return optimizer_and_schedule(names, self.optimizer_cfg, self.scheduler_cfg, self.schedule_ends)
 
 
 class MeanLossModule(OptimizedModule):

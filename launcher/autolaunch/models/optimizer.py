@@ -191,6 +191,24 @@ def end_of_training(total_steps: int, trainer: pl.Trainer) -> int:
     return int(steps) if math.isfinite(steps) else -1
 
 
+def steps_left(trainer: pl.Trainer) -> float:
+    """How many optimizer steps follow those that are done, while `trainer` trains; inf if nothing says.
+
+    What is left of an epoch may be another number than of a whole one that ends there: a run that was resumed may have
+    begun it in batches of another size.
+    """
+    left = trainer.max_steps - trainer.global_step if trainer.max_steps > 0 else math.inf
+    loop: Any = trainer.fit_loop
+    accumulated = trainer.accumulate_grad_batches
+    if trainer.max_epochs in (None, -1) or math.isinf(loop.max_batches):
+        return left
+    epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+    per_epoch = math.ceil(loop.max_batches / accumulated)
+    is_over = epochs.processed == epochs.started or batches.processed >= loop.max_batches
+    of_this = 0 if is_over else per_epoch - batches.processed // accumulated
+    return min(left, (trainer.max_epochs - epochs.started) * per_epoch + of_this)
+
+
 def optimizer_and_schedule(
     parameters: Iterable[tuple[str, nn.Parameter]],
     optimizer_cfg: Mapping[str, Any],

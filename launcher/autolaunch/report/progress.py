@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console, RenderableType
 from rich.constrain import Constrain
 from rich.progress import (
@@ -26,6 +25,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from autolaunch.models.optimizer import steps_left
 from autolaunch.report.memory import peak_memory_bytes
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.metrics_csv import StepRecord
@@ -54,6 +54,7 @@ class ProgressLine(ProgressBar):
         self._training: TaskID | None = None
         self._evaluation: TaskID | None = None
         self._shown_step = 0
+        self._last_step: int | None = None
         self._record: StepRecord | None = None
         self._line_due = 0.0
         self._evaluated_since = 0.0
@@ -71,21 +72,20 @@ class ProgressLine(ProgressBar):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._line_due = 0.0
-        self._shown_step = trainer.global_step
+        self._shown_step, self._last_step = trainer.global_step, _last_step(trainer)
         if self._start_bar():
             assert self._bar is not None
-            total = _last_step(trainer)
-            self._training = self._bar.add_task("training", total=total, completed=trainer.global_step)
+            self._training = self._bar.add_task("training", total=self._last_step, completed=self._shown_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not self._enabled or trainer.global_step == self._shown_step:
             return
-        self._shown_step = trainer.global_step
+        self._shown_step, self._last_step = trainer.global_step, _last_step(trainer)
         measured, self._record = self._metrics.latest is not self._record, self._metrics.latest
         if self._bar is not None and self._training is not None:
-            self._bar.update(self._training, completed=self._shown_step)
+            self._bar.update(self._training, completed=self._shown_step, total=self._last_step)
             if measured:
                 self._bar.values = self._values()
         elif measured and time.monotonic() >= self._line_due:
@@ -104,7 +104,7 @@ class ProgressLine(ProgressBar):
         latest = self._metrics.latest
         if latest is None:
             return
-        total = _last_step(trainer)
+        total = self._last_step
         step = f"step {latest.step}" if total is None else f"step {latest.step:>{len(str(total))}}/{total}"
         values = "  ".join(f"{name} {value}".strip() for name, value in self._values())
         self._console.print(f"{step}  {values}", markup=False, highlight=False, soft_wrap=True)
@@ -263,10 +263,5 @@ def _log_above_the_bar() -> Iterator[None]:
 
 def _last_step(trainer: pl.Trainer) -> int | None:
     """The step with which training will end, None if only time or the data tells."""
-    if trainer.max_steps > 0 and trainer.max_epochs in (None, -1):
-        return trainer.max_steps
-    try:
-        steps = trainer.estimated_stepping_batches
-    except MisconfigurationException:  # accumulation changes from epoch to epoch
-        steps = trainer.max_steps if trainer.max_steps > 0 else math.inf
-    return None if math.isinf(steps) else int(steps)
+    left = steps_left(trainer)
+    return None if math.isinf(left) else trainer.global_step + int(left)

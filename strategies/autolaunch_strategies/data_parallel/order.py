@@ -48,8 +48,6 @@ class Order(Sampler[Any]):
     def __init__(self, sampler: Any) -> None:
         self.inner = sampler
         self._made = _contents(sampler)
-        self.may_start_over = False
-        """Whether a pass that can't be gone on with begins at its start instead."""
         self._pristine: dict[str, Any] | None = None
         self._to_resume: Mapping[str, Any] | None = None
         self.is_silent = False
@@ -96,6 +94,17 @@ class Order(Sampler[Any]):
         """The next pass goes on behind what was handed out."""
         self._to_resume = state
 
+    def can_resume(self, state: Mapping[str, Any]) -> bool:
+        """Whether the sampler draws what was handed out once more. Leaves all as it is."""
+        if state["begin"] is None:
+            return True
+        outside = get_random_states()
+        _, digest = self._redrawn(state["begin"], state["handed_out"])
+        assert self._pristine is not None
+        self._restore(self._pristine)
+        set_random_states(outside)
+        return bool(digest == state["digest"])
+
     def resume_behind(self, state: Mapping[str, Any]) -> None:
         """Leave the sampler as that pass left it; one that is another now, as such a pass would, with a warning."""
         self.forget()
@@ -139,15 +148,13 @@ class Order(Sampler[Any]):
         self._digests.append(self._digest)
         return indices
 
-    def _resumed(self, state: Mapping[str, Any]) -> Iterator[Any] | None:
-        """What is left of a pass; None if that is not known and it may start over."""
+    def _resumed(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        """What is left of a pass."""
         count = state["handed_out"]
         outside = get_random_states()
         rest, digest = self._redrawn(state["begin"], count)
         if state["digest"] is not None and state["digest"] != digest:
-            self._refuse_or_start_over()
-            set_random_states(outside)
-            return None
+            self._refuse()
         first = [] if count else list(itertools.islice(rest, 1))  # drawn when it began
         set_random_states(outside)
         self._begin, self._read, self._handed_out = state["begin"], count, count
@@ -169,12 +176,8 @@ class Order(Sampler[Any]):
             drawn = _next_digest(drawn, next(rest, "nothing"))
         return rest, drawn
 
-    def _refuse_or_start_over(self) -> None:
+    def _refuse(self) -> None:
         """The sampler draws something else than it did."""
-        if self.may_start_over:
-            assert self._pristine is not None
-            self._restore(self._pristine)
-            return
         raise ConfigError(
             "train_dataloader",
             f"{_name_of(self.inner)} draws other samples than before the checkpoint, so its pass can't be gone on "

@@ -75,9 +75,10 @@ class TrainingLoader:
     """The batches of `shared`, and where in them training stands, for checkpoints.
 
     The place is found again by the order of a map-style dataset (indices are drawn once more, nothing is loaded), or by
-    the state that a loader or an iterable dataset says itself (`state_dict`, `load_state_dict`). Of other data it is
-    only known how many batches were read: resuming in the middle of an epoch is refused (`required`), reads as many
-    batches and throws them away (`read_again`), or goes through all data again (`start_over`).
+    the state that a loader or an iterable dataset says itself (`state_dict`, `load_state_dict`). A loader whose epoch
+    may have another number of batches than in the run that saved says where it goes on (`place_in_epoch`). Of other
+    data it is only known how many batches were read: resuming in the middle of an epoch is refused (`required`), reads
+    as many batches and throws them away (`read_again`), or goes through all data again (`start_over`).
 
     Generators that the dataset or `collate_fn` hold go on with the state that they had; those of worker processes are
     seeded anew.
@@ -93,10 +94,10 @@ class TrainingLoader:
     def __init__(self, loader: Any, shared: Any, watcher: Watcher) -> None:
         self.shared, self._loader, self._watcher = shared, loader, watcher
         self._order = _order_of(loader)
-        if self._order is not None:
-            self._order.may_start_over = watcher.choice == "start_over"
         self._stateful = None if self._order is not None else _stateful(loader)
         self._batches = 0
+        self.place: int | None = None
+        """How many batches of its epoch are behind the resumed pass, where this run may count others than the last."""
         self._held: list[Any] = []
         self._begin: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = None
@@ -158,6 +159,8 @@ class TrainingLoader:
             position["order"] = self._order.state_dict()
         elif self._stateful is not None:
             position["state"] = with_tensors(copy.deepcopy(self._stateful.state_dict()))
+        if self._order is None and getattr(self._loader, "batch_size", None) is not None:
+            position["batch_size"] = self._loader.batch_size
         drawn: dict[str, Any] = {"generators": self._generators()}
         if not self.has_position:
             drawn["begin"] = self._begin
@@ -190,7 +193,7 @@ class TrainingLoader:
 
     def begin_pass(self, resume: Resume | None) -> Iterator[Any]:
         """The batches from where `resume` says on."""
-        self._batches, self._before = 0, None
+        self._batches, self._before, self.place = 0, None, None
         self._held = _generators_of(self._loader)
         if self._order is not None:
             self._order.forget()
@@ -217,10 +220,13 @@ class TrainingLoader:
             self._set_generators(resume.state["drawn"]["generators"])
         self._batches = 0 if resume.in_next_pass else position.get("batches", resume.batches)
         if self._stateful is not None and "state" in position:
+            self._check_batch_size(resume)
             return self._from_state(position["state"], resume.in_next_pass)
         if resume.in_next_pass:
             return self._fresh()
         if self._order is not None and "order" in position:
+            if self._watcher.choice == "start_over" and not self._order.can_resume(position["order"]):
+                return None
             self._order.resume(position["order"])
             return iter(self.shared)
         if self._order is not None and not position and self._order.resume_at(self._batches * self._joined):
@@ -234,9 +240,12 @@ class TrainingLoader:
         for holder in (self._loader, getattr(self._loader, "dataset", None)):
             if isinstance(holder, Begun):
                 holder.forget()
-        if not in_next_pass:
-            return iter(self.shared)
-        return self._next_from_state(initial)
+        if in_next_pass:
+            return self._next_from_state(initial)
+        place_in_epoch = getattr(self._stateful, "place_in_epoch", None)
+        if place_in_epoch is not None:
+            self._batches = self.place = place_in_epoch(self._batches)
+        return iter(self.shared)
 
     def _next_from_state(self, initial: Any) -> Iterator[Any]:
         """The pass after one that was ended by training: what may be left of that one is not in it."""
@@ -255,11 +264,12 @@ class TrainingLoader:
     def _by_choice(self, resume: Resume) -> Iterator[Any]:
         choice, state = self._watcher.choice, resume.state
         if choice == "start_over":
-            self._batches = 0
+            self._batches = self.place = 0
             return self._fresh()
         begin = None if state is None else state["drawn"].get("begin")
         if choice == "read_again" and self._order is None and begin is not None:
             assert state is not None
+            self._check_batch_size(resume)
             outside, generators = get_random_states(), self._generators()
             set_random_states(with_arrays(begin["random"]))
             self._set_generators(begin["generators"])
@@ -282,6 +292,21 @@ class TrainingLoader:
             f"was written after {resume.batches} batches of an epoch, and train_dataloader can't go on there: {why}",
             "a checkpoint from the end of an epoch, or a loader whose position can be restored",
             line,
+        )
+
+    def _check_batch_size(self, resume: Resume) -> None:
+        """Raise ConfigError if a pass would go on in batches of another size than those that it counts."""
+        assert resume.state is not None
+        there, here = resume.state["position"].get("batch_size"), getattr(self._loader, "batch_size", None)
+        ends_with_its_data = self._stateful is not None and not _has_length(self.shared)
+        if resume.in_next_pass or ends_with_its_data or None in (there, here) or there == here:
+            return
+        raise ConfigError(
+            f"ckpt_path={resume.path}",
+            f"was written after {resume.batches} batches of {there} of an epoch, and where "
+            f"{type(self._loader).__name__} goes on in it with batches of {here} is not known",
+            "the batch size of the run that saved, or a checkpoint from the end of an epoch",
+            f"batch_size={there}",
         )
 
     def advice(self) -> tuple[str, str]:
@@ -405,6 +430,13 @@ def _stateful(loader: Any) -> Any:
         if isinstance(dataset, IterableDataset) and has_state(dataset) and not isinstance(dataset, nn.Module):
             return dataset
     return None
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except (TypeError, NotImplementedError):
+        return False
 
 
 def _unbegun(data: Any) -> Any:

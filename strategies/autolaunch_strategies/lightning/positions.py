@@ -106,10 +106,24 @@ class Positions:
             pending.at_first_fetch = None if between_epochs else pending.at_first_fetch
             if pending.random is not None:
                 pending.random()
+        self._move_progress(pending)
         done = loop.epoch_loop.batch_progress.current.ready
         if between_epochs and done and loop.max_batches == math.inf:
             # So many were there in that epoch: else lightning would go on counting in the next one.
             loop.max_batches, self._is_unsized_epoch_over = done, True
+
+    def _move_progress(self, pending: _Pending) -> None:
+        """Let lightning count from where the loaders go on in the epoch: it ends and validates by their batches."""
+        places = [loader.place for loader in self._loaders() if loader.place is not None]
+        if not pending.batches or not places:
+            return
+        assert self._trainer is not None
+        loop, place = self._trainer.fit_loop, min(places)
+        if place != pending.batches:  # the Trainer's epochs may be shorter
+            place = int(max(0, min(place, loop.max_batches - self._trainer.accumulate_grad_batches)))
+        progress = loop.epoch_loop.batch_progress.current
+        for name, count in vars(progress).items():
+            setattr(progress, name, count + place - pending.batches)
 
     def before_validation(self) -> None:
         """A validation that the run before did not finish is gone through again, before training goes on."""
