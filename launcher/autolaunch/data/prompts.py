@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autolaunch.data.tokenizers import BYTES_END, end_of_text, load_tokenizer, no_template, template_text
+from autolaunch.data.documents import expanded
+from autolaunch.data.tokenizers import (
+    BYTES_END,
+    end_of_text,
+    ends_of_generation,
+    load_tokenizer,
+    template_text,
+    whole_tokenizer,
+)
 from autolaunch_strategies.config import ConfigError
 
 KINDS = "a text, a list of messages {role: ..., content: ...}, or a list of token ids"
@@ -43,7 +51,8 @@ class PromptEncoder:
     """Makes tokens of prompts and text of tokens, by the tokenizer of a job.
 
     Args:
-        data_cfg: the group `data` of a resolved job. Without a tokenizer in it, prompts are token ids.
+        data_cfg: the group `data` of a resolved job. Without a tokenizer in it, prompts are token ids. Of a
+            tokenizer.json that stands beside the rest of its tokenizer, it is the whole that is taken.
 
     Raises:
         ConfigError: `transformers` is not installed, or cannot read the tokenizer.
@@ -52,12 +61,14 @@ class PromptEncoder:
     def __init__(self, data_cfg: Mapping[str, Any]) -> None:
         name = data_cfg.get("tokenizer") if "_target_" not in data_cfg else None
         self.in_bytes = name == "bytes"
-        self.tokenizer = None if name in (None, "bytes") else load_tokenizer(str(name))
+        self.name = None if name in (None, "bytes") else whole_tokenizer(str(name))
+        self.tokenizer = None if self.name is None else load_tokenizer(self.name)
         template = data_cfg.get("chat_template")
         self.chat_template = None if template is None else template_text(template)
         end = BYTES_END if self.in_bytes else None if self.tokenizer is None else end_of_text(self.tokenizer)
         ends = (end, self._end_of_answers(data_cfg))
-        self.ends = frozenset(number for number in ends if number is not None)
+        said = frozenset() if self.name is None else ends_of_generation(expanded(self.name))
+        self.ends = said | {number for number in ends if number is not None}
         """Tokens behind which nothing is generated."""
 
     def _end_of_answers(self, data_cfg: Mapping[str, Any]) -> int | None:
@@ -90,7 +101,13 @@ class PromptEncoder:
         try:
             self.tokenizer.get_chat_template(self.chat_template)
         except ValueError:
-            raise no_template(self.tokenizer.name_or_path) from None
+            raise ConfigError(
+                key,
+                f"is a conversation, and the tokenizer {self.name} has no chat template",
+                "a text; data.tokenizer with a chat template; with data=chat, data.chat_template: a file with a "
+                "jinja template, or the template itself",
+                "data=chat data.chat_template=chatml.jinja",
+            ) from None
         messages = [dict(message) for message in prompt]
         text = self.tokenizer.apply_chat_template(
             messages, chat_template=self.chat_template, add_generation_prompt=True, tokenize=False
