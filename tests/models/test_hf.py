@@ -529,6 +529,13 @@ def test_an_exported_mixture_has_the_names_of_save_pretrained_and_loads_bitwise(
     assert all(torch.equal(loaded[key], weights[key]) for key in weights)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "tokens"), [("llama", 32000), ("t5", 32128), ("gemma3_text", None), ("vit", None)]
+)
+def test_a_vocabulary_is_known_by_default(model_type: str, tokens: int | None) -> None:
+    assert model_facts({"name": "hf", "path": None, "config": {"model_type": model_type}}).vocab_size == tokens
+
+
 @pytest.mark.parametrize(("model_type", "longest"), [("opt", 2048), ("gpt2", 1024), ("llama", None), ("mistral", None)])
 def test_a_table_of_positions_is_known_by_default(model_type: str, longest: int | None) -> None:
     """Rotary models have none."""

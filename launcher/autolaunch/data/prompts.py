@@ -37,6 +37,32 @@ def check_prompts(prompts: Any, key: str) -> None:
             raise ConfigError(f"{key}[{index}]", f"is {prompt!r}", KINDS)
 
 
+def outside_of(ids: Sequence[int], vocab_size: int | None, key: str) -> ConfigError | None:
+    """The error for the tokens of a prompt that a model does not know; None if it knows all, or how many is not known.
+
+    Args:
+        key: of the prompt.
+    """
+    unknown = next((number for number in ids if number < 0 or (vocab_size is not None and number >= vocab_size)), None)
+    if unknown is None:
+        return None
+    has = "the ids of tokens begin at 0" if vocab_size is None else f"the model knows only {vocab_size} tokens"
+    allowed = "ids from 0" + ("" if vocab_size is None else f" to {vocab_size - 1}")
+    return ConfigError(key, f"the token {unknown} is in it, and {has}", f"{allowed}; for a text, the model's tokenizer")
+
+
+def unknown_ids(prompts: Any, vocab_size: int | None, key: str) -> list[ConfigError]:
+    """The errors for prompts of token ids that a model does not know.
+
+    Args:
+        prompts: as they were typed; what is no list of ids is left alone.
+        key: which key gives them.
+    """
+    listed = enumerate(prompts if isinstance(prompts, list | tuple) else ())
+    found = (outside_of(prompt, vocab_size, f"{key}[{index}]") for index, prompt in listed if _is_ids(prompt))
+    return [error for error in found if error is not None]
+
+
 def _is_messages(prompt: Any) -> bool:
     items = isinstance(prompt, list | tuple) and len(prompt) > 0
     return items and all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in prompt)
