@@ -51,7 +51,13 @@ pytestmark = pytest.mark.timeout(900)
                 ),
             ],
         ),
-        (["generate"], [Told("generate.prompts", "nothing", write=None)]),
+        (
+            ["generate"],
+            [
+                Told("generate.prompts", "nothing", write=None),
+                Told("autolaunch generate", "no trained weights", allowed=("model.path",), write="ckpt_path=last"),
+            ],
+        ),
         (["generate", "generate.prompts=[{a: b}]"], [Told("generate.prompts[0]", allowed=("messages",))]),
         (
             [

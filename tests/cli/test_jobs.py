@@ -445,6 +445,16 @@ def test_a_sweep_writes_over_no_other(command: Callable[..., Outcome], ran: list
     assert command("-m", "seed=0", "output_dir=swept")[0] == 0  # a job fewer
 
 
+def test_random_weights_are_said_where_figures_of_trained_ones_are_expected(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    checkpoint = save("run")
+    said = "runs on random weights"
+    for words, expected in ((["validate"], True), (["validate", f"ckpt_path={checkpoint}"], False), (["fit"], False)):
+        code, _, err = command(*words, f"output_dir=out_{len(ran)}")
+        assert code == 0 and (said in err) == expected, err
+
+
 def test_predictions_of_two_runs_are_not_mixed(
     command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
 ) -> None:

@@ -27,7 +27,7 @@ from autolaunch.data.prompts import check_prompts, unknown_ids
 from autolaunch.machine.devices import visible_devices
 from autolaunch.machine.this_machine import memory_gib
 from autolaunch.models.adapter_config import adapter_settings, check_llama
-from autolaunch.models.facts import ModelFacts, model_facts
+from autolaunch.models.facts import ModelFacts, begins_random, model_facts
 from autolaunch.models.hf_tasks import task_of
 from autolaunch.models.packed_attention import NOT_PACKED, may_pack, reason_of_config, refusal
 from autolaunch_strategies.apply.check import config_errors
@@ -594,6 +594,13 @@ def _generation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError
             f"autolaunch generate with model.task={of}",
             "such a model does not go on with a text",
             "model.task=causal_lm",
+        )
+    elif begins_random(config):
+        yield ConfigError(
+            "autolaunch generate",
+            "no trained weights are named, and random ones have nothing to say",
+            "ckpt_path: a checkpoint, a run, or last; model=hf with model.path",
+            "ckpt_path=last",
         )
     try:
         check_prompts(keys["prompts"], "generate.prompts")

@@ -9,6 +9,14 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule
 
 
+_OWN_VALIDATION = {
+    "text": "data.path=other.txt data.validation_fraction=0.5",
+    "tokens": "data.validation_path=validation.bin",
+    "synthetic": "data.num_validation_sequences=256",
+}
+"""Data -> the line that names others for validation, where that is no file of rows."""
+
+
 def build_data(data_cfg: dict[str, Any], seed: int, vocab_size: int | None = None) -> LightningDataModule:
     """The data module that the config group `data` describes; nothing is read before its `setup`.
 
@@ -35,4 +43,6 @@ def build_data(data_cfg: dict[str, Any], seed: int, vocab_size: int | None = Non
         seed=seed,
         num_workers=data_cfg["num_workers"],
         shuffle=data_cfg["shuffle"],
+        own_validation=_OWN_VALIDATION.get(data_cfg["name"], "data.validation_path=validation.jsonl"),
+        keeps_share="validation_fraction" in data_cfg,
     )

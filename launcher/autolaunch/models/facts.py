@@ -43,6 +43,14 @@ _SPELLINGS = {
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
+def begins_random(config: Mapping[str, Any]) -> bool:
+    """Whether the weights of a job are random at its start; of a class of one's own nobody knows."""
+    model = config["model"]
+    if config["ckpt_path"] is not None or config["module"] is not None or "_target_" in model:
+        return False
+    return model["name"] == "llama" or (model["name"] == "hf" and (model["path"] is None or not model["pretrained"]))
+
+
 def model_facts(model_cfg: Mapping[str, Any]) -> ModelFacts:
     """What can be said of a model from its config alone.
 
