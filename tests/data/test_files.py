@@ -289,6 +289,19 @@ def test_text_through_a_tokenizer_file(tmp_path: Path, cache: Path) -> None:
     assert np.load(cached).dtype == np.uint16
 
 
+def test_bytes_that_are_no_text_are_refused_by_a_tokenizer_and_tokens_without_one(tmp_path: Path, cache: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\nna\xefve\n")
+    keys = config("text", path=str(tmp_path / "a.txt"), seq_len=2, validation_fraction=0.0)
+    assert 0xEF in everything(text.open_sequences({**keys, "tokenizer": "bytes"}, 0).training)
+    for key, other in (("path", {}), ("test_path", {"path": None, "test_path": keys["path"]})):
+        with pytest.raises(ConfigError) as caught:
+            text.open_sequences({**keys, "tokenizer": str(tmp_path / "tokenizer.json"), **other}, 0)
+        assert_told(caught.value, f"data.{key}={tmp_path / 'a.txt'}", "not UTF-8", "byte 12", allowed=("UTF-8",))
+    assert not list(cache.iterdir())
+
+
 # --- synthetic -----------------------------------------------------------------------------------------------------
 
 
