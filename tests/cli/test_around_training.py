@@ -51,10 +51,27 @@ pytestmark = pytest.mark.timeout(900)
                 ),
             ],
         ),
-        (["generate"], [Told("generate.prompts", "nothing", write=None)]),
+        (
+            ["generate"],
+            [
+                Told("generate.prompts", "nothing", write=None),
+                Told("autolaunch generate", "no trained weights", allowed=("model.path",), write="ckpt_path=last"),
+            ],
+        ),
         (["generate", "generate.prompts=[{a: b}]"], [Told("generate.prompts[0]", allowed=("messages",))]),
+        (
+            [
+                *("generate", "generate.prompts=[[1,2],[1,-5],[1,600]]", "model.vocab_size=600", "callbacks=samples"),
+                "callbacks.samples.prompts=[a,[999]]",
+            ],
+            [
+                Told("generate.prompts[1]", "token -5", "only 600", allowed=("ids from 0 to 599",)),
+                Told("generate.prompts[2]", "token 600", "only 600"),
+                Told("callbacks.samples.prompts[1]", "token 999", "only 600"),
+            ],
+        ),
     ],
-    ids=["keys", "types", "sharded for bitsandbytes", "no prompts", "prompts"],
+    ids=["keys", "types", "sharded for bitsandbytes", "no prompts", "prompts", "token ids"],
 )
 def test_what_cannot_be_is_refused(
     arguments: list[str], errors: list[Told], tmp_path: Path, capsys: pytest.CaptureFixture[str]

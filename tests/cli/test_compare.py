@@ -280,6 +280,25 @@ def test_gradients_have_a_common_factor_only_if_they_agree_on_one(other: Run, to
     assert likely_cause(alone, other, 1, where, tolerance).startswith(cause)
 
 
+@pytest.mark.parametrize(
+    ("own", "step", "cause"),
+    [
+        ("1,2,0.4,8\n2,1,0.3,16\n3,1,0.2,24\n", 3, "another learning rate, from step 2 on: 0.4 and 0.3"),
+        ("1,2,0.4,8\n2,1,0.3,16\n3,1,0.2,24\n", 2, "what modules computed was not kept"),  # its rate shows later
+        ("1,2,0.4,4\n2,1,0.3,8\n3,1,0.2,12\n", 1, "other tokens, from step 1 on: 8 and 4"),
+        ("1,2,0.4,8\n2,1,0.4,16\n3,1,0.4,24\n", 3, "what modules computed was not kept"),
+    ],
+    ids=["rate", "too-late", "tokens", "none"],
+)
+def test_what_steps_were_given_is_the_cause_where_it_differs(own: str, step: int, cause: str, tmp_path: Path) -> None:
+    runs = []
+    for name, rows in (("first", "1,2,0.4,8\n2,1,0.4,16\n3,1,0.4,24\n"), ("second", own)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text("step,loss,lr,tokens\n" + rows)
+        runs.append(read_run(tmp_path / name, name))
+    assert likely_cause(runs[0], runs[1], step, None, 0.0).startswith(cause)
+
+
 def test_an_output_that_is_there_on_one_mesh_alone_is_no_difference() -> None:
     """Weights of attention are not, along cp: a module is told by what it returns on both."""
 

@@ -19,9 +19,10 @@ from autolaunch import cli
 from autolaunch.config import across_keys, arithmetic
 from autolaunch.job import ResolvedJob
 from autolaunch.jobs import start
-from autolaunch.jobs.ends import JobEnd
+from autolaunch.jobs.ends import JobEnd, print_table
 from autolaunch.launch import lock
 from autolaunch.launch.end import RunEnd
+from autolaunch.report.terminal import Terminal
 from autolaunch_strategies.checkpoint.files import write_manifest
 from autolaunch_strategies.config import ConfigError
 from tests.support.messages import Told, assert_only_told, assert_told
@@ -443,6 +444,28 @@ def test_a_sweep_writes_over_no_other(command: Callable[..., Outcome], ran: list
         write="autolaunch -m seed=0,5 output_dir=swept ckpt_path=last",
     )
     assert command("-m", "seed=0", "output_dir=swept")[0] == 0  # a job fewer
+
+
+def test_the_table_has_what_evaluations_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = []
+    for number, summary in enumerate(({"loss": 2.5, "metrics": {}}, {"loss": None, "metrics": {"val_loss": 1.25}}, {})):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        (directory / "summary.json").write_text(json.dumps(summary))
+        ends.append(JobEnd(number, [f"seed={number}"], "finished", 0, str(directory)))
+    print_table(ends, tmp_path, Terminal())
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert [row[3] for row in rows if row] == ["2.5000", "val_loss 1.2500", "-"]
+
+
+def test_random_weights_are_said_where_figures_of_trained_ones_are_expected(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]
+) -> None:
+    checkpoint = save("run")
+    said = "runs on random weights"
+    for words, expected in ((["validate"], True), (["validate", f"ckpt_path={checkpoint}"], False), (["fit"], False)):
+        code, _, err = command(*words, f"output_dir=out_{len(ran)}")
+        assert code == 0 and (said in err) == expected, err
 
 
 def test_predictions_of_two_runs_are_not_mixed(

@@ -206,6 +206,23 @@ def test_generation_ends_where_answers_were_learned_to_end() -> None:
     assert PromptEncoder({"name": "documents", "tokenizer": "model"}).ends == {ends[0]}
 
 
+def test_prompts_are_encoded_by_the_whole_tokenizer_of_a_model(tmp_path: Path) -> None:
+    """`data=text` names its tokenizer.json, which knows neither ends nor a template."""
+    save_tokenizer(tmp_path)
+    alone = tmp_path / "alone.json"
+    alone.write_bytes((tmp_path / "tokenizer.json").read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
+    ends = {chat_tokenizer().eos_token_id, 7, 0}
+    encoder = PromptEncoder({"name": "text", "tokenizer": str(tmp_path / "tokenizer.json")})
+    assert encoder.ends == ends == PromptEncoder({"name": "documents", "tokenizer": str(tmp_path)}).ends
+    prompt = [{"role": "user", "content": "what"}]
+    assert encoder.tokenizer.decode(encoder.encode(prompt, "prompts[0]")).endswith("<|im_start|>assistant\n")
+    with pytest.raises(ConfigError) as caught:
+        PromptEncoder({"name": "text", "tokenizer": str(alone)}).encode(prompt, "prompts[0]")
+    told = Told("prompts[0]", str(alone), "no chat template", write="data=chat data.chat_template=chatml.jinja")
+    assert_only_told(caught.value, told)
+
+
 def test_system_and_input_columns() -> None:
     row = {"system": "be brief", "instruction": "what", "input": "1 1", "output": "two"}
     encoder, example = encoded(CHATML, row)

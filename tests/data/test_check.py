@@ -266,7 +266,7 @@ BAD = [
     pytest.param(
         "tokens",
         {"path": "large.bin", "batch_size": 2},
-        Told("data.path=large.bin", "token 600", "only 512"),
+        Told("data.path=large.bin", "token 600 at position 0", "only 512"),
         id="token outside of the vocabulary",
     ),
 ]

@@ -84,6 +84,26 @@ def test_token_files_of_every_type_form_one_space(tmp_path: Path, dtype: str) ->
     assert (len(training), len(validation)) == (9, 3)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_token_that_the_model_does_not_know_is_told_where_it_is_read(tmp_path: Path, workers: int) -> None:
+    values = np.arange(40, dtype=np.uint16)
+    values[29] = 900
+    values.tofile(tmp_path / "a.bin")
+    keys = config(
+        "tokens", path=str(tmp_path / "a.bin"), seq_len=4, batch_size=2, num_workers=workers, shuffle=False,
+        validation_fraction=0.0,
+    )  # fmt: skip
+    data: Any = build_data(keys, 0, vocab_size=900)
+    data.setup("fit")
+    batches = iter(data.train_dataloader())
+    for _ in range(3):
+        next(batches)
+    with pytest.raises(ConfigError) as caught:
+        next(batches)
+    assert_told(caught.value, f"data.path={tmp_path / 'a.bin'}", "token 900 at position 29", "only 900")
+    everything(tokens.open_sequences(keys, 0).training)  # of a model that nothing is known of
+
+
 def test_validation_files_leave_the_training_files_whole(tmp_path: Path) -> None:
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "train.bin")
     np.arange(100, 105, dtype=np.uint16).tofile(tmp_path / "valid.bin")
@@ -267,6 +287,19 @@ def test_text_through_a_tokenizer_file(tmp_path: Path, cache: Path) -> None:
     assert everything(training).tolist() == [[1, 2, 3, 4, 0, 1, 2, 3]]
     (cached,) = cache.iterdir()
     assert np.load(cached).dtype == np.uint16
+
+
+def test_bytes_that_are_no_text_are_refused_by_a_tokenizer_and_tokens_without_one(tmp_path: Path, cache: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\nna\xefve\n")
+    keys = config("text", path=str(tmp_path / "a.txt"), seq_len=2, validation_fraction=0.0)
+    assert 0xEF in everything(text.open_sequences({**keys, "tokenizer": "bytes"}, 0).training)
+    for key, other in (("path", {}), ("test_path", {"path": None, "test_path": keys["path"]})):
+        with pytest.raises(ConfigError) as caught:
+            text.open_sequences({**keys, "tokenizer": str(tmp_path / "tokenizer.json"), **other}, 0)
+        assert_told(caught.value, f"data.{key}={tmp_path / 'a.txt'}", "not UTF-8", "byte 12", allowed=("UTF-8",))
+    assert not list(cache.iterdir())
 
 
 # --- synthetic -----------------------------------------------------------------------------------------------------

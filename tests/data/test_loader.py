@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,16 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
+from autolaunch.config.schema import DATA
 from autolaunch.data import build_data
 from autolaunch.data.loader import PositionedLoader
 from autolaunch.data.module import TokenDataModule
 from autolaunch.data.order import BatchOrder
 from autolaunch.data.windows import Parts
 from autolaunch_strategies.config import ConfigError, parallel_config
+from tests.support.messages import assert_told
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -328,6 +333,26 @@ def test_another_batch_size_passes_over_less_than_a_batch() -> None:
     assert loader.state_dict()["microbatches"] == 2 * 3 + 2
     loader.load_state_dict({"microbatches": 5})  # as it was written before
     assert loader.state_dict()["microbatches"] == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "training", "checkpoint", "write"),
+    [
+        ("documents", Numbered(33), None, "data.validation_fraction=0.5"),
+        ("documents", Numbered(33), "run", "data.validation_path=validation.jsonl"),
+        ("documents", SimpleNamespace(steps=list), None, "data.validation_path=validation.jsonl"),
+        ("tokens", Numbered(33), "run", "data.validation_path=validation.bin"),
+        ("text", Numbered(33), "run", "data.path=other.txt data.validation_fraction=0.5"),
+        ("synthetic", Numbered(33), None, "data.num_validation_sequences=256"),
+    ],
+)
+def test_what_could_be_validated_on(name: str, training: Any, checkpoint: str | None, write: str) -> None:
+    data: Any = build_data(dataclasses.asdict(DATA[name]()), 0)
+    data._sequences = Parts(training, Numbered(0))
+    data.trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.VALIDATING), ckpt_path=checkpoint, strategy=None)
+    with pytest.raises(ConfigError) as caught:
+        data.val_dataloader()
+    assert_told(caught.value, "autolaunch validate", "no validation sequences", write=write)
 
 
 def test_build_data_makes_a_data_module_of_ones_own() -> None:

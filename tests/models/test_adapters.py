@@ -204,6 +204,17 @@ def test_an_adapter_of_what_others_share_is_not_merged(keys: dict[str, Any]) -> 
     assert_told(caught.value, "export_merged=true", "around.0, one share", write="export_merged=false")
 
 
+def test_an_adapter_names_the_model_of_the_hub_and_not_this_machines_cache() -> None:
+    pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    fields = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    snapshot = f"/home/me/.cache/huggingface/hub/models--own--tiny/snapshots/{'a1' * 20}"
+    for path, expected in ((snapshot, ("own/tiny", "a1" * 20)), ("/models/tiny", ("/models/tiny", None))):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, num_attention_heads=2))
+        config = add_adapter(model, dataclasses.asdict(Adapter()), {"name": "hf", "path": path}).config
+        assert (config.base_model_name_or_path, config.revision) == expected
+
+
 def test_only_what_is_named_is_trained() -> None:
     module, _ = built(job({**LLAMA, "trainable": ["lm_head", "model.layers.1", ".*layernorm"]}))
     trained = {name for name, parameter in module.model.named_parameters() if parameter.requires_grad}

@@ -15,6 +15,7 @@ from autolaunch.models import build_model
 from autolaunch.models.conversion import as_in_files
 from autolaunch.models.documents import check_keeps_documents_apart
 from autolaunch.models.facts import ModelFacts, model_facts
+from autolaunch.models.hf_export import write_transformers_files
 from autolaunch.models.language_model import LanguageModel
 from autolaunch.models.llama import Llama
 from autolaunch.models.llama_config import llama_config
@@ -527,6 +528,20 @@ def test_an_exported_mixture_has_the_names_of_save_pretrained_and_loads_bitwise(
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[key], weights[key]) for key in weights)
+
+
+def test_the_config_of_an_export_says_the_type_of_its_weights(tmp_path: Path) -> None:
+    model = build_model(hf())
+    write_transformers_files(tmp_path, hf(), model, "bfloat16")
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert model.config.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tokens"), [("llama", 32000), ("t5", 32128), ("gemma3_text", None), ("vit", None)]
+)
+def test_a_vocabulary_is_known_by_default(model_type: str, tokens: int | None) -> None:
+    assert model_facts({"name": "hf", "path": None, "config": {"model_type": model_type}}).vocab_size == tokens
 
 
 @pytest.mark.parametrize(("model_type", "longest"), [("opt", 2048), ("gpt2", 1024), ("llama", None), ("mistral", None)])

@@ -23,11 +23,11 @@ from autolaunch.config.schema import IN_ONE_PROCESS, MISSING, Compare, Eval, Gen
 from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
-from autolaunch.data.prompts import check_prompts
+from autolaunch.data.prompts import check_prompts, unknown_ids
 from autolaunch.machine.devices import visible_devices
 from autolaunch.machine.this_machine import memory_gib
 from autolaunch.models.adapter_config import adapter_settings, check_llama
-from autolaunch.models.facts import ModelFacts, model_facts
+from autolaunch.models.facts import ModelFacts, begins_random, model_facts
 from autolaunch.models.hf_tasks import task_of
 from autolaunch.models.packed_attention import NOT_PACKED, may_pack, reason_of_config, refusal
 from autolaunch_strategies.apply.check import config_errors
@@ -54,6 +54,9 @@ from autolaunch_strategies.schedules.schedule import default_virtual_stages
 
 MOST_ON_CPU = 64
 """Ranks on the CPU of one machine beyond which a mesh is taken for one of GPUs: they would take all of its memory."""
+
+SAMPLES = "autolaunch.tasks.samples.Samples"
+"""What `callbacks=samples` is."""
 
 BYTES_OF_A_RANK = 200 * 2**20
 """What a process has of its own when torch is imported and the ranks are joined, as measured; libraries are shared."""
@@ -121,6 +124,8 @@ def check(
             facts = model_facts(config["model"])
         if mesh is not None:
             errors += _divisibility(config, mesh, facts, where)
+        if facts is not None:
+            errors += _prompt_ids(config, facts.vocab_size)
         settled = config if mesh is None else with_batch_parts(config, mesh.pp)
         if config["task"] != "generate":
             errors += check_data(settled["data"], mesh.dp if mesh is not None else 1, facts)
@@ -590,10 +595,26 @@ def _generation(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError
             "such a model does not go on with a text",
             "model.task=causal_lm",
         )
+    elif begins_random(config):
+        yield ConfigError(
+            "autolaunch generate",
+            "no trained weights are named, and random ones have nothing to say",
+            "ckpt_path: a checkpoint, a run, or last; model=hf with model.path",
+            "ckpt_path=last",
+        )
     try:
         check_prompts(keys["prompts"], "generate.prompts")
     except ConfigError as error:
         yield error
+
+
+def _prompt_ids(config: Mapping[str, Any], vocab_size: int | None) -> Iterator[ConfigError]:
+    """Prompts of token ids that the model does not know."""
+    if config["task"] == "generate":
+        yield from unknown_ids(config["generate"]["prompts"], vocab_size, "generate.prompts")
+    for name, node in (config["callbacks"] or {}).items():
+        if isinstance(node, Mapping) and node.get("_target_") == SAMPLES:
+            yield from unknown_ids(node.get("prompts"), vocab_size, f"callbacks.{name}.prompts")
 
 
 def _unused(config: Mapping[str, Any], task: str, schema: type, instead: str, where: Where) -> Iterator[ConfigError]:

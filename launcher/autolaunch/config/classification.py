@@ -73,8 +73,9 @@ def task_errors(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError
 def with_labels_of_model(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with what labelled texts have to know of their model, and it of them.
 
-    That is ``data.of_model``: how many outputs the model has, what labels mean, and with which id texts are padded. A
-    classifier looks at the last token that is another one: where its config says none, it is that of the tokenizer.
+    That is ``data.of_model`` (`autolaunch.config.schema.MADE`): how many outputs the model has, what labels mean, and
+    with which id texts are padded. A classifier looks at the last token that is another one: where its config says
+    none, it is that of the tokenizer.
 
     Raises:
         ConfigError: neither the model nor the tokenizer says with which id to pad.

@@ -778,8 +778,21 @@ LAUNCHERS: dict[str, type] = {"local": LocalLaunch, "slurm": SlurmLaunch}
 FAMILIES: dict[str, dict[str, type]] = {"model": MODELS, "data": DATA, "launch": LAUNCHERS}
 """Groups whose options have schemas of their own, by the `name` in them; `custom` is that of any `_target_`."""
 
+MADE = {"data": ("of_model",)}
+"""Keys of a resolved job that are in no schema: made of other keys each time a job is resolved, and never typed."""
+
 MISSING = "???"
 """The value of a key that has to be set, as OmegaConf writes it."""
+
+
+def without_made(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved config as it can be typed again: without the keys `MADE`."""
+    return {
+        group: {key: value for key, value in node.items() if key not in MADE[group]}
+        if group in MADE and isinstance(node, Mapping)
+        else node
+        for group, node in config.items()
+    }
 
 
 def default_of(item: dataclasses.Field[Any]) -> Any:

@@ -25,7 +25,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from autolaunch.config.against_schema import schemas_of
-from autolaunch.config.schema import GROUPS, Job, defaults_of
+from autolaunch.config.schema import GROUPS, MADE, Job, defaults_of, without_made
 from autolaunch.machine.this_machine import this_machine
 from autolaunch_strategies.config import ConfigError, looks_like_mesh, nearest, parse_mesh
 
@@ -195,12 +195,13 @@ class ExperimentFileSource(_GroupSource):
         if isinstance(values, DictConfig) and values.pop("reasons", None) is not None:
             for group in self.chosen:
                 values.pop(group, None)
+            _drop_made(values)
         header = self._get_header_dict(path.read_text(encoding="utf-8")[:512])
         return self._result(values, package=header["package"])
 
     def _trained(self, path: Path) -> dict[str, Any]:
         """The keys `TAKEN` of a job, with the groups that they are of; without those that are chosen to be others."""
-        config = json.loads(path.read_text(encoding="utf-8"))["config"]
+        config = without_made(json.loads(path.read_text(encoding="utf-8"))["config"])
         values: dict[str, Any] = {"defaults": []}
         for key in TAKEN:
             if key in GROUPS:
@@ -214,6 +215,14 @@ class ExperimentFileSource(_GroupSource):
                 values[key] = config[key]
         values["defaults"].append("_self_")
         return values
+
+
+def _drop_made(plan: DictConfig) -> None:
+    """Take the keys `MADE` out of a plan.yaml: earlier versions wrote them there."""
+    for group, keys in MADE.items():
+        node = plan.get(group)
+        for key in keys if isinstance(node, DictConfig) else ():
+            node.pop(key, None)
 
 
 class ClusterSource(_GroupSource):

@@ -9,12 +9,21 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule
 
 
-def build_data(data_cfg: dict[str, Any], seed: int) -> LightningDataModule:
+_OWN_VALIDATION = {
+    "text": "data.path=other.txt data.validation_fraction=0.5",
+    "tokens": "data.validation_path=validation.bin",
+    "synthetic": "data.num_validation_sequences=256",
+}
+"""Data -> the line that names others for validation, where that is no file of rows."""
+
+
+def build_data(data_cfg: dict[str, Any], seed: int, vocab_size: int | None = None) -> LightningDataModule:
     """The data module that the config group `data` describes; nothing is read before its `setup`.
 
     Args:
         data_cfg: every key of one of the schemas of `autolaunch.config.schema.DATA`, or ``_target_`` and its arguments.
         seed: of the order of samples, of synthetic sequences and of loader workers.
+        vocab_size: how many token ids the model knows, if that is known: files of tokens may hold others.
     """
     # Lazily: the command checks data without torch.
     if "_target_" in data_cfg:
@@ -26,11 +35,14 @@ def build_data(data_cfg: dict[str, Any], seed: int) -> LightningDataModule:
 
     own = {"text": text, "tokens": tokens, "synthetic": synthetic, "classification": classification}
     kind = own.get(data_cfg["name"], rows_of_files)
+    known = {"vocab_size": vocab_size} if kind is tokens else {}
     return TokenDataModule(
-        partial(kind.open_sequences, data_cfg, seed),
+        partial(kind.open_sequences, data_cfg, seed, **known),
         batch_size=data_cfg["batch_size"],
         microbatches=data_cfg["microbatches"],
         seed=seed,
         num_workers=data_cfg["num_workers"],
         shuffle=data_cfg["shuffle"],
+        own_validation=_OWN_VALIDATION.get(data_cfg["name"], "data.validation_path=validation.jsonl"),
+        keeps_share="validation_fraction" in data_cfg,
     )

@@ -10,9 +10,14 @@ from typing import Any
 
 from autolaunch.data.documents import expanded
 from autolaunch.data.encoders import ChatEncoder
-from autolaunch.data.tokenizers import TEMPLATE_FILE, load_tokenizer, template_text, tokenizer_files
-
-_GENERATION = "generation_config.json"
+from autolaunch.data.tokenizers import (
+    GENERATION_FILE,
+    SETTINGS_FILE,
+    TEMPLATE_FILE,
+    load_tokenizer,
+    template_text,
+    tokenizer_files,
+)
 
 
 def write_tokenizer(directory: Path, data_cfg: Mapping[str, Any], model_path: str | None) -> None:
@@ -31,11 +36,11 @@ def write_tokenizer(directory: Path, data_cfg: Mapping[str, Any], model_path: st
     for file in files:
         shutil.copy(file, directory / ("tokenizer.json" if source == file else file.name))
     if files and source is not None and source.is_file():  # by itself it does not say which class reads it
-        _write(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        _write(directory / SETTINGS_FILE, {"tokenizer_class": "PreTrainedTokenizerFast"})
     if files and data_cfg.get("chat_template"):
         (directory / TEMPLATE_FILE).write_text(template_text(data_cfg["chat_template"]), encoding="utf-8")
-    if origin is not None and (origin / _GENERATION).is_file():
-        shutil.copy(origin / _GENERATION, directory / _GENERATION)
+    if origin is not None and (origin / GENERATION_FILE).is_file():
+        shutil.copy(origin / GENERATION_FILE, directory / GENERATION_FILE)
     if files and data_cfg.get("name") == "chat":
         _end_with_answers(directory, data_cfg)
 
@@ -45,7 +50,7 @@ def _end_with_answers(directory: Path, data_cfg: Mapping[str, Any]) -> None:
     tokenizer = load_tokenizer(str(directory))
     encoder = ChatEncoder(tokenizer, None, "last", data_cfg["train_on_eos"], {})
     end = encoder.end_of_answers() if data_cfg["train_on_eos"] else None
-    file = directory / _GENERATION
+    file = directory / GENERATION_FILE
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     known = config.get("eos_token_id", tokenizer.eos_token_id)
     known = known if isinstance(known, list) else [] if known is None else [known]

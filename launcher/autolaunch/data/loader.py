@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from autolaunch.data.order import BatchOrder, random_keys
 from autolaunch.data.streams import Drawn, next_epoch
@@ -22,10 +22,15 @@ Batch = dict[str, torch.Tensor]
 
 
 class TokenDataset(Dataset[Batch]):
-    """Sequences as tensors; a list of indices gives one stacked batch."""
+    """Sequences as tensors; a list of indices gives one stacked batch.
 
-    def __init__(self, sequences: Sequences | Batches) -> None:
-        self.sequences = sequences
+    Args:
+        hands_over_errors: give, from a process that loads, a `ConfigError` in place of a batch: torch would put that
+            process's traceback into its message.
+    """
+
+    def __init__(self, sequences: Sequences | Batches, hands_over_errors: bool = False) -> None:
+        self.sequences, self.hands_over_errors = sequences, hands_over_errors
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -35,6 +40,15 @@ class TokenDataset(Dataset[Batch]):
 
     def __getitems__(self, indices: list[int]) -> Batch:
         """The sequences `indices` as one batch: torch's loader hands over all indices of a batch at once."""
+        try:
+            return self._batch(indices)
+        except ConfigError as error:
+            if not self.hands_over_errors or get_worker_info() is None:
+                raise
+            handed_over: Any = error
+            return handed_over
+
+    def _batch(self, indices: list[int]) -> Batch:
         numbers = np.asarray(indices, np.int64)
         if isinstance(self.sequences, Batches):
             return {name: torch.from_numpy(rows) for name, rows in self.sequences.batch(numbers).items()}
@@ -70,7 +84,7 @@ class PositionedLoader(DataLoader[Batch]):
         self._microbatches = _FromPosition(order, repeat)
         self._resumed: dict[str, int] = {}
         super().__init__(
-            TokenDataset(sequences),
+            TokenDataset(sequences, hands_over_errors=True),
             batch_sampler=self._microbatches,
             **_worker_options(num_workers, order.seed, order.dp_rank, pin_memory),
         )
@@ -78,6 +92,8 @@ class PositionedLoader(DataLoader[Batch]):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch's is a class, of which only the iterator is used
         # A generator starts at its first next(): a position that is loaded after iter() still counts.
         for batch in super().__iter__():
+            if isinstance(batch, ConfigError):
+                raise batch
             self._microbatches.position += 1
             yield batch
 

@@ -27,6 +27,8 @@ class TokenDataModule(LightningDataModule):
         open_sequences: gives the sequences of each task; slow only in the first call on a machine.
         batch_size: sequences per optimizer step, over all ranks.
         microbatches: parts of a step; the Trainer must accumulate as many batches.
+        own_validation: the line that names data for validation alone.
+        keeps_share: whether a share of the training data can be kept for validation instead.
     """
 
     def __init__(
@@ -38,8 +40,11 @@ class TokenDataModule(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         shuffle: bool = True,
+        own_validation: str = "data.validation_path=validation.jsonl",
+        keeps_share: bool = True,
     ) -> None:
         super().__init__()
+        self.own_validation, self.keeps_share = own_validation, keeps_share
         self.open_sequences = open_sequences
         self.batch_size, self.microbatches = batch_size, microbatches
         self.seed, self.num_workers, self.shuffle = seed, num_workers, shuffle
@@ -91,13 +96,20 @@ class TokenDataModule(LightningDataModule):
         loader = self._in_order(self._opened.validation)
         task = self.trainer.state.fn if self.trainer else None
         if not loader and task in ("validate", "predict"):
-            raise ConfigError(
-                f"autolaunch {task.value}",
-                "there are no validation sequences",
-                "data.validation_path, or a data.validation_fraction above 0",
-                "data.validation_fraction=0.5",
-            )
+            raise self._no_validation(task.value)
         return loader
+
+    def _no_validation(self, task: str) -> ConfigError:
+        """The error where nothing was kept; of what a checkpoint was trained on, a share says nothing about it."""
+        problem = "there are no validation sequences"
+        was_trained = self.trainer is not None and self.trainer.ckpt_path is not None
+        if self.keeps_share and not was_trained and not isinstance(self._opened.training, Unnumbered):
+            share = "data.validation_fraction=0.5"
+            allowed = share.replace("=0.5", " above 0; or other data")
+            return ConfigError(f"autolaunch {task}", problem, f"{allowed}: {self.own_validation}", share)
+        if self.keeps_share and was_trained:
+            problem += ", and the checkpoint was trained on all of these data"
+        return ConfigError(f"autolaunch {task}", problem, "data for validation alone", self.own_validation)
 
     predict_dataloader = val_dataloader
 

@@ -416,22 +416,17 @@ def _token_file_error(file: Path, dtype: str, key: str) -> ConfigError | None:
 
 
 def _first_unknown_token(files: list[Path], dtype: str, vocab_size: int | None, key: str) -> list[ConfigError]:
-    """A wrong vocabulary shows in the first tokens; the rest of a file of any size is left alone."""
+    """A wrong vocabulary shows in the first tokens; the rest of a file of any size is looked at when it is read."""
     if vocab_size is None:
         return []
-    from autolaunch.data.windows import TokenFile
+    from autolaunch.data.windows import TokenFile, unknown_token
 
     for file in files[:16]:
-        tokens = TokenFile(file, dtype)[: _SAMPLE_BYTES // 8]
-        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-        if len(outside):
-            return [
-                ConfigError(
-                    f"{key}={file}",
-                    f"it holds the token {int(outside[0])}, but the model knows only {vocab_size}",
-                    "the dtype and the vocabulary that the file was written with",
-                )
-            ]
+        whole = TokenFile(file, dtype)
+        tokens = whole[: _SAMPLE_BYTES // 8]
+        (places,) = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
+        if len(places):
+            return [unknown_token(whole, int(tokens[places[0]]), int(places[0]), vocab_size, key)]
     return []
 
 

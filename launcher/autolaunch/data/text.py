@@ -36,19 +36,20 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
     encoder = BytesEncoder() if config["tokenizer"] in (None, "bytes") else FileEncoder(expanded(config["tokenizer"]))
     test = None
     if config["test_path"] is not None:
-        test = _windows(find_files(config["test_path"], TEXT_SUFFIXES, "data.test_path"), encoder, config["seq_len"])
-    files = None if config["path"] is None else find_files(config["path"], TEXT_SUFFIXES)
-    text = _windows(standard_library_documents() if files is None else files, encoder, config["seq_len"])
+        files = find_files(config["test_path"], TEXT_SUFFIXES, "data.test_path")
+        test = _windows(files, encoder, config["seq_len"], "data.test_path")
+    documents = standard_library_documents() if config["path"] is None else find_files(config["path"], TEXT_SUFFIXES)
+    text = _windows(documents, encoder, config["seq_len"], "data.path")
     return split(text, config, test)
 
 
-def _windows(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncoder, seq_len: int) -> Windows:
+def _windows(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncoder, seq_len: int, key: str) -> Windows:
     sizes = [document.stat().st_size if isinstance(document, Path) else len(document) for document in documents]
     tokens: np.ndarray | TokenFile
     if isinstance(encoder, BytesEncoder) and bytes_token_count(sizes) < IN_MEMORY_TOKENS:
-        tokens = np.concatenate(list(_encoded(documents, encoder)))
+        tokens = np.concatenate(list(_encoded(documents, encoder, key)))
     else:
-        tokens = TokenFile(_cached(documents, encoder))
+        tokens = TokenFile(_cached(documents, encoder, key))
     return Windows([tokens], seq_len)
 
 
@@ -85,16 +86,26 @@ class FileEncoder:
 
     def encode(self, text: bytes) -> np.ndarray:
         # Special tokens would otherwise be put around every piece.
-        encoding = self.tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        encoding = self.tokenizer.encode(text.decode(), add_special_tokens=False)
         return np.asarray(encoding.ids, self.dtype)
 
 
-def _encoded(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncoder) -> Iterator[np.ndarray]:
+def _encoded(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncoder, key: str) -> Iterator[np.ndarray]:
     for number, document in enumerate(documents):
         if number and encoder.end_of_document is not None:
             yield np.asarray([encoder.end_of_document], encoder.dtype)
+        before = 0
         for piece in _pieces(document):
-            yield encoder.encode(piece)
+            try:
+                ids = encoder.encode(piece)
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"{key}={document}" if isinstance(document, Path) else key,
+                    f"not UTF-8 (byte {before + error.start + 1})",
+                    "text in UTF-8; data.tokenizer=bytes takes any bytes",
+                ) from None
+            yield ids
+            before += len(piece)
             moved()
 
 
@@ -105,7 +116,7 @@ def _pieces(document: bytes | Path) -> Iterator[bytes]:
             yield piece + file.readline()
 
 
-def _cached(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncoder) -> Path:
+def _cached(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncoder, key: str) -> Path:
     identity = hashlib.sha256(encoder.identity.encode())
     for document in documents:
         if isinstance(document, Path):
@@ -121,7 +132,7 @@ def _cached(documents: Sequence[bytes | Path], encoder: BytesEncoder | FileEncod
         part = part_of(path)
         try:
             with part.open("xb") as file:
-                _write_npy(file, _encoded(documents, encoder), encoder.dtype)
+                _write_npy(file, _encoded(documents, encoder, key), encoder.dtype)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

@@ -17,8 +17,10 @@ BYTES_END = 256
 """Ends a text where tokens are bytes."""
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 TEMPLATE_FILE = "chat_template.jinja"
+SETTINGS_FILE = "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "tokenizer.json", SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.json",
     TEMPLATE_FILE,
 )  # fmt: skip
@@ -68,7 +70,7 @@ def load_tokenizer(path: str) -> Any:
     place = expanded(path)
     try:
         if place.is_file():
-            return PreTrainedTokenizerFast(tokenizer_file=str(place))
+            return PreTrainedTokenizerFast(tokenizer_file=str(place), name_or_path=str(place))
         tokenizer = AutoTokenizer.from_pretrained(str(place), local_files_only=True)
     except Exception as error:  # every kind of tokenizer fails in its own way
         raise ConfigError(where, f"transformers cannot read it: {' '.join(str(error).split())}") from error
@@ -89,7 +91,7 @@ def pad_token_id(path: str) -> int | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     said: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json") if place.is_dir() else ():
+    for name in ("special_tokens_map.json", SETTINGS_FILE) if place.is_dir() else ():
         try:
             said |= json.loads((directory / name).read_text("utf-8"))
         except (OSError, ValueError, TypeError):
@@ -120,7 +122,7 @@ def has_template(path: Path) -> bool:
     if (path / TEMPLATE_FILE).is_file() or (path / "chat_template.json").is_file():
         return True
     try:
-        return bool(json.loads((path / "tokenizer_config.json").read_text("utf-8")).get("chat_template"))
+        return bool(json.loads((path / SETTINGS_FILE).read_text("utf-8")).get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -144,6 +146,23 @@ def no_tokenizer() -> ConfigError:
         "model.path or data.tokenizer: a directory with tokenizer.json",
         "data.tokenizer=DIRECTORY",
     )
+
+
+def ends_of_generation(path: Path) -> frozenset[int]:
+    """The tokens with which the model in a directory ends what it generates, as its generation_config.json says."""
+    try:
+        said = json.loads((path / GENERATION_FILE).read_text("utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return frozenset()
+    numbers = said if isinstance(said, list) else [said]
+    return frozenset(number for number in numbers if isinstance(number, int) and not isinstance(number, bool))
+
+
+def whole_tokenizer(path: str) -> str:
+    """The directory of a tokenizer.json that is named by itself, where the rest of its tokenizer stands beside it."""
+    place = expanded(path)
+    is_part = place.is_file() and (place.parent / SETTINGS_FILE).is_file()
+    return str(place.parent) if is_part and place.name == "tokenizer.json" else path
 
 
 def end_of_text(tokenizer: Any) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from autolaunch.data.counts import no_validation, split_counts, token_file_length, window_count
+from autolaunch_strategies.config import ConfigError
 
 
 class Sequences(Protocol):
@@ -70,10 +71,21 @@ class TokenFile:
 
 
 class Windows:
-    """Consecutive windows over several token arrays or files, numbered through; none crosses from one to the next."""
+    """Consecutive windows over several token arrays or files, numbered through; none crosses from one to the next.
 
-    def __init__(self, parts: Sequence[np.ndarray | TokenFile], seq_len: int) -> None:
-        self.parts, self.seq_len = parts, seq_len
+    Args:
+        vocab_size: how many token ids the model knows; with it, tokens are looked at when they are read.
+        key: that names the files, for what is then wrong.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[np.ndarray | TokenFile],
+        seq_len: int,
+        vocab_size: int | None = None,
+        key: str = "data.path",
+    ) -> None:
+        self.parts, self.seq_len, self.vocab_size, self.key = parts, seq_len, vocab_size, key
         self._ends = np.cumsum([window_count(len(part), seq_len) for part in parts], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -85,7 +97,29 @@ class Windows:
         for row, index, part in zip(rows, indices, parts, strict=True):
             start = int(index - (self._ends[part - 1] if part else 0)) * self.seq_len
             row[:] = self.parts[part][start : start + self.seq_len + 1]
+            if self.vocab_size is not None and (row.min() < 0 or row.max() >= self.vocab_size):
+                raise self._unknown(row, part, start)
         return rows
+
+    def _unknown(self, row: np.ndarray, part: int, start: int) -> ConfigError:
+        assert self.vocab_size is not None
+        place = int(np.argmax((row < 0) | (row >= self.vocab_size)))
+        return unknown_token(self.parts[part], int(row[place]), start + place, self.vocab_size, self.key)
+
+
+def unknown_token(part: np.ndarray | TokenFile, token: int, place: int, vocab_size: int, key: str) -> ConfigError:
+    """The error for a token that a model does not know.
+
+    Args:
+        part: in which it is.
+        place: how many tokens stand before it.
+        key: that names the file.
+    """
+    return ConfigError(
+        f"{key}={part.path}" if isinstance(part, TokenFile) else key,
+        f"it holds the token {token} at position {place}, but the model knows only {vocab_size}",
+        "the dtype and the vocabulary that the file was written with",
+    )
 
 
 @dataclass

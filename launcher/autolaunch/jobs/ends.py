@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def print_table(jobs: Sequence[JobEnd], sweep_dir: Path, console: Console) -> No
             str(job.number),
             Text(" ".join(item for item in job.overrides if item not in everywhere)),
             Text(job.status, style="green" if job.exit_code == 0 else "red"),
-            _number(summary.get("loss"), "{:.4f}"),
+            _loss(summary),
             _number(summary.get("step_time_s"), "{:.3f} s"),
             str(directory.relative_to(sweep_dir) if directory.is_relative_to(sweep_dir) else directory),
         )
@@ -130,6 +130,14 @@ def read_summary(directory: Path) -> dict[str, Any]:
     """summary.json of a run; empty if there is none."""
     path = directory / SUMMARY
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _loss(summary: Mapping[str, Any]) -> str:
+    """The loss of a training; of an evaluation the first thing that it measured, with its name."""
+    name, value = next(iter((summary.get("metrics") or {}).items()), ("", None))
+    if isinstance(summary.get("loss"), int | float) or value is None:
+        return _number(summary.get("loss"), "{:.4f}")
+    return f"{name} {_number(value, '{:.4f}')}"
 
 
 def _number(value: Any, form: str) -> str:

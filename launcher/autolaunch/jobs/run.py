@@ -79,6 +79,7 @@ from autolaunch.launch.lock import LOCK_FILE, locked
 from autolaunch.launch.output_lost import output_lost
 from autolaunch.launch.place import Place, place
 from autolaunch.loading import loading
+from autolaunch.models.facts import begins_random
 from autolaunch.report.terminal import Terminal
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 
@@ -318,6 +319,7 @@ def _run_as_rank(line: CommandLine, here: Place) -> int:
             jobs[0].write()
             (jobs[0].output_dir / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
             _say_what_last_is(jobs[0])
+            _say_random_weights(jobs[0])
 
         code = run_once(settled, composed.config, directory, make)
         if not jobs:
@@ -463,6 +465,7 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         job = replace(resolve_job(config, hydra, directory), choice=choice)
         job.write()
         _say_what_last_is(job)
+        _say_random_weights(job)
         started, before = time.time(), metrics_state(directory)
         (directory / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
         with contained() if is_trial(config) else contextlib.nullcontext():
@@ -612,6 +615,14 @@ def _say_what_last_is(job: ResolvedJob) -> None:
     path = job.config["ckpt_path"]
     if job.resumes_last and path is not None and (line := what_last_is(Path(path), job.output_dir)) is not None:
         print(line, file=sys.stderr)
+
+
+def _say_random_weights(job: ResolvedJob) -> None:
+    """Where a model is asked about data that nobody has trained: its figures look like any others."""
+    task = job.config["task"]
+    if task in ("validate", "test", "predict") and begins_random(job.config):
+        said = "neither ckpt_path nor model.path with model.pretrained names trained weights"
+        print(f"warning: {task} runs on random weights: {said} (write: ckpt_path=last)", file=sys.stderr)
 
 
 def hydra_node() -> DictConfig:

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from autolaunch.models.adapter_config import ALL_LINEAR, AdapterSettings, adapter_settings, ending_with, unmatched
 from autolaunch.models.four_bits import linear_layers, quantise_linear_layers
+from autolaunch.models.hf_config import name_and_commit
 from autolaunch.models.hf_tasks import MODEL_TASKS, task_of
 from autolaunch.models.parameter_names import matching
 from autolaunch_strategies.config import ConfigError
@@ -79,7 +81,9 @@ def add_adapter(model: nn.Module, adapter_cfg: Mapping[str, Any], model_cfg: Map
     config.lora_dropout, config.inference_mode = settings.dropout, False
     if "_target_" not in model_cfg:
         config.task_type = MODEL_TASKS[task_of(model_cfg) or "causal_lm"].adapter_type
-    config.base_model_name_or_path = str(model_cfg.get("path") or "")
+    path = str(model_cfg.get("path") or "")
+    # Of the hub not the directory of its cache: an adapter goes to other machines.
+    config.base_model_name_or_path, config.revision = name_and_commit(Path(path)) or (path, None)
     before = _by_tensor(model)
     replaced: dict[str, torch.Tensor] = {}
     if settings.quant_type is not None:

@@ -43,6 +43,14 @@ _SPELLINGS = {
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
+def begins_random(config: Mapping[str, Any]) -> bool:
+    """Whether the weights of a job are random at its start; of a class of one's own nobody knows."""
+    model = config["model"]
+    if config["ckpt_path"] is not None or config["module"] is not None or "_target_" in model:
+        return False
+    return model["name"] == "llama" or (model["name"] == "hf" and (model["path"] is None or not model["pretrained"]))
+
+
 def model_facts(model_cfg: Mapping[str, Any]) -> ModelFacts:
     """What can be said of a model from its config alone.
 
@@ -70,6 +78,8 @@ def model_facts(model_cfg: Mapping[str, Any]) -> ModelFacts:
             sizes[size] = number
     if "num_experts" not in sizes and (experts := _experts_by_default(fields)) is not None:
         sizes["num_experts"] = experts
+    if "vocab_size" not in sizes and (tokens := _vocabulary_by_default(fields)) is not None:
+        sizes["vocab_size"] = tokens
     if "max_seq_len" not in sizes and (positions := _positions_by_default(fields)) is not None:
         sizes["max_seq_len"] = positions
     shares = {key: value for key in _DROPOUTS if isinstance(value := fields.get(key), int | float) and value}
@@ -84,6 +94,12 @@ def _experts_by_default(fields: Mapping[str, Any]) -> int | None:
     if "expert" not in code.lower():
         return 0
     return _default("|".join(_SPELLINGS["num_experts"]), code)
+
+
+def _vocabulary_by_default(fields: Mapping[str, Any]) -> int | None:
+    """How many token ids a model knows where the config does not say it; None if its code has several configs."""
+    code = code_of(str(fields["model_type"]))
+    return _default("vocab_size", code) if len(re.findall(r"(?m)^class \w+Config\(", code)) == 1 else None
 
 
 def _positions_by_default(fields: Mapping[str, Any]) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from autolaunch.models.llama_config import LlamaConfig, llama_config
@@ -30,8 +31,9 @@ def write_transformers_files(
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     elif hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
         shape: Any = copy.deepcopy(model.config)
-        if unties:
-            for part in {id(part): part for part in (shape, shape.get_text_config())}.values():
+        for part in {id(part): part for part in (shape, shape.get_text_config())}.values():
+            part.dtype = getattr(torch, dtype)
+            if unties:
                 part.tie_word_embeddings = False
         shape.save_pretrained(directory)
 

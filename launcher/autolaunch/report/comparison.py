@@ -6,7 +6,8 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ _IN_FP32 = 1e-6
 _ONE_FACTOR = 1e-2
 """How far factors by which gradients are larger may lie apart, at most, to be taken for one."""
 
+_CONDITIONS = ("lr", "tokens")
+
 _LISTED = 4
 """How many steps a message lists before it leaves out those between the first and the last."""
 
@@ -57,6 +60,8 @@ class Run:
     """Those of its modules that ask a generator for numbers in their forward, or call others that do."""
     by_position: bool = False
     """Whether `random_numbers=by_position`."""
+    conditions: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Step -> lr and tokens, as far as they were logged: what a step was given, not what came of it."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,8 @@ def read_run(directory: Path, label: str) -> Run:
         )
     moments: Mapping[str, Any] = _read(kept, json.loads) if kept.is_file() else {}
     drawing, by_position = frozenset(moments.get("drawing", [])), moments.get("random_numbers") == "by_position"
-    return Run(label, rows, moments.get("steps", []), moments.get("classes", {}), drawing, by_position)
+    conditions = _read(path, partial(_logged_rows, keys=_CONDITIONS))
+    return Run(label, rows, moments.get("steps", []), moments.get("classes", {}), drawing, by_position, conditions)
 
 
 def _read(path: Path, understood: Callable[[str], Any]) -> Any:
@@ -116,10 +122,10 @@ def _read(path: Path, understood: Callable[[str], Any]) -> Any:
         raise ConfigError(str(path), problem, "the directory of a run, with its files as they were written") from error
 
 
-def _logged_rows(text: str) -> dict[int, dict[str, float]]:
+def _logged_rows(text: str, keys: Sequence[str] = ("loss", "grad_norm")) -> dict[int, dict[str, float]]:
     whole, _, _ = text.rpartition("\n")  # a killed process leaves half a row behind
     return {
-        int(row["step"]): {key: float(row[key]) for key in ("loss", "grad_norm") if row.get(key)}
+        int(row["step"]): {key: float(row[key]) for key in keys if row.get(key)}
         for row in csv.DictReader(whole.splitlines())
     }
 
@@ -185,6 +191,8 @@ def parting(first: Run, second: Run, step: int, tolerance: float) -> Parting | N
 
 def likely_cause(first: Run, second: Run, step: int, where: Parting | None, tolerance: float) -> str:
     """What such a difference comes from more often than not."""
+    if told := _other_conditions(first, second, step):
+        return told
     if not first.steps or not second.steps:
         return "what modules computed was not kept: `autolaunch compare` with these keys, and their values side by side"
     if where is None:
@@ -220,6 +228,26 @@ def likely_cause(first: Run, second: Run, step: int, where: Parting | None, tole
     drawn = _of_random_numbers(first, second, module)
     rest = "it sees a part of the batch, or its rules in mp.plan, its kernel differ"
     return drawn or f"{kind or 'this module'} computes something else with the same weights: {rest}"
+
+
+def _other_conditions(first: Run, second: Run, until: int) -> str:
+    """What is said of the first step, up to `until`, with another learning rate or number of tokens; empty if none."""
+    for step in sorted(step for step in first.conditions.keys() & second.conditions.keys() if step <= until):
+        one, other = first.conditions[step], second.conditions[step]
+        shared = one.keys() & other.keys()
+        if "tokens" in shared and one["tokens"] != other["tokens"]:
+            pair = f"{one['tokens']:.0f} and {other['tokens']:.0f}"
+            return f"other tokens, from step {step} on: {pair} (data.batch_size, data.seq_len, or rows left out)"
+        # What a step's rate does shows in the next step.
+        if (
+            step < until
+            and "lr" in shared
+            and _relative(one["lr"], other["lr"], max(one["lr"], other["lr"])) > _IN_FP32
+        ):
+            pair = _both(one["lr"], other["lr"])
+            where = "optimizer.lr, scheduler.*, or trainer.max_steps, where the scheduler ends"
+            return f"another learning rate, from step {step} on: {pair} ({where})"
+    return ""
 
 
 def _around(module: str) -> Iterator[str]:

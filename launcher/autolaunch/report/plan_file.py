@@ -13,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf._utils import OmegaConfDumper
 
+from autolaunch.config.schema import without_made
 from autolaunch.job import write_beside
 from autolaunch_strategies.config import AXES
 
@@ -55,7 +56,7 @@ def write_plan(
         choices: config group -> chosen option; for the mesh the name of its shape, which then stands for its sizes.
     """
     defaults = [{f"override /{group}": option} for group, option in sorted(choices.items()) if _is_ours(group, option)]
-    keys, reasons = _with_written_plan(config, reasons)
+    keys, reasons = _with_written_plan(without_made(config), reasons)
     text = [HEADER, _yaml({"defaults": [*defaults, "_self_"]})]
     keys = {key: value for key, value in keys.items() if key not in OF_ONE_RUN}
     if config.get("output_dir"):

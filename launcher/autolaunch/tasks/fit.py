@@ -26,6 +26,7 @@ from autolaunch.launch.failure import RunFailed, describe, show, write_failure
 from autolaunch.launch.forked import tell_parent
 from autolaunch.launch.heartbeat import PULSE, Activity
 from autolaunch.launch.place import Place
+from autolaunch.models.facts import model_facts
 from autolaunch.models.packed_attention import PackedAttention, settle
 from autolaunch.report.logged_config import log_config
 from autolaunch.report.metrics import StepMetrics
@@ -100,7 +101,8 @@ def _run(job: ResolvedJob, place: Place, steps: StepMetrics, further: Sequence[p
         leave_clipping(trainer, module, job.overrides)
     screen.packed_attention = settle(config, module, strategy.root_device)
     listen(partial(PULSE.moved, Activity.STARTING, 0))  # preparing data is no part of the first step
-    data = build_data(config["data"], config["seed"])
+    vocab_size = None if config["module"] else model_facts(config["model"]).vocab_size
+    data = build_data(config["data"], config["seed"], vocab_size)
     ckpt_path = config["ckpt_path"]
     metrics: dict[str, Any] | None = None
     try:

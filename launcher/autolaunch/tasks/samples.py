@@ -11,12 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from autolaunch.data.prompts import PromptEncoder, check_prompts
+from autolaunch.data.prompts import PromptEncoder, check_prompts, outside_of
 from autolaunch.launch.heartbeat import PULSE, Activity
 from autolaunch.models.facts import model_facts
 from autolaunch.models.hf_tasks import task_of
 from autolaunch.tasks.generation import Sampling, generate
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, raise_all
 
 FILE = "samples.jsonl"
 """Where the samples of a run are written, in its directory: a line for each prompt and validation."""
@@ -31,7 +31,8 @@ class Writer:
         key: which key gives them, for messages.
 
     Raises:
-        ConfigError: a prompt of another kind, or one for which there is no tokenizer.
+        ConfigError: a prompt of another kind, one for which there is no tokenizer, or one of tokens that the model does
+            not know.
     """
 
     def __init__(self, config: Mapping[str, Any], prompts: Sequence[Any], sampling: Sampling, key: str) -> None:
@@ -47,7 +48,10 @@ class Writer:
         self.prompts, self.sampling = list(prompts), sampling
         self._encoder = PromptEncoder(config["data"])
         self._ids = [self._encoder.encode(prompt, f"{key}[{index}]") for index, prompt in enumerate(prompts)]
-        self._longest = model_facts(config["model"]).max_seq_len
+        facts = model_facts(config["model"])
+        self._longest = facts.max_seq_len
+        unknown = (outside_of(ids, facts.vocab_size, f"{key}[{index}]") for index, ids in enumerate(self._ids))
+        raise_all([error for error in unknown if error is not None])
 
     def write(self, trainer: pl.Trainer) -> list[str]:
         """What follows each prompt. Collective; the module must be in evaluation mode."""
