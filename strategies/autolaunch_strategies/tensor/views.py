@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
@@ -26,114 +25,30 @@ from torch.utils._pytree import tree_flatten, tree_map
 from autolaunch_strategies.model.document_attention import document_attention
 from autolaunch_strategies.model.random_streams import RANDOM_FUNCTIONS, own_stream, run_random
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
+from autolaunch_strategies.tensor.losses import cross_entropy
+from autolaunch_strategies.tensor.replicas import Replicator, on_whole_tensors, plain
 from autolaunch_strategies.tensor.sharding_errors import raise_explained
-from autolaunch_strategies.tensor.vocabulary_loss import vocabulary_cross_entropy
+from autolaunch_strategies.tensor.writes import (
+    WRITES_BY_INDEX,
+    is_copy,
+    place_gradient,
+    remember_inference,
+    remember_views,
+    remembers,
+    set_item,
+    write,
+)
 from autolaunch_strategies.torch_private.attention import ATTENTION_ARGUMENTS, HEADS, with_heads_for_kernels
-from autolaunch_strategies.torch_private.backward import run_backward, version_of
+from autolaunch_strategies.torch_private.backward import run_backward
 from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 from autolaunch_strategies.torch_private.meshes import local_index
 from autolaunch_strategies.torch_private.modes import changes_first
 from autolaunch_strategies.torch_private.operators import assert_on_device
 from autolaunch_strategies.torch_private.sharding_rules import read_whole_numbers, register_missing_rules
 
+__all__ = ["MixedTensors", "Replicator", "plain"]
+
 log = logging.getLogger(__name__)
-
-
-class Replicator:
-    """Plain tensors as replicated DTensors; the same tensor used several times in a row is converted once.
-
-    Its gradient is then summed over ranks once, too, and not once per use.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.remembers = True
-        """Off where every operation has to be repeated: whether a tensor was remembered is not always the same."""
-        self._last: tuple[weakref.ref[torch.Tensor], tuple[bool, int], DTensor] | None = None
-
-    def __call__(self, tensor: torch.Tensor) -> DTensor:
-        """`tensor` (equal on every rank of the mesh) as a DTensor; one that is a DTensor already stays."""
-        if isinstance(tensor, DTensor):
-            return tensor
-        state = torch.is_grad_enabled(), version_of(tensor)  # changed in place, it has another history
-        if self._last is not None and self._last[0]() is tensor and self._last[1] == state:
-            return self._last[2]
-        replica = _Replica.apply(tensor, self.mesh)
-        if not isinstance(tensor, torch.nn.Parameter):
-            self._remember(tensor, replica)
-        return replica
-
-    def whole(self, tensor: Any) -> Any:
-        """As `plain`; where the whole goes on to sharded layers its gradient is scattered, not added up whole before.
-
-        Differentiable.
-        """
-        if not isinstance(tensor, DTensor):
-            return plain(tensor)
-        replica = _replicated(tensor)
-        whole = _Whole.apply(replica)
-        self._remember(whole, replica)
-        return whole
-
-    def _remember(self, tensor: torch.Tensor, replica: DTensor) -> None:
-        if self.remembers:
-            state = torch.is_grad_enabled(), version_of(tensor)
-            self._last = (weakref.ref(tensor, self._forget), state, replica)
-
-    def for_mesh(self, mesh: DeviceMesh) -> Replicator:
-        """This one, or another if a process has models on several meshes."""
-        if mesh is self.mesh:
-            return self
-        if mesh != self.mesh:
-            return Replicator(mesh)
-        self.mesh, self._last = mesh, None  # an equal one: the groups of the other may have ended
-        return self
-
-    def _forget(self, tensor: weakref.ref[torch.Tensor]) -> None:
-        # What was remembered before may end when it is replaced: its tensor lives as long as the DTensor made of it.
-        if self._last is not None and self._last[0] is tensor:
-            self._last = None
-
-
-def plain(tensor: Any) -> Any:
-    """A DTensor or a sequence shard as the whole plain tensor, the same on every rank; anything else as it is.
-
-    Differentiable.
-    """
-    if isinstance(tensor, SequenceShard):
-        tensor = tensor.whole()
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return _Whole.apply(_replicated(tensor))
-
-
-def _replicated(tensor: DTensor) -> DTensor:
-    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-
-
-class _Replica(torch.autograd.Function):
-    """As `DTensor.from_local` of what is the same on every rank; but its gradient can be differentiated again."""
-
-    @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        return plain(gradients[0]), None
-
-
-class _Whole(torch.autograd.Function):
-    """As `DTensor.to_local` of a replicated DTensor; but not a view, which models can't change in place (`x +=`)."""
-
-    @staticmethod
-    def forward(context: Any, tensor: DTensor) -> torch.Tensor:
-        context.mesh, context.placements = tensor.device_mesh, tensor.placements
-        return tensor.to_local().detach()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        return DTensor.from_local(gradients[0], context.mesh, context.placements, run_check=False)
 
 
 class MixedTensors(TorchFunctionMode):
@@ -154,7 +69,8 @@ class MixedTensors(TorchFunctionMode):
             with self:  # what is computed of this rank's positions may be sharded, too
                 return SequenceShard.__torch_function__(func, types, args, kwargs)
         try:
-            return self._run(func, args, kwargs or {})
+            result = self._run(func, args, kwargs or {})
+            return remember_inference(result, func, args, kwargs or {}) if torch.is_inference_mode_enabled() else result
         except Exception as error:
             raise_explained(error)
             raise
@@ -166,14 +82,17 @@ class MixedTensors(TorchFunctionMode):
         sharded = _first_sharded(args)
         if sharded is None and kwargs:
             sharded = _first_sharded(kwargs.values())
+        changes = (sharded is not None or remembers()) and changes_first(func, args, kwargs)
+        if changes and args and is_copy(args[0]):
+            return write(self.replicate, func, args, kwargs)
         if sharded is None:
             return func(*args, **kwargs)
+        if changes and args and isinstance(args[0], torch.Tensor) and type(args[0]) is not DTensor:
+            return func(*tree_map(plain, args), **tree_map(plain, kwargs))  # a plain tensor stays plain
         replicate = self.replicate.for_mesh(sharded.device_mesh)
         own = _SPECIAL.get(func)
         if own is not None and (result := own(replicate, func, args, kwargs)) is not NotImplemented:
             return result
-        if args and type(args[0]) is not DTensor and isinstance(args[0], torch.Tensor) and changes_first(func):
-            return func(*tree_map(plain, args), **tree_map(plain, kwargs))  # a plain tensor stays plain
         if func is torch.cat and args:  # an empty cache of keys is a tensor of no dims that fit
             args = ([tensor for tensor in args[0] if tensor.shape != (0,)], *args[1:])
         leaves, _ = tree_flatten((args, kwargs))
@@ -182,11 +101,15 @@ class MixedTensors(TorchFunctionMode):
                 lambda leaf: replicate(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
             )
         try:
-            return _combined(func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            if changes and args:
+                place_gradient(args[0], func)
+            return _combined(result)
         except (NotImplementedError, RuntimeError, IndexError) as error:
-            if changes_first(func) or isinstance(error, OF_THE_MACHINE):
+            if isinstance(error, OF_THE_MACHINE):
                 raise
-            result = _on_whole_tensors(replicate, func, args, kwargs)  # what is wrong anyway fails again here
+            run = write if changes else on_whole_tensors  # what is wrong anyway fails again here
+            result = remember_views(run(replicate, func, args, kwargs), args[0] if args else None)
             _warn_once(getattr(func, "__name__", str(func)), str(error))
             return result
 
@@ -199,9 +122,8 @@ def _combined(result: Any) -> Any:
     """
     if type(result) is not DTensor or not any(isinstance(placement, Partial) for placement in result.placements):
         return result
-    if all(_is_linear(placement) for placement in result.placements):
-        return result if result.ndim else _replicated_except(result, [False] * len(result.placements))
-    return _Combined.apply(result)
+    kept = [result.ndim > 0 and _is_linear(placement) for placement in result.placements]
+    return result if all(kept) else _Combined.apply(result, kept)
 
 
 class _Combined(torch.autograd.Function):
@@ -211,13 +133,13 @@ class _Combined(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, tensor: DTensor) -> DTensor:
-        context.linear = [_is_linear(placement) for placement in tensor.placements]
-        return _replicated_except(tensor, context.linear)
+    def forward(context: Any, tensor: DTensor, kept: list[bool]) -> DTensor:
+        context.kept = kept
+        return _replicated_except(tensor, kept)
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
-        return _replicated_except(gradients[0], context.linear)
+        return _replicated_except(gradients[0], context.kept), None
 
 
 def _replicated_except(tensor: DTensor, kept: list[bool]) -> DTensor:
@@ -240,11 +162,6 @@ def _first_sharded(values: Any) -> DTensor | None:
         if type(value) in (list, tuple) and (sharded := _first_sharded(value)) is not None:
             return sharded
     return None
-
-
-def _on_whole_tensors(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
-    """A function that does not work on sharded tensors, on whole plain ones: every rank does all of the work."""
-    return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
 @lru_cache(maxsize=256)
@@ -310,7 +227,7 @@ def _attention_of_shards(replicate: Replicator, func: Any, args: Any, kwargs: An
 
 
 def _shards_on_whole_tensors(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
-    """As `_on_whole_tensors`, where sequences stay sharded."""
+    """As `on_whole_tensors`, where sequences stay sharded."""
 
     def whole(leaf: Any) -> Any:
         if isinstance(leaf, SequenceShard):
@@ -376,7 +293,8 @@ def _reshape(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     """A change of shape that the parts of an unevenly sharded tensor do not survive is made on the whole tensor."""
     tensor = args[0]
     if isinstance(tensor, DTensor) and not _parts_survive(tensor, func, args[1:], kwargs):
-        args = (tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim), *args[1:])
+        whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+        return remember_views(func(whole, *args[1:], **kwargs), tensor)
     return func(*args, **kwargs)
 
 
@@ -396,33 +314,6 @@ def _parts_survive(tensor: DTensor, func: Any, args: Any, kwargs: Any) -> bool:
     if place is None:
         return False
     return shape[place] == tensor.shape[dim] or (shape[place] % ranks == 0 and tensor.shape[dim] % ranks == 0)
-
-
-def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    arguments = dict(zip(names, args, strict=False)) | kwargs
-    logits, target = arguments["input"], plain(arguments["target"])
-    simple = (
-        arguments.get("weight") is None
-        and arguments.get("size_average") is None
-        and arguments.get("reduce") is None
-        and not target.is_floating_point()
-        and arguments.get("reduction", "mean") in ("none", "mean", "sum")
-        and logits.shape == (target.shape[:1] + logits.shape[1:2] + target.shape[1:])
-    )
-    if isinstance(logits, DTensor) and simple and logits.placements[0] == Shard(1):
-        losses = vocabulary_cross_entropy(
-            logits.to_local().movedim(1, -1).flatten(0, -2),
-            target.flatten(),
-            replicate.mesh.get_group(),
-            logits.shape[1],
-            ignore_index=arguments.get("ignore_index", -100),
-            reduction=arguments.get("reduction", "mean"),
-            label_smoothing=arguments.get("label_smoothing", 0.0),
-        )
-        return losses.view_as(target) if losses.dim() else losses
-    arguments |= {"input": plain(logits), "target": target, "weight": plain(arguments.get("weight"))}
-    return func(**arguments)
 
 
 def _look_up(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -463,7 +354,7 @@ def _convolution(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> An
     mesh, groups, along = replicate.mesh, arguments.get("groups", 1), int(transposed)
     sharded = isinstance(weight, DTensor) and weight.placements == (Shard(along),)
     if not sharded or (groups > 1 and (transposed or groups % mesh.size())):
-        return _on_whole_tensors(replicate, func, args, kwargs)
+        return on_whole_tensors(replicate, func, args, kwargs)
     source = replicate(arguments["input"]).redistribute(placements=[Replicate()])
     local = source.to_local(grad_placements=[Partial()])
     dim = local.dim() - weight.dim() + 1
@@ -501,12 +392,14 @@ _OF_SHARDS: dict[Any, Callable] = {
 _SPECIAL: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _attention,
     document_attention: _document_attention,
-    F.cross_entropy: _cross_entropy,
+    F.cross_entropy: cross_entropy,
     F.embedding: _look_up,
-    F.multi_head_attention_forward: _on_whole_tensors,
-    F.group_norm: _on_whole_tensors,  # torch has no sharding rule for its gradient
-    **dict.fromkeys(_NORMS_WITH_STATISTICS, _on_whole_tensors),
+    F.multi_head_attention_forward: on_whole_tensors,
+    F.group_norm: on_whole_tensors,  # torch has no sharding rule for its gradient
+    **dict.fromkeys(_NORMS_WITH_STATISTICS, on_whole_tensors),
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
+    torch.Tensor.__setitem__: set_item,
+    **dict.fromkeys((getattr(torch.Tensor, name) for name in WRITES_BY_INDEX), write),
     torch.Tensor.view: _reshape,
     torch.Tensor.reshape: _reshape,
     torch.Tensor.unflatten: _reshape,

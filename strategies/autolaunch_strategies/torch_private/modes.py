@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,10 +34,23 @@ def pop_mode() -> None:
     torch.overrides._pop_mode()
 
 
-def changes_first(func: Any) -> bool:
-    """Whether a torch function changes its first argument in place."""
+def changes_first(func: Any, args: Any = (), kwargs: Any = None) -> bool:
+    """Whether a torch function changes its first argument in place: by its name, or asked to (`inplace=True`)."""
+    by_name, place = _in_place(func)
+    if by_name or place is None:
+        return by_name
+    return bool(args[place] if len(args) > place else (kwargs or {}).get("inplace"))
+
+
+@lru_cache(maxsize=4096)
+def _in_place(func: Any) -> tuple[bool, int | None]:
+    """Whether a function's name says that it changes its first argument; the place of the argument that asks it to."""
     name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    operator = name.startswith("__i") and hasattr(torch.Tensor, "__" + name[3:])  # __iadd__, but not __invert__
+    if operator or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        return True, None
+    names = list(inspect.signature(func).parameters) if isinstance(func, FunctionType) else []
+    return False, names.index("inplace") if "inplace" in names else None
 
 
 @contextmanager
