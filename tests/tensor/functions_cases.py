@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional as F
 
 from autolaunch_strategies.tensor.views import MixedTensors, plain
 from tests.support.cases import serve
@@ -104,7 +105,7 @@ def writes() -> None:
             "flat of a slice": changed(lambda y: y[..., :2].flatten(1)[:, 1:4].mul_(2.0)),
             "diagonal": changed(lambda y: y.diagonal(dim1=1, dim2=2).mul_(2.0)),
             "function": changed(lambda y: torch.relu_(y[..., :3])),
-            "option": changed(lambda y: torch.nn.functional.relu(y[:, :2], inplace=True)),
+            "option": changed(lambda y: F.relu(y[:, :2], inplace=True)),
             "twice, and read": changed(lambda y: times(y[..., 1:5].mul_(2.0), 3.0)),
             "of what is sharded": changed(lambda y: y[..., :2].copy_(y[..., 3:5])),
             "number": assign((..., 0), 0.0),
@@ -175,6 +176,45 @@ def writes_without_gradients() -> None:
                         change(x)
                         message = f"{what} of {shape} along {dim} in {context.__name__}: {{}}".format
                         torch.testing.assert_close(plain(found), x, msg=message)
+
+
+@case
+def losses() -> None:
+    """Every loss that torch reduces itself."""
+
+    def like(x: torch.Tensor) -> torch.Tensor:
+        return torch.linspace(-1, 1, x.numel()).view(x.shape)
+
+    compare(
+        {
+            f"{name} {reduction}": lambda x, loss=loss, reduction=reduction: loss(x, reduction)
+            for reduction in ("mean", "sum")
+            for name, loss in {
+                "mse": lambda x, r: F.mse_loss(x, like(x), reduction=r),
+                "mse of both": lambda x, r: F.mse_loss(x, x.detach() * 0.5, reduction=r),
+                "weighted mse": lambda x, r: F.mse_loss(x, like(x), reduction=r, weight=like(x).abs()),
+                "l1": lambda x, r: F.l1_loss(x, like(x), reduction=r),
+                "smooth l1": lambda x, r: F.smooth_l1_loss(x, like(x), reduction=r, beta=0.5),
+                "huber": lambda x, r: F.huber_loss(x, like(x), r, 0.5),
+                "bce": lambda x, r: F.binary_cross_entropy(x.sigmoid(), like(x).abs(), reduction=r),
+                "bce of logits": lambda x, r: F.binary_cross_entropy_with_logits(x, like(x).abs(), reduction=r),
+                "soft margin": lambda x, r: F.soft_margin_loss(x, like(x).sign(), reduction=r),
+                "poisson": lambda x, r: F.poisson_nll_loss(x, like(x).abs(), reduction=r),
+                "gaussian": lambda x, r: F.gaussian_nll_loss(x, like(x), like(x).abs(), reduction=r),
+                "hinge": lambda x, r: F.hinge_embedding_loss(x, like(x).sign(), reduction=r),
+                "ranking": lambda x, r: F.margin_ranking_loss(x, x.sin(), like(x).sign(), reduction=r),
+                "kl": lambda x, r: F.kl_div(x, like(x).abs(), reduction="batchmean" if r == "sum" else r),
+                "cross entropy": lambda x, r: F.cross_entropy(x, torch.ones_like(like(x)[:, 0]).long(), reduction=r),
+                "nll": lambda x, r: F.nll_loss(x.log_softmax(1), torch.ones_like(like(x)[:, 0]).long(), reduction=r),
+                "cosine": lambda x, r: F.cosine_embedding_loss(
+                    x.flatten(1), like(x).flatten(1), torch.ones(len(x)), reduction=r
+                ),
+                "triplet": lambda x, r: F.triplet_margin_loss(x, like(x), x.detach().cos(), reduction=r),
+                "multi margin": lambda x, r: F.multi_margin_loss(x[:, 0], torch.ones(len(x)).long(), reduction=r),
+                "soft margins": lambda x, r: F.multilabel_soft_margin_loss(x, like(x).abs(), reduction=r),
+            }.items()
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def results(group_of: GroupOf) -> Group:
     return group_of(SCRIPT, "all", 2)
 
 
-@pytest.mark.parametrize("case", ["writes", "gradients_sharded_otherwise", "writes_without_gradients"])
+@pytest.mark.parametrize("case", ["losses", "writes", "gradients_sharded_otherwise", "writes_without_gradients"])
 def test_equals_one_process(results: Group, case: str) -> None:
     for rank in range(2):
         results.read(case, rank)

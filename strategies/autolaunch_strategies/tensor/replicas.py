@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils._pytree import tree_map
 
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
@@ -114,3 +114,40 @@ class _Whole(torch.autograd.Function):
 def on_whole_tensors(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     """A function that does not work on sharded tensors, on whole plain ones: every rank does all of the work."""
     return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def combined(result: Any) -> Any:
+    """A tensor whose parts on the ranks are combined by more than a sum (a norm, a maximum) as it is when combined.
+
+    DTensor takes sums and stacks of such parts for parts of the sum or stack, which they are not. One number is always
+    combined: what reads it (a logged loss) may read the part of its rank.
+    """
+    if type(result) is not DTensor or not any(isinstance(placement, Partial) for placement in result.placements):
+        return result
+    kept = [result.ndim > 0 and _is_linear(placement) for placement in result.placements]
+    return result if all(kept) else _Combined.apply(result, kept)
+
+
+class _Combined(torch.autograd.Function):
+    """As `DTensor.redistribute` of such a tensor; but with any gradient, also one that is to be added up over ranks.
+
+    torch would turn that into parts that are combined as the tensor's are, for which it has no way.
+    """
+
+    @staticmethod
+    def forward(context: Any, tensor: DTensor, kept: list[bool]) -> DTensor:
+        context.kept = kept
+        return _replicated_except(tensor, kept)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return _replicated_except(gradients[0], context.kept), None
+
+
+def _replicated_except(tensor: DTensor, kept: list[bool]) -> DTensor:
+    placements = zip(tensor.placements, kept, strict=True)
+    return tensor.redistribute(placements=[one if keep else Replicate() for one, keep in placements])
+
+
+def _is_linear(placement: Placement) -> bool:
+    return not isinstance(placement, Partial) or (type(placement) is Partial and placement.reduce_op in ("sum", "avg"))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from autolaunch_strategies.model.document_attention import document_attention
 from autolaunch_strategies.model.random_streams import RANDOM_FUNCTIONS, own_stream, run_random
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
-from autolaunch_strategies.tensor.losses import cross_entropy
-from autolaunch_strategies.tensor.replicas import Replicator, on_whole_tensors, plain
+from autolaunch_strategies.tensor.losses import OF_WHOLE_SAMPLES, POINTWISE_LOSSES, cross_entropy, pointwise_loss
+from autolaunch_strategies.tensor.replicas import Replicator, combined, on_whole_tensors, plain
 from autolaunch_strategies.tensor.sharding_errors import raise_explained
 from autolaunch_strategies.tensor.writes import (
     WRITES_BY_INDEX,
@@ -104,7 +104,7 @@ class MixedTensors(TorchFunctionMode):
             result = func(*args, **kwargs)
             if changes and args:
                 place_gradient(args[0], func)
-            return _combined(result)
+            return combined(result)
         except (NotImplementedError, RuntimeError, IndexError) as error:
             if isinstance(error, OF_THE_MACHINE):
                 raise
@@ -112,43 +112,6 @@ class MixedTensors(TorchFunctionMode):
             result = remember_views(run(replicate, func, args, kwargs), args[0] if args else None)
             _warn_once(getattr(func, "__name__", str(func)), str(error))
             return result
-
-
-def _combined(result: Any) -> Any:
-    """A tensor whose parts on the ranks are combined by more than a sum (a norm, a maximum) as it is when combined.
-
-    DTensor takes sums and stacks of such parts for parts of the sum or stack, which they are not. One number is always
-    combined: what reads it (a logged loss) may read the part of its rank.
-    """
-    if type(result) is not DTensor or not any(isinstance(placement, Partial) for placement in result.placements):
-        return result
-    kept = [result.ndim > 0 and _is_linear(placement) for placement in result.placements]
-    return result if all(kept) else _Combined.apply(result, kept)
-
-
-class _Combined(torch.autograd.Function):
-    """As `DTensor.redistribute` of such a tensor; but with any gradient, also one that is to be added up over ranks.
-
-    torch would turn that into parts that are combined as the tensor's are, for which it has no way.
-    """
-
-    @staticmethod
-    def forward(context: Any, tensor: DTensor, kept: list[bool]) -> DTensor:
-        context.kept = kept
-        return _replicated_except(tensor, kept)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        return _replicated_except(gradients[0], context.kept), None
-
-
-def _replicated_except(tensor: DTensor, kept: list[bool]) -> DTensor:
-    placements = zip(tensor.placements, kept, strict=True)
-    return tensor.redistribute(placements=[one if keep else Replicate() for one, keep in placements])
-
-
-def _is_linear(placement: Placement) -> bool:
-    return not isinstance(placement, Partial) or (type(placement) is Partial and placement.reduce_op in ("sum", "avg"))
 
 
 def _backward(loss: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -393,6 +356,8 @@ _SPECIAL: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _attention,
     document_attention: _document_attention,
     F.cross_entropy: cross_entropy,
+    **dict.fromkeys(POINTWISE_LOSSES, pointwise_loss),
+    **dict.fromkeys(OF_WHOLE_SAMPLES, on_whole_tensors),
     F.embedding: _look_up,
     F.multi_head_attention_forward: on_whole_tensors,
     F.group_norm: on_whole_tensors,  # torch has no sharding rule for its gradient
