@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -215,6 +216,55 @@ def losses() -> None:
             }.items()
         }
     )
+
+
+@case
+def rules() -> None:
+    """Functions for which torch's rules are wrong, or miss in the backward pass."""
+    compare(
+        {
+            "amax": lambda x: x / x.abs().amax(),
+            "amin": lambda x: torch.amin(x) * x,
+            "cumsum": lambda x: x.cumsum(-1) + torch.cumsum(x, dim=-2) + x.cumsum(0),
+            "cumprod": lambda x: x.cumprod(-1) + torch.cumprod(x, 1),
+            "logcumsumexp": lambda x: x.logcumsumexp(-1),
+            "prod": lambda x: x.prod(-1, keepdim=True) * x,
+            "hardswish": F.hardswish,
+            "hardswish in place": changed(lambda y: F.hardswish(y, inplace=True)),
+            "hardsigmoid": lambda x: F.hardsigmoid(x),
+            "relu6": lambda x: F.relu6(x * 5),
+            "hardtanh": lambda x: F.hardtanh(x),
+            "logsigmoid": F.logsigmoid,
+            "hardshrink": lambda x: F.hardshrink(x),
+            "prelu": lambda x: F.prelu(x, torch.tensor([0.3])),
+            "pool": lambda x: F.avg_pool1d(x, 2),
+        }
+    )
+
+
+@case
+def gradients_asked_for() -> str:
+    """By `torch.autograd.grad`: for sharded tensors and plain ones; a second derivative of a vocabulary's loss."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    x, matrix, target = torch.randn(3, 4), torch.randn(4, 6), torch.tensor([1, 5, 0])
+    for tensor in (x, matrix):
+        dist.broadcast(tensor, 0)
+    results = []
+    for sharded in (False, True):
+        weight = distribute_tensor(matrix, mesh, [Shard(1)]) if sharded else matrix.clone()
+        weight.requires_grad_()
+        scale, unused = torch.ones(4, requires_grad=True), torch.ones(2, requires_grad=True)
+        with MixedTensors(mesh):
+            loss = F.cross_entropy((x * scale) @ weight, target)
+            found = torch.autograd.grad(loss, [scale, weight, unused], allow_unused=True, retain_graph=True)
+            assert found[2] is None
+            logits = (x * scale) @ weight
+            penalties = torch.autograd.grad(logits.square().sum(), scale, create_graph=True)[0].square().sum()
+            results.append([*map(plain, found[:2]), *map(plain, torch.autograd.grad(penalties, [weight, scale]))])
+    torch.testing.assert_close(results[1], results[0])
+    with MixedTensors(mesh), pytest.raises(RuntimeError, match="differentiated again") as raised:
+        torch.autograd.grad(loss, [scale, weight], create_graph=True)
+    return str(raised.value)
 
 
 if __name__ == "__main__":

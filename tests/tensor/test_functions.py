@@ -16,7 +16,10 @@ def results(group_of: GroupOf) -> Group:
     return group_of(SCRIPT, "all", 2)
 
 
-@pytest.mark.parametrize("case", ["losses", "writes", "gradients_sharded_otherwise", "writes_without_gradients"])
+CASES = ["writes", "writes_without_gradients", "gradients_sharded_otherwise", "losses", "rules", "gradients_asked_for"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(results: Group, case: str) -> None:
     for rank in range(2):
         results.read(case, rank)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -116,6 +117,13 @@ class MixedTensors(TorchFunctionMode):
 
 def _backward(loss: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
     run_backward(plain(loss), plain(gradient), *args, **kwargs)
+
+
+def _gradients(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.autograd.grad`: of whole outputs, for the very tensors that are asked for and no replicas."""
+    arguments = dict(zip(signature(func).parameters, args, strict=False)) | kwargs
+    whole = {name: tree_map(plain, arguments.get(name)) for name in ("outputs", "grad_outputs")}
+    return func(**arguments | whole)
 
 
 def _first_sharded(values: Any) -> DTensor | None:
@@ -338,6 +346,36 @@ def _on_first_whole(replicate: Replicator, func: Any, args: Any, kwargs: Any) ->
     return func(plain(args[0]), *args[1:], **kwargs)
 
 
+def _over_all(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """A maximum of all values, with the dims said: torch's rule for its gradient knows no other."""
+    if len(args) > 1 or "dim" in kwargs:
+        return NotImplemented
+    return combined(func(args[0], tuple(range(args[0].dim())), **kwargs))
+
+
+def _along(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """A running sum, its dim counted from the first: torch's rule does not know a sharded one counted from the last."""
+    tensor, dim, *others = args if len(args) > 1 else (*args, kwargs["dim"])
+    kwargs = {name: value for name, value in kwargs.items() if name != "dim"}
+    return (
+        combined(func(tensor, dim % max(tensor.dim(), 1), *others, **kwargs))
+        if isinstance(dim, int)
+        else NotImplemented
+    )
+
+
+def _on_parts(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """A function of single elements for whose gradient torch has no sharding rule, on what each rank holds."""
+    tensor = args[0] if args else None
+    if type(tensor) is not DTensor or any(placement.is_partial() for placement in tensor.placements):
+        return on_whole_tensors(replicate, func, args, kwargs)
+    if changes_first(func, args, kwargs):
+        return write(replicate, func, args, kwargs)
+    out = func(tensor.to_local(), *args[1:], **kwargs)
+    where = (tensor.device_mesh, tensor.placements)
+    return DTensor.from_local(out, *where, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 _OF_WHOLE_TENSORS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__")
 _TRANSPOSED_CONVOLUTIONS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, *_TRANSPOSED_CONVOLUTIONS)
@@ -345,6 +383,14 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, *_TRANSPOSED_CONVOLUTIONS)
 
 _NORMS_WITH_STATISTICS = (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)
 """What these write into running statistics, which are plain, would be lost where DTensor shards those to fit."""
+
+_WITHOUT_GRADIENT = (
+    *(F.prelu, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.prod, torch.Tensor.prod, torch.cumprod),
+    *(torch.Tensor.cumprod, torch.logcumsumexp, torch.Tensor.logcumsumexp),
+)
+"""What torch has no sharding rule for in the backward pass, or a wrong one."""
+
+_OF_ELEMENTS = (F.hardswish, F.hardsigmoid, F.relu6, F.hardtanh, F.logsigmoid, F.hardshrink)
 
 _OF_SHARDS: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _attention_of_shards,
@@ -359,6 +405,11 @@ _SPECIAL: dict[Any, Callable] = {
     **dict.fromkeys(POINTWISE_LOSSES, pointwise_loss),
     **dict.fromkeys(OF_WHOLE_SAMPLES, on_whole_tensors),
     F.embedding: _look_up,
+    torch.autograd.grad: _gradients,
+    **dict.fromkeys((torch.amax, torch.amin, torch.Tensor.amax, torch.Tensor.amin), _over_all),
+    **dict.fromkeys((torch.cumsum, torch.Tensor.cumsum), _along),
+    **dict.fromkeys(_WITHOUT_GRADIENT, on_whole_tensors),
+    **dict.fromkeys(_OF_ELEMENTS, _on_parts),
     F.multi_head_attention_forward: on_whole_tensors,
     F.group_norm: on_whole_tensors,  # torch has no sharding rule for its gradient
     **dict.fromkeys(_NORMS_WITH_STATISTICS, on_whole_tensors),

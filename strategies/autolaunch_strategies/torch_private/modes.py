@@ -49,7 +49,7 @@ def _in_place(func: Any) -> tuple[bool, int | None]:
     operator = name.startswith("__i") and hasattr(torch.Tensor, "__" + name[3:])  # __iadd__, but not __invert__
     if operator or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
         return True, None
-    names = list(inspect.signature(func).parameters) if isinstance(func, FunctionType) else []
+    names = list(inspect.signature(func, follow_wrapped=False).parameters) if isinstance(func, FunctionType) else []
     return False, names.index("inplace") if "inplace" in names else None
 
 
