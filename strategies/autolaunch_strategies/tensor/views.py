@@ -348,13 +348,15 @@ def _on_first_whole(replicate: Replicator, func: Any, args: Any, kwargs: Any) ->
 
 def _over_all(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     """A maximum of all values, with the dims said: torch's rule for its gradient knows no other."""
-    if len(args) > 1 or "dim" in kwargs:
+    if len(args) != 1 or kwargs.keys() & {"dim", "axis"}:
         return NotImplemented
     return combined(func(args[0], tuple(range(args[0].dim())), **kwargs))
 
 
 def _along(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     """A running sum, its dim counted from the first: torch's rule does not know a sharded one counted from the last."""
+    if type(args[0]) is not DTensor or (len(args) < 2 and "dim" not in kwargs):
+        return NotImplemented
     tensor, dim, *others = args if len(args) > 1 else (*args, kwargs["dim"])
     kwargs = {name: value for name, value in kwargs.items() if name != "dim"}
     return (

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autolaunch_strategies.tensor.sharding_errors import ShardingError
+
 AT_ONCE = 2**24
 """Logits that are widened to fp32 at the same time: so few that this takes less memory than the logits."""
 
@@ -95,8 +97,11 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():  # a second derivative is meant, which these numbers do not have
-            raise RuntimeError(
-                "the gradient of a cross entropy can't be differentiated again while classes are sharded"
+            raise ShardingError(
+                "the loss",
+                "the gradient of a cross entropy of sharded logits can't be differentiated again (create_graph=True)",
+                "whole logits, by the rule of the layer that makes them",
+                "lm_head: {ColWiseParallel: {gather_output: true}}",
             )
         logits, log_total, local, mine, kept = context.saved_tensors
         scale = grads[0].where(kept, 0.0)
