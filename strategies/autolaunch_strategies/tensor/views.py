@@ -71,7 +71,9 @@ class MixedTensors(TorchFunctionMode):
                 return SequenceShard.__torch_function__(func, types, args, kwargs)
         try:
             result = self._run(func, args, kwargs or {})
-            return remember_inference(result, func, args, kwargs or {}) if torch.is_inference_mode_enabled() else result
+            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+                remember_inference(result, func, args, kwargs or {})
+            return result
         except Exception as error:
             raise_explained(error)
             raise

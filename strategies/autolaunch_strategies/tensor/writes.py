@@ -45,6 +45,8 @@ WRITES_BY_INDEX = (
 
 def remember_views(result: Any, original: Any) -> Any:
     """`result`, made of a whole copy of the sharded tensor `original`, so that writes into its views reach that."""
+    if torch.compiler.is_compiling():
+        return result
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor) and isinstance(original, DTensor) and (found := viewed(leaf)) is not None:
             copy = found[0]
@@ -65,11 +67,16 @@ def remember_inference(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 def remembers() -> bool:
     """Whether plain tensors may be views of copies."""
-    return bool(_COPIED)
+    return not torch.compiler.is_compiling() and bool(_COPIED)
 
 
 def is_copy(tensor: Any) -> bool:
-    """Whether `tensor` should be a view, but shares no memory with what it should be a view of."""
+    """Whether `tensor` should be a view, but shares no memory with what it should be a view of.
+
+    Compilers see neither views nor memory: to them nothing is a copy.
+    """
+    if torch.compiler.is_compiling():
+        return False
     while isinstance(tensor, torch.Tensor) and (link := _link(tensor)) is not None:
         if not share_memory(tensor, link[0]):
             return True
@@ -110,7 +117,7 @@ def place_gradient(tensor: DTensor, func: Any) -> None:
 
     Autograd writes into that view of the gradient, which may otherwise be sharded so that the view is a copy.
     """
-    link = viewed(tensor)
+    link = None if torch.compiler.is_compiling() else viewed(tensor)
     if link is None and func is not torch.Tensor.__setitem__:
         return
     base: Any = tensor if link is None else link[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -34,23 +33,27 @@ def pop_mode() -> None:
     torch.overrides._pop_mode()
 
 
+_PLACE_OF_INPLACE = {
+    function: list(parameters).index("inplace")
+    for function in vars(torch.nn.functional).values()
+    if isinstance(function, FunctionType)
+    and "inplace" in (parameters := inspect.signature(function, follow_wrapped=False).parameters)
+}
+"""Functions that change their first argument if they are asked to -> the place of the argument that asks."""
+
+
 def changes_first(func: Any, args: Any = (), kwargs: Any = None) -> bool:
-    """Whether a torch function changes its first argument in place: by its name, or asked to (`inplace=True`)."""
-    by_name, place = _in_place(func)
-    if by_name or place is None:
-        return by_name
-    return bool(args[place] if len(args) > place else (kwargs or {}).get("inplace"))
+    """Whether a torch function changes its first argument in place: by its name, or asked to (`inplace=True`).
 
-
-@lru_cache(maxsize=4096)
-def _in_place(func: Any) -> tuple[bool, int | None]:
-    """Whether a function's name says that it changes its first argument; the place of the argument that asks it to."""
+    Plain code: compilers trace it.
+    """
     name = getattr(func, "__name__", "")
-    operator = name.startswith("__i") and hasattr(torch.Tensor, "__" + name[3:])  # __iadd__, but not __invert__
-    if operator or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        return True, None
-    names = list(inspect.signature(func, follow_wrapped=False).parameters) if isinstance(func, FunctionType) else []
-    return False, names.index("inplace") if "inplace" in names else None
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        return True
+    if name.startswith("__i"):
+        return name not in ("__invert__", "__index__", "__int__")
+    place = _PLACE_OF_INPLACE.get(func)
+    return place is not None and bool(args[place] if len(args) > place else (kwargs or {}).get("inplace"))
 
 
 @contextmanager
