@@ -30,7 +30,7 @@ ALLOWED = {
     "torch_private/unused_parameters.py:_agree": "copied to the device from pinned memory",
     "torch_private/unused_parameters.py:_compare_orders": "copied to pinned memory in the pass before",
     "tensor/vocabulary_loss.py:vocabulary_cross_entropy": "on a CPU a target that is no class is an error",
-    "tensor/views.py:_replicated_except": "torch fills what a mask says with a number that is the host's",
+    "tensor/replicas.py:_replicated_except": "torch fills what a mask says with a number that is the host's",
     "report/metrics.py:read": "of the step before, which has long arrived",
     "torch.optim": "counts of steps, the host's unless an update is fused, and then it reads none",
 }

@@ -44,7 +44,7 @@ def compare(case: str, mesh: Any) -> dict[str, Any]:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.nn import functional as F
 
-    from autolaunch_strategies.tensor import views, vocabulary_loss
+    from autolaunch_strategies.tensor import losses, vocabulary_loss
     from autolaunch_strategies.tensor.views import MixedTensors
 
     *_, classes, dtype = case.split("-")
@@ -63,14 +63,14 @@ def compare(case: str, mesh: Any) -> dict[str, Any]:
     results = []
     divided = distribute_tensor(logits, mesh, [Shard(1)], src_data_rank=None)
     gathered = []
-    whole = views.plain
+    whole = losses.plain
 
     def plain(tensor: Any) -> Any:
         gathered.append(tensor is divided_logits)
         return whole(tensor)
 
     divided_logits = divided.detach().requires_grad_()
-    views.plain = plain
+    losses.plain = plain
     for tensor in (logits.clone().requires_grad_(), divided_logits):
         with MixedTensors(mesh):
             loss = F.cross_entropy(tensor, target, **options)
@@ -79,7 +79,7 @@ def compare(case: str, mesh: Any) -> dict[str, Any]:
         gradient = tensor.grad.full_tensor() if hasattr(tensor.grad, "full_tensor") else tensor.grad
         assert gradient.dtype == logits.dtype
         results.append([loss.double().flatten().tolist(), gradient.double().flatten().tolist()])
-    views.plain = whole
+    losses.plain = whole
     return {"expected": results[0], "found": results[1], "gathered": any(gathered)}
 
 

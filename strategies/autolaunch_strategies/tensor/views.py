@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -26,114 +26,30 @@ from torch.utils._pytree import tree_flatten, tree_map
 from autolaunch_strategies.model.document_attention import document_attention
 from autolaunch_strategies.model.random_streams import RANDOM_FUNCTIONS, own_stream, run_random
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
+from autolaunch_strategies.tensor.losses import OF_WHOLE_SAMPLES, POINTWISE_LOSSES, cross_entropy, pointwise_loss
+from autolaunch_strategies.tensor.replicas import Replicator, combined, on_whole_tensors, plain
 from autolaunch_strategies.tensor.sharding_errors import raise_explained
-from autolaunch_strategies.tensor.vocabulary_loss import vocabulary_cross_entropy
+from autolaunch_strategies.tensor.writes import (
+    WRITES_BY_INDEX,
+    is_copy,
+    place_gradient,
+    remember_inference,
+    remember_views,
+    remembers,
+    set_item,
+    write,
+)
 from autolaunch_strategies.torch_private.attention import ATTENTION_ARGUMENTS, HEADS, with_heads_for_kernels
-from autolaunch_strategies.torch_private.backward import run_backward, version_of
+from autolaunch_strategies.torch_private.backward import run_backward
 from autolaunch_strategies.torch_private.collectives import OF_THE_MACHINE
 from autolaunch_strategies.torch_private.meshes import local_index
 from autolaunch_strategies.torch_private.modes import changes_first
 from autolaunch_strategies.torch_private.operators import assert_on_device
 from autolaunch_strategies.torch_private.sharding_rules import read_whole_numbers, register_missing_rules
 
+__all__ = ["MixedTensors", "Replicator", "plain"]
+
 log = logging.getLogger(__name__)
-
-
-class Replicator:
-    """Plain tensors as replicated DTensors; the same tensor used several times in a row is converted once.
-
-    Its gradient is then summed over ranks once, too, and not once per use.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.remembers = True
-        """Off where every operation has to be repeated: whether a tensor was remembered is not always the same."""
-        self._last: tuple[weakref.ref[torch.Tensor], tuple[bool, int], DTensor] | None = None
-
-    def __call__(self, tensor: torch.Tensor) -> DTensor:
-        """`tensor` (equal on every rank of the mesh) as a DTensor; one that is a DTensor already stays."""
-        if isinstance(tensor, DTensor):
-            return tensor
-        state = torch.is_grad_enabled(), version_of(tensor)  # changed in place, it has another history
-        if self._last is not None and self._last[0]() is tensor and self._last[1] == state:
-            return self._last[2]
-        replica = _Replica.apply(tensor, self.mesh)
-        if not isinstance(tensor, torch.nn.Parameter):
-            self._remember(tensor, replica)
-        return replica
-
-    def whole(self, tensor: Any) -> Any:
-        """As `plain`; where the whole goes on to sharded layers its gradient is scattered, not added up whole before.
-
-        Differentiable.
-        """
-        if not isinstance(tensor, DTensor):
-            return plain(tensor)
-        replica = _replicated(tensor)
-        whole = _Whole.apply(replica)
-        self._remember(whole, replica)
-        return whole
-
-    def _remember(self, tensor: torch.Tensor, replica: DTensor) -> None:
-        if self.remembers:
-            state = torch.is_grad_enabled(), version_of(tensor)
-            self._last = (weakref.ref(tensor, self._forget), state, replica)
-
-    def for_mesh(self, mesh: DeviceMesh) -> Replicator:
-        """This one, or another if a process has models on several meshes."""
-        if mesh is self.mesh:
-            return self
-        if mesh != self.mesh:
-            return Replicator(mesh)
-        self.mesh, self._last = mesh, None  # an equal one: the groups of the other may have ended
-        return self
-
-    def _forget(self, tensor: weakref.ref[torch.Tensor]) -> None:
-        # What was remembered before may end when it is replaced: its tensor lives as long as the DTensor made of it.
-        if self._last is not None and self._last[0] is tensor:
-            self._last = None
-
-
-def plain(tensor: Any) -> Any:
-    """A DTensor or a sequence shard as the whole plain tensor, the same on every rank; anything else as it is.
-
-    Differentiable.
-    """
-    if isinstance(tensor, SequenceShard):
-        tensor = tensor.whole()
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return _Whole.apply(_replicated(tensor))
-
-
-def _replicated(tensor: DTensor) -> DTensor:
-    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-
-
-class _Replica(torch.autograd.Function):
-    """As `DTensor.from_local` of what is the same on every rank; but its gradient can be differentiated again."""
-
-    @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        return plain(gradients[0]), None
-
-
-class _Whole(torch.autograd.Function):
-    """As `DTensor.to_local` of a replicated DTensor; but not a view, which models can't change in place (`x +=`)."""
-
-    @staticmethod
-    def forward(context: Any, tensor: DTensor) -> torch.Tensor:
-        context.mesh, context.placements = tensor.device_mesh, tensor.placements
-        return tensor.to_local().detach()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        return DTensor.from_local(gradients[0], context.mesh, context.placements, run_check=False)
 
 
 class MixedTensors(TorchFunctionMode):
@@ -154,7 +70,10 @@ class MixedTensors(TorchFunctionMode):
             with self:  # what is computed of this rank's positions may be sharded, too
                 return SequenceShard.__torch_function__(func, types, args, kwargs)
         try:
-            return self._run(func, args, kwargs or {})
+            result = self._run(func, args, kwargs or {})
+            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+                remember_inference(result, func, args, kwargs or {})
+            return result
         except Exception as error:
             raise_explained(error)
             raise
@@ -166,14 +85,17 @@ class MixedTensors(TorchFunctionMode):
         sharded = _first_sharded(args)
         if sharded is None and kwargs:
             sharded = _first_sharded(kwargs.values())
+        changes = (sharded is not None or remembers()) and changes_first(func, args, kwargs)
+        if changes and args and is_copy(args[0]):
+            return write(self.replicate, func, args, kwargs)
         if sharded is None:
             return func(*args, **kwargs)
+        if changes and args and isinstance(args[0], torch.Tensor) and type(args[0]) is not DTensor:
+            return func(*tree_map(plain, args), **tree_map(plain, kwargs))  # a plain tensor stays plain
         replicate = self.replicate.for_mesh(sharded.device_mesh)
         own = _SPECIAL.get(func)
         if own is not None and (result := own(replicate, func, args, kwargs)) is not NotImplemented:
             return result
-        if args and type(args[0]) is not DTensor and isinstance(args[0], torch.Tensor) and changes_first(func):
-            return func(*tree_map(plain, args), **tree_map(plain, kwargs))  # a plain tensor stays plain
         if func is torch.cat and args:  # an empty cache of keys is a tensor of no dims that fit
             args = ([tensor for tensor in args[0] if tensor.shape != (0,)], *args[1:])
         leaves, _ = tree_flatten((args, kwargs))
@@ -182,55 +104,28 @@ class MixedTensors(TorchFunctionMode):
                 lambda leaf: replicate(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
             )
         try:
-            return _combined(func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            if changes and args:
+                place_gradient(args[0], func)
+            return combined(result)
         except (NotImplementedError, RuntimeError, IndexError) as error:
-            if changes_first(func) or isinstance(error, OF_THE_MACHINE):
+            if isinstance(error, OF_THE_MACHINE):
                 raise
-            result = _on_whole_tensors(replicate, func, args, kwargs)  # what is wrong anyway fails again here
+            run = write if changes else on_whole_tensors  # what is wrong anyway fails again here
+            result = remember_views(run(replicate, func, args, kwargs), args[0] if args else None)
             _warn_once(getattr(func, "__name__", str(func)), str(error))
             return result
 
 
-def _combined(result: Any) -> Any:
-    """A tensor whose parts on the ranks are combined by more than a sum (a norm, a maximum) as it is when combined.
-
-    DTensor takes sums and stacks of such parts for parts of the sum or stack, which they are not. One number is always
-    combined: what reads it (a logged loss) may read the part of its rank.
-    """
-    if type(result) is not DTensor or not any(isinstance(placement, Partial) for placement in result.placements):
-        return result
-    if all(_is_linear(placement) for placement in result.placements):
-        return result if result.ndim else _replicated_except(result, [False] * len(result.placements))
-    return _Combined.apply(result)
-
-
-class _Combined(torch.autograd.Function):
-    """As `DTensor.redistribute` of such a tensor; but with any gradient, also one that is to be added up over ranks.
-
-    torch would turn that into parts that are combined as the tensor's are, for which it has no way.
-    """
-
-    @staticmethod
-    def forward(context: Any, tensor: DTensor) -> DTensor:
-        context.linear = [_is_linear(placement) for placement in tensor.placements]
-        return _replicated_except(tensor, context.linear)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        return _replicated_except(gradients[0], context.linear)
-
-
-def _replicated_except(tensor: DTensor, kept: list[bool]) -> DTensor:
-    placements = zip(tensor.placements, kept, strict=True)
-    return tensor.redistribute(placements=[one if keep else Replicate() for one, keep in placements])
-
-
-def _is_linear(placement: Placement) -> bool:
-    return not isinstance(placement, Partial) or (type(placement) is Partial and placement.reduce_op in ("sum", "avg"))
-
-
 def _backward(loss: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
     run_backward(plain(loss), plain(gradient), *args, **kwargs)
+
+
+def _gradients(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.autograd.grad`: of whole outputs, for the very tensors that are asked for and no replicas."""
+    arguments = dict(zip(signature(func).parameters, args, strict=False)) | kwargs
+    whole = {name: tree_map(plain, arguments.get(name)) for name in ("outputs", "grad_outputs")}
+    return func(**arguments | whole)
 
 
 def _first_sharded(values: Any) -> DTensor | None:
@@ -240,11 +135,6 @@ def _first_sharded(values: Any) -> DTensor | None:
         if type(value) in (list, tuple) and (sharded := _first_sharded(value)) is not None:
             return sharded
     return None
-
-
-def _on_whole_tensors(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
-    """A function that does not work on sharded tensors, on whole plain ones: every rank does all of the work."""
-    return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
 @lru_cache(maxsize=256)
@@ -310,7 +200,7 @@ def _attention_of_shards(replicate: Replicator, func: Any, args: Any, kwargs: An
 
 
 def _shards_on_whole_tensors(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
-    """As `_on_whole_tensors`, where sequences stay sharded."""
+    """As `on_whole_tensors`, where sequences stay sharded."""
 
     def whole(leaf: Any) -> Any:
         if isinstance(leaf, SequenceShard):
@@ -376,7 +266,8 @@ def _reshape(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
     """A change of shape that the parts of an unevenly sharded tensor do not survive is made on the whole tensor."""
     tensor = args[0]
     if isinstance(tensor, DTensor) and not _parts_survive(tensor, func, args[1:], kwargs):
-        args = (tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim), *args[1:])
+        whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+        return remember_views(func(whole, *args[1:], **kwargs), tensor)
     return func(*args, **kwargs)
 
 
@@ -396,33 +287,6 @@ def _parts_survive(tensor: DTensor, func: Any, args: Any, kwargs: Any) -> bool:
     if place is None:
         return False
     return shape[place] == tensor.shape[dim] or (shape[place] % ranks == 0 and tensor.shape[dim] % ranks == 0)
-
-
-def _cross_entropy(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    arguments = dict(zip(names, args, strict=False)) | kwargs
-    logits, target = arguments["input"], plain(arguments["target"])
-    simple = (
-        arguments.get("weight") is None
-        and arguments.get("size_average") is None
-        and arguments.get("reduce") is None
-        and not target.is_floating_point()
-        and arguments.get("reduction", "mean") in ("none", "mean", "sum")
-        and logits.shape == (target.shape[:1] + logits.shape[1:2] + target.shape[1:])
-    )
-    if isinstance(logits, DTensor) and simple and logits.placements[0] == Shard(1):
-        losses = vocabulary_cross_entropy(
-            logits.to_local().movedim(1, -1).flatten(0, -2),
-            target.flatten(),
-            replicate.mesh.get_group(),
-            logits.shape[1],
-            ignore_index=arguments.get("ignore_index", -100),
-            reduction=arguments.get("reduction", "mean"),
-            label_smoothing=arguments.get("label_smoothing", 0.0),
-        )
-        return losses.view_as(target) if losses.dim() else losses
-    arguments |= {"input": plain(logits), "target": target, "weight": plain(arguments.get("weight"))}
-    return func(**arguments)
 
 
 def _look_up(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -463,7 +327,7 @@ def _convolution(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> An
     mesh, groups, along = replicate.mesh, arguments.get("groups", 1), int(transposed)
     sharded = isinstance(weight, DTensor) and weight.placements == (Shard(along),)
     if not sharded or (groups > 1 and (transposed or groups % mesh.size())):
-        return _on_whole_tensors(replicate, func, args, kwargs)
+        return on_whole_tensors(replicate, func, args, kwargs)
     source = replicate(arguments["input"]).redistribute(placements=[Replicate()])
     local = source.to_local(grad_placements=[Partial()])
     dim = local.dim() - weight.dim() + 1
@@ -484,6 +348,38 @@ def _on_first_whole(replicate: Replicator, func: Any, args: Any, kwargs: Any) ->
     return func(plain(args[0]), *args[1:], **kwargs)
 
 
+def _over_all(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """A maximum of all values, with the dims said: torch's rule for its gradient knows no other."""
+    if len(args) != 1 or kwargs.keys() & {"dim", "axis"}:
+        return NotImplemented
+    return combined(func(args[0], tuple(range(args[0].dim())), **kwargs))
+
+
+def _along(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """A running sum, its dim counted from the first: torch's rule does not know a sharded one counted from the last."""
+    if type(args[0]) is not DTensor or (len(args) < 2 and "dim" not in kwargs):
+        return NotImplemented
+    tensor, dim, *others = args if len(args) > 1 else (*args, kwargs["dim"])
+    kwargs = {name: value for name, value in kwargs.items() if name != "dim"}
+    return (
+        combined(func(tensor, dim % max(tensor.dim(), 1), *others, **kwargs))
+        if isinstance(dim, int)
+        else NotImplemented
+    )
+
+
+def _on_parts(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
+    """A function of single elements for whose gradient torch has no sharding rule, on what each rank holds."""
+    tensor = args[0] if args else None
+    if type(tensor) is not DTensor or any(placement.is_partial() for placement in tensor.placements):
+        return on_whole_tensors(replicate, func, args, kwargs)
+    if changes_first(func, args, kwargs):
+        return write(replicate, func, args, kwargs)
+    out = func(tensor.to_local(), *args[1:], **kwargs)
+    where = (tensor.device_mesh, tensor.placements)
+    return DTensor.from_local(out, *where, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 _OF_WHOLE_TENSORS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__")
 _TRANSPOSED_CONVOLUTIONS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, *_TRANSPOSED_CONVOLUTIONS)
@@ -491,6 +387,14 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, *_TRANSPOSED_CONVOLUTIONS)
 
 _NORMS_WITH_STATISTICS = (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)
 """What these write into running statistics, which are plain, would be lost where DTensor shards those to fit."""
+
+_WITHOUT_GRADIENT = (
+    *(F.prelu, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.prod, torch.Tensor.prod, torch.cumprod),
+    *(torch.Tensor.cumprod, torch.logcumsumexp, torch.Tensor.logcumsumexp),
+)
+"""What torch has no sharding rule for in the backward pass, or a wrong one."""
+
+_OF_ELEMENTS = (F.hardswish, F.hardsigmoid, F.relu6, F.hardtanh, F.logsigmoid, F.hardshrink)
 
 _OF_SHARDS: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _attention_of_shards,
@@ -501,12 +405,21 @@ _OF_SHARDS: dict[Any, Callable] = {
 _SPECIAL: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _attention,
     document_attention: _document_attention,
-    F.cross_entropy: _cross_entropy,
+    F.cross_entropy: cross_entropy,
+    **dict.fromkeys(POINTWISE_LOSSES, pointwise_loss),
+    **dict.fromkeys(OF_WHOLE_SAMPLES, on_whole_tensors),
     F.embedding: _look_up,
-    F.multi_head_attention_forward: _on_whole_tensors,
-    F.group_norm: _on_whole_tensors,  # torch has no sharding rule for its gradient
-    **dict.fromkeys(_NORMS_WITH_STATISTICS, _on_whole_tensors),
+    torch.autograd.grad: _gradients,
+    **dict.fromkeys((torch.amax, torch.amin, torch.Tensor.amax, torch.Tensor.amin), _over_all),
+    **dict.fromkeys((torch.cumsum, torch.Tensor.cumsum), _along),
+    **dict.fromkeys(_WITHOUT_GRADIENT, on_whole_tensors),
+    **dict.fromkeys(_OF_ELEMENTS, _on_parts),
+    F.multi_head_attention_forward: on_whole_tensors,
+    F.group_norm: on_whole_tensors,  # torch has no sharding rule for its gradient
+    **dict.fromkeys(_NORMS_WITH_STATISTICS, on_whole_tensors),
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
+    torch.Tensor.__setitem__: set_item,
+    **dict.fromkeys((getattr(torch.Tensor, name) for name in WRITES_BY_INDEX), write),
     torch.Tensor.view: _reshape,
     torch.Tensor.reshape: _reshape,
     torch.Tensor.unflatten: _reshape,

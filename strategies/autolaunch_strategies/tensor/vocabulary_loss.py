@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
+
+from autolaunch_strategies.tensor.sharding_errors import ShardingError
 
 AT_ONCE = 2**24
 """Logits that are widened to fp32 at the same time: so few that this takes less memory than the logits."""
@@ -94,8 +95,14 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         return losses.where(kept, 0.0)
 
     @staticmethod
-    @once_differentiable
     def backward(context: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():  # a second derivative is meant, which these numbers do not have
+            raise ShardingError(
+                "the loss",
+                "the gradient of a cross entropy of sharded logits can't be differentiated again (create_graph=True)",
+                "whole logits, by the rule of the layer that makes them",
+                "lm_head: {ColWiseParallel: {gather_output: true}}",
+            )
         logits, log_total, local, mine, kept = context.saved_tensors
         scale = grads[0].where(kept, 0.0)
         at_target = mine.to(scale.dtype) * (context.smoothing - 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,10 +33,27 @@ def pop_mode() -> None:
     torch.overrides._pop_mode()
 
 
-def changes_first(func: Any) -> bool:
-    """Whether a torch function changes its first argument in place."""
+_PLACE_OF_INPLACE = {
+    function: list(parameters).index("inplace")
+    for function in vars(torch.nn.functional).values()
+    if isinstance(function, FunctionType)
+    and "inplace" in (parameters := inspect.signature(function, follow_wrapped=False).parameters)
+}
+"""Functions that change their first argument if they are asked to -> the place of the argument that asks."""
+
+
+def changes_first(func: Any, args: Any = (), kwargs: Any = None) -> bool:
+    """Whether a torch function changes its first argument in place: by its name, or asked to (`inplace=True`).
+
+    Plain code: compilers trace it.
+    """
     name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        return True
+    if name.startswith("__i"):
+        return name not in ("__invert__", "__index__", "__int__")
+    place = _PLACE_OF_INPLACE.get(func)
+    return place is not None and bool(args[place] if len(args) > place else (kwargs or {}).get("inplace"))
 
 
 @contextmanager
