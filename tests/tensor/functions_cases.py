@@ -246,9 +246,8 @@ def rules() -> None:
 def gradients_asked_for() -> str:
     """By `torch.autograd.grad`: for sharded tensors and plain ones; a second derivative of a vocabulary's loss."""
     mesh = DeviceMesh("cpu", [0, 1])
+    torch.manual_seed(0)
     x, matrix, target = torch.randn(3, 4), torch.randn(4, 6), torch.tensor([1, 5, 0])
-    for tensor in (x, matrix):
-        dist.broadcast(tensor, 0)
     results = []
     for sharded in (False, True):
         weight = distribute_tensor(matrix, mesh, [Shard(1)]) if sharded else matrix.clone()
@@ -261,7 +260,7 @@ def gradients_asked_for() -> str:
             logits = (x * scale) @ weight
             penalties = torch.autograd.grad(logits.square().sum(), scale, create_graph=True)[0].square().sum()
             results.append([*map(plain, found[:2]), *map(plain, torch.autograd.grad(penalties, [weight, scale]))])
-    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
     with MixedTensors(mesh), pytest.raises(RuntimeError, match="differentiated again") as raised:
         torch.autograd.grad(loss, [scale, weight], create_graph=True)
     return str(raised.value)

@@ -361,11 +361,7 @@ def _along(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     tensor, dim, *others = args if len(args) > 1 else (*args, kwargs["dim"])
     kwargs = {name: value for name, value in kwargs.items() if name != "dim"}
-    return (
-        combined(func(tensor, dim % max(tensor.dim(), 1), *others, **kwargs))
-        if isinstance(dim, int)
-        else NotImplemented
-    )
+    return combined(func(tensor, dim + tensor.dim() if -tensor.dim() <= dim < 0 else dim, *others, **kwargs))
 
 
 def _on_parts(replicate: Replicator, func: Any, args: Any, kwargs: Any) -> Any:
