@@ -105,11 +105,11 @@ class MixedTensors(TorchFunctionMode):
             )
         try:
             result = func(*args, **kwargs)
-            if changes and args:
+            if changes and args and isinstance(args[0], DTensor):  # not the lists of `torch._foreach_mul_`
                 place_gradient(args[0], func)
             return combined(result)
         except (NotImplementedError, RuntimeError, IndexError) as error:
-            if isinstance(error, OF_THE_MACHINE):
+            if isinstance(error, OF_THE_MACHINE) or (changes and not isinstance(args[0], torch.Tensor)):
                 raise
             run = write if changes else on_whole_tensors  # what is wrong anyway fails again here
             result = remember_views(run(replicate, func, args, kwargs), args[0] if args else None)
