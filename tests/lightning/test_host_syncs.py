@@ -23,7 +23,7 @@ ALLOWED = {
     AGREES: "hosts agree whether a signal came, in their own memory",
     "checkpoint/sharded.py:random_state": "of generators, whose state is the host's",
     "pipeline/run.py:_random_state": "of generators, whose state is the host's",
-    "data/loader.py:__getitems__": "batches that are still the host's",
+    "data/loader.py:_batch": "batches that are still the host's",
     "data_parallel/gradients.py:_widest": "hosts agree on the type of a norm over stages",
     AGREE_ON_TRAINED: "hosts agree on what is trained, in their own memory, once a batch",
     "pipeline/broadcast.py:_exchange": "what hosts tell each other, apart from the values on devices",
