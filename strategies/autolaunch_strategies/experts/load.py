@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autolaunch_strategies.config import SHARDING_AXES
 from autolaunch_strategies.experts.find import Mixture, countable_mixtures
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
+from autolaunch_strategies.tensor.expert_arguments import is_index
 from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.backward import is_differentiating
 from autolaunch_strategies.tracing.state import is_trial
@@ -77,7 +78,8 @@ def _counting(counts: dict[str, torch.Tensor], mixture: Mixture, is_counted: Cal
     def count(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not module.training or is_differentiating() or is_trial():
             return
-        index = next(item for item in map(plain, (*args, *kwargs.values())) if not item.is_floating_point())
+        # Only this is made plain: tokens may be on several ranks, and stay there.
+        index = plain(next(filter(is_index, (*args, *kwargs.values()))))
         if isinstance(index, FakeTensor) or index.is_meta:
             return
         chosen = index.flatten()

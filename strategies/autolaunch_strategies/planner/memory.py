@@ -245,7 +245,7 @@ def _put_gradients_of_end(
     exchanged = sharded & ~adds_up_whole
     reduced = recipe.reduce_bytes * recipe.trained
     whole = np.where(sharded, each, 0.0)
-    freed = np.where(sharded & (c.level == 3) & (c.pp == 1), whole, 0.0)  # between passes
+    freed = np.where(_frees_gathered(c), whole, 0.0)
     own = np.where(sharded, each, recipe.gradient_bytes + copied) * recipe.trained
     widened = adds_up_whole & (own != reduced)
     own = own + np.where(widened, reduced, 0.0)  # one of a copy, and what it is added up as
@@ -265,6 +265,11 @@ def _put_gradients_of_end(
 def _adds_up_whole(c: Candidates) -> NDArray[np.bool_]:
     """[n]: whether gradients of whole parameters add up, in the type of their exchange, until there is one."""
     return np.asarray(c.is_sharded & ((c.pp > 1) | ((c.level == 1) & (c.microbatches > 1))))
+
+
+def _frees_gathered(c: Candidates) -> NDArray[np.bool_]:
+    """[n]: whether what is gathered is freed between passes."""
+    return np.asarray(c.is_sharded & (c.level == 3) & (c.pp == 1))
 
 
 def _put_state(
@@ -295,7 +300,7 @@ def _put_state(
     sharded = c.is_sharded
     shard = np.where(sharded, over, 1)
     pipelined = c.pp > 1
-    freed = sharded & (c.level == 3) & ~pipelined
+    freed = _frees_gathered(c)
     whole = _adds_up_whole(c)
     per_parameter = recipe.parameter_bytes / shard
     gradient = recipe.gradient_bytes * recipe.trained / shard

@@ -11,6 +11,11 @@ import torch
 from autolaunch_strategies.tensor.views import plain
 
 
+def is_index(value: Any) -> bool:
+    """Whether an argument holds the numbers of experts: whole numbers."""
+    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
+
+
 class ExpertArguments:
     """Of a forward that takes hidden [T, D], index [T, K] and weights [T, K]: whole numbers are the index.
 
@@ -24,7 +29,7 @@ class ExpertArguments:
     def read(self, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """(hidden, index, weights, the place of the index) of one call, as plain tensors."""
         values = [plain(value) for value in self._signature.bind(*args, **kwargs).arguments.values()]
-        place = next(place for place, value in enumerate(values) if not value.is_floating_point())
+        place = next(place for place, value in enumerate(values) if is_index(value))
         index = values.pop(place)
         hidden, weights = values
         return hidden, index, weights, place
