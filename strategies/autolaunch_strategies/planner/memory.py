@@ -119,6 +119,7 @@ class _Columns:
         "late",  # beyond either, while gradients of weights are put off
         "reduced",  # gradients of the block whose backward pass was before, on their way to their ranks
         "next",  # a block that is gathered ahead of its pass
+        "converts",  # beside a pass, copies of a matrix on its way to float8 that no compiler fuses
         "casts",  # copies of weights in a narrower type that one microbatch keeps for its backward pass
         "casts_done",  # those of one microbatch, taken off
     )
@@ -370,6 +371,8 @@ def _put_activations(
 
     ones = np.ones_like(c.mp)
     compiled = c.compile == 1
+    # Scaled in fp32, then cut off at the largest value.
+    converts = np.where(compiled, 0.0, 2 * 4.0) * (recipe.compute == "fp8")
     # The share of a sequence that a rank's experts see: ranks of mp share them out, too, unless they are compiled.
     held = np.where((c.ep > 1) | compiled, c.ep, c.mp)
     fullest = constants.fullest(profile.experts, held) / np.where(held > 1, c.mp, 1) / c.cp
@@ -410,6 +413,7 @@ def _put_activations(
         put("other", "works", sequences * (saved - kept + peak), kind)
         put("other", "repeats", sequences * (saved - inputs + peak), kind)
         late = of(part.late_bytes, part.sharded_late_bytes, ones)
+        put("other", "converts", converts * _largest_converted(part, c, sequences), kind)
         # Compiled blocks put the gradients of their weights off in no schedule.
         put("other", "late", ~compiled * sequences * late, kind)
         put("activations", "waits", ~compiled * sequences * _put_off(part, profile, recipe, c), kind)
@@ -487,6 +491,18 @@ def _put_off(part: Part, profile: ModelProfile, recipe: Recipe, c: Candidates) -
             whole += 0.0 if item.divided else gradients
     # With sequence parallelism inputs have been gathered and gradients will be scattered: both are whole there.
     return (whole + (sharded_inner + sharded_columns) / c.mp) / c.cp
+
+
+def _largest_converted(part: Part, c: Candidates, sequences: Ints) -> Floats:
+    """[n]: elements of the largest input or weight of a linear layer, on one rank."""
+    largest = np.zeros(len(c))
+    for item in part.matmuls:
+        if item.divided == "count" or item.routed or item.in_fp32:
+            continue
+        inner = item.inner / np.where(item.divided == "inner", c.mp, 1)
+        columns = item.columns / np.where(item.divided == "columns", c.mp, 1)
+        largest = np.maximum(largest, inner * np.maximum(columns, sequences * item.rows / c.cp))
+    return largest
 
 
 def _outputs(profile: ModelProfile, recipe: Recipe, c: Candidates) -> Floats:
@@ -627,7 +643,8 @@ def _counts(
             here = np.flatnonzero(which)
             for look in looks if len(here) else ():
                 rows = look[here]  # a copy
-                rows[:, :, at[column].start + kind] = 1
+                for name in (column, "converts"):
+                    rows[:, :, at[name].start + kind] = 1
                 rows[:, :, at["late"].start + kind] = puts_off | flight.behind
                 if column == "repeats":
                     rows[:, ~flight.behind, at["kept_done"]] += done[here, None]
@@ -658,6 +675,13 @@ def _counts(
         for name in ("loss", "loss_later", *(["gathered_last"] if ranks == 1 else [])):
             scores[:, at[name]] = 1
         add(scores, last)
+    for kind in profile.blocks[-1:] if ranks == 1 else ():  # before that, in the last block, with the buffer it came in
+        forward = with_gradients(base[last], "stale")
+        for name in ("next", "converts"):
+            forward[:, at[name].start + kind] = 1
+        forward[:, at["gathered"]] = 1
+        forward[:, at["after_done"]] = forward[:, at["after"]]
+        add(forward, last)
     if spec.name == "exact":  # what is behind the blocks has its backward passes before them, one after the other
         of_end = drained(base[last])
         of_end[:, at["after_works"]] = 1
@@ -709,7 +733,8 @@ def _one_after_the_other(
         for suffix in ("after", "shared"):
             rows[at[f"gradients_{suffix}"]] = rows[at[f"state_{suffix}"]]
         rows[at["after_done"]] = rows[at["after"]]
-        rows[at["repeats" if again[place] else "works"].start + kind] = 1
+        for name in ("repeats" if again[place] else "works", "converts"):
+            rows[at[name].start + kind] = 1
         if place + 1 < len(kinds):
             rows[at["reduced"].start + kinds[place + 1]] = 1
         if place and has_backward[place - 1]:
