@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
 from autolaunch_strategies.apply.order import Parallelized, apply_parallelism
-from autolaunch_strategies.config import ConfigError, ParallelConfig
+from autolaunch_strategies.config import SCHEDULE_SPECS, ConfigError, ParallelConfig
 from autolaunch_strategies.context.parallel import gathering
 from autolaunch_strategies.data_parallel.gradients import gradient_norm, scale_gradients
+from autolaunch_strategies.dry_run.replay import Replays
 from autolaunch_strategies.dry_run.trace import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, Exchange, Trace
+from autolaunch_strategies.dry_run.trial import Unlike
 from autolaunch_strategies.dry_run.world import PretendedExchange, Way, World
 from autolaunch_strategies.experts.find import countable_mixtures
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
@@ -33,15 +36,19 @@ from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.calls import no_weak_references
 from autolaunch_strategies.torch_private.pretended import (
     addresses_of_fakes,
+    backward_passes_told,
     meshes_outside,
     own_chunk_alone,
     pretended_group,
+    ranges_not_recorded,
     swaps_of_fakes,
     whole_shapes_outside,
 )
 from autolaunch_strategies.torch_private.tracing import fake_tensors
 from autolaunch_strategies.tracing.step import Step
 from autolaunch_strategies.training.optimizers import adapt_optimizer, prefer_fused
+
+log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 EVEN = "each expert is taken to get as many tokens as any other: the values that say it do not exist here"
@@ -89,17 +96,29 @@ class PretendedRank:
         return sum(self.memory[kind] for kind in KINDS)
 
 
-def pretend(training: Training, rank: int, world: World, until: Way | None = None) -> PretendedRank:
+def pretend(
+    training: Training, rank: int, world: World, until: Way | None = None, replays: bool = True
+) -> PretendedRank:
     """Run one step as `rank` of the mesh.
 
     Args:
         until: only as far as it says something new on this way.
+        replays: whether one of many blocks that are alike is run for all of them, if that can be.
 
     Raises:
         ConfigError: as a run would.
         NotSaidYet: it needs to hear from another rank, which has to be pretended before.
         Said: it has said something new on the way `until`.
     """
+    if replays:
+        try:
+            return _pretend(training, rank, world, until, replays=True)
+        except Unlike as reason:
+            log.debug("rank %d is run block by block: %s", rank, reason)
+    return _pretend(training, rank, world, until, replays=False)
+
+
+def _pretend(training: Training, rank: int, world: World, until: Way | None, replays: bool) -> PretendedRank:
     parallel, trace = training.parallel, Trace()
     precision = training.precision or Precision()
     with pretended_group(rank, parallel.mesh.size), ExitStack() as stack:
@@ -109,12 +128,14 @@ def pretend(training: Training, rank: int, world: World, until: Way | None = Non
             module, construction = training.build()
         if construction is not None:
             construction.remember(module)  # by tensors that are not fake yet
+            construction.gives_shapes_alone = True
         stack.enter_context(world.heard_by_a_rank(until))
         stack.enter_context(fake_tensors())
         stack.enter_context(meshes_outside())
         stack.enter_context(whole_shapes_outside())
         stack.enter_context(swaps_of_fakes())
         stack.enter_context(own_chunk_alone())
+        stack.enter_context(ranges_not_recorded())
         stack.enter_context(addresses_of_fakes())
         stack.enter_context(trace.watching())
         _become_fake(module)
@@ -138,6 +159,10 @@ def pretend(training: Training, rank: int, world: World, until: Way | None = Non
         )
         trainer = _OneStep(training, applied, module, step, batch, precision, trace)
         trainer.warm_up()
+        if replays and not _splits_backward(parallel):
+            taken = Replays(trace)
+            taken.take_over(applied.blocks)
+            stack.enter_context(backward_passes_told(taken.passes))
         with trace.listening(), step.around():
             trainer.run()
         trainer.name_all()
@@ -145,6 +170,11 @@ def pretend(training: Training, rank: int, world: World, until: Way | None = Non
         place = 0 if applied.pipeline is None else applied.pipeline.pipe_rank
         notes += tuple(gathering(applied.context_parallel.sharded))
         return PretendedRank(rank, mesh.coordinate, place, trace.peak(), held, trace.exchanges, notes)
+
+
+def _splits_backward(parallel: ParallelConfig) -> bool:
+    """Whether backward passes of blocks come in parts, which one function in place of a block has not."""
+    return parallel.mesh.pp > 1 and parallel.pp is not None and SCHEDULE_SPECS[parallel.pp.schedule].splits_backward
 
 
 class _OneStep:

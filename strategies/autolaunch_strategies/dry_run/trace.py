@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,6 +51,22 @@ class Exchange:
         return self.peer is not None
 
 
+Event = tuple[int, int]
+"""(number of a storage, its bytes from then on)"""
+
+
+@dataclass
+class Apart:
+    """What was seen apart from a rank's own memory and exchanges; storages have numbers of their own."""
+
+    events: list[Event] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    alive: dict[int, int] = field(default_factory=dict)
+    """Bytes of storages that are there, by number."""
+    made: int = 0
+    """Storages so far."""
+
+
 class Trace(TorchDispatchMode):
     """Follows memory from the first operator to the last, and what is exchanged while `listens`.
 
@@ -62,11 +80,15 @@ class Trace(TorchDispatchMode):
         self.listens = False
         self._numbers: dict[int, int] = {}
         """id of a live storage -> its number."""
+        self._next = itertools.count()
         self._alive: dict[int, Any] = {}
         self._sizes: dict[int, int] = {}
         self._kinds: dict[int, str] = {}
-        self._changes: list[tuple[int, int]] = []
-        """(number of a storage, its bytes from then on), while it listens."""
+        self._changes: list[Event] = []
+        """While it listens."""
+        self._apart: Apart | None = None
+        self._of_apart: dict[int, tuple[Apart, int]] = {}
+        """Storages that are counted apart: where, and as which number."""
         self._held = self._most = 0
         self._at_most = 0
         self._before: dict[int, int] = {}
@@ -89,6 +111,56 @@ class Trace(TorchDispatchMode):
             yield
         finally:
             self.listens = False
+
+    @contextmanager
+    def apart(self) -> Iterator[Apart]:
+        """Within it what is made is counted, and what is exchanged is noted, in what it gives alone."""
+        assert self._apart is None
+        self._apart = Apart()
+        try:
+            yield self._apart
+        finally:
+            self._apart = None
+
+    def number_apart(self, tensor: Any) -> int | None:
+        """The number that the storage of a tensor has in its `Apart`; None of one that was there before."""
+        number = self._number(tensor)
+        found = None if number is None else self._of_apart.get(number)
+        return None if found is None else found[1]
+
+    def replay(
+        self,
+        events: Iterable[Event],
+        numbers: dict[int, int],
+        ends: Mapping[int, Callable[[], Any]] = MappingProxyType({}),
+        kinds: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """Count storages that are not there as what an `Apart` has seen.
+
+        Args:
+            numbers: of storages in `events` -> here; new ones are added.
+            ends: called in place of the end of storages that are there.
+            kinds: of storages in `events`.
+        """
+        for number, size in events:
+            if size == 0 and number in ends:
+                ends[number]()
+            elif number in numbers:
+                self._resize(numbers[number], size)
+            elif size:
+                numbers[number] = next(self._next)
+                self._kinds[numbers[number]] = kinds.get(number, ACTIVATIONS)
+                self._resize(numbers[number], size)
+
+    def take_as_freed(self, tensor: Any, held: Iterable[Any]) -> None:
+        """Count the storage of a tensor no longer, unless it is that of one that is `held`."""
+        number = self._number(tensor)
+        if number is not None and number not in map(self._number, held):
+            self._resize(number, 0)
+
+    def _number(self, tensor: Any) -> int | None:
+        local = local_of(tensor)
+        return None if local is None else self._numbers.get(id(local.untyped_storage()))
 
     def name(self, kind: str, tensors: Iterable[Any]) -> None:
         """Say what the storages of tensors are, those of a rank's parts; whatever they were called before."""
@@ -150,13 +222,17 @@ class Trace(TorchDispatchMode):
         peer = None
         if kind in ("send", "recv_"):
             peer = ranks[args[2]]
-        self.exchanges.append(Exchange(kind, ranks, size, peer))
+        exchanges = self.exchanges if self._apart is None else self._apart.exchanges
+        exchanges.append(Exchange(kind, ranks, size, peer))
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         if id(storage) in self._numbers or tensor.is_meta:  # nothing is held on meta
             return
-        number = self._numbers[id(storage)] = len(self._alive)
+        number = self._numbers[id(storage)] = next(self._next)
+        if self._apart is not None:
+            self._of_apart[number] = self._apart, self._apart.made
+            self._apart.made += 1
         self._alive[number] = weakref.ref(storage, self._ended(id(storage), number))
         self._resize(number, storage.nbytes())
 
@@ -173,6 +249,14 @@ class Trace(TorchDispatchMode):
             self._resize(number, storage.nbytes())
 
     def _resize(self, number: int, size: int) -> None:
+        if number in self._of_apart:
+            apart, number = self._of_apart[number]
+            apart.events.append((number, size))
+            if size:
+                apart.alive[number] = size
+            else:
+                apart.alive.pop(number, None)
+            return
         self._held += size - self._sizes.get(number, 0)
         if size:
             self._sizes[number] = size

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from autolaunch_strategies.torch_private.random_state import saved_random_state
+from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 from autolaunch_strategies.torch_private.tracing import (
     argument_names,
     is_random,
@@ -72,6 +72,8 @@ class Construction:
         self.named: dict[str, torch.Tensor] = {}
         self._given: dict[int, Callable[[], torch.Tensor]] = {}
         self.replaying = False
+        self.gives_shapes_alone = False
+        """Whether nobody looks at the values that `tensor` gives."""
 
     def remember(self, module: nn.Module) -> None:
         """Keep the recorded parameters and buffers of `module` under their names, before anything replaces them.
@@ -111,6 +113,8 @@ class Construction:
     def tensor(self, tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
         """The values that the constructor gave to `tensor` (a recorded meta tensor), whole, on `device`."""
         assert self.knows(tensor), "the tensor was not made in this construction"
+        if self.gives_shapes_alone:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         self.replaying = True
         try:
             return self._replay(_view(tensor), torch.device(device))
@@ -216,7 +220,7 @@ class Construction:
                 args, kwargs = tree_map(real, operation.arguments)
                 if is_random(operation.operator):
                     with saved_random_state(device):
-                        torch.manual_seed(_seed(self.seed, operation.index))
+                        seed_torch(_seed(self.seed, operation.index), device)
                         output = operation.operator(*args, **kwargs)
                 else:
                     output = operation.operator(*args, **kwargs)

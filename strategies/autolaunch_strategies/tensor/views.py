@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from autolaunch_strategies.model.document_attention import document_attention
 from autolaunch_strategies.model.random_streams import RANDOM_FUNCTIONS, own_stream, run_random
@@ -98,8 +98,7 @@ class MixedTensors(TorchFunctionMode):
             return result
         if func is torch.cat and args:  # an empty cache of keys is a tensor of no dims that fit
             args = ([tensor for tensor in args[0] if tensor.shape != (0,)], *args[1:])
-        leaves, _ = tree_flatten((args, kwargs))
-        if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) for leaf in leaves):
+        if _has_whole(args) or _has_whole(kwargs.values()):
             args, kwargs = tree_map(
                 lambda leaf: replicate(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
             )
@@ -135,6 +134,15 @@ def _first_sharded(values: Any) -> DTensor | None:
         if type(value) in (list, tuple) and (sharded := _first_sharded(value)) is not None:
             return sharded
     return None
+
+
+def _has_whole(values: Any) -> bool:
+    """Whether a tensor that is none of a mesh is among the arguments of a torch function (which knows lists only)."""
+    return any(
+        _has_whole(value) if type(value) in (list, tuple) else not isinstance(value, DTensor)
+        for value in values
+        if isinstance(value, torch.Tensor | list | tuple)
+    )
 
 
 @lru_cache(maxsize=256)

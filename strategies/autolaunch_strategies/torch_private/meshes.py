@@ -70,6 +70,16 @@ def _is_strided(placement: Any) -> bool:
     return isinstance(placement, _StridedShard)
 
 
+def sharded_as(tensor: DTensor) -> Any:
+    """How a DTensor is sharded, its whole shape included; two that are sharded alike are equal, and can be keys."""
+    return tensor._spec
+
+
+def of_local(local: torch.Tensor, sharded: Any) -> DTensor:
+    """A DTensor that is sharded as `sharded_as` said, of which this rank holds `local`; autograd sees nothing."""
+    return _from_local_no_grad(local, sharded)
+
+
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor as `tensor`, of which this rank holds `local`, wherever that is.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -130,6 +130,42 @@ def addresses_of_fakes() -> Iterator[None]:
     finally:
         torch.Tensor.data_ptr = of_tensor  # type: ignore[method-assign]  # as it was
         torch.UntypedStorage.data_ptr = of_storage  # type: ignore[method-assign]  # as it was
+
+
+@contextmanager
+def backward_passes_told(running: list[Sequence[torch.Tensor | None]]) -> Iterator[None]:
+    """Within it `running` holds the gradients that each backward pass began with, the innermost pass last."""
+    places: tuple[Any, ...] = (torch.autograd, torch.autograd.graph)
+    own = torch.autograd.graph._engine_run_backward
+
+    def run(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        running.append(gradients)
+        try:
+            return own(outputs, gradients, *args, **kwargs)
+        finally:
+            running.pop()
+
+    for place in places:
+        place._engine_run_backward = run
+    try:
+        yield
+    finally:
+        for place in places:
+            place._engine_run_backward = own
+
+
+@contextmanager
+def ranges_not_recorded() -> Iterator[None]:
+    """Within it FSDP and optimizers name no ranges for a profiler: on fake tensors each name is an operator."""
+    from torch.autograd.profiler import record_function
+
+    enter, leave = record_function.__enter__, record_function.__exit__
+    record_function.__enter__ = lambda self: self  # type: ignore[method-assign]  # there is no switch for it
+    record_function.__exit__ = lambda self, *error: None  # type: ignore[method-assign]  # as above
+    try:
+        yield
+    finally:
+        record_function.__enter__, record_function.__exit__ = enter, leave  # type: ignore[method-assign]  # as it was
 
 
 class _Chunks:

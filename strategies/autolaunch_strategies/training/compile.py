@@ -13,7 +13,6 @@ from torch import nn
 
 from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.torch_private.async_tensor_parallel import let_ranks_reach_memory, options_to_overlap
-from autolaunch_strategies.torch_private.memory_budget import MemoryBudget
 from autolaunch_strategies.training.traced_block import TracedForward
 
 
@@ -29,7 +28,7 @@ def apply_compile(blocks: Iterable[Block], mode: bool | str, budget: float | Non
     for block in blocks:
         compiled = compiler(block.module.forward)
         if budget is not None:  # which torch looks at when it compiles, and that is in a call
-            compiled = _within(MemoryBudget(budget), compiled)
+            compiled = _within(_memory_budget(budget), compiled)
         block.module.forward = functools.wraps(block.module.forward)(compiled)
 
 
@@ -87,7 +86,7 @@ def compile_traced(
     if overlap:
         let_ranks_reach_memory(group)
     compile_graph = _Shared(_compiler(mode, overlap))
-    within = nullcontext() if budget is None else MemoryBudget(budget)
+    within = nullcontext() if budget is None else _memory_budget(budget)
     all_traced = []
     for block, forward in forwards.items():
         traced = TracedForward(block, forward, group, compile_graph, saved.get(block), around, within)
@@ -101,6 +100,13 @@ def _compiler(mode: bool | str, overlap: bool = False) -> Callable[[Any], Any]:
     if overlap:  # torch.compile takes a mode or options
         return functools.partial(torch.compile, options=options_to_overlap(named))
     return functools.partial(torch.compile, mode=named)
+
+
+def _memory_budget(share: float) -> AbstractContextManager[None]:
+    # What it changes takes a second to import, a tenth of the start of every process.
+    from autolaunch_strategies.torch_private.memory_budget import MemoryBudget
+
+    return MemoryBudget(share)
 
 
 def _forget_graphs_of_other_budgets(budget: float | None) -> None:

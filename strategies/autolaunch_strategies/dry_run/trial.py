@@ -1,0 +1,424 @@
+"""What a call of a block does: it is tried out on tensors of its own, apart from what a rank holds and exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from autolaunch_strategies.dry_run.trace import Apart, Event, Exchange, Trace, local_of
+from autolaunch_strategies.sharded_sequence.shard import SequenceShard
+from autolaunch_strategies.torch_private.backward import run_backward
+from autolaunch_strategies.torch_private.meshes import of_local, sharded_as
+from autolaunch_strategies.torch_private.modes import without_autocast
+from autolaunch_strategies.torch_private.tracing import has_no_values
+
+CONSTANTS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Unlike(BaseException):
+    """A block does what can't be said of another one.
+
+    No Exception: user code must not catch it.
+    """
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor by everything but its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    sharded: Any = None
+    """Of a DTensor: how; the rest is that of this rank's part."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Like:
+        """As a tensor is.
+
+        Raises:
+            Unlike: it is of a class that nobody here knows.
+        """
+        if isinstance(tensor, DTensor):
+            local = tensor._local_tensor
+            return cls(tuple(local.shape), local.stride(), local.dtype, sharded_as(tensor))
+        if type(tensor) not in (torch.Tensor, nn.Parameter) and not has_no_values(tensor):
+            raise Unlike(f"a tensor is a {type(tensor).__name__}")
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @classmethod
+    def of_made(cls, tensor: torch.Tensor) -> Like:
+        """As a tensor is that a block made, and all of its storage.
+
+        Raises:
+            Unlike: it is a part of a larger one.
+        """
+        like, local = cls.of(tensor), local_of(tensor)
+        assert local is not None
+        elements = 1 + sum((size - 1) * step for size, step in zip(like.shape, like.stride, strict=True))
+        if local.untyped_storage().nbytes() != elements * local.itemsize * (0 not in like.shape):
+            raise Unlike("it makes a part of a larger tensor")
+        return like
+
+    def make(self) -> torch.Tensor:
+        """A new one."""
+        local = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return local if self.sharded is None else of_local(local, self.sharded)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor among the arguments of a call that needs a gradient."""
+
+    like: Like
+    shard: tuple[Any, ...] = ()
+    """Of one whose sequence is sharded: how."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a call returns at one place: a tensor that it makes, one that it was given, or a constant."""
+
+    like: Like | None = None
+    storage: int = -1
+    is_differentiable: bool = False
+    shard: tuple[Any, ...] = ()
+    """Of a tensor whose sequence is sharded: how."""
+    given: int | None = None
+    """Which of the arguments it is."""
+    constant: Any = None
+    is_kept: bool = False
+    """Whether the backward pass needs it."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a call did. Storages have the numbers of its `Apart`."""
+
+    forward: tuple[Event, ...]
+    forward_exchanges: tuple[Exchange, ...]
+    inputs: tuple[int | None, ...]
+    """Storage of each `Input`; None if nothing holds it after the forward pass."""
+    outputs: tuple[Output, ...]
+    spec: TreeSpec
+    """Of what it returned."""
+    backward: tuple[Event, ...] = ()
+    backward_exchanges: tuple[Exchange, ...] = ()
+    given: tuple[int | None, ...] = ()
+    """Storages of the gradients of outputs that there are."""
+    to_inputs: tuple[Like | int | None, ...] = ()
+    """The gradient of each `Input`; a number: it is that one of those that were given."""
+    to_parameters: tuple[Like | None, ...] = ()
+    of_parameters: tuple[int | None, ...] = ()
+    """Storages of gradients of parameters that had none before."""
+
+    @property
+    def made(self) -> list[Output]:
+        """Tensors that it makes."""
+        return [output for output in self.outputs if output.like is not None]
+
+
+@dataclass
+class Arguments:
+    """What a call is given."""
+
+    leaves: list[Any]
+    """An `Input` for each tensor that needs a gradient, everything else as it is."""
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], spec: TreeSpec) -> Arguments:
+        """Of a call."""
+        return cls([_input(leaf) if needs_gradient(leaf) else leaf for leaf in leaves], spec)
+
+    @property
+    def key(self) -> Hashable:
+        """What calls have in common that are given the like.
+
+        Raises:
+            Unlike: there is something of which that can't be said.
+        """
+        return self.spec, tuple(map(_key, self.leaves))
+
+
+class Trial:
+    """Tries calls of a block out.
+
+    Args:
+        forward: of the block, with whatever wraps it.
+        arguments: of one call.
+        parameters: those that are trained.
+        differentiates: whether the call is one whose backward pass may follow.
+        autocast: that of the forward pass; backward passes run in none.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Arguments,
+        parameters: Sequence[nn.Parameter],
+        differentiates: bool,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.trace, self.module, self.forward, self.arguments = trace, module, forward, arguments
+        self.parameters, self.differentiates, self.autocast = parameters, differentiates, autocast
+
+    def run(self, gradients: Sequence[Like | None] | None = None, there: Sequence[Like | None] = ()) -> Tried:
+        """Forward and backward.
+
+        Args:
+            gradients: of outputs that are differentiable; None: such as the outputs are.
+            there: gradients that parameters have, to which theirs are added.
+
+        Raises:
+            Unlike: it is not to be said of other blocks.
+        """
+        before = _attributes(self.module)
+        with self.trace.apart() as apart:
+            try:
+                tried = self._run(apart, gradients, there)
+            except Exception as error:  # if a step fails, too, that is told of the step
+                raise Unlike(f"{type(error).__name__}: {error}") from error
+        if apart.alive:
+            raise Unlike(f"{len(apart.alive)} tensors of a block outlive its backward pass")
+        if _attributes(self.module) != before:
+            raise Unlike("a call changes attributes")
+        return tried
+
+    def _run(self, apart: Apart, gradients: Sequence[Like | None] | None, there: Sequence[Like | None]) -> Tried:
+        with _aliases(self.module, self.parameters) as aliases:
+            backward = _Backward()
+            tried, start = self._forward(apart, backward, gradients)
+            if start is not None:
+                tried = self._backward(apart, backward, tried, start, aliases, there)
+            for alias in aliases:
+                alias.parameter.grad = None
+        return tried
+
+    def _forward(
+        self, apart: Apart, backward: _Backward, gradients: Sequence[Like | None] | None
+    ) -> tuple[Tried, torch.Tensor | None]:
+        """(what the forward pass did, where the backward pass begins)."""
+        trace = self.trace
+        with torch.set_grad_enabled(self.differentiates), self.autocast():
+            leaves = [
+                self._fresh(item, backward) if isinstance(item, Input) else item for item in self.arguments.leaves
+            ]
+            storages = [
+                trace.number_apart(opened(leaf))
+                for leaf, item in zip(leaves, self.arguments.leaves, strict=True)
+                if isinstance(item, Input)
+            ]
+            begin = len(apart.events)
+            args, kwargs = tree_unflatten(leaves, self.arguments.spec)
+            returned, spec = tree_flatten(self.forward(*args, **kwargs))
+            del args, kwargs
+            outputs = [self._output(item, leaves) for item in returned]
+            roots = [opened(item) for item, out in zip(returned, outputs, strict=True) if out.is_differentiable]
+            events, exchanges = tuple(apart.events[begin:]), tuple(apart.exchanges)
+            backward.likes = [output.like for output in outputs if output.is_differentiable]
+            backward.likes = backward.likes if gradients is None else [*gradients]
+            start = _Starts.apply(backward, trace, apart, *roots) if roots else None
+            del leaves, returned, roots
+        made = [output.storage for output in outputs if output.like is not None]
+        if len(set(made)) < len(made):
+            raise Unlike("outputs share memory")
+        outputs = [replace(output, is_kept=output.storage in apart.alive) for output in outputs]
+        inputs = tuple(number if number in apart.alive else None for number in storages)
+        return Tried(events, exchanges, inputs, tuple(outputs), spec), start
+
+    def _backward(
+        self,
+        apart: Apart,
+        backward: _Backward,
+        tried: Tried,
+        start: torch.Tensor,
+        aliases: Sequence[_Alias],
+        there: Sequence[Like | None],
+    ) -> Tried:
+        number = self.trace.number_apart
+        for alias, like in zip(aliases, there, strict=False):
+            alias.parameter.grad = None if like is None else like.make()
+        before = {number(alias.parameter.grad) for alias in aliases if alias.parameter.grad is not None}
+        with without_autocast("cpu"):
+            run_backward(start)
+        events = tuple(apart.events[backward.begin :])
+        to_inputs = tuple(self._to_input(backward, place) for place in range(len(tried.inputs)))
+        of_inputs = [number(item) for item in backward.to_inputs.values()]
+        there_now = [number(alias.parameter.grad) for alias in aliases if alias.parameter.grad is not None]
+        of_parameters = [item for item in there_now if item not in before]
+        if len({*of_inputs, *of_parameters}) < len(of_inputs) + len(of_parameters):
+            raise Unlike("gradients share memory")
+        backward.to_inputs.clear()
+        return replace(
+            tried,
+            backward=events,
+            backward_exchanges=tuple(apart.exchanges[len(tried.forward_exchanges) :]),
+            given=tuple(backward.given),
+            to_inputs=to_inputs,
+            to_parameters=tuple(alias.like for alias in aliases),
+            of_parameters=tuple(of_parameters),
+        )
+
+    def _fresh(self, item: Input, backward: _Backward) -> torch.Tensor:
+        """What is given in place of an argument."""
+        tensor = item.like.make().requires_grad_()
+        if self.differentiates:
+            tensor = _Catches.apply(tensor, backward, backward.next_input())
+        return SequenceShard.of(tensor, *item.shard) if item.shard else tensor
+
+    def _output(self, item: Any, given: Sequence[Any]) -> Output:
+        if isinstance(item, torch.Tensor):
+            for place, leaf in enumerate(given):
+                if item is leaf:
+                    return Output(given=place)
+            tensor = opened(item)
+            number = self.trace.number_apart(tensor)
+            if number is None:
+                raise Unlike("it returns a view of what it is given")
+            return Output(Like.of_made(tensor), number, tensor.requires_grad, _shard(item))
+        if not isinstance(item, CONSTANTS):
+            raise Unlike(f"it returns a {type(item).__name__}")
+        return Output(constant=item)
+
+    def _to_input(self, backward: _Backward, place: int) -> Like | int | None:
+        gradient = backward.to_inputs.get(place)
+        if gradient is None:
+            return None
+        number = self.trace.number_apart(gradient)
+        if number not in backward.given:
+            return Like.of_made(gradient)
+        which = backward.given.index(number)
+        if Like.of(gradient) != [like for like in backward.likes if like is not None][which]:
+            raise Unlike("a gradient is a view of another one")
+        return which
+
+
+@dataclass
+class _Backward:
+    """What a backward pass is given, and what it gives."""
+
+    likes: list[Like | None] = field(default_factory=list)
+    """Of the gradients that it is given, an entry for each output."""
+    given: list[int | None] = field(default_factory=list)
+    """Their storages."""
+    begin: int = 0
+    """How many events there were when it began."""
+    to_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    inputs: int = 0
+
+    def next_input(self) -> int:
+        """The place of one more input."""
+        self.inputs += 1
+        return self.inputs - 1
+
+
+class _Catches(torch.autograd.Function):
+    """An input whose gradient is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, backward: _Backward, place: int) -> torch.Tensor:
+        ctx.kept, ctx.place = backward, place
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.kept.to_inputs[ctx.place] = gradients[0]
+        return None, None, None
+
+
+class _Starts(torch.autograd.Function):
+    """Where a backward pass begins: it makes gradients that nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: _Backward, trace: Trace, apart: Apart, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.begun, ctx.trace, ctx.apart = backward, trace, apart
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        gradients = [like and like.make() for like in ctx.begun.likes]
+        ctx.begun.given = [ctx.trace.number_apart(gradient) for gradient in gradients if gradient is not None]
+        ctx.begun.begin = len(ctx.apart.events)
+        return None, None, None, *gradients
+
+
+@dataclass
+class _Alias:
+    """What takes the place of a parameter: its gradient is none of the parameter's, whose hooks do not run."""
+
+    parameter: nn.Parameter
+    like: Like | None = None
+    """Of the gradient that it gets."""
+
+    def note(self, gradient: torch.Tensor) -> None:
+        self.like = Like.of(gradient)
+
+
+@contextmanager
+def _aliases(module: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[list[_Alias]]:
+    aliases: dict[nn.Parameter, _Alias] = {}
+    for parameter in parameters:
+        alias = nn.Parameter(parameter.detach())
+        vars(alias).update(vars(parameter))
+        aliases[parameter] = _Alias(alias)
+        alias.register_hook(aliases[parameter].note)
+    owners = [(part, name, item) for part in module.modules() for name, item in part._parameters.items()]
+    taken = [(part, name, item) for part, name, item in owners if item in aliases]
+    for part, name, item in taken:
+        part._parameters[name] = aliases[item].parameter
+    try:
+        yield list(aliases.values())
+    finally:
+        for part, name, item in taken:
+            part._parameters[name] = item
+
+
+def opened(leaf: Any) -> Any:
+    """What autograd knows of a tensor."""
+    return leaf.local if isinstance(leaf, SequenceShard) else leaf
+
+
+def needs_gradient(leaf: Any) -> bool:
+    """Whether something is a tensor of which the backward pass makes a gradient."""
+    return isinstance(leaf, torch.Tensor) and bool(opened(leaf).requires_grad)
+
+
+def _input(leaf: torch.Tensor) -> Input:
+    return Input(Like.of(opened(leaf)), _shard(leaf))
+
+
+def _shard(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if not isinstance(tensor, SequenceShard):
+        return ()
+    return tensor.sequence_dim, tensor.positions, tensor.group
+
+
+def _key(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return "no gradient", _input(leaf)
+    if not isinstance(leaf, (Input, *CONSTANTS)):
+        raise Unlike(f"it is given a {type(leaf).__name__}")
+    return type(leaf), leaf
+
+
+def _attributes(module: nn.Module) -> dict[Any, Any]:
+    """What a call may not change: constants by value, others by who they are and how much they hold."""
+    return {
+        (name, key): (id(part), item if isinstance(item, CONSTANTS) else id(item), _length(item))
+        for name, part in module.named_modules()
+        for key, item in [*vars(part).items(), *part._buffers.items()]
+    }
+
+
+def _length(item: Any) -> int:
+    return len(item) if isinstance(item, list | dict | set | tuple) else 0
