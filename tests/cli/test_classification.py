@@ -57,6 +57,8 @@ def test_a_classifier_of_the_hub_trains_alike_everywhere_and_is_exported(command
     assert_same_curve(downloaded, alone)
     for mesh in ("1x2", "1x1x2", "1x1x1x2"):
         assert_same_curve(command("model.path=model", f"mesh={mesh}"), alone)
+    validated = command("validate", "model.path=model", "mesh=1", f"ckpt_path={alone.checkpoint}")
+    assert "score.weight" not in validated.screen  # the checkpoint has it
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(command.directory)
         export_checkpoint(alone.checkpoint, tmp_path / "export", trained_config(alone.checkpoint) or {})

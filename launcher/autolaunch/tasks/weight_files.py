@@ -59,7 +59,7 @@ def weight_files(
         return None
     model, readers = config["model"], {}
     if model.get("name") == "hf" and "_target_" not in model and model.get("path") and model.get("pretrained"):
-        readers = _pretrained(module, model, construction)
+        readers = _pretrained(module, model, construction, is_loaded=config.get("ckpt_path") is not None)
     adapter = config.get("adapter")
     if adapter is not None and adapter["path"] is not None:
         readers |= _published(module, adapter["path"])
@@ -67,8 +67,9 @@ def weight_files(
 
 
 def _pretrained(
-    module: pl.LightningModule, model_cfg: Mapping[str, Any], construction: Construction | None
+    module: pl.LightningModule, model_cfg: Mapping[str, Any], construction: Construction | None, is_loaded: bool
 ) -> dict[str, Callable[[Index], torch.Tensor]]:
+    """Of a model, `is_loaded` if a checkpoint follows, which has everything that these files lack."""
     from autolaunch.models.pretrained import SafetensorsWeights
 
     weights = SafetensorsWeights(model_cfg["path"])
@@ -79,7 +80,8 @@ def _pretrained(
     if adapted is None:
         sources = weights.matching(model, new_head=new_head)
         _say_what_is_unread(weights.unread(model, sources))
-        _say_what_is_new(module, {name for name, _ in model.named_parameters()} - sources.keys())
+        if not is_loaded:
+            _say_what_is_new(module, {name for name, _ in model.named_parameters()} - sources.keys())
         return {f"model.{name}": partial(weights.read, source) for name, source in sources.items()}
     if construction is None:
         raise ConfigError(

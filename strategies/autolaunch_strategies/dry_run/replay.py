@@ -13,7 +13,6 @@ then the step has to be run without replays.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,54 +21,52 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autolaunch_strategies.dry_run.trace import GRADIENTS, Trace
-from autolaunch_strategies.dry_run.trial import (
-    CONSTANTS,
-    Arguments,
-    Like,
-    Output,
-    Trial,
-    Tried,
-    Unlike,
-    needs_gradient,
-    opened,
-)
+from autolaunch_strategies.dry_run.likeness import kinds_of
+from autolaunch_strategies.dry_run.trace import GRADIENTS, Trace, local_of
+from autolaunch_strategies.dry_run.trial import Arguments, Like, Output, Trial, Tried, Unlike, opened
 from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
+from autolaunch_strategies.torch_private.backward import number_of_backward, version_of
 from autolaunch_strategies.torch_private.modes import without_torch_functions
+from autolaunch_strategies.torch_private.pretended import has_one_owner, keeps_otherwise, reaches_all
 
 MANY = 6
 """Blocks of one kind from which on trying out costs less than it saves."""
 
 
 class Replays:
-    """Takes over the calls of blocks."""
+    """Takes over the calls of blocks.
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.passes: list[Sequence[torch.Tensor | None]] = []
-        """Of the backward passes that run, the innermost last: the gradients with which they began."""
-        self._tried: dict[Hashable, Tried] = {}
-        self._by: set[tuple[Hashable, nn.Module | None]] = set()
+    Args:
+        averages: whether gradients are exchanged as soon as they are there, between what blocks exchange.
+    """
+
+    def __init__(self, trace: Trace, averages: bool = False) -> None:
+        self.trace, self.averages = trace, averages
+        self._tried: dict[Hashable, tuple[Tried, set[nn.Module | None]]] = {}
 
     def take_over(self, blocks: Iterable[Block]) -> None:
-        """Where there are many of a kind. What wraps their forwards stays within."""
-        kinds: dict[Hashable, list[nn.Module]] = defaultdict(list)
-        for block in blocks:
-            parts = block.module.modules()
-            if not any(isinstance(part, FSDPModule) for part in parts if part is not block.module):  # with own passes
-                kinds[_kind(block)].append(block.module)
-        for kind, modules in kinds.items():
+        """Where there are many of a kind. What wraps their forwards stays within.
+
+        Raises:
+            Unlike: it can't be told which are alike.
+        """
+        kinds = kinds_of(block for block in blocks if not _has_passes_within(block.module))
+        for kind, modules in enumerate(kinds.values()):
             for module in modules if len(modules) >= MANY else ():
                 is_one_of_two = module in (modules[0], modules[-1])
                 module.forward = self._instead_of(module, kind, module if is_one_of_two else None)
 
     def _instead_of(self, module: nn.Module, kind: Hashable, tried: nn.Module | None) -> Callable[..., Any]:
-        own = module.forward
+        own, was, passes = module.forward, _settings(module), set[int]()
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return _Call(self, module, own, kind, tried).run(args, kwargs)
+            if _settings(module) != was:
+                raise Unlike("settings change between calls")
+            if keeps_otherwise():
+                raise Unlike("what it keeps goes through hooks")
+            return _Call(self, module, own, kind, tried, passes).run(args, kwargs)
 
         return forward
 
@@ -82,25 +79,34 @@ class Replays:
         Raises:
             Unlike: they do not do the same.
         """
-        known = self._tried.get(key)
-        if known is not None and (by is None or (key, by) in self._by):
+        known, who = self._tried.get(key, (None, set[nn.Module | None]()))
+        if known is not None and (by is None or by in who):
             return known
         found = attempt()
         if known is not None and found != known:
             raise Unlike("the first and the last block of a kind")
-        self._tried[key] = found
-        self._by.add((key, by))
+        self._tried[key] = found, {*who, by}
         return found
 
 
 class _Call:
-    """One call of a block."""
+    """One call of a block.
+
+    Args:
+        passes: numbers of the backward passes that the block was in.
+    """
 
     def __init__(
-        self, replays: Replays, module: nn.Module, own: Callable[..., Any], kind: Hashable, by: nn.Module | None
+        self,
+        replays: Replays,
+        module: nn.Module,
+        own: Callable[..., Any],
+        kind: Hashable,
+        by: nn.Module | None,
+        passes: set[int],
     ) -> None:
         self.replays, self.trace, self.module, self.own = replays, replays.trace, module, own
-        self.kind, self.by = kind, by
+        self.kind, self.by, self.passes = kind, by, passes
         self.parameters = list(dict.fromkeys(item for item in module.parameters() if item.requires_grad))
         self.gradients: list[Like | None] = []
         """Of the parameters, as the backward pass is about to make them."""
@@ -108,13 +114,13 @@ class _Call:
     def run(self, args: Any, kwargs: Any) -> Any:
         """What the block returns."""
         leaves, spec = tree_flatten((args, kwargs))
-        inputs = [opened(leaf) for leaf in leaves if needs_gradient(leaf)]
+        inputs = [opened(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         autocast = functools.partial(
             torch.autocast, "cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
         )
-        differentiates = torch.is_grad_enabled() and bool(self.parameters or inputs)
+        differentiates = torch.is_grad_enabled() and bool(self.parameters or any(item.requires_grad for item in inputs))
         arguments = Arguments.of(leaves, spec)
-        self.key = self.kind, self.module.training, differentiates, autocast.args, arguments.key
+        self.key = self.kind, differentiates, autocast.args, arguments.key
         self.trial = Trial(self.trace, self.module, self.own, arguments, self.parameters, differentiates, autocast)
         tried = self.replays.did((self.key, None, None), self.by, self.trial.run)
         with without_torch_functions():  # none of the block's own
@@ -167,16 +173,23 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         call, trace, kept = ctx.call, ctx.call.trace, ctx.kept
-        if torch.is_grad_enabled() or kept.has_ended:
-            raise Unlike("a graph is differentiated more than once")
+        kept.check()
+        if torch.is_grad_enabled() or not reaches_all(ctx):
+            raise Unlike("a backward pass of some gradients alone, or of which another one is made")
+        if (number := number_of_backward()) in call.passes:
+            raise Unlike("a block is differentiated twice in one backward pass")
+        call.passes.add(number)
         made = zip(gradients, ctx.tried.made, strict=True)
         of_outputs = [gradient for gradient, output in made if output.is_differentiable]
+        owned = [gradient is not None and has_one_owner(gradient) for gradient in of_outputs]
         tried = call.of_backward(ctx.tried, of_outputs)
+        if tried.backward_exchanges and call.replays.averages:
+            raise Unlike("gradients are exchanged between what it exchanges")
         given = [gradient for gradient in of_outputs if gradient is not None]
-        # Gradients with which a backward pass began are held until it ends.
+        owners = [owns for owns, gradient in zip(owned, of_outputs, strict=True) if gradient is not None]
         ends: dict[int, Callable[[], Any]] = {
-            number: functools.partial(trace.take_as_freed, gradient, call.replays.passes[-1])
-            for number, gradient in zip(tried.given, given, strict=True)
+            number: functools.partial(trace.take_as_freed, gradient) if owns else _nothing
+            for number, gradient, owns in zip(tried.given, given, owners, strict=True)
         }
         ends |= {number: functools.partial(kept.held.pop, number, None) for number in kept.held}
         is_gathered = isinstance(call.module, FSDPModule)  # what its parameters get is on the way to their parts
@@ -184,7 +197,7 @@ class _Replayed(torch.autograd.Function):
         trace.replay(tried.backward, kept.storages, ends, kinds)
         trace.exchanges += tried.backward_exchanges
         kept.end()
-        call.trial, call.gradients = None, list(tried.to_parameters)  # arguments, too, are held no longer
+        call.trial, call.gradients = None, list(tried.to_parameters)
         with without_torch_functions():
             to_inputs = [given[like] if isinstance(like, int) else like and like.make() for like in tried.to_inputs]
             return None, None, *to_inputs, *(like and torch.empty(0) for like in tried.to_parameters)
@@ -195,13 +208,15 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, call: _Call, place: int) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.call, ctx.place = call, place
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        like = ctx.call.gradients[ctx.place]
         with without_torch_functions():
-            return ctx.call.gradients[ctx.place].make(), None, None
+            return like and like.make(), None, None
 
 
 class _Kept:
@@ -209,11 +224,22 @@ class _Kept:
 
     def __init__(self, trace: Trace, storages: dict[int, int], held: dict[int, torch.Tensor]) -> None:
         self.trace, self.storages, self.held = trace, storages, held
-        self.has_ended = False
+        self._versions = self._versions_now()
+        self._has_ended = False
+
+    def check(self) -> None:
+        """Raise Unlike where autograd would say that there is no backward pass."""
+        if self._has_ended:
+            raise Unlike("a graph is differentiated more than once")
+        if self._versions_now() != self._versions:
+            raise Unlike("what it keeps has changed in place")
+
+    def _versions_now(self) -> list[int]:
+        return [version_of(part) for part in map(local_of, self.held.values()) if part is not None]
 
     def end(self) -> None:
         """Hold nothing any more."""
-        self.has_ended = True
+        self._has_ended = True
         self.held.clear()
         self.trace.replay([(number, 0) for number in self.storages], self.storages)
         self.storages.clear()
@@ -231,16 +257,18 @@ def _returned(output: Output, made: Iterator[torch.Tensor], given: Sequence[Any]
     return SequenceShard.of(tensor, *output.shard) if output.shard else tensor
 
 
-def _kind(block: Block) -> Hashable:
-    """What blocks have in common that do the same: their parts, sizes and settings, all but their own number."""
-    number = next((int(part) for part in reversed(block.name.split(".")) if part.isdigit()), None)
-    parts = []
-    for name, part in block.module.named_modules():
-        own = tuple(
-            (key, "its number" if type(item) is int and item == number else item)
-            for key, item in vars(part).items()
-            if isinstance(item, CONSTANTS)
-        )
-        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        parts.append((name, type(part), own, tuple((key, Like.of(item), item.requires_grad) for key, item in tensors)))
-    return tuple(parts)
+def _nothing() -> None:
+    """Somebody else holds it."""
+
+
+def _has_passes_within(block: nn.Module) -> bool:
+    """Whether parts of a block are gathered by themselves, at its calls."""
+    return any(isinstance(part, FSDPModule) for part in block.modules() if part is not block)
+
+
+def _settings(block: nn.Module) -> list[Any]:
+    """What may be switched between calls of a block."""
+    return [
+        (part.training, [item for item in vars(part).values() if isinstance(item, bool | int | float | str)])
+        for part in block.modules()
+    ] + [item.requires_grad for item in block.parameters()]

@@ -36,7 +36,6 @@ from autolaunch_strategies.tensor.views import plain
 from autolaunch_strategies.torch_private.calls import no_weak_references
 from autolaunch_strategies.torch_private.pretended import (
     addresses_of_fakes,
-    backward_passes_told,
     meshes_outside,
     own_chunk_alone,
     pretended_group,
@@ -113,7 +112,7 @@ def pretend(
     if replays:
         try:
             return _pretend(training, rank, world, until, replays=True)
-        except Unlike as reason:
+        except (Unlike, Exception) as reason:  # if it was not for the replays, that is told of the whole step
             log.debug("rank %d is run block by block: %s", rank, reason)
     return _pretend(training, rank, world, until, replays=False)
 
@@ -160,9 +159,7 @@ def _pretend(training: Training, rank: int, world: World, until: Way | None, rep
         trainer = _OneStep(training, applied, module, step, batch, precision, trace)
         trainer.warm_up()
         if replays and not _splits_backward(parallel):
-            taken = Replays(trace)
-            taken.take_over(applied.blocks)
-            stack.enter_context(backward_passes_told(taken.passes))
+            Replays(trace, averages=applied.data_parallel.average is not None).take_over(applied.blocks)
         with trace.listening(), step.around():
             trainer.run()
         trainer.name_all()

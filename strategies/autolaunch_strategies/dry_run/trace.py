@@ -152,10 +152,9 @@ class Trace(TorchDispatchMode):
                 self._kinds[numbers[number]] = kinds.get(number, ACTIVATIONS)
                 self._resize(numbers[number], size)
 
-    def take_as_freed(self, tensor: Any, held: Iterable[Any]) -> None:
-        """Count the storage of a tensor no longer, unless it is that of one that is `held`."""
-        number = self._number(tensor)
-        if number is not None and number not in map(self._number, held):
+    def take_as_freed(self, tensor: Any) -> None:
+        """Count the storage of a tensor no longer."""
+        if (number := self._number(tensor)) is not None:
             self._resize(number, 0)
 
     def _number(self, tensor: Any) -> int | None:

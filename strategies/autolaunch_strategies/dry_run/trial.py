@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autolaunch_strategies.dry_run.trace import Apart, Event, Exchange, Trace, local_of
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
-from autolaunch_strategies.torch_private.backward import run_backward
+from autolaunch_strategies.torch_private.backward import run_backward, version_of
 from autolaunch_strategies.torch_private.meshes import of_local, sharded_as
 from autolaunch_strategies.torch_private.modes import without_autocast
 from autolaunch_strategies.torch_private.tracing import has_no_values
@@ -75,9 +76,10 @@ class Like:
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor among the arguments of a call that needs a gradient."""
+    """A tensor among the arguments of a call."""
 
     like: Like
+    needs_gradient: bool
     shard: tuple[Any, ...] = ()
     """Of one whose sequence is sharded: how."""
 
@@ -114,7 +116,7 @@ class Tried:
     given: tuple[int | None, ...] = ()
     """Storages of the gradients of outputs that there are."""
     to_inputs: tuple[Like | int | None, ...] = ()
-    """The gradient of each `Input`; a number: it is that one of those that were given."""
+    """The gradient of each `Input`; a number: it is that one of those that were given; None: it has none."""
     to_parameters: tuple[Like | None, ...] = ()
     of_parameters: tuple[int | None, ...] = ()
     """Storages of gradients of parameters that had none before."""
@@ -130,13 +132,13 @@ class Arguments:
     """What a call is given."""
 
     leaves: list[Any]
-    """An `Input` for each tensor that needs a gradient, everything else as it is."""
+    """An `Input` for each tensor, everything else as it is."""
     spec: TreeSpec
 
     @classmethod
     def of(cls, leaves: Sequence[Any], spec: TreeSpec) -> Arguments:
         """Of a call."""
-        return cls([_input(leaf) if needs_gradient(leaf) else leaf for leaf in leaves], spec)
+        return cls([_input(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
     @property
     def key(self) -> Hashable:
@@ -190,7 +192,7 @@ class Trial:
                 raise Unlike(f"{type(error).__name__}: {error}") from error
         if apart.alive:
             raise Unlike(f"{len(apart.alive)} tensors of a block outlive its backward pass")
-        if _attributes(self.module) != before:
+        if not _are_same(_attributes(self.module), before):
             raise Unlike("a call changes attributes")
         return tried
 
@@ -208,21 +210,20 @@ class Trial:
         self, apart: Apart, backward: _Backward, gradients: Sequence[Like | None] | None
     ) -> tuple[Tried, torch.Tensor | None]:
         """(what the forward pass did, where the backward pass begins)."""
-        trace = self.trace
+        trace, number = self.trace, self.trace.number_apart
         with torch.set_grad_enabled(self.differentiates), self.autocast():
             leaves = [
                 self._fresh(item, backward) if isinstance(item, Input) else item for item in self.arguments.leaves
             ]
-            storages = [
-                trace.number_apart(opened(leaf))
-                for leaf, item in zip(leaves, self.arguments.leaves, strict=True)
-                if isinstance(item, Input)
-            ]
+            fresh = [opened(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            storages, versions = [number(tensor) for tensor in fresh], [version_of(tensor) for tensor in fresh]
             begin = len(apart.events)
             args, kwargs = tree_unflatten(leaves, self.arguments.spec)
             returned, spec = tree_flatten(self.forward(*args, **kwargs))
-            del args, kwargs
-            outputs = [self._output(item, leaves) for item in returned]
+            if not self._are_given(leaves, args, kwargs) or [version_of(tensor) for tensor in fresh] != versions:
+                raise Unlike("it changes what it is given")
+            del args, kwargs, fresh
+            outputs = [self._output(item, leaves, storages) for item in returned]
             roots = [opened(item) for item, out in zip(returned, outputs, strict=True) if out.is_differentiable]
             events, exchanges = tuple(apart.events[begin:]), tuple(apart.exchanges)
             backward.likes = [output.like for output in outputs if output.is_differentiable]
@@ -233,8 +234,13 @@ class Trial:
         if len(set(made)) < len(made):
             raise Unlike("outputs share memory")
         outputs = [replace(output, is_kept=output.storage in apart.alive) for output in outputs]
-        inputs = tuple(number if number in apart.alive else None for number in storages)
+        inputs = tuple(storage if storage in apart.alive else None for storage in storages)
         return Tried(events, exchanges, inputs, tuple(outputs), spec), start
+
+    def _are_given(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> bool:
+        """Whether arguments hold what they held, and nothing else."""
+        now, spec = tree_flatten((args, kwargs))
+        return spec == self.arguments.spec and all(map(operator.is_, now, leaves))
 
     def _backward(
         self,
@@ -248,6 +254,9 @@ class Trial:
         number = self.trace.number_apart
         for alias, like in zip(aliases, there, strict=False):
             alias.parameter.grad = None if like is None else like.make()
+        leaves = _leaves_behind(start)
+        if not leaves <= {*backward.roots, *(id(alias.parameter) for alias in aliases)}:
+            raise Unlike("its backward pass reaches other parameters than its own")
         before = {number(alias.parameter.grad) for alias in aliases if alias.parameter.grad is not None}
         with without_autocast("cpu"):
             run_backward(start)
@@ -259,6 +268,7 @@ class Trial:
         if len({*of_inputs, *of_parameters}) < len(of_inputs) + len(of_parameters):
             raise Unlike("gradients share memory")
         backward.to_inputs.clear()
+        backward.roots.clear()
         return replace(
             tried,
             backward=events,
@@ -270,20 +280,24 @@ class Trial:
         )
 
     def _fresh(self, item: Input, backward: _Backward) -> torch.Tensor:
-        """What is given in place of an argument."""
-        tensor = item.like.make().requires_grad_()
-        if self.differentiates:
-            tensor = _Catches.apply(tensor, backward, backward.next_input())
+        """What is given in place of an argument: held by nothing but what keeps it."""
+        if item.needs_gradient and self.differentiates:
+            root = torch.empty(0, requires_grad=True)
+            backward.roots[id(root)] = root
+            tensor = _Catches.apply(root, item.like, backward)
+        else:
+            tensor = item.like.make().requires_grad_(item.needs_gradient)
+        backward.inputs += 1
         return SequenceShard.of(tensor, *item.shard) if item.shard else tensor
 
-    def _output(self, item: Any, given: Sequence[Any]) -> Output:
+    def _output(self, item: Any, given: Sequence[Any], storages: Sequence[int | None]) -> Output:
         if isinstance(item, torch.Tensor):
             for place, leaf in enumerate(given):
                 if item is leaf:
                     return Output(given=place)
             tensor = opened(item)
             number = self.trace.number_apart(tensor)
-            if number is None:
+            if number is None or number in storages:
                 raise Unlike("it returns a view of what it is given")
             return Output(Like.of_made(tensor), number, tensor.requires_grad, _shard(item))
         if not isinstance(item, CONSTANTS):
@@ -315,20 +329,18 @@ class _Backward:
     """How many events there were when it began."""
     to_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     inputs: int = 0
-
-    def next_input(self) -> int:
-        """The place of one more input."""
-        self.inputs += 1
-        return self.inputs - 1
+    """How many there are so far."""
+    roots: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What inputs that need gradients hang on, by id."""
 
 
 class _Catches(torch.autograd.Function):
     """An input whose gradient is kept."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, backward: _Backward, place: int) -> torch.Tensor:
-        ctx.kept, ctx.place = backward, place
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, root: torch.Tensor, like: Like, backward: _Backward) -> torch.Tensor:
+        ctx.kept, ctx.place = backward, backward.inputs
+        return like.make()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -394,7 +406,7 @@ def needs_gradient(leaf: Any) -> bool:
 
 
 def _input(leaf: torch.Tensor) -> Input:
-    return Input(Like.of(opened(leaf)), _shard(leaf))
+    return Input(Like.of(opened(leaf)), needs_gradient(leaf), _shard(leaf))
 
 
 def _shard(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -404,21 +416,40 @@ def _shard(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _key(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return "no gradient", _input(leaf)
     if not isinstance(leaf, (Input, *CONSTANTS)):
         raise Unlike(f"it is given a {type(leaf).__name__}")
     return type(leaf), leaf
 
 
-def _attributes(module: nn.Module) -> dict[Any, Any]:
-    """What a call may not change: constants by value, others by who they are and how much they hold."""
+def _leaves_behind(start: torch.Tensor) -> set[int]:
+    """Ids of the tensors to which a backward pass adds gradients."""
+    found: set[int] = set()
+    nodes, seen = [start.grad_fn], set[Any]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+def _attributes(module: nn.Module) -> dict[Any, tuple[Any, int]]:
+    """What a call may not change: attributes, and how much those hold that can be added to."""
     return {
-        (name, key): (id(part), item if isinstance(item, CONSTANTS) else id(item), _length(item))
+        (name, key): (item, len(item) if isinstance(item, list | dict | set) else 0)
         for name, part in module.named_modules()
         for key, item in [*vars(part).items(), *part._buffers.items()]
     }
 
 
-def _length(item: Any) -> int:
-    return len(item) if isinstance(item, list | dict | set | tuple) else 0
+def _are_same(one: dict[Any, tuple[Any, int]], other: dict[Any, tuple[Any, int]]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    pairs = [(one[key], other[key]) for key in one]
+    return all(
+        length == before_length and (item is before or (isinstance(item, CONSTANTS) and item == before))
+        for (item, length), (before, before_length) in pairs
+    )

@@ -138,11 +138,13 @@ def _first_sharded(values: Any) -> DTensor | None:
 
 def _has_whole(values: Any) -> bool:
     """Whether a tensor that is none of a mesh is among the arguments of a torch function (which knows lists only)."""
-    return any(
-        _has_whole(value) if type(value) in (list, tuple) else not isinstance(value, DTensor)
-        for value in values
-        if isinstance(value, torch.Tensor | list | tuple)
-    )
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, DTensor):
+                return True
+        elif isinstance(value, list | tuple) and _has_whole(value):
+            return True
+    return False
 
 
 @lru_cache(maxsize=256)

@@ -49,6 +49,11 @@ def is_differentiating() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def number_of_backward() -> int:
+    """The number of the backward pass that runs in this thread; -1 if none does."""
+    return torch._C._current_graph_task_id()
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor, or what it is a view of, was changed in place; -1 for those of inference mode."""
     return -1 if tensor.is_inference() else tensor._version

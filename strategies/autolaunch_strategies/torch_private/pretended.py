@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -132,26 +132,26 @@ def addresses_of_fakes() -> Iterator[None]:
         torch.UntypedStorage.data_ptr = of_storage  # type: ignore[method-assign]  # as it was
 
 
-@contextmanager
-def backward_passes_told(running: list[Sequence[torch.Tensor | None]]) -> Iterator[None]:
-    """Within it `running` holds the gradients that each backward pass began with, the innermost pass last."""
-    places: tuple[Any, ...] = (torch.autograd, torch.autograd.graph)
-    own = torch.autograd.graph._engine_run_backward
+def has_one_owner(tensor: Any) -> bool:
+    """Whether neither a tensor nor its memory is held by anything in C++ but who asks, who has it from Python."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    storage = local.untyped_storage()
+    owners = torch._C._storage_Use_Count(storage._cdata) - local._is_view()
+    return tensor._use_count() == local._use_count() == 1 and owners == 2
 
-    def run(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        running.append(gradients)
-        try:
-            return own(outputs, gradients, *args, **kwargs)
-        finally:
-            running.pop()
 
-    for place in places:
-        place._engine_run_backward = run
-    try:
-        yield
-    finally:
-        for place in places:
-            place._engine_run_backward = own
+def reaches_all(context: Any) -> bool:
+    """Whether the backward pass that runs goes on to all that a function of autograd was given.
+
+    Args:
+        context: of the function, in its backward pass.
+    """
+    return all(torch._C._will_engine_execute_node(node) for node, _ in context.next_functions if node is not None)
+
+
+def keeps_otherwise() -> bool:
+    """Whether what is kept for a backward pass goes through hooks now, as within a checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @contextmanager

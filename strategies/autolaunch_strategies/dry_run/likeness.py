@@ -1,0 +1,142 @@
+"""Which blocks are alike: by all that hangs on them, down to functions and what these have closed over."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autolaunch_strategies.dry_run.trial import CONSTANTS, Like, Unlike
+from autolaunch_strategies.model.blocks import Block
+
+_MOST = 20_000
+"""Objects of one block that are looked at."""
+_OUTSIDE = ("__composable_api", "_compiled_call_impl")
+"""Beginnings of names of attributes of a block that are for what stands around its forward."""
+
+
+def kinds_of(blocks: Iterable[Block]) -> dict[Hashable, list[nn.Module]]:
+    """Blocks by what they have in common, in order. The number of a block where each has its own is no difference.
+
+    Raises:
+        Unlike: there is something of which it can't be told.
+    """
+    of_class: dict[type, list[Block]] = {}
+    for block in blocks:
+        of_class.setdefault(type(block.module), []).append(block)
+    kinds: dict[Hashable, list[nn.Module]] = {}
+    for alike in of_class.values():
+        numbers, shared = _places_of_numbers(alike), _Shared()
+        for block in alike:
+            _described(block.module, numbers, shared)
+        shared.is_known = True
+        for block in alike:
+            kinds.setdefault(_described(block.module, numbers, shared), []).append(block.module)
+    return kinds
+
+
+def _places_of_numbers(blocks: list[Block]) -> set[tuple[str, str]]:
+    """(part, attribute) where each of several blocks has its own number."""
+    places: list[set[tuple[str, str]]] = []
+    for block in blocks:
+        number = next((int(part) for part in reversed(block.name.split(".")) if part.isdigit()), None)
+        places.append(
+            {
+                (name, key)
+                for name, part in block.module.named_modules()
+                for key, item in vars(part).items()
+                if type(item) is int and item == number
+            }
+        )
+    return set.intersection(*places) if len(blocks) > 1 else set()
+
+
+class _Shared:
+    """Objects that hang on several blocks, such as what knows all of a model: they are no difference."""
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self._owners: dict[int, tuple[nn.Module, Any]] = {}
+        self._items: set[int] = set()
+
+    def has(self, item: Any, block: nn.Module) -> bool:
+        """Whether it is one of them; until all are known, whether it is now known to be one."""
+        if not self.is_known:
+            owner, _ = self._owners.setdefault(id(item), (block, item))
+            if owner is not block:
+                self._items.add(id(item))
+        return id(item) in self._items
+
+
+def _described(block: nn.Module, numbers: set[tuple[str, str]], shared: _Shared) -> Hashable:
+    description = _Description(block, shared)
+    return tuple(
+        (
+            name,
+            type(part),
+            tuple(
+                (key, description.of(list(item.values()) if "_hooks" in key and isinstance(item, dict) else item))
+                for key, item in vars(part).items()
+                if (name, key) not in numbers and "state_dict" not in key and (name or not _is_outside(key))
+            ),
+        )
+        for name, part in block.named_modules()
+    )
+
+
+def _is_outside(key: str) -> bool:
+    return key.startswith(_OUTSIDE) or "_hooks" in key
+
+
+class _Description:
+    """What objects are, by what they hold: those that only who they are tells apart are themselves."""
+
+    def __init__(self, block: nn.Module, shared: _Shared) -> None:
+        self._block, self._shared = block, shared
+        self._parts = {id(part): name for name, part in block.named_modules()}
+        self._seen: dict[int, tuple[int, Any]] = {}
+        """Number, and the object, which keeps its id its own."""
+
+    def of(self, item: Any) -> Hashable:
+        if isinstance(item, CONSTANTS):
+            return type(item), item
+        if isinstance(item, nn.Module):
+            return nn.Module, self._parts.get(id(item), id(item))
+        if isinstance(item, torch.Tensor):
+            return Like.of(item), item.requires_grad
+        if isinstance(item, type | types.BuiltinFunctionType) or (
+            isinstance(item, types.FunctionType) and item.__closure__ is None
+        ):
+            return item
+        if id(item) in self._seen:
+            return self._seen[id(item)][0]
+        if not isinstance(item, tuple) and self._shared.has(item, self._block):
+            return "shared", id(item)
+        if len(self._seen) > _MOST:
+            raise Unlike("more hangs on a block than can be compared")
+        self._seen[id(item)] = len(self._seen), item
+        return self._by_content(item)
+
+    def _by_content(self, item: Any) -> Hashable:
+        if isinstance(item, list | tuple):
+            return type(item), tuple(map(self.of, item))
+        if isinstance(item, Mapping):
+            return type(item), tuple((self.of(key), self.of(value)) for key, value in item.items())
+        if isinstance(item, set | frozenset):
+            return type(item), frozenset(map(self.of, item))
+        if isinstance(item, functools.partial):
+            return functools.partial, self.of(item.func), self.of(item.args), self.of(item.keywords)
+        if isinstance(item, types.MethodType):
+            return types.MethodType, self.of(item.__self__), self.of(item.__func__)
+        if isinstance(item, types.FunctionType):
+            return item.__code__, self.of(item.__defaults__), self.of(item.__kwdefaults__), self._closed_over(item)
+        if type(item).__hash__ not in (None, object.__hash__):
+            return item  # by value
+        return (type(item), self.of(vars(item))) if hasattr(item, "__dict__") else id(item)
+
+    def _closed_over(self, function: types.FunctionType) -> tuple[Hashable, ...]:
+        return tuple(self.of(cell.cell_contents) for cell in function.__closure__ or ())
