@@ -412,8 +412,8 @@ def _put_activations(
         put("activations", "input", flying * inputs, kind)
         put("other", "works", sequences * (saved - kept + peak), kind)
         put("other", "repeats", sequences * (saved - inputs + peak), kind)
-        late = of(part.late_bytes, part.sharded_late_bytes, ones)
         put("other", "converts", converts * _largest_converted(part, c, sequences), kind)
+        late = of(part.late_bytes, part.sharded_late_bytes, ones)
         # Compiled blocks put the gradients of their weights off in no schedule.
         put("other", "late", ~compiled * sequences * late, kind)
         put("activations", "waits", ~compiled * sequences * _put_off(part, profile, recipe, c), kind)

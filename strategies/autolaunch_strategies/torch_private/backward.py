@@ -17,7 +17,7 @@ class AfterBackward:
 
     def arm(self, *_: Any) -> None:
         """Called within a backward pass, any number of times. One that failed halfway leaves nothing behind."""
-        current = torch._C._current_graph_task_id()
+        current = number_of_backward()
         if current != self._armed:
             self._armed = current
             torch.autograd.Variable._execution_engine.queue_callback(self._function)
@@ -46,7 +46,7 @@ def run_backward_of(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.T
 
 def is_differentiating() -> bool:
     """Whether a backward pass is on its way in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return number_of_backward() != -1
 
 
 def number_of_backward() -> int:

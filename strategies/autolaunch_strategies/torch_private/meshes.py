@@ -85,7 +85,7 @@ def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
     `DTensor.from_local` would move it to the kind of device that the mesh has, away from host memory.
     """
-    return _from_local_no_grad(local.detach(), tensor._spec)
+    return of_local(local.detach(), sharded_as(tensor))
 
 
 def local_shape(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> tuple[int, ...]:
