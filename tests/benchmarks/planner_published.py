@@ -140,7 +140,7 @@ def _published(row: dict[str, str]) -> Published | None:
         backend=CP_BACKENDS.index(ring) if cp > 1 else 0,
         ulysses=cp if ring == "ulysses" else 1,
     )
-    torch_stack = "torch_2024" if _is_torch(row, note) else "megatron"
+    torch_stack = ("torch" if "cudnn" in note else "torch_2024") if _is_torch(row, note) else "megatron"
     stack = torch_stack if profile.kinds[0].attention else "megatron_2021"
     hardware = _hardware(row, devices, stack)
     seconds = _seconds(row, note, profile, recipe, candidate, devices)
@@ -227,14 +227,16 @@ def _recipe(row: dict[str, str], note: str, batch: int, level: int) -> Recipe:
         4 if torch_native else 2,
         2 if compute == "fp16" else 4,
         8 if torch_native else 12,
+        "rowwise" in note,
     )
 
 
 @functools.cache
-def _cached_recipe(batch: int, compute: str, parameter: int, gradient: int, optimizer: int) -> Recipe:
+def _cached_recipe(batch: int, compute: str, parameter: int, gradient: int, optimizer: int, rowwise: bool) -> Recipe:
     return Recipe(
         batch_size=batch,
         compute=compute,
+        rowwise=rowwise,
         parameter_bytes=parameter,
         gathered_bytes=2,
         gradient_bytes=gradient,
@@ -283,7 +285,11 @@ def _replicate(note: str, size: int) -> int:
 
 
 POWER = {"h100": 700.0, "h200": 700.0, "a100": 400.0}
-"""Watts of the usual kind; a device that is limited to fewer is slower by the square root."""
+"""Watts of the usual kind."""
+LIMITED = 0.75
+"""A device that is limited to fewer watts is slower by the ratio to this power, as products of 8,192 in bf16 are: 585
+TFLOP/s on an H100 of 500 W (pytorch/FBGEMM, pull request 2546), 755 with the same multiprocessors at 700 W (`stacks`);
+the 114 of an H100 PCIe, 350 W, reach 433 (pytorch/ao, pull request 3342), which is 0.75, too, for each of them."""
 
 
 def _hardware(row: dict[str, str], devices: int, stack: str) -> Hardware:
@@ -315,7 +321,7 @@ def _device(gpu: str, memory: float, stack: str) -> Hardware:
         hardware = dataclasses.replace(hardware, intra=Link(200e9, hardware.intra.latency_s))
     watts = re.search(r"(\d+)w\b", gpu)
     if watts and found in POWER:
-        factor = min(math.sqrt(float(watts[1]) / POWER[found]), 1.0)
+        factor = min((float(watts[1]) / POWER[found]) ** LIMITED, 1.0)
         hardware = dataclasses.replace(hardware, flops={key: value * factor for key, value in hardware.flops.items()})
     return hardware
 

@@ -424,7 +424,10 @@ def test_a_loss_of_ones_own() -> None:
         ),
         ({"dp": {"param_dtype": "bf16"}, "precision": "bf16-mixed"}, {"cast_bytes": 0, "reduce_bytes": 2}),
         ({"optimizer": "torch.optim.SGD", "momentum": 0.9}, {"optimizer_bytes": 4}),
-        ({"precision": "bf16-mixed", "float8": True}, {"compute": "fp8", "cast_bytes": 2, "gathers_casts": True}),
+        (
+            {"precision": "bf16-mixed", "float8": "tensorwise"},
+            {"compute": "fp8", "cast_bytes": 2, "gathers_casts": True},
+        ),
     ],
 )
 def test_recipes(arguments: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -193,7 +193,12 @@ def test_exchanges_of_mp() -> None:
         model(block, 1), PLAIN, machine(), mp=[1, 8, 8, 8], sequence_parallel=[0, 0, 1, 0], recompute=[0, 0, 0, 1]
     )
     once = 2 * 7 / 8 * 8e8 / 1e11  # all-reduce of eight sequences in one
-    assert found.parts["mp"] == pytest.approx([0, 4 * once, 4 * once, 6 * once])
+    in_order = 2 * 2 * 8e8 / 1e12  # what they gather and what is scattered is copied: read and written
+    assert found.parts["mp"] == pytest.approx([0, 4 * once, 4 * (once + in_order), 6 * once])
+    one_by_one = of(model(block, 1), PLAIN, machine(), mp=8, sequence_parallel=1, microbatches=8)
+    assert one_by_one.parts["mp"] == pytest.approx(4 * (once + in_order / 2))  # one sequence is gathered in order
+    megatron = of(model(block, 1), PLAIN, machine(stack="megatron"), mp=8, sequence_parallel=1)
+    assert megatron.parts["mp"] == pytest.approx(4 * once)
 
 
 def test_exchanges_of_mp_beyond_a_domain_go_through_its_own_links() -> None:

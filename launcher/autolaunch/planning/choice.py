@@ -58,7 +58,7 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
         # What a module of one's own computes is not known; the first step of a pipeline would tell.
         mean_loss=not config["module"] and config["model"].get("loss") != "output",
         tf32=config["matmul_precision"] in ("high", "medium"),
-        float8=config["precision"] in FLOAT8_RECIPES,
+        float8=FLOAT8_RECIPES.get(config["precision"]),
     )
     return profile, recipe
 

@@ -353,3 +353,5 @@ class Recipe:
     """Whether sharded weights of linear layers are gathered in the type of those copies, which are not made then."""
     full: str = "fp32"
     """The one of `COMPUTE_TYPES` in which factors are multiplied that are fp32."""
+    rowwise: bool = False
+    """Whether matrices in fp8 have a scale for each row, not one."""

@@ -29,7 +29,7 @@ def recipe_of(
     trained: float = 1.0,
     mean_loss: bool = True,
     tf32: bool = False,
-    float8: bool = False,
+    float8: str | None = None,
 ) -> Recipe:
     """The recipe of a job.
 
@@ -42,7 +42,7 @@ def recipe_of(
         trained: share of the parameters that can be trained that the optimizer has.
         mean_loss: whether the loss is a mean over samples.
         tf32: whether products of fp32 are computed in TF32.
-        float8: whether linear layers of blocks multiply in float8.
+        float8: torchao's recipe by which linear layers of blocks multiply in float8, if they do.
 
     Raises:
         ConfigError: an unknown precision.
@@ -62,6 +62,7 @@ def recipe_of(
     return Recipe(
         batch_size=batch_size,
         compute=full if compute == "fp32" else "fp32" if compute == "fp64" else compute,
+        rowwise=float8 == "rowwise",
         full=full,
         parameter_bytes=_BYTES[stored],
         gathered_bytes=_BYTES[gathered],

@@ -55,6 +55,12 @@ layouts, one for each pass. Inputs and weights forward, gradients backward: besi
 the larger the matrices are, the less of the time it is. Of the four layers of a block of 70B on 8 ranks (16,384 rows)
 that makes 1.15, 1.1, 1.5 and 1.4 times the speed of bf16; on an H100 they had 1.1, 1.4, 1.7 and 1.7, forward and
 backward, compiled, one scale for each row (pytorch/ao, pull request 2185)."""
+FP8_ROW_S = 4.7e-12
+"""Device seconds that an element takes longer where each row has a scale: inputs, weights and gradients are needed in
+two layouts, and the rows of the second one are the columns of the first, so that its kernels run against the memory's
+order. Of Llama 3 8B on 8 devices torchao's docs (workflows/training.md; torch 2.7 on H100, 2.9 on B200) have 6,768 and
+8,640 tokens per second with a scale for each row, 7,690 and 10,417 with one for a matrix: about as many seconds for
+an element on either, whatever its memory's bandwidth."""
 FP8_MULTIPLE = 16
 """Of which both sides of a weight must be multiples to be multiplied in fp8."""
 FP8_EAGER_CAST, FP8_EAGER_KERNELS = 40, (33, 77)
@@ -154,13 +160,14 @@ class _Device:
 
     Args:
         kind: the type of products.
+        rowwise: whether those in fp8 have a scale for each row.
     """
 
-    def __init__(self, kind: str, hardware: Hardware) -> None:
+    def __init__(self, kind: str, hardware: Hardware, rowwise: bool = False) -> None:
         constants = hardware.constants
         flops = hardware.flops
         peak = hardware.peak(kind)
-        self.is_fp8 = kind == "fp8"
+        self.is_fp8, self.row_s = kind == "fp8", FP8_ROW_S * rowwise
         half = "bf16" if self.is_fp8 else kind
         self.attention_rate = (flops.get(half) or peak) * constants.attention
         self.matmul_rate = peak * constants.matmul * (constants.fp8 if self.is_fp8 else 1.0)
@@ -178,12 +185,23 @@ class _Device:
         if not self.is_fp8:
             return 0.0, 0.0
         fused = inputs + weights if self.casts_weights else inputs
-        forward, backward = fused * FP8_CAST, outputs * FP8_CAST
+        cast_s = FP8_CAST / self.memory_rate + self.row_s
+        forward, backward = fused * cast_s, outputs * cast_s
         if self.is_torch:
             alone = (inputs + weights) * FP8_EAGER_CAST
-            forward = np.where(compiled, forward, alone)
-            backward = np.where(compiled, backward, alone + 2 * outputs * FP8_EAGER_CAST)
-        return forward / self.memory_rate, backward / self.memory_rate
+            forward = np.where(compiled, forward, alone / self.memory_rate)
+            backward = np.where(compiled, backward, (alone + 2 * outputs * FP8_EAGER_CAST) / self.memory_rate)
+        return forward, backward
+
+    def reordered(self, gathered: Floats, scattered: Floats, batch: Floats) -> Floats:
+        """Seconds to copy what is gathered and what is scattered along sequences, bytes of each.
+
+        Collectives know the first dim alone: torch puts what several sequences gather in order, and always what is
+        scattered (`all_gather_single`, `reduce_scatter_single` of torch.distributed._functional_collectives). Those of Megatron
+        have the sequence first.
+        """
+        copied = np.where(batch > 1, gathered, 0.0) + scattered
+        return 2 * copied / self.memory_rate if self.is_torch else np.zeros_like(copied)
 
     def matmul(self, rows: Floats, inner: Floats, columns: Floats, count: Floats, together: bool) -> Floats:
         """Seconds of `count` products [rows, inner] x [inner, columns]; `together`: in one kernel, not one by one."""
@@ -288,7 +306,7 @@ def _part_costs(
     constants = hardware.constants
     # Heads, experts in stacks and products without a weight stay what they are beside layers of fp8.
     device = _Device("bf16" if recipe.compute == "fp8" else recipe.compute, hardware)
-    fp8 = _Device("fp8", hardware) if recipe.compute == "fp8" and is_block else device
+    fp8 = _Device("fp8", hardware, recipe.rowwise) if recipe.compute == "fp8" and is_block else device
     fp32 = device if recipe.compute in ("fp32", "tf32") else _Device(recipe.full, hardware)
     zero = np.zeros_like(ways.batch)
     whole_share = 1 / np.where(ways.sequence_parallel, ways.mp, 1.0)
@@ -342,8 +360,8 @@ def _part_costs(
     weights = weights + of_experts
     # What is gathered as a copy is cast in shards, which takes a small part of that.
     in_shards = np.where(ways.sharded, part.linear_share * recipe.gathers_casts, 0.0)
-    copied = weights * (1 - in_shards) + of_experts * in_shards
-    cast = copied * (recipe.gathered_bytes + recipe.cast_bytes) if recipe.cast_bytes else zero
+    cast_alone = weights * (1 - in_shards) + of_experts * in_shards
+    cast = cast_alone * (recipe.gathered_bytes + recipe.cast_bytes) if recipe.cast_bytes else zero
     gradients = (
         weights * recipe.trained * part.trained * (recipe.gradient_bytes + ways.accumulates * recipe.gradient_bytes)
     )
@@ -360,8 +378,9 @@ def _part_costs(
         scattered, scattered_b = (
             collective_time(hardware, "reduce_scatter", ways.mp, 1, item) for item in (size, wide)
         )
-        reduced = np.where(ways.sequence_parallel, gathered + scattered, reduced)
-        reduced_b = np.where(ways.sequence_parallel, gathered_b + scattered_b, reduced_b)
+        copied, copied_b = (device.reordered(*sizes, ways.batch) for sizes in ((wide, size), (size, wide)))
+        reduced = np.where(ways.sequence_parallel, gathered + scattered + copied, reduced)
+        reduced_b = np.where(ways.sequence_parallel, gathered_b + scattered_b + copied_b, reduced_b)
     mp_f, mp_b = (part.exchanges * item * max(1 - constants.hidden_mp, 0.0) for item in (reduced, reduced_b))
     of_mixtures = zero
     if part.expert_parameters:  # each rank of mp has a part of them; compiled, it gathers the others
