@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from autolaunch_strategies.data_parallel.gradients import GradientAverage
+from autolaunch_strategies.data_parallel.groups import GradientGroup
 from tests.support.ranks import start, torchrun
 
 SCRIPT = """
@@ -117,3 +121,20 @@ def test_passes_that_raised_leave_nothing_behind(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     done = start(torchrun(2, str(script)), timeout=120)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_gradients_that_were_averaged_are_not_divided_again() -> None:
+    """Of experts, whose gradients come from more ranks than average them: loops that accumulate average every pass."""
+    weight, frozen = (torch.nn.Parameter(torch.ones(2), requires_grad=trained) for trained in (True, False))
+    average = GradientAverage({weight: GradientGroup(None, 4), frozen: GradientGroup(None, 4)})
+    for expected in (1.0, 2.0):
+        (4 * weight).sum().backward()
+        average.finish()
+        assert weight.grad is not None and weight.grad.tolist() == [expected] * 2
+    frozen.requires_grad_(True)
+    (4 * frozen).sum().backward()
+    average.finish()
+    assert frozen.grad is not None and frozen.grad.tolist() == [1.0] * 2
+    average.remove()
+    (4 * weight).sum().backward()
+    assert weight.grad.tolist() == [6.0] * 2

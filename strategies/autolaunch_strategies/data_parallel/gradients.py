@@ -55,6 +55,9 @@ class GradientAverage:
             _when_accumulated(parameter, partial(self._gradient_ready, place))
             for place, parameter in enumerate(self._groups)
         ]
+        self._hooks += [
+            _when_computed(parameter, group.share) for parameter, group in self._groups.items() if group.share != 1
+        ]
 
     def when_accumulated(self, hook: Callable[[nn.Parameter], None]) -> None:
         """Call a hook with each parameter whose gradient has been added up, also of those that are trained later."""
@@ -95,9 +98,8 @@ class GradientAverage:
         for _, _, work in self._running:
             if work is not None:
                 work.wait()
-        for divisor in {bucket.group.divisor for bucket, _, _ in self._running}:
-            flats = [packed.flat for bucket, packed, _ in self._running if bucket.group.divisor == divisor]
-            torch._foreach_div_(flats, divisor)
+        for size in {bucket.group.size for bucket, _, _ in self._running}:
+            torch._foreach_div_([packed.flat for bucket, packed, _ in self._running if bucket.group.size == size], size)
         for _, packed, _ in self._running:
             packed.unpack()
         if len(self._seen) < len(self._groups):
@@ -157,10 +159,28 @@ def _comes_in_parts(parameter: nn.Parameter) -> ConfigError:
 
 
 def _when_accumulated(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
-    """Call a hook when a gradient has been added up; frozen parameters, which take no hooks, may be trained later."""
+    """Call a hook when a gradient has been added up."""
+    return _hooked(parameter, lambda: parameter.register_post_accumulate_grad_hook(hook))
+
+
+def _when_computed(parameter: nn.Parameter, factor: float) -> RemovableHandle:
+    """Multiply each new gradient, before it is added to what there is.
+
+    What is averaged is the same on all ranks, so that its mean is itself and later passes add to it; of sums that are
+    divided by another number than there are ranks that would not be so.
+    """
+
+    def scaled(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else gradient * factor  # None where no token came
+
+    return _hooked(parameter, lambda: parameter.register_hook(scaled))
+
+
+def _hooked(parameter: nn.Parameter, register: Callable[[], RemovableHandle]) -> RemovableHandle:
+    """Frozen parameters take no hooks, and may be trained later."""
     trained = parameter.requires_grad
     parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(hook)
+    handle = register()
     parameter.requires_grad_(trained)
     return handle
 

@@ -30,6 +30,16 @@ class GradientGroup:
         return cls(ranks, 1 if ranks is None else ranks.size(), mesh.sharding_mesh() if sharded else None)
 
     @property
+    def size(self) -> int:
+        """How many they are."""
+        return 1 if self.ranks is None else self.ranks.size()
+
+    @property
+    def share(self) -> float:
+        """Of a rank's gradient, so that the mean over the ranks of the group is the gradient."""
+        return self.size / self.divisor
+
+    @property
     def averages(self) -> bool:
         """Whether there is anything to do for a gradient."""
         return self.ranks is not None or self.divisor > 1

@@ -197,8 +197,8 @@ class _Device:
         """Seconds to copy what is gathered and what is scattered along sequences, bytes of each.
 
         Collectives know the first dim alone: torch puts what several sequences gather in order, and always what is
-        scattered (`all_gather_single`, `reduce_scatter_single` of torch.distributed._functional_collectives). Those of Megatron
-        have the sequence first.
+        scattered (`all_gather_single`, `reduce_scatter_single` of torch.distributed._functional_collectives). Megatron
+        has the sequence first.
         """
         copied = np.where(batch > 1, gathered, 0.0) + scattered
         return 2 * copied / self.memory_rate if self.is_torch else np.zeros_like(copied)
