@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map
+
+from autolaunch_strategies.torch_private.checkpoints import set_element
 
 GroupNames = list[list[str]]
 """Names of the parameters in each group of one optimizer."""
@@ -101,26 +105,74 @@ def add_saved_groups(
 
 
 def room_for_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], prefix: str, stored: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    prefix: str,
+    stored: Mapping[str, Any],
+    paths: Mapping[str, Sequence[str | int]],
 ) -> dict[str, Any]:
-    """Room for everything that the checkpoint holds for this optimizer's parameters, sharded as they are."""
+    """Room for everything that the checkpoint holds for this optimizer's parameters, sharded as they are.
+
+    Args:
+        prefix: what names of this optimizer begin with.
+        stored: what is known of each value of the checkpoint, by name.
+        paths: name -> the keys and places that it was made of: values of lists and dicts are stored one by one.
+    """
     parameters = dict(_named(optimizer, names))
     room: dict[str, Any] = {}
     for full_name, metadata in stored.items():
         if not full_name.startswith(f"{prefix}state."):
             continue
-        name, _, _ = full_name.removeprefix(f"{prefix}state.").rpartition(".")
-        if name not in parameters:
+        path = tuple(paths.get(full_name, ("", full_name.removeprefix(prefix))))[1:]
+        parameter, _ = _of_parameter(str(path[0]), parameters)
+        if parameter is None:
             continue
-        parameter = parameters[name]
         value: Any = None
         if isinstance(metadata, TensorStorageMetadata):
             if metadata.size == parameter.shape and parameter.dim() > 0:
                 value = torch.zeros_like(parameter, dtype=metadata.properties.dtype, requires_grad=False)
             else:
                 value = torch.zeros(metadata.size, dtype=metadata.properties.dtype)
-        room[full_name.removeprefix(prefix)] = value
+        set_element(room, path, value)
     return room
+
+
+def _of_parameter(entry: str, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter | None, str]:
+    """(parameter, key) of an entry `state.<parameter>.<key>`; None where the parameter is no one's here."""
+    name = entry = entry.removeprefix("state.")
+    while (cut := name.rfind(".")) > 0:
+        name = name[:cut]
+        if name in parameters:
+            return parameters[name], entry[cut + 1 :]
+    return None, entry
+
+
+def moved_between(saved: Sequence[Iterable[Mapping[str, Any]]], wanted: Sequence[Iterable[str]]) -> str | None:
+    """What the state of a parameter is lost by, in words: another optimizer trains it than did.
+
+    Args:
+        saved: of every optimizer of the checkpoint its groups, with `names`.
+        wanted: of every optimizer here the names of its parameters, on all stages.
+    """
+    names_of = [{name for group in groups for name in group["names"]} for groups in saved]
+    for number, names in enumerate(wanted):
+        for name in sorted(names):
+            before = [other for other, known in enumerate(names_of) if name in known]
+            if before and number not in before:
+                return f"optimizer {before[0]} trained {name} there, and optimizer {number} does here"
+    return None
+
+
+def lost_in_checkpoints(optimizer: torch.optim.Optimizer) -> str | None:
+    """What of an optimizer's state no checkpoint brings back as it is, in words."""
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for key, state in optimizer.state.items():
+        if key not in parameters:
+            return f"keeps state under {key!r}, which is none of its parameters, and which is not saved"
+        for name, value in state.items() if isinstance(state, Mapping) else ():
+            if isinstance(value, Mapping) and not all(isinstance(inner, str) for inner in value):
+                return f"keeps a dict {name!r} with keys that are no texts, which are texts once it is loaded"
+    return None
 
 
 def fill_optimizer(
@@ -140,14 +192,9 @@ def fill_optimizer(
     parameters = dict(_named(optimizer, names))
     optimizer.state.clear()
     for full_name, value in values.items():
-        name, _, key = full_name.removeprefix("state.").rpartition(".")
-        parameter = parameters[name]
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and not isinstance(value, DTensor):
-            value = value.to(parameter.device)
-            if isinstance(parameter, DTensor):  # smaller than its parameter, e.g. a factored moment
-                mesh = parameter.device_mesh
-                value = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        optimizer.state[parameter][key] = value
+        parameter, key = _of_parameter(full_name, parameters)
+        assert parameter is not None, full_name
+        optimizer.state[parameter][key] = tree_map(partial(_where_it_is, parameter), value)
     options_of = {name: group["options"] for group in groups for name in group["names"]}
     mine = names_in_groups(optimizer, names)
     for group, number in zip(optimizer.param_groups, _numbers(mine, whole), strict=True):
@@ -160,6 +207,17 @@ def fill_optimizer(
         group = next(group for group in optimizer.param_groups if any(item is trained for item in group["params"]))
         if isinstance(step, torch.Tensor) and (group.get("capturable") or group.get("fused")):
             state["step"] = step.to(trained.device)
+
+
+def _where_it_is(parameter: nn.Parameter, value: Any) -> Any:
+    """A value of a parameter's state on the device of that."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or isinstance(value, DTensor):
+        return value
+    value = value.to(parameter.device)
+    if isinstance(parameter, DTensor):  # smaller than its parameter, e.g. a factored moment
+        mesh = parameter.device_mesh
+        return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return value
 
 
 def _named(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> Iterable[tuple[str, nn.Parameter]]:

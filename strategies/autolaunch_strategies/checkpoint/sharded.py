@@ -48,6 +48,8 @@ from autolaunch_strategies.checkpoint.optimizers import (
     GroupNames,
     add_saved_groups,
     fill_optimizer,
+    lost_in_checkpoints,
+    moved_between,
     optimizer_tensors,
     options,
     room_for_optimizer,
@@ -121,6 +123,8 @@ class CheckpointWriter:
             names = {parameter: name for name, parameter in module.named_parameters()}
             for index, optimizer in enumerate(optimizers):
                 tensors[f"optimizer_{index}"] = optimizer_tensors(optimizer, names)
+                if lost := lost_in_checkpoints(optimizer):
+                    warnings.warn(f"optimizer {index} ({type(optimizer).__name__}) {lost}", stacklevel=2)
                 order = None if optimizer_names is None else optimizer_names[index]
                 groups.append(whole_groups(optimizer, names, order, mesh.group("pp")))
         checkpoint[OURS] = {"optimizer_groups": groups, "by_dp_rank": _gather_by_dp_rank(checkpoint, mesh, random)}
@@ -232,7 +236,8 @@ def load_checkpoint(
         checkpoint = load_plain(path / METADATA, trust)
         ours = checkpoint.pop(OURS)
         reader = Reader(path, trust)
-        stored = reader.read_metadata().state_dict_metadata
+        known = reader.read_metadata()
+        stored = known.state_dict_metadata
     if len(optimizers) > len(ours["optimizer_groups"]):
         raise _other_optimizers(path, len(ours["optimizer_groups"]), len(optimizers))
     model = module.state_dict()
@@ -242,15 +247,18 @@ def load_checkpoint(
     model = {name: _opaque(name, value) for name, value in model.items() if f"model.{name}" in stored}
     tensors: dict[str, Any] = {"model": model}
     names = {parameter: name for name, parameter in module.named_parameters()}
-    trained = {
-        name
+    trained = [
+        {name for group in whole_groups(optimizer, names, None, mesh.group("pp")) for name in group["names"]}
         for optimizer in optimizers
-        for group in whole_groups(optimizer, names, None, mesh.group("pp"))
-        for name in group["names"]
-    }
+    ]
+    if moved := moved_between(ours["optimizer_groups"], trained):
+        raise ConfigError(
+            f"ckpt_path={path}", f"holds the state of other optimizers: {moved}", "the optimizers in their order there"
+        )
     for index, optimizer in enumerate(optimizers):
-        add_saved_groups(optimizer, names, ours["optimizer_groups"][index], trained)
-        tensors[f"optimizer_{index}"] = room_for_optimizer(optimizer, names, f"optimizer_{index}.", stored)
+        add_saved_groups(optimizer, names, ours["optimizer_groups"][index], set().union(*trained))
+        key = f"optimizer_{index}"
+        tensors[key] = room_for_optimizer(optimizer, names, f"{key}.", stored, known.planner_data)
     with readable(path):
         dcp.load(tensors, storage_reader=reader, planner=Planner(trust))
     _set_extra_state(module, model)
