@@ -226,9 +226,19 @@ def test_losses_that_are_not_finite_end_the_run(command: Commands) -> None:
         "mesh=2", breaks, "checkpoint.every_n_steps=1", "trainer.nonfinite_patience=3", into=directory, code=1
     )
     assert "not finite since step 3, for 3 steps (trainer.nonfinite_patience)" in run.screen
-    assert str(directory / "checkpoints" / "step_0000002.ckpt") in run.screen.replace("\n", "")
+    assert str(directory / "checkpoints" / "step_0000001.ckpt") in run.screen.replace("\n", "")
     assert "Traceback" not in run.screen
-    assert steps_kept(directory) == [1, 2]
+    assert steps_kept(directory) == [1]  # what the second step had made of the weights was broken before it was saved
+    assert run.summary["status"] == "failed"
+
+
+def test_weights_that_are_not_finite_at_the_end_fail_the_run(command: Commands) -> None:
+    """Though the patience (10 steps) has not come to its end."""
+    directory = command.directory / "broken_at_the_end"
+    breaks = f"callbacks.breaks={{_target_: stopping.Breaks, step: {STEPS - 2}}}"
+    run = command("mesh=1", breaks, "checkpoint.every_n_steps=1", into=directory, code=1)
+    assert "the weights are not finite at the end of the training" in run.screen
+    assert f"step_{STEPS - 3:07d}.ckpt" in run.screen.replace("\n", "") and "Traceback" not in run.screen
     assert run.summary["status"] == "failed"
 
 

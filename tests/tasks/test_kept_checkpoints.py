@@ -34,7 +34,17 @@ class Valley(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(directory: Path, steps: int, interval: int, ckpt_path: Path | None = None, **keys: Any) -> Checkpoints:
+class Breaks(pl.Callback):
+    """Makes a weight infinite from the third step on."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step >= 3:
+            torch.nn.init.constant_(pl_module.linear.bias, float("inf"))  # type: ignore[arg-type]
+
+
+def trained(
+    directory: Path, steps: int, interval: int, ckpt_path: Path | None = None, *further: pl.Callback, **keys: Any
+) -> Checkpoints:
     """What has kept the checkpoints of a training."""
     keys = {"mode": "min", "monitor": None, "keep_last": 2, "every_n_steps": None, "every_minutes": None, **keys}
     measured: Any = SimpleNamespace(catch_up=lambda: None, not_finite_since=None)
@@ -42,7 +52,7 @@ def trained(directory: Path, steps: int, interval: int, ckpt_path: Path | None =
     trainer = pl.Trainer(
         strategy=MeshStrategy("1"), accelerator="cpu", max_steps=steps, max_epochs=-1, val_check_interval=interval,
         num_sanity_val_steps=0, limit_val_batches=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=directory.parent, callbacks=[checkpoints],
+        enable_model_summary=False, default_root_dir=directory.parent, callbacks=[checkpoints, *further],
     )  # fmt: skip
     data = DataLoader(torch.randn(12, 2)), DataLoader(torch.randn(1, 2))
     trainer.fit(Valley(), *data, ckpt_path=ckpt_path)
@@ -51,6 +61,13 @@ def trained(directory: Path, steps: int, interval: int, ckpt_path: Path | None =
 
 def kept(directory: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step_")) for path in directory.iterdir())
+
+
+def test_weights_that_are_not_finite_take_no_other_checkpoints_place(tmp_path: Path) -> None:
+    """Also where no step is logged that would tell it."""
+    checkpoints = trained(tmp_path / "checkpoints", 6, 12, None, Breaks(), every_n_steps=1)
+    assert kept(tmp_path / "checkpoints") == [1, 2]
+    assert checkpoints.last_model_path.endswith("step_0000002.ckpt")
 
 
 def test_checkpoints_of_another_run_are_not_removed(tmp_path: Path) -> None:

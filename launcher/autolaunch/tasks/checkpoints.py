@@ -201,11 +201,13 @@ class Checkpoints(ModelCheckpoint):
     def save(self, trainer: pl.Trainer, finished: bool = True) -> None:
         """Write a checkpoint now, and remove those that are not kept any more. Collective.
 
+        Weights that are not finite are no checkpoint to go on from, and take no other one's place.
+
         Args:
             finished: whether a step was just done; if not, the checkpoint is of the moment in which it began.
         """
         self.steps.catch_up()
-        if self.steps.not_finite_since is not None:
+        if not trainer.strategy.weights_are_finite():  # type: ignore[attr-defined]  # a MeshStrategy
             return
         name = self._name(trainer)
         score = trainer.callback_metrics.get(self.monitor) if self.monitor else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -108,7 +109,7 @@ def _run(job: ResolvedJob, place: Place, steps: StepMetrics, further: Sequence[p
     try:
         if task == "fit":
             _fit(trainer, module, data, config)
-            _check_that_it_trained(trainer)
+            _check_that_it_trained(trainer, module, steps)
             if ckpt_path is not None and not steps.losses and screen.is_first_rank:
                 limits = {name: config["trainer"][name] for name in ("max_steps", "max_epochs", "max_time")}
                 said = ", ".join(f"trainer.{name}={value}" for name, value in limits.items() if value is not None)
@@ -168,10 +169,16 @@ def _fit(trainer: pl.Trainer, module: pl.LightningModule, data: Any, config: Map
         raise
 
 
-def _check_that_it_trained(trainer: Any) -> None:
-    """Raise RunFailed after a training without a step: its data were empty. A finished run that is resumed had some."""
+def _check_that_it_trained(trainer: Any, module: pl.LightningModule, steps: StepMetrics) -> None:
+    """Raise RunFailed after a training without a step: its data were empty; or without a loss.
+
+    A finished run that is resumed had some.
+    """
     if trainer.global_step == 0 and not trainer.fast_dev_run and trainer.max_steps != 0 and trainer.max_epochs != 0:
         raise RunFailed("not one training step was made: the training data are empty, or all batches were left out")
+    without_loss = steps.latest is not None and steps.latest.loss is None and all(map(math.isnan, steps.losses))
+    if module.automatic_optimization and without_loss:
+        raise RunFailed("training_step has returned no loss in any step: nothing was trained")
 
 
 class _Screen(pl.Callback):

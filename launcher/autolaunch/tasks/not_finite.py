@@ -18,7 +18,7 @@ class EndsWhenNotFinite(pl.Callback):
         patience: in steps: with a loss scaler the norms of some are infinite, and left out.
 
     Raises:
-        RunFailed: from `on_train_batch_end`.
+        RunFailed: from `on_train_batch_end` and `on_train_end`.
     """
 
     def __init__(self, steps: StepMetrics, patience: int) -> None:
@@ -36,14 +36,33 @@ class EndsWhenNotFinite(pl.Callback):
         if since is None or trainer.global_step - since + 1 < self.patience:
             return
         self.steps.catch_up()
-        if self.steps.not_finite_since is None:  # the last one was, after all
-            return
-        record, callback = self.steps.latest, trainer.checkpoint_callback
+        if self.steps.not_finite_since is not None:  # the last one was, after all
+            raise self._failed(
+                trainer, f"not finite since step {since}, for {self.patience} steps (trainer.nonfinite_patience)"
+            )
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at what training has come to: there may have been fewer steps than the patience.
+
+        Raises:
+            RunFailed: weights are not finite.
+        """
+        strategy: Any = trainer.strategy
+        # Of the last step alone: with a loss scaler its norm may be infinite, and it was left out.
+        if self.steps.latest is not None and not strategy.weights_are_finite():
+            since = self.steps.not_finite_since
+            raise self._failed(
+                trainer,
+                "the weights are not finite at the end of the training" + (f", since step {since}" if since else ""),
+            )
+
+    def _failed(self, trainer: pl.Trainer, what: str) -> RunFailed:
+        record = self.steps.latest
         assert record is not None
-        saved = getattr(callback, "last_model_path", "")
+        saved = getattr(trainer.checkpoint_callback, "last_model_path", "")
         said = {"loss": record.loss, "gradient norm": record.grad_norm}
         values = ", ".join(f"{name} {value:g}" for name, value in said.items() if value is not None)
-        raise RunFailed(
-            f"{values}: not finite since step {since}, for {self.patience} steps (trainer.nonfinite_patience); "
-            + (f"the last checkpoint before that is {saved}" if saved else "no checkpoint was written before that")
+        return RunFailed(
+            f"{values}: {what}; "
+            + (f"the last checkpoint with finite weights is {saved}" if saved else "no checkpoint was written before")
         )

@@ -424,11 +424,21 @@ def clip_values(parameters: Iterable[nn.Parameter], limit: float) -> None:
         torch._foreach_clamp_max_(gradients, limit)
 
 
+@torch.no_grad()
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether every number of this rank's parts is finite. Waits for the device."""
+    filled = (part for part in map(_local, tensors) if part.numel())
+    norms = (torch._foreach_norm(parts, math.inf) for parts in _by_kind(filled))
+    return all(bool(torch.stack(of_one_kind).isfinite().all()) for of_one_kind in norms)
+
+
 def _of_one_kind(parameters: Iterable[nn.Parameter]) -> Iterable[list[torch.Tensor]]:
     """This rank's parts of the gradients, by device and type."""
+    return _by_kind(_local(parameter.grad) for parameter in parameters if parameter.grad is not None)
+
+
+def _by_kind(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local = _local(parameter.grad)
-            kinds[local.device, local.dtype].append(local)
+    for tensor in tensors:
+        kinds[tensor.device, tensor.dtype].append(tensor)
     return kinds.values()

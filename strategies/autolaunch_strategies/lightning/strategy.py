@@ -37,6 +37,7 @@ from autolaunch_strategies.config import (
     parse_mesh,
 )
 from autolaunch_strategies.data_parallel.gradients import (
+    are_finite,
     clip_values,
     gradient_norm,
     multiply_gradients,
@@ -548,6 +549,11 @@ class MeshStrategy(ParallelStrategy):
     def trained_count(self) -> int:
         """How many of them were not frozen when training was set up."""
         return self._applied.counts.trained
+
+    def weights_are_finite(self) -> bool:
+        """Whether all weights that are trained are finite, those of all ranks. Collective; waits for the device."""
+        trained = [item for item in self._module.parameters() if item.requires_grad and not item.is_meta]
+        return self.reduce_boolean_decision(are_finite(trained))
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
