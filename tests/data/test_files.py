@@ -61,7 +61,7 @@ def test_no_window_crosses_from_one_file_to_the_next() -> None:
     [(100, 0.05, (95, 5)), (100, 0.29, (71, 29)), (7, 0.0, (7, 0)), (80, None, (76, 4)), (69, None, (69, 0))],
 )
 def test_validation_is_the_last_part(total: int, fraction: float, expected: tuple[int, int]) -> None:
-    assert split_counts(total, fraction, per_batch=4) == expected
+    assert split_counts(total, fraction, batch=4) == expected
 
 
 # --- tokens --------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_a_merged_model_has_what_an_adapter_made_of_a_shared_weight(
         trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
         for item in trained.values():
             item.add_(torch.randn_like(item))
-    in_memory: Any = SimpleNamespace(tensor=torch.clone)
+    in_memory: Any = SimpleNamespace(tensor=torch.detach)  # not a copy, as what is read from a mapped file
     run: Any = SimpleNamespace(model=model, adapted=adapted)
     weights = MergedWeights({"module": None, "model": {"name": "hf"}, "adapter": None}, run, in_memory, trained)
     assert weights.unties == apart and ("lm_head.weight" in weights.metas()) == apart

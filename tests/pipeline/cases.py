@@ -917,7 +917,8 @@ again("tasks", "dp2pp2-3", "four", "2x1x2", dp=3)
 again("llama-8", "dp2pp2-3-1f1b", "four", "2x1x2", dp=3, **scheduled("1f1b", microbatches=2))
 again("llama-8", "dp2pp2-3-zbv", "four", "2x1x2", dp=3, **scheduled("zbv_zero_bubble", microbatches=4))
 again("llama-8", "dp2pp2-2-interleaved", "four", "2x1x2", dp=2, **scheduled("interleaved_1f1b", microbatches=2))
-for _name, _make, _data in (("own", modules.OwnLlama, SHORT), ("tied", hf("llama"), PAIRS)):
+_SHORT = (("own", modules.OwnLlama, SHORT), ("tied", hf("llama"), PAIRS), ("biased", hf("opt"), SHORT))
+for _name, _make, _data in _SHORT:
     recipe(f"short-{_name}")(
         lambda setting, make=_make, data=_data: fit(setting, make, data, data, gradient_clip_val=0.5)
     )
@@ -926,6 +927,10 @@ again("short-own", "2x2x2-1f1b", "eight", "2x2x2", dp=3, mp="seq_parallel", **sc
 again("short-own", "mp2pp2-tensor_parallel", "four", "1x2x2", mp="tensor_parallel")
 again("short-tied", "mp2pp2-seq_parallel", "four", "1x2x2", mp="seq_parallel")
 again("short-own", "mp2pp2-1f1b", "four", "1x2x2", mp="seq_parallel", **scheduled("1f1b"))
+# Row-wise layers with biases, whose gradients are put off.
+again(
+    "short-biased", "mp2pp2-zero-bubble", "four", "1x2x2", mp="tensor_parallel", **scheduled("interleaved_zero_bubble")
+)
 again("recompute-full", "dp2pp2-3", "four", "2x1x2", dp=3, recompute="full")
 
 

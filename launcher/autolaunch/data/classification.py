@@ -81,8 +81,8 @@ def open_sequences(config: dict[str, Any], seed: int) -> Parts:
     """
     rows, notes = _rows(config, "path")
     if config["validation_path"] is None:
-        fraction, per_batch = config["validation_fraction"], config["batch_size"] // config["microbatches"]
-        first, kept = split_counts(len(rows), fraction, per_batch)
+        fraction = config["validation_fraction"]
+        first, kept = split_counts(len(rows), fraction, config["batch_size"])
         notes += no_validation(len(rows), fraction, kept)
         parts = LabelledTexts(rows[:first], config), LabelledTexts(rows[first:], config)
         wanted = kept > 0 or bool(fraction)

@@ -17,15 +17,15 @@ VALIDATION_FRACTION = 0.05
 """Of the sequences, where `data.validation_fraction` is left open and that is enough for a batch."""
 
 
-def split_counts(sequences: int, fraction: float | None, per_batch: int) -> tuple[int, int]:
+def split_counts(sequences: int, fraction: float | None, batch: int) -> tuple[int, int]:
     """(training, validation): how many sequences at the start and at the end are for what.
 
     Args:
         fraction: `data.validation_fraction`; None for `VALIDATION_FRACTION`, or nothing if that is less than a batch.
-        per_batch: sequences of a validation batch.
+        batch: sequences of an optimizer step, which is the same on every mesh; into how many parts they come is not.
     """
     validation = round(sequences * (VALIDATION_FRACTION if fraction is None else fraction))
-    if fraction is None and validation < per_batch:
+    if fraction is None and validation < batch:
         validation = 0
     return sequences - validation, validation
 

@@ -31,6 +31,7 @@ from autolaunch.data.tokenizers import (
     template_text,
     tokenizer_files,
 )
+from autolaunch.report.readable import counted
 from autolaunch_strategies.config import ConfigError, as_typed
 
 BYTES_VOCABULARY = BYTES_END + 1
@@ -96,11 +97,6 @@ def _length_errors(config: dict[str, Any], max_seq_len: int | None) -> list[Conf
     ]
 
 
-def _per_batch(config: dict[str, Any]) -> int:
-    """Sequences of a batch that is not trained on."""
-    return config["batch_size"] // config["microbatches"]
-
-
 def amount_errors(config: dict[str, Any], where: str, training: int, validation: int | None) -> list[ConfigError]:
     """Too few sequences for one training batch or, where validation is wanted (not None), none for it."""
     errors = []
@@ -109,7 +105,7 @@ def amount_errors(config: dict[str, Any], where: str, training: int, validation:
         errors.append(
             ConfigError(
                 where,
-                f"{training} training sequences of {config['seq_len']} tokens, fewer than one batch of {batch}",
+                f"{counted(training, 'training sequence')} of {config['seq_len']} tokens, fewer than one batch of {batch}",
                 "more data, or a smaller data.batch_size or data.seq_len",
             )
         )
@@ -192,7 +188,7 @@ def _text_errors(config: dict[str, Any], vocab_size: int | None) -> list[ConfigE
     errors += _vocabulary_error("data.tokenizer=bytes", BYTES_VOCABULARY, vocab_size)
     if sizes is not None:
         windows = window_count(bytes_token_count(sizes), config["seq_len"])
-        training, validation = split_counts(windows, config["validation_fraction"], _per_batch(config))
+        training, validation = split_counts(windows, config["validation_fraction"], config["batch_size"])
         where = f"data.path={'null' if path is None else path}"
         errors += amount_errors(config, where, training, validation if config["validation_fraction"] else None)
     if test_sizes is not None:
@@ -388,7 +384,7 @@ def _token_errors(config: dict[str, Any], vocab_size: int | None) -> list[Config
         training, validation = counts["path"], counts["validation_path"]
         wanted = True
     else:
-        training, validation = split_counts(counts["path"], config["validation_fraction"], _per_batch(config))
+        training, validation = split_counts(counts["path"], config["validation_fraction"], config["batch_size"])
         wanted = bool(config["validation_fraction"])
     return errors + amount_errors(config, f"data.path={config['path']}", training, validation if wanted else None)
 

@@ -18,6 +18,7 @@ from autolaunch.data.sources import find_sources
 from autolaunch.data.streams import BLOCK_ROWS, Position, RowStream, Streams
 from autolaunch.data.tokenizers import known_by, load_tokenizer, no_tokenizer, template_text
 from autolaunch.data.windows import Parts
+from autolaunch.report.readable import counted
 from autolaunch_strategies.config import raise_all
 
 
@@ -138,10 +139,9 @@ def _training_and_validation(
 ) -> tuple[ExampleSequences, ExampleSequences, list[str]]:
     """(for training, for validation, what to say about that): the last part of every source is for validation."""
     fraction = config["validation_fraction"] if config["validation_path"] is None else 0.0
-    per_batch = config["batch_size"] // config["microbatches"]
     count = sum(map(len, opened.spans))
     if fraction is None:  # whether it is enough, all sources say together
-        fraction = VALIDATION_FRACTION if split_counts(count, None, per_batch)[1] else None
+        fraction = VALIDATION_FRACTION if split_counts(count, None, config["batch_size"])[1] else None
     kept = [0 if fraction is None else split_counts(len(part), fraction, 0)[1] for part in opened.spans]
     notes = no_validation(count, config["validation_fraction"] if config["validation_path"] is None else 0.0, sum(kept))
     parts = list(zip(opened.spans, kept, strict=True))
@@ -157,7 +157,6 @@ def _whole(config: dict[str, Any], key: str) -> ExampleSequences:
 def left_out(counts: Counts, seq_len: int) -> list[str]:
     """What became of rows that are not trained on as they are, a sentence for each kind."""
     words = {
-        f"bad rows were left out (data.on_bad=skip), beside {counts.examples:,} good ones": counts.bad,
         f"of {counts.examples:,} examples were cut to {seq_len:,} tokens (data.too_long=truncate)": counts.truncated,
         f"of {counts.examples:,} examples are longer than {seq_len:,} tokens and were left out (data.too_long=skip)": (
             counts.skipped
@@ -167,7 +166,8 @@ def left_out(counts: Counts, seq_len: int) -> list[str]:
             counts.split
         ),
     }
-    return [f"{count:,} {text}" for text, count in words.items() if count]
+    bad = f"{counted(counts.bad, 'bad row')} left out (data.on_bad=skip), beside {counts.examples:,} good"
+    return [*([bad] if counts.bad else []), *(f"{count:,} {text}" for text, count in words.items() if count)]
 
 
 def make_encoder(config: dict[str, Any]) -> Encoder:

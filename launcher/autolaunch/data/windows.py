@@ -151,7 +151,7 @@ class Parts(NamedTuple):
 
 def split(sequences: Sequences, config: Mapping[str, Any], test: Sequences | None = None) -> Parts:
     """The first part for training, and the last `data.validation_fraction` of `sequences` for validation."""
-    fraction, per_batch = config["validation_fraction"], config["batch_size"] // config["microbatches"]
-    training, validation = split_counts(len(sequences), fraction, per_batch)
+    fraction = config["validation_fraction"]
+    training, validation = split_counts(len(sequences), fraction, config["batch_size"])
     notes = no_validation(len(sequences), fraction, validation)
     return Parts(Span(sequences, 0, training), Span(sequences, training, validation), test, notes)

@@ -161,7 +161,8 @@ class MergedWeights:
         values = {}
         for key in layer.state_dict():
             full = f"{name}.{key}"
-            values[key] = (self._trained[full] if full in self._trained else self._frozen(full)).float()
+            value = self._trained[full] if full in self._trained else self._frozen(full)
+            values[key] = value.to(torch.float32, copy=True)  # merged in place, and it may be a mapped file
         layer.load_state_dict(values, assign=True)
         if hasattr(layer, "unload_and_optionally_merge_module"):
             merged = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=[ADAPTER])

@@ -90,7 +90,10 @@ class StageLinears(TorchFunctionMode):
             return func(*args, **kwargs)
         if not ((self.puts_off and weight.requires_grad) or _is_cast(weight, activation.device.type)):
             return func(*args, **kwargs)
-        if isinstance(bias, DTensor):
+        if isinstance(activation, DTensor) != isinstance(weight, DTensor):
+            return func(*args, **kwargs)  # what is whole meets what is sharded: torch tells the gradients apart
+        if bias is not None and (isinstance(bias, DTensor) or isinstance(weight, DTensor)):
+            # A bias that every rank holds whole has a gradient of its own kind, and not that of the output.
             output = _Linear.apply(activation, weight, None, self.gradients, self.casts)
             return output + bias.to(output.dtype)
         return _Linear.apply(activation, weight, bias, self.gradients, self.casts)
