@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -314,6 +314,19 @@ def test_an_output_that_is_there_on_one_mesh_alone_is_no_difference() -> None:
     where = parting(seen(attended, weights), seen(attended, weights + 1), 1, 0.0)
     assert where is not None and where.name == "attention, output [1]"
     assert likely_cause(seen(attended, weights), seen(attended, weights + 1), 1, where, 0.0).startswith("Attention")
+
+
+def test_a_gradient_that_one_run_has_not_is_a_difference() -> None:
+    def seen(bias: torch.Tensor | None) -> Run:
+        kept, layer = SeenByModules(), torch.nn.Linear(2, 2)
+        layer.weight.grad, layer.bias.grad = torch.ones(2, 2), bias
+        kept.on_before_optimizer_step(cast(Any, None), cast(Any, layer), cast(Any, None))
+        moments = _moments([{GRADIENT: {name: sums.tolist() for name, sums in kept._sums[GRADIENT].items()}}])
+        return Run("", {1: {"loss": 1.0}}, [moments], {})
+
+    where = parting(seen(torch.ones(2)), seen(None), 1, 0.0)
+    assert where is not None and where.name == "bias"
+    assert parting(seen(None), seen(torch.zeros(2)), 1, 0.0) is None
 
 
 class Draws(torch.nn.Module):

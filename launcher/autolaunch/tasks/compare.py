@@ -107,8 +107,8 @@ class SeenByModules(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         for name, parameter in reversed(list(pl_module.named_parameters())):  # as gradients come
-            if parameter.grad is not None:
-                self._add(GRADIENT, name, parameter.grad)
+            if parameter.requires_grad:  # one that has none has another gradient than where it has some
+                self._add(GRADIENT, name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
