@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import shutil
 import struct
@@ -22,7 +23,14 @@ from omegaconf import OmegaConf
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from autolaunch_strategies import ConfigError, MeshStrategy
-from autolaunch_strategies.checkpoint.files import MANIFEST, problem_with, read_manifest, write_manifest
+from autolaunch_strategies.checkpoint import sharded
+from autolaunch_strategies.checkpoint.files import (
+    MANIFEST,
+    complete_checkpoints,
+    problem_with,
+    read_manifest,
+    write_manifest,
+)
 from autolaunch_strategies.checkpoint.plain_data import NotPlainData, load_plain, unpickle
 from autolaunch_strategies.checkpoint.storage import Writer
 from autolaunch_strategies.checkpoint.whole import whole_checkpoint
@@ -322,6 +330,58 @@ def test_a_checkpoint_that_is_never_written_is_not_waited_for_for_ever(
     while not (tmp_path / "a.ckpt").exists():  # what is late still takes its place
         assert time.monotonic() < patience
         time.sleep(0.01)
+
+
+def test_what_fails_in_the_background_takes_no_place_and_the_next_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training waits for that one, and fails if it can't be written either; older ones stay until one is whole."""
+
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = _trainer(1, asynchronous_checkpoints=True)
+    run.fit(AutoEncoder(), _batches())
+    strategy: Any = run.strategy
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    strategy.checkpoints.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded, "write_manifest", fail)
+        run.save_checkpoint(tmp_path / "b.ckpt")
+        while not strategy.checkpoints._writer._running.done():
+            time.sleep(0.01)
+        strategy.remove_checkpoint(tmp_path / "a.ckpt")
+        with (
+            pytest.warns(UserWarning, match="could not write .*b.ckpt: OSError: .*training waits for the next"),
+            pytest.raises(RuntimeError, match=r"could not write .*c.ckpt: OSError: .*No space left"),
+        ):
+            run.save_checkpoint(tmp_path / "c.ckpt")
+    assert complete_checkpoints(tmp_path) == [tmp_path / "a.ckpt"]
+    run.save_checkpoint(tmp_path / "c.ckpt")
+    assert complete_checkpoints(tmp_path) == [tmp_path / "c.ckpt"]
+    monkeypatch.setattr(sharded, "write_manifest", fail)
+    run.save_checkpoint(tmp_path / "d.ckpt")
+    with pytest.warns(UserWarning, match=r"could not write .*d.ckpt"):  # not hidden by what ends the training
+        strategy.on_exception(RuntimeError())
+        strategy.teardown()
+
+
+def test_a_checkpoint_is_on_the_disk_before_another_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _trainer(1)
+    run.fit(AutoEncoder(), _batches())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    done: list[Path] = []
+    synced, removed = os.fsync, sharded._remove
+    monkeypatch.setattr(os, "fsync", lambda it: (done.append(Path(f"/proc/self/fd/{it}").readlink()), synced(it)))
+    monkeypatch.setattr(sharded, "_remove", lambda path: (done.append(path), removed(path)))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    beside = tmp_path / "a.ckpt.writing"
+    content, names = [beside / "meta.pt", beside / "checkpoint.json.writing", beside], [tmp_path]
+    replaced = tmp_path / "a.ckpt.replaced"  # one of a process that was killed, then that of this one
+    expected = [*content, replaced, *names, replaced]
+    assert [path for path in done if path in expected] == expected
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -8,14 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from autolaunch_strategies import ExpertBias, MeshStrategy
 from autolaunch_strategies.apply.check import config_errors
 from autolaunch_strategies.apply.order import foresee
 from autolaunch_strategies.config import ConfigError, parallel_config
-from tests.experts.cases import DAILY, EXPERTS, GROUPS, PRODUCT, STEPS, Module, made
+from tests.experts.cases import BATCH, DAILY, EXPERTS, GROUPS, PRODUCT, STEPS, Module, data, loss_of, made
 from tests.support.ranks import Group
 from tests.support.tiers import spread, tiered
 
@@ -107,6 +109,35 @@ def test_a_bias_that_can_not_follow_the_load_is_refused() -> None:
     assert "ep above 1" in str(raised.value) and raised.value.write == "compile=false"
     with pytest.raises(ConfigError, match="more than 0"):
         ExpertBias(rate=0)
+
+
+def test_a_bias_follows_the_load_of_a_module_that_was_parallelised_before() -> None:
+    """For a validation, and by the first of two Trainers; where nothing is counted, training does not go on."""
+
+    def fit(module: Module, validates: bool = False) -> torch.Tensor:
+        """How far biases have moved in one step, each by the rate or not at all."""
+        before = module.model.model.layers[1].mlp.gate.e_score_correction_bias.clone()
+        trainer = pl.Trainer(
+            strategy=MeshStrategy("1"), accelerator="cpu", max_steps=1, callbacks=[ExpertBias(rate=0.5)], logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        if validates:
+            trainer.validate(module, DataLoader(data(), batch_size=BATCH), verbose=False)
+        trainer.fit(module, DataLoader(data(), batch_size=BATCH))
+        return module.model.model.layers[1].mlp.gate.e_score_correction_bias - before
+
+    class Validated(Module):
+        def validation_step(self, ids: torch.Tensor, batch_idx: int) -> None:
+            loss_of(self.model, ids)
+
+    first, then = Module(made("deepseek_v3", {})), Validated(made("deepseek_v3", {}))
+    expected = fit(first)
+    assert expected.abs().max() == pytest.approx(0.5)
+    torch.testing.assert_close(fit(then, validates=True), expected)
+    assert fit(first).abs().max() == pytest.approx(0.5)
+    first.model.eval()
+    with pytest.raises(ConfigError, match="no tokens of experts were counted"):
+        fit(first)
 
 
 def test_what_would_be_done_names_the_experts_and_says_why() -> None:

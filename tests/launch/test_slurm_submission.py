@@ -284,13 +284,18 @@ def test_where_requeue_is_not_allowed_the_line_that_goes_on_is_told(
     assert "Requeue=0" in told and f"output_dir={job.output_dir} ckpt_path=last" in told
 
 
-def test_a_start_goes_on_from_what_the_job_wrote(job: ResolvedJob, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [None, "1"])
+def test_a_start_goes_on_from_what_the_job_wrote(
+    job: ResolvedJob, count: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queued again by Slurm, or submitted once more by a person: then Slurm counts nothing."""
+    if count is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
     older = checkpoint(job, 90)  # of a run that was here before
     os.utime(older / "checkpoint.json", ns=(0, 0))
+    assert this_start(job.path).config["ckpt_path"] == "first.ckpt"
     newest = checkpoint(job, 20)
     (checkpoint(job, 30) / "checkpoint.json").unlink()
-    assert this_start(job.path).config["ckpt_path"] == "first.ckpt"
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     restarted = this_start(job.path)
     assert (restarted.config["ckpt_path"], restarted.resumes_last) == (str(newest), True)
     (newest / "checkpoint.json").unlink()

@@ -31,6 +31,9 @@ class Two(pl.LightningModule):
             optimizer.step()
             self.course[name].append(getattr(self, name).weight.detach().clone())
 
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        pass
+
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.one, self.other)]
 
@@ -68,6 +71,20 @@ def test_each_of_several_optimizers_counts_its_own_steps(tmp_path: Path) -> None
     _, again = trained(tmp_path, 2, tmp_path / "0.ckpt")
     for name in module.course:
         torch.testing.assert_close(getattr(again, name).weight, getattr(module, name).weight)
+
+
+def test_a_checkpoint_that_is_saved_when_training_has_ended_has_the_trained_weights_too(tmp_path: Path) -> None:
+    """As in a script, and after a validation, whose weights are the averages already."""
+    trainer, module = trained(tmp_path, 1)
+    averages = [parameter.detach().clone() for parameter in module.parameters()]
+    trainer.validate(module, DataLoader(list(torch.randn(2, 4))), verbose=False)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    torch.testing.assert_close(list(module.parameters()), averages)
+    _, again = trained(tmp_path, 2, tmp_path / "end.ckpt")
+    _, straight = trained(tmp_path, 2)
+    for name in module.course:
+        torch.testing.assert_close(again.course[name], straight.course[name][7:])
+        torch.testing.assert_close(getattr(again, name).weight, getattr(straight, name).weight)
 
 
 class Fits(pl.LightningModule):

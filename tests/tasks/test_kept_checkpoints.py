@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from autolaunch.tasks.checkpoints import Checkpoints
 from autolaunch_strategies import MeshStrategy
-from autolaunch_strategies.checkpoint.files import write_manifest
+from autolaunch_strategies.checkpoint import sharded
+from autolaunch_strategies.checkpoint.files import complete_checkpoints, write_manifest
 
 
 class Valley(pl.LightningModule):
@@ -43,16 +46,23 @@ class Breaks(pl.Callback):
 
 
 def trained(
-    directory: Path, steps: int, interval: int, ckpt_path: Path | None = None, *further: pl.Callback, **keys: Any
+    directory: Path,
+    steps: int,
+    interval: int,
+    ckpt_path: Path | None = None,
+    *further: pl.Callback,
+    strategy: MeshStrategy | None = None,
+    **keys: Any,
 ) -> Checkpoints:
     """What has kept the checkpoints of a training."""
     keys = {"mode": "min", "monitor": None, "keep_last": 2, "every_n_steps": None, "every_minutes": None, **keys}
     measured: Any = SimpleNamespace(catch_up=lambda: None, not_finite_since=None)
     checkpoints = Checkpoints(directory, keys, measured)
     trainer = pl.Trainer(
-        strategy=MeshStrategy("1"), accelerator="cpu", max_steps=steps, max_epochs=-1, val_check_interval=interval,
-        num_sanity_val_steps=0, limit_val_batches=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=directory.parent, callbacks=[checkpoints, *further],
+        strategy=strategy or MeshStrategy("1"), accelerator="cpu", max_steps=steps, max_epochs=-1,
+        val_check_interval=interval, num_sanity_val_steps=0, limit_val_batches=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=directory.parent,
+        callbacks=[checkpoints, *further],
     )  # fmt: skip
     data = DataLoader(torch.randn(12, 2)), DataLoader(torch.randn(1, 2))
     trainer.fit(Valley(), *data, ckpt_path=ckpt_path)
@@ -95,3 +105,49 @@ def test_a_save_between_validations_takes_no_place_among_the_best(tmp_path: Path
     checkpoints = trained(tmp_path / "checkpoints", 11, interval, monitor="valley", every_minutes=1e-9)
     assert kept(tmp_path / "checkpoints") == [interval, 2 * interval, 11]
     assert Path(checkpoints.best_model_path).stem == f"step_{interval:07d}"
+
+
+def test_leftovers_of_killed_runs_are_removed(tmp_path: Path) -> None:
+    """Not those of others; and what nothing has taken the place of gets its name back."""
+    for name in ("step_0000009.ckpt.writing", "step_0000008.ckpt.replaced", "others.ckpt.writing"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_0000007.ckpt.replaced").mkdir()
+    write_manifest(tmp_path / "step_0000007.ckpt.replaced", 7, "1")
+    trained(tmp_path, 1, 12)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"step_0000007.ckpt", "step_0000001.ckpt", "others.ckpt.writing"}
+
+
+class Ends(pl.Callback):
+    """Training ends after the third step, at a signal or a failure, when the disk is full."""
+
+    def __init__(self, by_signal: bool, patch: pytest.MonkeyPatch) -> None:
+        self.by_signal, self.patch = by_signal, patch
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.strategy.checkpoints.finish()
+            self.patch.setattr(sharded, "write_manifest", full)
+            if not self.by_signal:
+                raise ValueError("wrong")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def full(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+@pytest.mark.filterwarnings("ignore:.*could not write")
+def test_what_is_not_written_in_the_background_is_not_said_to_be(
+    by_signal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = MeshStrategy("1", asynchronous_checkpoints=True)
+    strategy.stop_signals = (signal.SIGTERM,)
+    ends = Ends(by_signal, monkeypatch)
+    with pytest.raises(RuntimeError if by_signal else ValueError) as ended:
+        trained(tmp_path, 9, 12, None, ends, strategy=strategy, every_n_steps=2, keep_last=1)
+    told = "\n".join([str(ended.value), *ended.value.__notes__])
+    assert "No space left on device" in told and "saved" not in told
+    (newest,) = complete_checkpoints(tmp_path)
+    assert newest.name == "step_0000002.ckpt" and f"the newest whole checkpoint is {newest}" in told

@@ -44,9 +44,9 @@ def _ranks(path: Path) -> int:
     atexit.register(held.close)  # what `leave` calls, too
 
     def make_job() -> ResolvedJob:
-        job = this_start(path)
-        name = f"output_dir={job.output_dir}"
-        held.enter_context(locked(job.output_dir, name, wait=HANDOVER_SECONDS))
+        directory = ResolvedJob.read(path).output_dir
+        held.enter_context(locked(directory, f"output_dir={directory}", wait=HANDOVER_SECONDS))
+        job = this_start(path)  # not before: the start that holds the lock may still be saving
         (job.output_dir / SUMMARY).unlink(missing_ok=True)  # of an earlier start
         forget_reports(job.logs)
         if job.config["ckpt_path"] is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
@@ -46,11 +45,10 @@ def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str] | None:
 def this_start(path: Path) -> ResolvedJob:
     """The job of a file that `ResolvedJob.write` left, as this start of it runs it.
 
-    A start after the first goes on from the furthest whole checkpoint that a start before it has written.
+    A start after the first goes on from the furthest whole checkpoint that a start before it has written; whether Slurm
+    has queued the job again or a person has submitted its script once more.
     """
     job = ResolvedJob.read(path)
-    if int(os.environ.get("SLURM_RESTART_COUNT") or 0) == 0:
-        return job
     newest = newest_checkpoint(job)
     if newest is None:
         return job

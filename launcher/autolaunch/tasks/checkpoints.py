@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -16,10 +17,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from autolaunch.launch.failure import is_peer_lost
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.readable import readable_bytes
-from autolaunch_strategies.checkpoint.files import complete_checkpoints, order_of_writing
+from autolaunch_strategies.checkpoint.files import clear_leftovers, complete_checkpoints, order_of_writing
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.lightning.votes import TrainingStopped
 from autolaunch_strategies.pipeline.failure import StageFailedError
+
+_NAME = re.compile(r"step_\d{7,}\.ckpt")
 
 
 class Checkpoints(ModelCheckpoint):
@@ -50,6 +53,8 @@ class Checkpoints(ModelCheckpoint):
         """The global step of the last validation."""
         self._scores: dict[str, float | None] = {}
         """Name of a kept checkpoint -> the monitored value when it was written, the oldest first."""
+        self._own: set[str] = set()
+        """Names of all checkpoints of this run, also of those that are to be removed."""
 
     @property
     def state_key(self) -> str:
@@ -72,6 +77,7 @@ class Checkpoints(ModelCheckpoint):
         names: list[str] = []
         problem = ""
         if trainer.is_global_zero:
+            clear_leftovers(self.directory, lambda name: _NAME.fullmatch(name) is not None)
             names = self._written_before(trainer.ckpt_path)
             problem = self._no_space(pl_module, trainer, len(names))
         names, problem = trainer.strategy.broadcast((names, problem))
@@ -82,6 +88,7 @@ class Checkpoints(ModelCheckpoint):
                 "a directory on a larger disk, or checkpoint.enabled=false, which writes none",
             )
         self._scores = {name: self._scores.get(name) for name in names}
+        self._own = set(names)
 
     def _written_before(self, ckpt_path: Any) -> list[str]:
         """Names of the checkpoints of the run that goes on, the oldest first; none if it begins, or began elsewhere.
@@ -165,15 +172,23 @@ class Checkpoints(ModelCheckpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save when all ranks end training together: at a signal, or because all have failed in the same step.
 
-        Where that was saved, or why nothing was, is a note of the exception; of a signal, its `checkpoint`.
+        Where that was saved, or why nothing was, is a note of the exception; of a signal, its `checkpoint`. What is
+        written in the background is waited for before.
+
+        Raises:
+            RuntimeError: after a signal, it could not be written.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if isinstance(exception, TrainingStopped):
-            if trainer.global_step != self._last_global_step_saved:
-                self.save(trainer, finished=False)
-            newest = next(reversed(self._scores), None)  # not of this run if a signal came before its first step
-            exception.checkpoint = None if newest is None else self.directory / newest
+            try:
+                if self._has_to_save(trainer):
+                    self.save(trainer, finished=False)
+                trainer.strategy.checkpoints.finish()  # type: ignore[attr-defined]  # a MeshStrategy
+            except RuntimeError as reason:
+                reason.add_note(f"a signal stopped training after step {trainer.global_step}{self._newest_is()}")
+                raise
+            exception.checkpoint = self._newest_whole()
         elif isinstance(exception, Exception) and trainer.global_step > 0 and not _of_another_rank(exception):
             self._save_after(exception, trainer)
 
@@ -182,21 +197,42 @@ class Checkpoints(ModelCheckpoint):
         if self.steps.not_finite_since is not None:
             return  # the newest checkpoint is the one to go on from
         votes, step = trainer.strategy.votes, trainer.global_step  # type: ignore[attr-defined]  # a MeshStrategy
-        if step == self._last_global_step_saved:
+        votes.limit(exception)
+        if not self._has_to_save(trainer):
             exception.add_note(f"step {step} was the last one that was done, and is saved in {self.directory}")
+            votes.end_limit()
             return
 
-        votes.limit(exception)
         try:
             votes.unfinished()
             if not votes.all_can_save():
                 raise RuntimeError("other ranks have not failed in this step, and wait for this one")
             self.save(trainer, finished=False)
+            trainer.strategy.checkpoints.finish()  # type: ignore[attr-defined]  # a MeshStrategy
+            if step != self._last_global_step_saved:
+                raise RuntimeError("weights are not finite")
         except Exception as reason:
-            exception.add_note(f"no checkpoint was written after step {step}: {reason}")
+            exception.add_note(f"no checkpoint was written after step {step}: {reason}{self._newest_is()}")
         else:
             exception.add_note(f"saved after step {step} in {self.last_model_path}")
         votes.end_limit()
+
+    def _has_to_save(self, trainer: pl.Trainer) -> bool:
+        """Whether the last step that was done is not saved; waits for what is written, but for no other rank."""
+        failed = trainer.strategy.checkpoints.finish(together=False)  # type: ignore[attr-defined]  # a MeshStrategy
+        return failed is not None or trainer.global_step != self._last_global_step_saved
+
+    def _newest_whole(self) -> Path | None:
+        """The newest checkpoint of this run; none if a signal came before its first step."""
+        return next((item for item in reversed(complete_checkpoints(self.directory)) if item.name in self._own), None)
+
+    def _newest_is(self) -> str:
+        newest = self._newest_whole()
+        return "" if newest is None else f"; the newest whole checkpoint is {newest}"
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        self._own.add(Path(filepath).name)
+        super()._save_checkpoint(trainer, filepath)
 
     def save(self, trainer: pl.Trainer, finished: bool = True) -> None:
         """Write a checkpoint now, and remove those that are not kept any more. Collective.

@@ -15,6 +15,7 @@ from autolaunch_strategies.config import AXES, ParallelConfig
 from autolaunch_strategies.context.parallel import ContextParallelModule, both
 from autolaunch_strategies.data_parallel.loader import Counted
 from autolaunch_strategies.data_parallel.sharding import DataParallelModule
+from autolaunch_strategies.experts.load import ExpertLoad
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks, find_blocks
 from autolaunch_strategies.model.construction import Construction
@@ -49,6 +50,8 @@ class Parallelized:
     that is not of this module)."""
     counted: Counted = field(default_factory=Counted)
     """Asked in training whether this rank's batch counts; by default every one does."""
+    expert_load: ExpertLoad | None = None
+    """What counts the tokens of experts, if anything does; set by whoever has it count, before all this was done."""
 
     def now(self) -> dict[str, Any]:
         """The account, with what steps have shown since."""

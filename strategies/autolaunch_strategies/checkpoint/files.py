@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import shutil
 import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +65,20 @@ def write_manifest(
     manifest = {"format": FORMAT, **about, "files": files}
     beside = directory / f"{MANIFEST}{WRITING}"
     beside.write_text(json.dumps({**manifest, "xxh3": _hash_of_manifest(manifest)}, indent=1))
+    reach_disk(beside)
     beside.replace(directory / MANIFEST)
+    reach_disk(directory)
+
+
+def reach_disk(path: Path) -> None:
+    """Wait until the content of a file, or the names in a directory, outlast a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # Not every file system can be asked that of a directory.
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _hash_of_manifest(manifest: Mapping[str, Any]) -> str:
@@ -174,6 +190,30 @@ def _unreadable(file: Path) -> str | None:
         return None
     except OSError as error:
         return error.strerror
+
+
+def clear_leftovers(directory: Path, is_own: Callable[[str], bool]) -> None:
+    """Remove what processes that were killed have left in a directory in which nobody else writes.
+
+    A checkpoint that was to be replaced gets its name back if nothing has taken its place.
+
+    Args:
+        is_own: whether a checkpoint of this name is one to look after.
+    """
+    try:
+        entries = list(directory.iterdir())
+    except OSError:
+        return
+    for item in entries:
+        suffix = next((suffix for suffix in (WRITING, REPLACED) if item.name.endswith(suffix)), None)
+        if suffix is None or not item.is_dir() or item.is_symlink() or not is_own(item.name.removesuffix(suffix)):
+            continue
+        plain = item.with_name(item.name.removesuffix(suffix))
+        if suffix == REPLACED and problem_with(plain) is not None and problem_with(item) is None:
+            if not os.path.lexists(plain):
+                item.rename(plain)
+        else:
+            shutil.rmtree(item, ignore_errors=True)
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:

@@ -42,6 +42,7 @@ from autolaunch_strategies.checkpoint.files import (
     damage_in,
     files_with_hashes,
     problem_with,
+    reach_disk,
     write_manifest,
 )
 from autolaunch_strategies.checkpoint.optimizers import (
@@ -77,7 +78,8 @@ class CheckpointWriter:
     """Writes checkpoints, one at a time, and removes them; both in the background if `asynchronous`.
 
     A checkpoint takes its place as soon as all ranks have written their parts: in the background, too, and whatever
-    happens to the training meanwhile.
+    happens to the training meanwhile. What is removed stays until it has. After one that could not be written in the
+    background the next one is written while training waits, so that a second failure is known at once.
 
     Args:
         timeout: seconds after which a rank is waited for no longer while a checkpoint is written in the background.
@@ -89,6 +91,8 @@ class CheckpointWriter:
         self._running: Future[Any] | None = None
         self._path: Path | None = None
         self._doomed: list[Path] = []
+        self._has_failed = False
+        """Whether the last one could not be written."""
         self.newest = 0.0
         """When the newest checkpoint of the run was written, also before it went on here."""
 
@@ -113,7 +117,13 @@ class CheckpointWriter:
             run: plain data about the run (`checkpoint.record`).
             random: a random state to save instead of the present one.
         """
-        self.finish()
+        if (failed := self._end_of_writing()) is not None:
+            if isinstance(failed.__cause__, TimeoutError):
+                raise failed  # it is still being written
+            warnings.warn(f"{failed}; training waits for the next checkpoint", stacklevel=2)
+        is_waited_for = self._has_failed
+        if path in self._doomed:
+            self._doomed.remove(path)
         checkpoint = dict(checkpoint)
         model = {name: _opaque(name, value) for name, value in checkpoint.pop("state_dict").items()}
         tensors: dict[str, Any] = {"model": model if mesh.group("pp") is None else _without_strangers(model, module)}
@@ -140,6 +150,7 @@ class CheckpointWriter:
         def publish(hashes: Mapping[str, str]) -> None:
             # The clock of another machine may be behind that of the one on which the run began.
             self.newest = max(time.time(), self.newest + 0.001)
+            reach_disk(beside / METADATA)
             write_manifest(beside, step, mesh.shape.name, hashes, run, self.newest)
             _put_in_place(beside, path)
             while self._doomed:
@@ -156,36 +167,56 @@ class CheckpointWriter:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout), group_desc=LONG_LIVED)
         self._path = path
         self._running = cast("Future[Any]", dcp.async_save(tensors, storage_writer=writer, process_group=self._group))
+        if is_waited_for:
+            self.finish()
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint directory; while another one is written, only when that is whole. On the first rank."""
-        if self._running is None or self._running.done():
+        """Delete a checkpoint directory, but not before the one that was saved last is whole. On the first rank."""
+        running = self._running
+        is_whole = not self._has_failed if running is None else running.done() and running.exception() is None
+        if is_whole:
             remove_checkpoint(path)
         else:
             self._doomed.append(path)
 
-    def finish(self, together: bool = True) -> None:
+    def finish(self, together: bool = True) -> RuntimeError | None:
         """Wait for the checkpoint that is being written, if any.
 
         Collective; with `together=False` the other ranks may be gone: nothing waits for them but their writing.
 
+        Returns:
+            Why it could not be written, or is not after `timeout` seconds; `together=False` only.
+
         Raises:
-            RuntimeError: it could not be written, or is not after `timeout` seconds; `together` only.
+            RuntimeError: the same; `together` only.
         """
         if self._running is None:
-            return
+            return None
+        if (failed := self._end_of_writing()) is not None:
+            if together:
+                raise failed
+            return failed
+        if together:
+            dist.barrier()
+        return None
+
+    def _end_of_writing(self) -> RuntimeError | None:
+        """Wait for the checkpoint that is being written, if any; why it could not be."""
+        if self._running is None:
+            return None
         running, self._running = self._running, None
         assert self._path is not None
         try:
             running.result(self.timeout)
         except (Exception, CheckpointException) as error:
-            if together:
-                raise _not_written(self._path, error, self.timeout) from error
-            return  # it stays half-written; what went wrong before is what people need to see
+            self._has_failed = True
+            failed = _not_written(self._path, error, self.timeout)
+            failed.__cause__ = error
+            return failed
+        self._has_failed = False
         while dist.get_rank() == 0 and self._doomed:  # asked for just as the last one took its place
             remove_checkpoint(self._doomed.pop())
-        if together:
-            dist.barrier()
+        return None
 
 
 def _not_written(path: Path, error: BaseException, seconds: float = 0.0) -> RuntimeError:
@@ -359,6 +390,7 @@ def _put_in_place(beside: Path, path: Path) -> None:
         _remove(replaced)  # an earlier process may have died right here
         path.rename(replaced)
     beside.rename(path)
+    reach_disk(path.parent)
     _remove(replaced)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autolaunch_strategies.config import SHARDING_AXES
+from autolaunch_strategies.data_parallel.loader import Counted
 from autolaunch_strategies.experts.find import Mixture, countable_mixtures
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.tensor.expert_arguments import is_index
@@ -24,16 +24,17 @@ class ExpertLoad:
 
     Args:
         model: before anything is applied to it: its mixtures are the same on all ranks.
-        is_counted: whether the present batch of this rank is not there only to keep step with the others.
     """
 
-    def __init__(self, model: nn.Module, is_counted: Callable[[], bool]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.mixtures = countable_mixtures(model)
+        self.counted = Counted()
+        """Asked whether this rank's batch counts; by default every one does."""
         self._totals: dict[str, torch.Tensor] = {}
         """Layers of this stage -> how many tokens each expert has got on this rank, from the beginning."""
         self._reported: dict[str, torch.Tensor] = {}
         for mixture in self.mixtures:
-            mixture.module.register_forward_pre_hook(_counting(self._totals, mixture, is_counted), with_kwargs=True)
+            mixture.module.register_forward_pre_hook(_counting(self._totals, mixture, self.counted), with_kwargs=True)
 
     @torch.no_grad()
     def tokens(self, before: dict[str, torch.Tensor], mesh: RankMesh) -> dict[str, torch.Tensor]:
@@ -73,7 +74,7 @@ class ExpertLoad:
         return (self.mixtures[place].name, values[place]) if values[place] else None
 
 
-def _counting(counts: dict[str, torch.Tensor], mixture: Mixture, is_counted: Callable[[], bool]) -> Any:
+def _counting(counts: dict[str, torch.Tensor], mixture: Mixture, is_counted: Counted) -> Any:
     @torch.no_grad()
     def count(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not module.training or is_differentiating() or is_trial():

@@ -234,9 +234,13 @@ class Checkpoints:
             return True
         return False
 
-    def finish(self, together: bool = True) -> None:
-        """Wait for what is being written; with `together=False` the other ranks may be gone."""
-        self._writer.finish(together)
+    def finish(self, together: bool = True) -> RuntimeError | None:
+        """Wait for what is being written; with `together=False` the other ranks may be gone: why it could not be.
+
+        Raises:
+            RuntimeError: it could not be written; `together` only.
+        """
+        return self._writer.finish(together)
 
 
 def _class_path(kind: type) -> str:

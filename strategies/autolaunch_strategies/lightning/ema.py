@@ -47,6 +47,8 @@ class EMA(pl.Callback):
         self._averages: dict[nn.Parameter, torch.Tensor] = {}
         self._weights: dict[nn.Parameter, torch.Tensor] = {}
         """The weights themselves, while their averages are in their place."""
+        self._has_ended = False
+        """Whether training has, and the averages stay there; the weights are kept for checkpoints."""
         self._handles: list[RemovableHandle] = []
         self._steps: list[int] = []
         """How many each optimizer has made; those that a checkpoint says, until it is gone on with."""
@@ -87,17 +89,14 @@ class EMA(pl.Callback):
         """Where a checkpoint was loaded, put its weights in the place of their averages."""
         if len(self._steps) != len(trainer.optimizers):  # none was loaded that has averages
             self._steps = [trainer.global_step // max(len(trainer.optimizers), 1)] * len(trainer.optimizers)
-        for parameter, state in _states(trainer):
-            weight = state.pop(TRAINED, None)
-            if weight is not None:
-                self._averages[parameter] = _copy(parameter)
-                parameter.copy_(weight)
+        for parameter, weight in _take_trained(trainer):
+            self._averages[parameter] = _copy(parameter)
+            parameter.copy_(weight)
         _changed(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Forget what was there for a checkpoint alone."""
-        for _parameter, state in _states(trainer):
-            state.pop(TRAINED, None)
+        _take_trained(trainer)
 
     @torch.no_grad()
     def _update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -114,10 +113,8 @@ class EMA(pl.Callback):
     @torch.no_grad()
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put the averages in the place of the weights."""
-        for parameter, average in self._averages.items():
-            self._weights[parameter] = parameter.detach().clone()
-            parameter.copy_(average)
-        _changed(trainer)
+        if not self._has_ended:
+            self._put_averages(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put the weights back."""
@@ -128,24 +125,42 @@ class EMA(pl.Callback):
         self._put_back(trainer)
 
     @torch.no_grad()
+    def _put_averages(self, trainer: pl.Trainer) -> None:
+        for parameter, average in self._averages.items():
+            self._weights[parameter] = parameter.detach().clone()
+            parameter.copy_(average)
+        _changed(trainer)
+
+    @torch.no_grad()
     def _put_back(self, trainer: pl.Trainer) -> None:
+        if self._has_ended:
+            return
         for parameter, weight in self._weights.items():
             parameter.copy_(weight)
         self._weights.clear()
         _changed(trainer)
 
-    @torch.no_grad()
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the averages in the place of the weights."""
-        for parameter, average in self._averages.items():
-            parameter.copy_(average)
-        _changed(trainer)
-        self._forget()
+        """Leave the averages in the place of the weights, which a checkpoint that is saved from now on needs, too."""
+        _take_trained(trainer)  # what was there for the last checkpoint
+        self._put_averages(trainer)
+        self._has_ended = True
+        self._watch_no_longer()
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Forget what was averaged: the weights are others now."""
+        self._averages, self._weights, self._has_ended = {}, {}, False
 
     def _forget(self) -> None:
+        self._watch_no_longer()
+        self._averages, self._weights, self._steps, self._has_ended = {}, {}, [], False
+
+    def _watch_no_longer(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._averages, self._weights, self._steps = [], {}, {}, []
+        self._handles = []
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -157,9 +172,9 @@ class EMA(pl.Callback):
             average = self._averages.get(parameter)
             if average is not None and name in checkpoint["state_dict"]:
                 checkpoint["state_dict"][name] = average.to(parameter.dtype)
-        for parameter, state in _states(trainer):
+        for optimizer, parameter in _optimized(trainer):
             if parameter in self._averages:
-                state[TRAINED] = self._weights.get(parameter, parameter.detach())
+                optimizer.state[parameter][TRAINED] = self._weights.get(parameter, parameter.detach())
 
 
 def check_averages(trainer: pl.Trainer) -> None:
@@ -169,7 +184,7 @@ def check_averages(trainer: pl.Trainer) -> None:
         ConfigError: it would go on from the averages as if they were the weights.
     """
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, not by the class
-    averaged = any(TRAINED in state for _, state in _states(trainer))
+    averaged = any(TRAINED in optimizer.state.get(parameter, ()) for optimizer, parameter in _optimized(trainer))
     if averaged and not any(isinstance(callback, EMA) for callback in callbacks):
         raise ConfigError(
             "ckpt_path",
@@ -195,12 +210,24 @@ def check_left_out(path: Path, trust: bool) -> None:
         )
 
 
-def _states(trainer: pl.Trainer) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-    """Every parameter of the optimizers with its state there."""
+def _optimized(trainer: pl.Trainer) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter]]:
+    """Every parameter of the optimizers with its own."""
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                yield parameter, optimizer.state[parameter]
+                yield optimizer, parameter
+
+
+def _take_trained(trainer: pl.Trainer) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Parameters with their trained weights, which are removed from the states of their optimizers."""
+    taken = []
+    for optimizer, parameter in _optimized(trainer):
+        state = optimizer.state.get(parameter, {})
+        if TRAINED in state:
+            taken.append((parameter, state.pop(TRAINED)))
+            if not state:  # the optimizer keeps none of this parameter
+                del optimizer.state[parameter]
+    return taken
 
 
 def _copy(parameter: nn.Parameter) -> torch.Tensor:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from autolaunch_strategies.apply.registry import applied_to
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.experts.find import countable_mixtures
+from autolaunch_strategies.experts.find import Mixture, countable_mixtures
 
 
 class ExpertBias(pl.Callback):
@@ -38,9 +39,12 @@ class ExpertBias(pl.Callback):
         self._counted: dict[str, torch.Tensor] = {}
         self._routers: dict[str, nn.Module] = {}
         self._handle: RemovableHandle | None = None
+        self._follows: bool | None = None
+        """Whether tokens of this rank's routers were counted; None before the first step."""
+        self._is_checked = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Find the routers, while the model is whole.
+        """Find the routers, while the model is whole unless a Trainer before this one has parallelised it.
 
         Raises:
             ConfigError: nothing in the model has such a bias, or nothing is counted.
@@ -59,17 +63,19 @@ class ExpertBias(pl.Callback):
                 "compile=false, or ep above 1",
                 "compile=false",
             )
-        self._routers = dict(self._found(pl_module))
-        if not self._routers:
+        applied = applied_to(pl_module)
+        known = None if applied is None or applied.expert_load is None else applied.expert_load.mixtures
+        self._routers = dict(self._found(pl_module, countable_mixtures(pl_module) if known is None else known))
+        if not self._routers and (applied is None or applied.pipeline is None):  # other stages may have some
             raise ConfigError(
                 "callbacks=expert_bias",
                 f"no mixture of experts in the model has a router with a buffer {self.name!r}",
                 "models whose routers have such a bias (deepseek_v3, glm4_moe, ...), or its name in `name`",
             )
 
-    def _found(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    def _found(self, model: nn.Module, mixtures: list[Mixture]) -> Iterator[tuple[str, nn.Module]]:
         """Names of mixtures -> the module beside them that has the bias."""
-        for mixture in countable_mixtures(model):
+        for mixture in mixtures:
             around = model.get_submodule(mixture.place.rpartition(".")[0])
             for module in around.modules():
                 bias = module._buffers.get(self.name)
@@ -81,15 +87,37 @@ class ExpertBias(pl.Callback):
         """Watch the optimizer, which exists now; of several the first."""
         strategy: Any = trainer.strategy
         self._counted.clear()
+        strategy.expert_tokens(self._counted)  # those of an earlier training
+        self._follows, self._is_checked = None, False
         self._handle = trainer.optimizers[0].register_step_post_hook(lambda *_: self._update(strategy))
 
     @torch.no_grad()
     def _update(self, strategy: Any) -> None:
-        for name, tokens in strategy.expert_tokens(self._counted).items():
+        tokens_of = strategy.expert_tokens(self._counted)
+        if not self._is_checked:
+            counts = [tokens for name, tokens in tokens_of.items() if name in self._routers]
+            self._follows = self._follows or any(bool(tokens.any()) for tokens in counts)
+        for name, tokens in tokens_of.items():
             if name not in self._routers:
                 continue
             bias = getattr(self._routers[name], self.name)
             bias.add_((self.rate * (tokens.mean() - tokens).sign()).to(bias.dtype))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """After the first step, check that it moves something.
+
+        Raises:
+            ConfigError: no tokens were counted, on any rank.
+        """
+        if self._is_checked or self._follows is None:
+            return
+        self._is_checked = True
+        if not trainer.strategy.reduce_boolean_decision(self._follows, all=False):
+            raise ConfigError(
+                "callbacks=expert_bias",
+                f"a step was made, and no tokens of experts were counted whose router has a buffer {self.name!r}",
+                "a model whose experts are in training mode, and that nothing but a MeshStrategy has parallelised",
+            )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Watch no longer."""

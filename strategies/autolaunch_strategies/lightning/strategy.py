@@ -209,7 +209,6 @@ class MeshStrategy(ParallelStrategy):
         self._numbers: PositionedNumbers | None = None
         self._batch_dims = BatchDims()
         self._items: ItemCounts | None = None
-        self._load: ExpertLoad | None = None
         self._samples_before = 0
         self._first_step_began: float | None = None
         self._is_warm = False
@@ -408,6 +407,8 @@ class MeshStrategy(ParallelStrategy):
         self.model = module
         self._parallelize(module, fitting)
         self._applied.counted.ask = self.batches.is_counted
+        if self._applied.expert_load is not None:
+            self._applied.expert_load.counted.ask = self.batches.is_counted
         self._model_name = type(planned_part(module)[0]).__name__
         self._step_values = StepValues()
         if self.shape.mp * self.shape.pp * self.shape.cp > 1:
@@ -456,8 +457,8 @@ class MeshStrategy(ParallelStrategy):
             self.construction.remember(module)
         with _constants_kept(module, self.precision_plugin):
             self.precision_plugin.convert_module(module)
-        if fitting and (not self.parallel.compile or self.parallel.ep > 1):  # else what counts breaks graphs of blocks
-            self._load = ExpertLoad(module, self.batches.is_counted)
+        # Without training, too: the next Trainer may train. In compiled mixtures what counts breaks graphs of blocks.
+        load = None if self.parallel.compile and self.parallel.ep == 1 else ExpertLoad(module)
         self._applied = apply_parallelism(
             module,
             self.parallel,
@@ -469,6 +470,7 @@ class MeshStrategy(ParallelStrategy):
             self.first_step.of(module.trainer, module, self.broadcast),
             _autocast_dtype(self.precision_plugin),
         )
+        self._applied.expert_load = load
         self.construction = None  # the record keeps every meta tensor alive; it has served
         register(self._applied)
 
@@ -496,7 +498,8 @@ class MeshStrategy(ParallelStrategy):
         if self._monitored is not None:
             self._monitored.remove()
             self._monitored = None
-        self.checkpoints.finish(together=not self._failed)
+        if (not_written := self.checkpoints.finish(together=not self._failed)) is not None:
+            warnings.warn(str(not_written), stacklevel=2)  # what went wrong before is what is raised
         if self.votes is not None:
             self.votes.end_limit()
         assert self.cluster_environment is not None and self.accelerator is not None
@@ -513,7 +516,8 @@ class MeshStrategy(ParallelStrategy):
 
         Over all ranks, of everything trained since the last call; None without a mixture of experts. Collective.
         """
-        return None if self._load is None else self._load.worst(self.rank_mesh, self.root_device)
+        load = self._applied.expert_load
+        return None if load is None else load.worst(self.rank_mesh, self.root_device)
 
     def expert_tokens(self, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Names of this stage's layers of experts -> [experts], how many tokens each has got in training, on all ranks.
@@ -524,7 +528,8 @@ class MeshStrategy(ParallelStrategy):
             before: what the one who asks was told so far, empty at first; it is brought up to date, so that the counts
                 are those since the last call.
         """
-        return {} if self._load is None else self._load.tokens(before, self.rank_mesh)
+        load = self._applied.expert_load
+        return {} if load is None else load.tokens(before, self.rank_mesh)
 
     def measured_idle_share(self) -> float | None:
         """The share of a training step, from 0 to 1, in which the ranks of a pipeline computed nothing.
