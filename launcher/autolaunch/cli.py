@@ -10,10 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from autolaunch import __version__
-from autolaunch.config.command_line import HYDRA_INFO, CommandLine, compares_runs, parse, users_want_tracebacks
-from autolaunch.report.streams import keep_streams_open, lost_output
-from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
+try:
+    from autolaunch import __version__
+    from autolaunch.config.command_line import HYDRA_INFO, CommandLine, compares_runs, parse, users_want_tracebacks
+    from autolaunch.report.streams import keep_streams_open, lost_output
+    from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
+except KeyboardInterrupt:  # nearly all of the time before `run`, which tells the same
+    print("autolaunch: ended by Ctrl-C", file=sys.stderr)
+    sys.exit(130)
 
 
 def main() -> None:

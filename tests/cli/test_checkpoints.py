@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autolaunch.cli import run
 from autolaunch.config.trained import trained_config
@@ -125,6 +127,26 @@ def test_other_words_are_refused(words: list[str], capsys: pytest.CaptureFixture
     assert run(["checkpoint", *words]) == 2
     line = "autolaunch checkpoint verify outputs/run/<date>_<time>"
     assert_told(capsys.readouterr().err, " ".join(["autolaunch checkpoint", *words]), "one path", write=line)
+
+
+def test_a_word_that_is_misspelt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["checkpoint", "verfy", "X"]) == 2
+    told = capsys.readouterr().err
+    assert_told(told, "autolaunch checkpoint verfy X", "did you mean verify", write="autolaunch checkpoint verify X")
+
+
+def test_single_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, zipped in (("new.ckpt", True), ("old.ckpt", False)):
+        torch.save({"a": torch.ones(2)}, tmp_path / name, _use_new_zipfile_serialization=zipped)
+        code, shown, _ = _verify(tmp_path / name, capsys)
+        assert code == 0 and "whole by its size" in shown
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "cut.ckpt").write_bytes((tmp_path / "new.ckpt").read_bytes()[:-40])
+    with zipfile.ZipFile(tmp_path / "any.zip", "w") as archive:
+        archive.writestr("a.txt", "a")
+    for name, problem in (("rows.jsonl", "no checkpoint"), ("any.zip", "no checkpoint"), ("cut.ckpt", "is damaged")):
+        code, shown, _ = _verify(tmp_path / name, capsys)
+        assert code == 1 and problem in shown
 
 
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ The jobs themselves are stand-ins here: what is tested is everything around `aut
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from rich.console import Console
 
 from autolaunch import cli
 from autolaunch.config import across_keys, arithmetic
@@ -543,3 +545,9 @@ def test_a_summary_says_finished_only_when_the_exit_code_is_0(
     assert command("output_dir=out")[0] == 1
     summary = json.loads(Path("out/summary.json").read_text())
     assert summary == {"status": "failed", "loss": 1.25, "error": "rank 1 of 2 failed: exit code 3"}
+
+
+def test_a_job_that_was_interrupted_has_not_failed(tmp_path: Path) -> None:
+    console = Console(file=(shown := io.StringIO()))
+    print_table([JobEnd(0, [], "interrupted", 130, str(tmp_path))], tmp_path, console)
+    assert "1 job, 0 failed, 1 interrupted, in" in shown.getvalue()

@@ -24,6 +24,10 @@ FILES = {
     "mine/experiment/unknown_key.yaml": "# @package _global_\noptimizer:\n  learning_rate: 0.1\n",
     "mine/experiment/no_package.yaml": "seed: 3\n",
     "mine/experiment/broken.yaml": "# @package _global_\nseed: [1\nname: x\n",
+    "mine/experiment/override.yaml": "# @package _global_\ndefaults:\n  - override /modle: llama\n",
+    "mine/experiment/a_list.yaml": "# @package _global_\n- a\n",
+    "mine/experiment/twice.yaml": "# @package _global_\nseed: 1\nseed: 2\n",
+    "mine/experiment/directory.yaml/a.txt": "",
     "mine/experiment/unknown_option.yaml": "# @package _global_\ndefaults:\n  - override /dp: zero9\n",
     "mine/experiment/bad_mesh.yaml": "# @package _global_\ndefaults:\n  - override /mesh: 2x0\n",
     "mine/hydra/launcher/fake.yaml": "_target_: nowhere.Launcher\n",
@@ -48,6 +52,88 @@ STYLES = (
 )
 
 WRONG = [
+    pytest.param(
+        ["generate", "ckpt_path=x", "generate.prompts=Hello"],
+        Told("generate.prompts=Hello", "must be a list", write="'generate.prompts=[Hello]'"),
+        id="text-for-list-of-anything",
+    ),
+    pytest.param(
+        ["trainer.val_check_interval=0"],
+        Told("trainer.val_check_interval=0", "out of range", allowed=("more than 0",)),
+        id="no-interval",
+    ),
+    pytest.param(
+        ["trainer.limit_train_batches=1.5"],
+        Told("trainer.limit_train_batches=1.5", "out of range", allowed=("1 or less",)),
+        id="share-above-1",
+    ),
+    pytest.param(
+        ["trainer.limit_val_batches=2.0"],
+        Told("trainer.limit_val_batches=2.0", "out of range", write="trainer.limit_val_batches=2"),
+        id="count-with-a-point",
+    ),
+    pytest.param(
+        ["optimizer.betas=[0.9]"],
+        Told("optimizer.betas=[0.9]", "takes two", write="'optimizer.betas=[0.9,0.95]'"),
+        id="one-beta",
+    ),
+    pytest.param(
+        ["optimizer.betas=[0.9,1.5]"],
+        Told("optimizer.betas=[0.9,1.5]", "out of range", allowed="0 or more, less than 1"),
+        id="beta-above-1",
+    ),
+    pytest.param(
+        ["launch.start_timeout=inf"],
+        Told("launch.start_timeout=inf", "not a finite number", allowed=("31536000",)),
+        id="infinite-timeout",
+    ),
+    pytest.param(
+        ["launch.collective_timeout=1e30"],
+        Told("launch.collective_timeout=1e30", "out of range", allowed=("31536000",)),
+        id="endless-timeout",
+    ),
+    pytest.param(
+        ["optimizer.lr=inf"], Told("optimizer.lr=inf", "not a finite number", allowed="0 or more"), id="infinite-rate"
+    ),
+    pytest.param(["mesh=[2,2]"], Told("mesh=[2,2]", "one option", write="mesh=2x2"), id="list-of-sizes"),
+    pytest.param(
+        ["optimizer=[adamw,sgd]"],
+        Told("optimizer=[adamw,sgd]", "one option", allowed="adam, adamw, custom, sgd", write="optimizer=adamw"),
+        id="list-of-options",
+    ),
+    pytest.param(["model=null"], Told("model=null", "no option", allowed="custom, hf, llama"), id="null-for-option"),
+    pytest.param(
+        ["name=../../x"],
+        Told("name=../../x", "not the name of a directory", write="name=x"),
+        id="name-of-another-place",
+    ),
+    pytest.param(["name="], Told("name=", "not the name of a directory", write="name=my_run"), id="empty-name"),
+    pytest.param(
+        ["callbacks.early_stopping.patience=2"],
+        Told("callbacks.early_stopping={patience:2}", "does not say what", write="callbacks=early_stopping"),
+        id="key-of-a-callback-not-chosen",
+    ),
+    pytest.param(["ckpt_path="], Told("ckpt_path=", "empty", write="ckpt_path=null"), id="empty-checkpoint"),
+    pytest.param(
+        ["trainer.max_steps=2", "+trainer.max_steps=4"],
+        Told("+trainer.max_steps=4", "there already", write="trainer.max_steps=4"),
+        id="added-beside-the-same",
+    ),
+    pytest.param(
+        ["--config-dir", "mine", "experiment=override"],
+        Told("override /modle (mine/experiment/override.yaml)", "model", allowed=("adapter",)),
+        id="own-yaml-overrides-no-group",
+    ),
+    pytest.param(
+        ["--config-dir", "mine", "experiment=a_list"],
+        Told("mine/experiment/a_list.yaml", "a list", allowed=("keys of a config",)),
+        id="own-yaml-list",
+    ),
+    pytest.param(
+        ["--config-dir", "mine", "experiment=twice"],
+        Told("mine/experiment/twice.yaml, line 3", "duplicate key seed"),
+        id="own-yaml-duplicate",
+    ),
     pytest.param(
         ["model.packed_attention=sdpa"],
         Told("model.packed_attention=sdpa", "no packed documents", write="model.packed_attention=auto"),
@@ -163,7 +249,7 @@ WRONG = [
         Told("rank=0,1", "several values", allowed=("'rank=[0,1]'",), write="autolaunch dryrun mesh=2 'rank=[0,1]'"),
         id="ranks-without-brackets",
     ),
-    pytest.param(["dryrun", "rank=1"], Told("rank=1", "must be a list", write="rank=[1]"), id="one-rank"),
+    pytest.param(["dryrun", "rank=1"], Told("rank=1", "must be a list", write="'rank=[1]'"), id="one-rank"),
     pytest.param(["dryrun", "rank=x"], Told("rank=x", "must be a list"), id="no-rank"),
     pytest.param(
         ["search=auto", "mesh=2"],
@@ -664,7 +750,7 @@ WRONG = [
     ),
     pytest.param(
         ["optimizer.betas=0.9"],
-        Told("optimizer.betas=0.9", "list of numbers", write="optimizer.betas=[0.9]"),
+        Told("optimizer.betas=0.9", "list of numbers", write="'optimizer.betas=[0.9,0.95]'"),
         id="number-for-list",
     ),
     pytest.param(
@@ -749,7 +835,7 @@ WRONG = [
     ),
     pytest.param(
         ["seed=-1"],
-        Told("seed=-1", "out of range", allowed="0 or more"),
+        Told("seed=-1", "out of range", allowed="0 or more, 4294967295 or less"),
         id="seed-negative",
     ),
     pytest.param(
@@ -1122,7 +1208,7 @@ WRONG = [
     ),
     pytest.param(
         ["ckpt_path=last", "resume.allow=seed"],
-        Told("resume.allow=seed", "a list of texts", write="resume.allow=[seed]"),
+        Told("resume.allow=seed", "a list of texts", write="'resume.allow=[seed]'"),
         id="allowed-that-is-no-list",
     ),
     pytest.param(

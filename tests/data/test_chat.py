@@ -344,8 +344,10 @@ def open_rows_or_stream(config: dict[str, Any]) -> None:
 
 def test_files_that_are_no_json_or_not_utf8() -> None:
     Path("texts.json").write_text('[{"text": "a"},\n {"text": ]')
-    with pytest.raises(ConfigError, match="line 2, column 11"):
-        open_sequences(document_config(path="texts.json"), 0)
+    for on_bad in ("refuse", "skip"):  # not one bad row: the whole file is
+        with pytest.raises(ConfigError, match="line 2, column 11") as caught:
+            open_sequences(document_config(path="texts.json", on_bad=on_bad), 0)
+        assert (caught.value.where, caught.value.write) == ("texts.json", "")
     Path("texts.jsonl").write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"texts.jsonl:1: not UTF-8 \(byte 11\)"):
         open_sequences(document_config(), 0)
@@ -388,7 +390,10 @@ WRONG = [
         "chat", {"columns": {"promt": "a"}}, Told("data.columns.promt", "prompt", write=None), id="unknown part"
     ),
     pytest.param(
-        "chat", {"columns": {"prompt": "a"}}, Told("data.columns={'prompt': 'a'}", write=None), id="half a pair"
+        "chat",
+        {"columns": {"prompt": "a"}},
+        Told("data.columns={'prompt': 'a'}", write="'data.columns={prompt: question, completion: answer}'"),
+        id="half a pair",
     ),
     pytest.param(
         "documents", {"text_key": "body"}, Told("texts.jsonl:1", "body", write="data.text_key=text"), id="absent"

@@ -24,7 +24,7 @@ from autolaunch.data.module import TokenDataModule
 from autolaunch.data.order import BatchOrder
 from autolaunch.data.windows import Parts
 from autolaunch_strategies.config import ConfigError, parallel_config
-from tests.support.messages import assert_told
+from tests.support.messages import Told, assert_only_told, assert_told
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -364,3 +364,12 @@ def test_build_data_makes_a_data_module_of_ones_own() -> None:
     }
     data = build_data(config, seed=0)
     assert isinstance(data, TokenDataModule) and data.batch_size == 4
+
+
+def test_a_dataset_is_no_data_module() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_data({"name": "custom", "_target_": "torch.utils.data.TensorDataset", "labels": None}, seed=0)
+    assert_only_told(caught.value, Told("data._target_=torch.utils.data.TensorDataset", "no LightningDataModule"))
+    with pytest.raises(ConfigError) as caught:
+        build_data({"name": "custom", "_target_": "autolaunch.data.module.TokenDataModule", "labels": None}, seed=0)
+    assert "data.batch_size=..." in caught.value.write

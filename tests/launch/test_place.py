@@ -86,6 +86,16 @@ def test_first_host(nodes: str, first: str) -> None:
     ("environ", "told"),
     [
         pytest.param(
+            TORCHRUN | {"MASTER_ADDR": ""},
+            Told("RANK=3 WORLD_SIZE=4", "not MASTER_ADDR", allowed=None, write="unset RANK WORLD_SIZE"),
+            id="half of torchrun",
+        ),
+        pytest.param(
+            {"WORLD_SIZE": "2"},
+            Told("WORLD_SIZE=2", "not RANK, MASTER_ADDR", allowed=None, write="unset WORLD_SIZE"),
+            id="a third of torchrun",
+        ),
+        pytest.param(
             TORCHRUN | {"RANK": "4"},
             Told("RANK=4", "not a number", allowed="0 to 3"),
             id="rank beyond the world",

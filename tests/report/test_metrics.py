@@ -97,6 +97,21 @@ def test_a_row_per_step_in_full_precision(tmp_path: Path) -> None:
     assert {row["grad_norm"] for row in found} == {""}  # a plain strategy measures none
 
 
+def test_no_optimizer_and_names_of_own_columns(tmp_path: Path) -> None:
+    class Logging(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("lr", 5.0)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return None
+
+    with pytest.warns(UserWarning, match="own: what the module logs") as told:
+        fit(tmp_path, Logging(), max_steps=-1, max_epochs=1)
+    assert sum("column lr" in str(item.message) for item in told) == 1
+
+
 def test_microbatches_are_averaged_and_only_every_nth_step_is_logged(tmp_path: Path) -> None:
     module = Regression()
     step_metrics = fit(tmp_path, module, accumulate_grad_batches=3, log_every_n_steps=2, max_steps=5)

@@ -24,6 +24,7 @@ from autolaunch.config.sequence_parts import check_sequence_parts
 from autolaunch.config.slurm import check_slurm, fitted_to_nodes
 from autolaunch.data.present import check_data, test_data_error
 from autolaunch.data.prompts import check_prompts, unknown_ids
+from autolaunch.directories import CONF
 from autolaunch.machine.devices import visible_devices
 from autolaunch.machine.this_machine import memory_gib
 from autolaunch.models.adapter_config import adapter_settings, check_llama
@@ -39,6 +40,7 @@ from autolaunch_strategies.config import (
     ConfigError,
     ConfigErrors,
     MeshShape,
+    as_typed,
     check_torchao,
     cp_backend,
     parallel_config,
@@ -107,6 +109,7 @@ def check(
     with _collected(errors):
         _checkpoint(config, output_dir)
     errors += _own_objects(config)
+    errors += _name(config, where)
     errors += check_groups(config, where)
     errors += check_library(config, mesh)
     errors += _generation(config, where)
@@ -769,11 +772,12 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         if node is None:
             continue  # `callbacks.x=null` switches one off
         if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
+            chosen = _choosing_option(key, config)
             yield ConfigError(
                 f"{key}={written(node)}",
                 "does not say what it is",
-                "a mapping with _target_, the import path of a class",
-                f"{key}._target_=package.Class",
+                f"{chosen} beside it" if chosen else "a mapping with _target_, the import path of a class",
+                chosen or f"{key}._target_=package.Class",
             )
             continue
         yield from _absent_module(key, node)
@@ -809,6 +813,29 @@ def _own_objects(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             "optimizer=custom with optimizer._target_",
             f"optimizer=custom optimizer._target_={optimizer['_target_']}",
         )
+
+
+def _choosing_option(key: str, config: Mapping[str, Any]) -> str:
+    """What chooses `callbacks.ema`, of which only keys were typed, beside the others; empty if it is no option."""
+    group, _, name = key.partition(".")
+    if not name or not (CONF / group / f"{name}.yaml").is_file():
+        return ""
+    others = [other for other, node in config[group].items() if isinstance(node, Mapping) and "_target_" in node]
+    return shlex.quote(f"{group}=[{','.join([*others, name])}]") if others else f"{group}={name}"
+
+
+def _name(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """A name that is no name of a directory: what is written would stand beside `outputs/` or among other names."""
+    name = config["name"]
+    if name.strip() and name not in (".", "..") and "/" not in name and "\0" not in name:
+        return
+    last = name.strip().rstrip("/").rpartition("/")[2]
+    yield ConfigError(
+        where("name", name),
+        "not the name of a directory in outputs/",
+        "a name without /; output_dir says where else a run writes",
+        as_typed("name", last if last.strip(".") else "my_run"),
+    )
 
 
 def _absent_module(key: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import hydra
 import yaml
@@ -38,7 +38,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from autolaunch.config.against_schema import alike, field_types, is_list, keys_text, node_schema
 from autolaunch.config.command_line import CommandLine, unquoted, users_want_tracebacks
 from autolaunch.config.origin import Origin
-from autolaunch.config.schema import FAMILIES, MISSING, TASKS, Job
+from autolaunch.config.schema import FAMILIES, GROUPS, MISSING, TASKS, Job
 from autolaunch.config.slips import slip
 from autolaunch.config.sources import (
     GROUPS_OF_FILES,
@@ -217,6 +217,10 @@ def _parse(overrides: Sequence[str], loader: ConfigLoader, errors: list[ConfigEr
                 errors.append(_no_such_option(override, f"experiment/{item.value()}", loader))
             elif isinstance(item.value(), int | float) and _is_group(loader, item.key_or_group):
                 errors.append(_no_such_option(override, f"{item.key_or_group}/{item.value()}", loader))
+            elif _is_list_or_null(chosen := item.value()) and item.key_or_group in GROUPS and not item.is_delete():
+                problem = _no_one_option(override, item.key_or_group, chosen, loader)
+                errors += [] if problem is None else [problem]
+                parsed += [item] if problem is None else []
             else:
                 parsed.append(item)
         except OverrideParseException as error:
@@ -224,6 +228,34 @@ def _parse(overrides: Sequence[str], loader: ConfigLoader, errors: list[ConfigEr
                 raise
             errors.append(_unreadable(override, error))
     return parsed
+
+
+_SEVERAL_OPTIONS = ("callbacks", "logger", "experiment")
+"""Groups of which several options may be chosen at once; of any other, Hydra would take the last without a word."""
+
+
+def _is_list_or_null(value: Any) -> TypeGuard[list[Any] | None]:
+    return value is None or isinstance(value, list)
+
+
+def _no_one_option(override: str, group: str, chosen: list[Any] | None, loader: ConfigLoader) -> ConfigError | None:
+    """What is wrong with a list of options, or with null, in place of the one option of a group."""
+    options = loader.get_group_options(group, ObjectType.CONFIG)
+    if chosen is None:
+        is_optional = group in (*_USUAL_OPTIONS, *_SEVERAL_OPTIONS, "cluster")
+        allowed = _options_text(group, options) + ("; or nothing, which chooses none" if is_optional else "")
+        return ConfigError(unquoted(override), "null is no option of a group", allowed)
+    names = [str(item) for item in chosen]
+    if group in _SEVERAL_OPTIONS and all(isinstance(item, str) for item in chosen):
+        return None
+    is_shape = group == "mesh" and bool(names) and all(re.fullmatch(r"-?\d+", name) for name in names)
+    first = "x".join(names) if is_shape else next((name for name in names if name in options), "")
+    return ConfigError(
+        unquoted(override),
+        f"a list of names is needed, as {group} has options" if group in _SEVERAL_OPTIONS else f"{group} is one option",
+        _options_text(group, options),
+        f"{group}={first}" if first else "",
+    )
 
 
 def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
@@ -355,6 +387,8 @@ def _is_about(override: str, error: Exception) -> bool:
         if isinstance(link, ConfigError):
             return link.where == f"{key}={value}"
     text = str(error)
+    if text.startswith("Could not append"):  # what has no + in front of the same key is not to blame
+        return override.startswith("+") and f"'{key}'" in text
     return any(f"'{quoted}'" in text for quoted in (key, override)) or override in text.split("\n")[0]
 
 
@@ -559,16 +593,36 @@ def _yaml_at_fault(error: Exception, line: CommandLine) -> ConfigError:
         if isinstance(link, yaml.MarkedYAMLError) and link.problem_mark is not None:
             mark = link.problem_mark
             where = f"{_shown(mark.name)}, line {mark.line + 1}"
-            return ConfigError(where, "not YAML; the mistake is here or just above")
+            reason = f": {link.problem}" if link.problem else ""
+            return ConfigError(where, f"not YAML{reason}; the mistake is here or just above")
         if isinstance(link, UnicodeDecodeError):
             return ConfigError(_place_of(link, line), "this file is not UTF-8, as YAML has to be", "a file in UTF-8")
         if isinstance(link, MissingConfigException):
             return _missing_file(link, line)
+    if strange := re.search(r"Could not override '([^'@]+)", str(error)):
+        return _no_group_to_override(strange[1], line)
+    if "ListConfig" in str(error) and (file := next((item for item in _files(line) if _holds_a_list(item)), None)):
+        return ConfigError(shown(file), "holds a list", "keys of a config, as `seed: 3`")
     for link in _chain(error):
         if isinstance(link, GrammarParseError | OmegaConfBaseException):
             key = getattr(link, "full_key", None)
             return ConfigError(key or "config", _first_line(link))
     return ConfigError("config", " ".join(str(error).split()))
+
+
+def _no_group_to_override(group: str, line: CommandLine) -> ConfigError:
+    """A defaults list that overrides what the primary config does not choose."""
+    close = nearest(group, GROUPS)
+    meant = f"; did you mean {close}?" if close else ""
+    file = _file_with(rf"^\s*-\s*override\s+/?{re.escape(group)}\b|\[.*override\s+/?{re.escape(group)}\b", line)
+    return ConfigError(f"override /{group}{file}", f"no such config group{meant}", ", ".join(GROUPS))
+
+
+def _holds_a_list(file: Path) -> bool:
+    try:
+        return isinstance(yaml.safe_load(file.read_text(encoding="utf-8")), list)
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
 
 
 def _missing_file(error: MissingConfigException, line: CommandLine) -> ConfigError:
@@ -596,7 +650,12 @@ def _missing_file(error: MissingConfigException, line: CommandLine) -> ConfigErr
 def _file_naming(group: str, option: str, line: CommandLine) -> str:
     """` (file)` if a YAML file's defaults list names this option; Hydra only says who included that file."""
     choice = rf"{re.escape(group)}\s*:\s*['\"]?{re.escape(option)}['\"]?"
-    entry = re.compile(rf"^\s*-\s*(override\s+)?/?{choice}\s*$", re.MULTILINE)
+    return _file_with(rf"^\s*-\s*(override\s+)?/?{choice}\s*$", line)
+
+
+def _file_with(pattern: str, line: CommandLine) -> str:
+    """` (file)` of the first YAML file with a line like this; empty if there is none."""
+    entry = re.compile(pattern, re.MULTILINE)
     texts = ((file, file.read_text(encoding="utf-8", errors="replace")) for file in _files(line))
     return next((f" ({shown(file)})" for file, text in texts if entry.search(text)), "")
 
@@ -616,7 +675,7 @@ def _files(line: CommandLine) -> Iterator[Path]:
     named = (Path(item.partition("=")[2].strip("'\"")) for item in line.overrides)
     yield from (file for file in named if file.suffix == ".yaml" and file.is_file())
     for directory in (line.config_dir, line.config_path or CONF):
-        yield from sorted(directory.rglob("*.yaml")) if directory else ()
+        yield from sorted(file for file in directory.rglob("*.yaml") if file.is_file()) if directory else ()
 
 
 def _shown(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +21,12 @@ OPTIONS = {
 
 
 def check_groups(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
-    """What is wrong with `optimizer.groups` of a job, whatever its parameters are called."""
+    """What is wrong with `optimizer.groups` and `betas` of a job, whatever its parameters are called."""
     optimizer = config["optimizer"]
     groups = optimizer["groups"]
+    yield from _betas(
+        where("optimizer.betas", optimizer["betas"]), optimizer["betas"], optimizer, "'optimizer.betas={}'"
+    )
     if groups and config["module"] is not None:
         yield ConfigError(
             where("optimizer.groups", groups),
@@ -86,3 +89,14 @@ def _check_group(key: str, group: Mapping[str, Any], optimizer: Mapping[str, Any
             _, error = checked_value(value, fields[name], field_types(Optimizer)[name], path)
             if error is not None:
                 yield error
+            elif name == "betas":
+                yield from _betas(f"{path}={written(value)}", value, optimizer, f"{path}: {{}}")
+
+
+def _betas(
+    where: str, betas: Sequence[float] | None, optimizer: Mapping[str, Any], write: str
+) -> Iterator[ConfigError]:
+    """Not the two of adam and adamw; a class of one's own may take another number of them."""
+    if optimizer["name"] in ("adam", "adamw") and betas is not None and len(betas) != 2:
+        problem = f"{optimizer['name']} averages gradients and their squares: it takes two"
+        yield ConfigError(where, problem, "two numbers", write.format("[0.9,0.95]"))

@@ -41,6 +41,9 @@ def resolve_ckpt_path(config: Mapping[str, Any], output_dir: Path) -> str | None
     asked = config["ckpt_path"]
     if asked is None:
         return None
+    if not asked:
+        allowed = "last, a complete checkpoint, or a run; null to start from scratch"
+        raise ConfigError("ckpt_path=", "is empty", allowed, "ckpt_path=null")
     if asked != "last":
         path = Path(asked).expanduser().absolute()
         if (path / "checkpoints").is_dir() and not (path / MANIFEST).exists():
@@ -283,9 +286,10 @@ def _check(path: Path, where: str) -> None:
         raise ConfigError(
             where, f"{path} {problem}", "last, a complete checkpoint, or a run", as_typed("ckpt_path", meant)
         )
-    others = [item for item in complete_checkpoints(path.parent) if item != path]
-    other = others[-1] if others else None if path.exists() else _newest_below(path.parent)
-    searched = f"{path}, nor beside it" if path.is_dir() and not _has_manifest(path) else str(path.parent)
+    shelves = (path.parent, path.parent / "checkpoints")  # of its own run; those of other runs are something else
+    others = [item for shelf in shelves for item in complete_checkpoints(shelf) if item != path]
+    other = others[-1] if others else None
+    searched = f"{path}, nor beside it" if path.is_dir() and not _has_manifest(path) else f"{path.parent} itself"
     raise ConfigError(
         where,
         f"{path} {problem}",

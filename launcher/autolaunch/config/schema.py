@@ -451,9 +451,11 @@ class Optimizer:
     _target_: str | None = option("Import path of a torch.optim.Optimizer class (optimizer=custom).", None)
     lr: float = option("Learning rate (after warm-up).", 1e-3, ge=0)
     weight_decay: float = option("Weight decay, on matrices only (norms and biases have none).", 0.1, ge=0)
-    betas: list[float] | None = option("Averaging factors of adam and adamw (null: the class's own).", [0.9, 0.95])
+    betas: list[float] | None = option(
+        "Averaging factors of adam and adamw (null: the class's own).", [0.9, 0.95], ge=0, lt=1
+    )
     eps: float | None = option("Epsilon of adam and adamw (null: the class's own).", 1e-8, gt=0)
-    momentum: float | None = option("Momentum of sgd (null: the class's own).", 0.0, ge=0)
+    momentum: float | None = option("Momentum of sgd (null: the class's own).", 0.0, ge=0, lt=1)
     groups: list[dict[str, Any]] = option(
         "Options of their own for parameters by name: [{match: [patterns], lr: ..., weight_decay: ...}]; of several "
         "that match a parameter, the first counts.",
@@ -496,11 +498,17 @@ class Trainer:
     )
     max_epochs: int | None = option("Passes over the data after which training ends (null: no limit).", None, ge=-1)
     max_time: str | None = option("Time after which training ends, DD:HH:MM:SS.", None)
-    limit_train_batches: int | float | None = option("Batches of an epoch to use (a count or a share).", None, ge=0)
-    limit_val_batches: int | float | None = option("Validation batches to use (a count or a share).", None, ge=0)
-    limit_test_batches: int | float | None = option("Test batches to use (a count or a share).", None, ge=0)
-    limit_predict_batches: int | float | None = option("Batches to predict (a count or a share).", None, ge=0)
-    val_check_interval: int | float | None = option("Validate every so many batches or share of an epoch.", None, ge=0)
+    limit_train_batches: int | float | None = option(
+        "Batches of an epoch to use (a count or a share).", None, ge=0, share=1
+    )
+    limit_val_batches: int | float | None = option(
+        "Validation batches to use (a count or a share).", None, ge=0, share=1
+    )
+    limit_test_batches: int | float | None = option("Test batches to use (a count or a share).", None, ge=0, share=1)
+    limit_predict_batches: int | float | None = option("Batches to predict (a count or a share).", None, ge=0, share=1)
+    val_check_interval: int | float | None = option(
+        "Validate every so many batches or share of an epoch.", None, gt=0, share=1
+    )
     check_val_every_n_epoch: int | None = option(
         "Validate every so many epochs (null: count steps across epochs).", 1, ge=1
     )
@@ -520,7 +528,7 @@ class Trainer:
     benchmark: bool | None = option("Let cuDNN choose its algorithms by measuring.", None)
     detect_anomaly: bool = option("Check every backward operation for NaN (slow).", False)
     fast_dev_run: int | bool = option("Run this many batches of everything and stop, to try the code.", False)
-    overfit_batches: int | float = option("Train and validate on this many batches or share only.", 0.0, ge=0)
+    overfit_batches: int | float = option("Train and validate on this many batches or share only.", 0.0, ge=0, share=1)
     enable_progress_bar: bool = option("Show the progress bar.", True)
     enable_model_summary: bool = option("Show lightning's table of modules.", False)
     profiler: str | None = option(
@@ -528,6 +536,10 @@ class Trainer:
         None,
         choices=("simple", "advanced", "pytorch", None),
     )
+
+
+_YEAR = 365 * 24 * 60 * 60
+"""The longest time, in seconds, that can be waited: clocks of torch and of Python overflow at far longer ones."""
 
 
 @dataclass
@@ -538,7 +550,10 @@ class Checkpoint:
     every_n_steps: int | None = option("Write one every so many optimizer steps (null: not by steps).", None, ge=1)
     every_minutes: float | None = option("Write one every so many minutes (null: not by time).", 30.0, gt=0)
     emergency_seconds: float = option(
-        "How long a run may take to finish its step and write a last checkpoint when a signal ends it.", 60.0, gt=0
+        "How long a run may take to finish its step and write a last checkpoint when a signal ends it.",
+        60.0,
+        gt=0,
+        le=_YEAR,
     )
     keep_last: int = option("How many to keep (-1: all).", 2, ge=-1)
     monitor: str | None = option("Keep the best by this logged value, and the last one, instead of the last.", None)
@@ -615,23 +630,26 @@ class Launch:
     """What every way to start the processes of a run has."""
 
     name: str = option("Which launcher this is; set by the group.", "local", choices=("local", "slurm"))
-    start_timeout: float = option("Seconds in which every rank must have begun its task.", 600.0, gt=0)
+    start_timeout: float = option("Seconds in which every rank must have begun its task.", 600.0, gt=0, le=_YEAR)
     hang_timeout: float | None = option(
         "Seconds without progress of any rank after which the run ends, telling where all are: if one is stopped, "
         "all wait for each other, or a step takes ten times as long as the longest before (null: never).",
         60.0,
         gt=0,
+        le=_YEAR,
     )
     collective_timeout: float = option(
         "Seconds after which a collective that a rank never joins is an error, once the first step is done.",
         600.0,
         gt=0,
+        le=_YEAR,
     )
     first_step_timeout: float = option(
         "The same until the first step is done (it compiles), and while a checkpoint is written or loaded; also how "
         "long a rank may work outside of steps while all others wait for it.",
         1800.0,
         gt=0,
+        le=_YEAR,
     )
     wait: bool = option("Wait while another run is in the output directory, instead of an error.", False)
     numa: bool = option("On GPUs: run each rank on the processors beside its GPU, of those that it may use.", True)
@@ -642,7 +660,9 @@ class LocalLaunch(Launch):
     """launch=local: one process per rank on this machine."""
 
     devices: int | None = option("Devices of this machine to use (null: all that are visible).", None, ge=1)
-    stop_timeout: float = option("Seconds in which ranks may end by themselves after Ctrl-C or a failure.", 10.0, gt=0)
+    stop_timeout: float = option(
+        "Seconds in which ranks may end by themselves after Ctrl-C or a failure.", 10.0, gt=0, le=_YEAR
+    )
     logs: str = option("Who writes to the terminal; every rank has a log file.", "rank0", choices=("rank0", "all"))
     max_restarts: int = option(
         "Times that a run starts again by itself from its newest checkpoint after a rank has failed.", 0, ge=0
@@ -680,7 +700,7 @@ class Job:
     task: str = option("What to do; the first word of the command line.", "fit", choices=TASKS)
     name: str = option("Name of the run: part of its output directory.", "run")
     output_dir: str | None = option("Where everything is written (null: outputs/<name>/<date>_<time>).", None)
-    seed: int = option("Seed of the initial weights, the data order and every random number.", 0, ge=0)
+    seed: int = option("Seed of the initial weights, the data order and every random number.", 0, ge=0, le=2**32 - 1)
     precision: str | None = option(
         "Arithmetic, by lightning's names; float8 (rowwise scales) and float8-tensorwise: linear layers of blocks "
         "multiply in float8, all else is bf16-mixed (null: bf16-mixed on GPUs, 32-true on a CPU).",

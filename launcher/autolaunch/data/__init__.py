@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from autolaunch_strategies.config import ConfigError
+
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule
 
@@ -27,9 +29,10 @@ def build_data(data_cfg: dict[str, Any], seed: int, vocab_size: int | None = Non
     """
     # Lazily: the command checks data without torch.
     if "_target_" in data_cfg:
-        from autolaunch.instantiate import build
+        from autolaunch.instantiate import build, locate
 
-        return build({key: value for key, value in data_cfg.items() if key not in ("name", "labels")})
+        _refuse_dataset(locate(data_cfg["_target_"], "data"), data_cfg["_target_"])
+        return build(data_cfg, "data", ("name", "labels"))
     from autolaunch.data import classification, rows_of_files, synthetic, text, tokens
     from autolaunch.data.module import TokenDataModule
 
@@ -46,3 +49,16 @@ def build_data(data_cfg: dict[str, Any], seed: int, vocab_size: int | None = Non
         own_validation=_OWN_VALIDATION.get(data_cfg["name"], "data.validation_path=validation.jsonl"),
         keeps_share="validation_fraction" in data_cfg,
     )
+
+
+def _refuse_dataset(target: Any, name: str) -> None:
+    """Raise ConfigError for the commonest mistake, before its arguments are asked for, which are not the mistake."""
+    from torch.utils.data import DataLoader, Dataset
+
+    if isinstance(target, type) and issubclass(target, Dataset | DataLoader):
+        kind = "Dataset" if issubclass(target, Dataset) else "DataLoader"
+        raise ConfigError(
+            f"data._target_={name}",
+            f"a torch.utils.data.{kind}, and no LightningDataModule",
+            "a LightningDataModule whose train_dataloader makes it, or a function that returns one",
+        )

@@ -21,6 +21,7 @@ COLUMNS = ("messages", "prompt", "input", "completion", "system", "tools")
 
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"))
 _KNOWN = "`messages`, `conversations`, `prompt` and `completion`, or `instruction` and `output`"
+_COLUMNS_TYPED = "'data.columns={prompt: question, completion: answer}'"
 
 Messages = list[dict[str, Any]]
 
@@ -46,7 +47,7 @@ def check_columns(columns: Mapping[str, Any]) -> list[ConfigError]:
                 f"data.columns={dict(columns)}",
                 "nothing says where the conversation is",
                 "messages, or prompt and completion",
-                "data.columns={prompt: question, completion: answer}",
+                _COLUMNS_TYPED,
             )
         ]
     return []
@@ -99,7 +100,7 @@ def _detected(row: Mapping[str, Any]) -> dict[str, str]:
     raise BadRow(
         f"no conversation in the columns {_listed(row)}",
         f"{_KNOWN}; or data.columns, which names others",
-        "data.columns={prompt: question, completion: answer}",
+        _COLUMNS_TYPED if len(row) > 1 else "",
     )
 
 

@@ -105,7 +105,8 @@ def amount_errors(config: dict[str, Any], where: str, training: int, validation:
         errors.append(
             ConfigError(
                 where,
-                f"{counted(training, 'training sequence')} of {config['seq_len']} tokens, fewer than one batch of {batch}",
+                f"{counted(training, 'training sequence')} of {config['seq_len']} tokens, "
+                f"fewer than one batch of {batch}",
                 "more data, or a smaller data.batch_size or data.seq_len",
             )
         )

@@ -51,7 +51,7 @@ def bad_row_errors(bad: Sequence[tuple[str, BadRow]], may_skip: bool = True) -> 
     for number, ((reason, allowed, write), (place, *others)) in enumerate(places.items(), start=1):
         reason += f"; also {', '.join(others)}" if others else ""
         if number == len(places) and more > 0:
-            reason += f"; and {more:,} more bad rows were seen"
+            reason += f"; and {more:,} more bad row{' was' if more == 1 else 's were'} seen"
         if may_skip:
             skip = "data.on_bad=skip, to leave such rows out"
             write = f"{write}; or {skip}" if write else skip
@@ -128,7 +128,7 @@ class Rows(Protocol):
             mark: that of a row, plain data: what follows it is read, without reading again what stands before.
 
         Raises:
-            ConfigError: a table that cannot be read.
+            ConfigError: a table or a list that cannot be read.
         """
         ...
 
@@ -234,18 +234,15 @@ def _object(content: bytes) -> Mapping[str, Any] | BadRow:
 def _list(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
     try:
         rows = json.loads(file.read_bytes().decode("utf-8-sig"))
+    # All of its rows would be left out with one that is bad: no data.on_bad=skip passes over that.
     except (UnicodeDecodeError, RecursionError) as error:
-        yield 1, BadRow(f"the file cannot be read: {error}")
-        return
+        raise ConfigError(str(file), f"the file cannot be read: {error}") from error
     except json.JSONDecodeError as error:
-        yield (
-            1,
-            BadRow(
-                f"the file is not JSON: {error.msg} in line {error.lineno}, column {error.colno}",
-                "a list of objects, or one object per line",
-            ),
-        )
-        return
+        raise ConfigError(
+            str(file),
+            f"the file is not JSON: {error.msg} in line {error.lineno}, column {error.colno}",
+            "a list of objects, or one object per line",
+        ) from error
     yield from ((number, _checked(row)) for number, row in enumerate(rows, start=1))
 
 

@@ -92,7 +92,7 @@ def _together(sources: list[Source], where: str) -> list[Source]:
             f"{where}: {missing.rows[0].name}",
             "no weight is said, but others have one",
             "a weight for every source, or for none",
-            f"{where}=[{{path: ..., weight: 1}}, ...]",
+            f"'{where}=[{{path: ..., weight: 1}}, ...]'",
         )
     return sources if weighted else [Source([rows for source in sources for rows in source.rows])]
 

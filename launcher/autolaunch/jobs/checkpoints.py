@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import shlex
+import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +23,7 @@ from autolaunch_strategies.checkpoint.files import (
     problem_with,
     read_manifest,
 )
-from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.config import ConfigError, nearest
 
 USAGE = "autolaunch checkpoint verify outputs/run/<date>_<time>"
 """The command, as `--help` shows it."""
@@ -35,11 +38,12 @@ def checkpoint_command(words: Sequence[str]) -> int:
         ConfigError: something else than `verify` and one path, or nothing there to look at.
     """
     if len(words) != 2 or words[0] != "verify":
+        misspelt = len(words) == 2 and nearest(words[0], ["verify"])
         raise ConfigError(
             " ".join(["autolaunch checkpoint", *words]),
-            "it takes one word and one path",
+            f"no such word: {words[0]}; did you mean verify?" if misspelt else "it takes one word and one path",
             "verify, and a checkpoint, or a directory of checkpoints, of a run or of runs",
-            USAGE,
+            shlex.join(["autolaunch", "checkpoint", "verify", words[1]]) if misspelt else USAGE,
         )
     path = Path(words[1]).expanduser().absolute()
     checkpoints = _checkpoints(path)
@@ -91,11 +95,30 @@ def _by_age(directory: Path) -> list[Path]:
 
 def _problem(checkpoint: Path) -> str | None:
     problem = problem_with(checkpoint)
-    if problem is not None or checkpoint.is_file():
+    if problem is not None:
         return problem
+    if checkpoint.is_file():
+        return _no_file_of_torch(checkpoint)
     with ThreadPoolExecutor(_READERS) as readers:  # hashing lets other threads run
         problems = list(readers.map(lambda name: damage_in(checkpoint, [name]), files_with_hashes(checkpoint)))
     return next((item for item in problems if item is not None), None)
+
+
+def _no_file_of_torch(file: Path) -> str | None:
+    """Why a single file is no checkpoint, by its form; None if it is an archive of `torch.save`, or an old pickle."""
+    try:
+        with file.open("rb") as opened:
+            begins = opened.read(2)
+        if begins == b"PK":
+            with zipfile.ZipFile(file) as archive:
+                is_ours = any(name.endswith("data.pkl") for name in archive.namelist())
+        else:
+            is_ours = begins[:1] == pickle.PROTO
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return "is damaged: it is no readable archive"
+    return None if is_ours else "is no checkpoint: torch.save has not written it"
 
 
 def _checked(checkpoint: Path) -> str:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from autolaunch.directories import shown
 from autolaunch.job import write_beside
+from autolaunch.report.readable import counted
 from autolaunch_strategies.config import ConfigError
 
 SUMMARY, METRICS = "summary.json", "metrics.csv"
@@ -84,8 +85,11 @@ def read_ends(sweep: Path) -> list[JobEnd]:
 
 def print_table(jobs: Sequence[JobEnd], sweep_dir: Path, console: Console) -> None:
     """Print one row per job: number, what it has of its own, status, loss, step time, directory in the sweep's."""
-    failed = sum(job.exit_code != 0 for job in jobs)
-    console.print(Text(f"\n{len(jobs)} jobs, {failed} failed, in {shown(sweep_dir)}", style="bold"), soft_wrap=True)
+    interrupted = sum(job.status == "interrupted" for job in jobs)
+    failed = sum(job.exit_code != 0 for job in jobs) - interrupted
+    outcome = f"{failed} failed" + (f", {interrupted} interrupted" if interrupted else "")
+    heading = Text(f"\n{counted(len(jobs), 'job')}, {outcome}, in {shown(sweep_dir)}", style="bold")
+    console.print(heading, soft_wrap=True)
     table = Table()
     table.add_column("job", justify="right")
     table.add_column("overrides", overflow="fold")

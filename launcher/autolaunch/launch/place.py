@@ -13,6 +13,9 @@ from autolaunch_strategies.config import ConfigError
 PORTS = range(15000, 30000)
 """Where ranks of one Slurm step meet: above the reserved ports, below those that Linux hands out by itself."""
 
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+"""What torchrun, or something like it, sets for every rank."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -61,13 +64,24 @@ def place(environ: Mapping[str, str] | None = None) -> Place:
     more than one task means srun. An sbatch script and an salloc shell have no step id, so they are alone.
 
     Raises:
-        ConfigError: one of the launchers is recognised, but what it says makes no sense.
+        ConfigError: one of the launchers is recognised, but what it says makes no sense, or is not all.
     """
     env = _Environment(os.environ if environ is None else environ)
-    if all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+    if all(env.get(name) for name in _OF_TORCHRUN):
         return _torchrun(env)
     if env.get("SLURM_STEP_ID").isdecimal() and env.number("SLURM_STEP_NUM_TASKS", "1", at_least=1) > 1:
         return _slurm(env)
+    found = [name for name in _OF_TORCHRUN if env.get(name)]
+    # Of one rank, or of the first with nothing said of others, they are strays.
+    if env.get("WORLD_SIZE") not in ("", "1") or env.get("RANK") not in ("", "0"):
+        absent = [name for name in _OF_TORCHRUN if name not in found]
+        raise ConfigError(
+            " ".join(f"{name}={env.get(name)}" for name in found),
+            f"of the variables of torchrun only these are set, and not {', '.join(absent)}: each rank would be a run "
+            "of its own",
+            "all of them, for one of several ranks; none, for a run of its own",
+            f"unset {' '.join(found)}",
+        )
     return Place()
 
 

@@ -104,7 +104,8 @@ class StepMetrics(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         # Now, because schedulers have moved on when the batch ends.
-        lr = optimizer.param_groups[0].get("lr")
+        groups = optimizer.param_groups  # none where configure_optimizers returns None
+        lr = groups[0].get("lr") if groups else None
         self._lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
 
     def on_train_batch_end(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -51,6 +52,7 @@ class MetricsCsv(Logger):
         self._row: dict[str, Any] = {}
         self._row_start = 0
         self._unwritten = False
+        self._told: list[str] = []
 
     # Empty, so that lightning's default place for checkpoints is <output_dir>/checkpoints.
     @property
@@ -110,6 +112,14 @@ class MetricsCsv(Logger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add what the LightningModule logged; `step` is lightning's own count and not used."""
+        taken = [name for name in metrics if name in COLUMNS and name not in (*self._told, "step", "loss")]
+        if taken:
+            self._told += taken
+            warnings.warn(
+                f"metrics.csv has a column {taken[0]} of autolaunch's own: what the module logs by that name is not in "
+                "it; log it by another name",
+                stacklevel=2,
+            )
         self.add({k: v for k, v in metrics.items() if k not in (*COLUMNS, "epoch") and isinstance(v, int | float)})
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -10,6 +12,7 @@ from numbers import Integral
 from typing import Any, Union
 
 from autolaunch_strategies.config.errors import ConfigError, nearest
+from autolaunch_strategies.config.spelling import quoted
 
 Where = Callable[[str, Any], str]
 """Says where the value of a dotted key came from, as the person wrote it: the command line or a YAML file."""
@@ -68,8 +71,16 @@ def checked_value(
         return fitted, ConfigError(
             where(path, value), "not one of the choices", ", ".join(names), f"{path}={close}" if close else ""
         )
-    if isinstance(fitted, int | float) and not isinstance(fitted, bool) and (limits := _broken(fitted, item.metadata)):
-        return fitted, ConfigError(where(path, value), "out of range", limits)
+    numbers = [number for number in (fitted if isinstance(fitted, list) else [fitted]) if _is_number(number)]
+    limits = limits_text(item.metadata)
+    if not all(map(math.isfinite, numbers)):
+        or_null = " or null" if types.NoneType in options else ""
+        return fitted, ConfigError(where(path, value), "not a finite number", f"{limits or 'a number'}{or_null}")
+    if any(_breaks(number, item.metadata) for number in numbers):
+        counted = "share" in item.metadata and isinstance(fitted, float) and fitted.is_integer() and fitted > 0
+        return fitted, ConfigError(
+            where(path, value), "out of range", limits, f"{path}={int(fitted)}" if counted else ""
+        )
     return fitted, None
 
 
@@ -110,7 +121,8 @@ def _type_problem(
     for option in options:
         if typing.get_origin(option) is list:
             (inner,) = typing.get_args(option)
-            nouns.append(f"a list of {_NOUNS[typing.get_origin(inner) or inner].split()[-1]}s")
+            noun = _NOUNS.get(typing.get_origin(inner) or inner)  # none of list[Any], which takes whatever there is
+            nouns.append(f"a list of {noun.split()[-1]}s" if noun else "a list")
         elif option is not types.NoneType:
             nouns.append(_NOUNS[typing.get_origin(option) or option])
     if item.metadata.get("choices"):
@@ -121,8 +133,20 @@ def _type_problem(
     if int in options and isinstance(value, float) and value.is_integer():
         write = f"{path}={int(value)}"
     elif typing.get_origin(options[0]) is list and _fit([value], options) is not _MISFIT:
-        write = f"{path}=[{written(value)}]"
+        first = quoted(value) if isinstance(value, str) else written(value)
+        rest = _default_list(item)[1:] if _is_number(value) else []  # a number of several: the others as they were
+        write = shlex.quote(f"{path}=[{','.join([first, *map(written, rest)])}]")
     return f"must be {' or '.join(nouns)}", allowed if item.metadata.get("choices") or "null" in allowed else "", write
+
+
+def _default_list(item: dataclasses.Field[Any]) -> list[Any]:
+    """The default of a field that is a list; empty if it is none."""
+    default = None if item.default_factory is dataclasses.MISSING else item.default_factory()
+    return default if isinstance(default, list) else []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _LIMITS = {
@@ -130,7 +154,9 @@ _LIMITS = {
     "gt": (lambda value, limit: value > limit, "more than {}"),
     "le": (lambda value, limit: value <= limit, "{} or less"),
     "lt": (lambda value, limit: value < limit, "less than {}"),
+    "share": (lambda value, limit: isinstance(value, int) or value <= limit, "with a decimal point {} or less"),
 }
+"""Limits of numbers, and of each number of a list; `share` is that of a float where a whole number is a count."""
 
 
 def limits_text(metadata: Mapping[str, Any]) -> str:
@@ -138,6 +164,5 @@ def limits_text(metadata: Mapping[str, Any]) -> str:
     return ", ".join(words.format(metadata[name]) for name, (_, words) in _LIMITS.items() if name in metadata)
 
 
-def _broken(value: float, metadata: Mapping[str, Any]) -> str:
-    holds = all(test(value, metadata[name]) for name, (test, _) in _LIMITS.items() if name in metadata)
-    return "" if holds else limits_text(metadata)
+def _breaks(value: float, metadata: Mapping[str, Any]) -> bool:
+    return not all(test(value, metadata[name]) for name, (test, _) in _LIMITS.items() if name in metadata)
