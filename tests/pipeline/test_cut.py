@@ -516,7 +516,8 @@ def hf(kind: str, **sizes: Any) -> Callable[[], nn.Module]:
         import transformers
 
         config = getattr(transformers, f"{kind}Config")(vocab_size=TOKENS, use_cache=False, **sizes)
-        ending = "LMHeadModel" if kind == "GPT2" else "ForConditionalGeneration" if kind == "T5" else "ForCausalLM"
+        of_two = "ForConditionalGeneration" if kind in ("T5", "Bart") else "ForCausalLM"
+        ending = "LMHeadModel" if kind == "GPT2" else of_two
         return getattr(transformers, f"{kind}{ending}")(config)
 
     return make
@@ -539,6 +540,11 @@ T5 = {
     "d_model": WIDTH, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0,
     "decoder_start_token_id": 0,
 }  # fmt: skip
+BART = {
+    "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 16, "dropout": 0.0,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
 
 
 def text(square: bool = False) -> dict[str, torch.Tensor]:
@@ -558,6 +564,8 @@ CASES = {
     "llama with batch == length": (hf("Llama", **LLAMA), (), text(square=True)),
     "gpt2": (hf("GPT2", **GPT2), (), text()),
     "t5": (hf("T5", **T5), (), translation()),
+    # Labels that are square are no mask: without them as samples it runs, and its output is of two batches.
+    "bart with batch == length": (hf("Bart", **BART), (), {**translation(), "labels": ids(6, 6)}),
     "stack": (Stack, (ids(),), {}),
     "keywords, tuples and masks": (Masked, (ids(),), {"mask": ids() % 5 > 0}),
     "objects beside outputs": (Noting, (ids(),), {}),

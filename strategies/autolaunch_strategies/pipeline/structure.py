@@ -162,8 +162,7 @@ class Structures:
         if self.skeleton is not None:
             try:
                 if several:
-                    batched, first = self._first_way_that_runs(leaves, spec, ways, trial[0], training)
-                    second = self._try(leaves, spec, batched, trial[1], training)
+                    batched, first, second = self._first_way_to_cut(leaves, spec, ways, trial, training)
                 else:
                     first = self._try(leaves, spec, batched, size, training)
             except Exception as error:  # whatever a model raises on shapes alone
@@ -183,17 +182,34 @@ class Structures:
         may_draw = first is None or first.may_draw
         return Structure(recording, stage_of, tuple(carries), batched, may_draw, dims, first is not None)
 
-    def _first_way_that_runs(
-        self, leaves: list[Any], spec: Any, ways: list[tuple[bool, ...]], size: int, training: bool
-    ) -> tuple[tuple[bool, ...], Recording]:
-        """The first of `ways` in which the model takes a batch of another size, and what it then does."""
-        errors = []
+    def _first_way_to_cut(
+        self, leaves: list[Any], spec: Any, ways: list[tuple[bool, ...]], trial: list[int], training: bool
+    ) -> tuple[tuple[bool, ...], Recording, Recording]:
+        """The first of `ways` in which the model takes batches of two other sizes, and what it then does.
+
+        One whose results can be put together again comes before one that runs only.
+        """
+        errors: list[Exception] = []
+        running: list[tuple[tuple[bool, ...], Recording, Recording]] = []
         for way in ways:
             try:
-                return way, self._try(leaves, spec, way, size, training)
+                first, second = (self._try(leaves, spec, way, size, training) for size in trial[:2])
             except Exception as error:  # whatever a model raises on shapes alone
                 errors.append(error)
+                continue
+            running.append((way, first, second))
+            try:
+                _join_dims(self._needed_at_the_end(first), first, first, second, trial)
+            except ConfigError:
+                continue
+            return running[-1]
+        if running:
+            return running[0]
         raise errors[0]
+
+    def _needed_at_the_end(self, recording: Recording) -> list[Leaf]:
+        last = len(self.cutting.stages) - 1
+        return list(recording.needed_behind(_last(self._stages_of(recording), last)))
 
     def _try(self, leaves: list[Any], spec: Any, batched: tuple[bool, ...], size: int, training: bool) -> Recording:
         assert self.skeleton is not None
