@@ -56,10 +56,11 @@ def write_manifest(
         written: when, in seconds since 1970; by default now.
     """
     known = hashes or {}
+    # What other ranks have written counts, too, where a list of names comes late to this machine: then it is not whole.
+    names = {*known, *(item.name for item in directory.iterdir())} - {MANIFEST}
     files = {
         item.name: {"size": item.stat().st_size, "xxh3": known.get(item.name) or hash_of(item)}
-        for item in sorted(directory.iterdir())
-        if item.name != MANIFEST
+        for item in map(directory.joinpath, sorted(names))
     }
     about = {"step": step, "mesh": mesh, "written": time.time() if written is None else written, "run": dict(run or {})}
     manifest = {"format": FORMAT, **about, "files": files}
